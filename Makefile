@@ -1,0 +1,39 @@
+# `make run` and `make test` do everything a fresh machine needs: Python >= 3.10, pip and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: run test check clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run    install, then train FashionMNIST in bf16 for about three minutes"
+	@echo "make test   install, then run the tests"
+	@echo "make check  lint, format check and types"
+	@echo "make clean  remove the virtual environment and the caches"
+
+# A stamp is written last, so an interrupted install is begun again.
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "mprun needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
+	@echo "Installing mprun and PyTorch into $(VENV) (several GB, a few minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+run: $(VENV)/.installed
+	$(BIN)/mprun recipe=fashion_mnist precision=bf16_mixed train.max_time_s=150 data.fallback=generated
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

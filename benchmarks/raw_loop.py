@@ -1,0 +1,170 @@
+"""mprun's loop against a raw PyTorch loop: step time on each recipe, overhead on an empty model.
+
+    python -m benchmarks.raw_loop [--steps N] [--data FOLDER]
+
+Both loops run the same model, optimizer and batches in one process, taking turns block by block, so
+that a machine whose speed drifts drifts for both. The figure is the ratio of mprun's median step
+time to the raw loop's, with a 95 % bootstrap interval over blocks; a step's time here is the whole
+loop's wall time divided by its steps, logging and metrics included. `speed=plain` on both sides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import date
+
+import torch
+from torch import Tensor, nn
+
+from mprun.build import Plan, build_parts, plan
+from mprun.config import compose
+from mprun.data import DataRequest, Splits, TensorSet
+from mprun.environment import cpu_name, usable_cores
+from mprun.precision import backend_flags
+from mprun.recipe import Recipe
+from mprun.runner import Limits, NoObserver, Trainer
+
+BLOCKS = 24
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Empty(Recipe):
+    """A model of one number: what is left of a step is the loop."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1, bias=False)
+
+    def data(self, request: DataRequest) -> Splits:
+        part = TensorSet(torch.zeros(64, 1), torch.zeros(64, 1))
+        return Splits("empty", "generated", part, part.first(0), part.first(0), shuffle=False)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).mean()
+
+
+def raw_blocks(chosen: Plan, steps: int) -> Iterator[float]:
+    """Seconds per step of a raw loop, block after block."""
+    parts, recipe = build_parts(chosen), chosen.recipe
+    model, optimizer, data = parts.model, parts.optimizer, chosen.splits.train
+    bf16 = chosen.policy.casting == "autocast"
+    size = chosen.batch["effective"]
+    order = torch.Generator().manual_seed(chosen.config.seed)
+    shuffle = chosen.splits.shuffle
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            permutation = torch.randperm(len(data), generator=order)
+            for index in permutation.split(size):
+                if len(index) < size:
+                    continue
+                x = data.inputs[index] if shuffle else data.inputs
+                y = data.targets[index] if shuffle else data.targets
+                yield recipe.prepare(x), y
+
+    source = batches()
+    while True:
+        start = time.perf_counter()
+        for _ in range(steps):
+            x, y = next(source)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                output = model(x)
+            loss = recipe.loss(output.float(), y)
+            loss.backward()
+            optimizer.step()
+        yield (time.perf_counter() - start) / steps
+
+
+def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
+    """Seconds per step of mprun's loop, block after block."""
+    full = len(chosen.splits.train) // chosen.batch["effective"] * chosen.batch["effective"]
+    whole = replace(chosen.splits, train=chosen.splits.train.first(full))
+    parts = build_parts(replace(chosen, splits=whole))
+    none = parts.train.data.first(0)
+    parts.validation.data = none
+    done = 0
+    trainer = Trainer(parts, Limits(None, None, None), NoObserver(), lambda: False)
+    while True:
+        done += steps
+        trainer.limit(Limits(None, done, None))
+        start = time.perf_counter()
+        trainer.fit()
+        yield (time.perf_counter() - start) / steps
+
+
+def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]:
+    """95 % bootstrap interval of a statistic of block indices."""
+    rng = random.Random(0)
+    found = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
+    return found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
+
+
+def compare(chosen: Plan, steps: int) -> dict[str, float]:
+    """Alternate blocks of both loops; ratio of medians with its interval."""
+    raw, ours = raw_blocks(chosen, steps), mprun_blocks(chosen, steps)
+    next(raw), next(ours)
+    a: list[float] = []
+    b: list[float] = []
+    for block in range(BLOCKS):
+        pair = ((raw, a), (ours, b)) if block % 2 else ((ours, b), (raw, a))
+        for source, times in pair:
+            times.append(next(source))
+
+    def ratio(index: list[int]) -> float:
+        return statistics.median(b[i] for i in index) / statistics.median(a[i] for i in index)
+
+    low, high = interval(ratio, BLOCKS)
+    return {
+        "raw_ms": statistics.median(a) * 1e3,
+        "mprun_ms": statistics.median(b) * 1e3,
+        "ratio": ratio(list(range(BLOCKS))),
+        "low": low,
+        "high": high,
+    }
+
+
+def main() -> None:
+    """Print a line per case and, last, one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps per block")
+    scale = parser.parse_args().scale
+    cases = {"linear": 100, "mnist": 6, "fashion_mnist": 15}
+    rows = {}
+    print(
+        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}; {BLOCKS} alternating blocks"
+    )
+    for recipe, steps in cases.items():
+        for precision in ("fp32", "bf16_mixed"):
+            words = [f"recipe={recipe}", f"precision={precision}", "speed=plain", "device=cpu"]
+            chosen = plan(compose(words).config, ())
+            with backend_flags(chosen.policy):
+                row = compare(chosen, max(1, int(steps * scale)))
+            rows[f"{recipe} {precision}"] = row
+            print(
+                f"{recipe:14} {precision:11} raw {row['raw_ms']:8.3f} ms  "
+                f"mprun {row['mprun_ms']:8.3f} ms  "
+                f"ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+            )
+    linear = plan(compose(["recipe=linear", "speed=plain", "device=cpu"]).config, ())
+    empty = Empty()
+    chosen = replace(linear, recipe=empty, splits=empty.data(DataRequest()))
+    row = compare(chosen, int(2000 * scale))
+    overhead_us = (row["mprun_ms"] - row["raw_ms"]) * 1e3
+    rows["empty"] = {**row, "overhead_us": overhead_us}
+    print(
+        f"empty model: raw {row['raw_ms'] * 1e3:.1f} us, mprun {row['mprun_ms'] * 1e3:.1f} us, "
+        f"host overhead {overhead_us:.1f} us per step"
+    )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""The schema of a configuration: every field's name, type, default and meaning.
+
+The string below a field is its documentation; `mprun --help` and docs/configuration.md are made
+from it (`reference.py`). What a group chooses (recipe, precision, ...) is `MISSING` here and has
+its one value in `conf/`; the rest has its default here. Member names of the enums are what a user
+types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class DType(Enum):
+    """A floating dtype by PyTorch's name."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Casting(Enum):
+    """How an op's dtype is decided: not at all, or by PyTorch's autocast."""
+
+    none = "none"
+    autocast = "autocast"
+
+
+class Rounding(Enum):
+    """How a result is brought to a narrower dtype."""
+
+    nearest = "nearest"
+
+
+class RoundingScope(Enum):
+    """Which results are rounded by `rounding`: parameter and state updates, or all."""
+
+    update = "update"
+
+
+class Device(Enum):
+    """Where a run computes. `auto` takes CUDA where there is one."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Execution(Enum):
+    """Whose arithmetic: PyTorch's kernels, or mprun's rounding around float32."""
+
+    auto = "auto"
+    native = "native"
+    emulated = "emulated"
+
+
+class Speed(Enum):
+    """`plain`: the unadorned loop. `auto`: the table of choices measured to be faster."""
+
+    plain = "plain"
+    auto = "auto"
+
+
+class DataSource(Enum):
+    """Where samples come from."""
+
+    auto = "auto"
+    real = "real"
+    generated = "generated"
+
+
+class DataFallback(Enum):
+    """What `data.source=auto` does when there is neither a local file nor a download."""
+
+    none = "none"
+    generated = "generated"
+
+
+class OptimizerName(Enum):
+    """The optimizers a recipe can name."""
+
+    sgd = "sgd"
+    rmsprop = "rmsprop"
+    adamw = "adamw"
+
+
+class Scheduler(Enum):
+    """Learning-rate schedule over the planned optimizer steps."""
+
+    none = "none"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class LrRule(Enum):
+    """How the learning rate follows a batch that `batch.factor` made larger."""
+
+    none = "none"
+    linear = "linear"
+    sqrt = "sqrt"
+
+
+@dataclass
+class RecipeConfig:
+    """Model, data, loss and metric."""
+
+    name: str = MISSING
+    """The recipe's name in records and tables."""
+    target: str = MISSING
+    """Import path of the recipe's class. Loading it runs its code, so trust where it is from."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """The recipe's own parameters, typed by its class (for example recipe.model.units=64)."""
+
+
+@dataclass
+class PrecisionConfig:
+    """A precision mode: one row of the policy table."""
+
+    name: str = MISSING
+    """The mode's name in records and tables."""
+    param_dtype: DType = MISSING
+    """Dtype the parameters are kept in (Keras: variable dtype)."""
+    compute_dtype: DType = MISSING
+    """Dtype matmuls and convolutions compute in."""
+    output_dtype: DType = MISSING
+    """Dtype the model's outputs are cast to before the loss."""
+    casting: Casting = MISSING
+    """How ops get their dtype: none (parameters' own) or autocast."""
+    rounding: Rounding = MISSING
+    """Rounding of updates."""
+    rounding_scope: RoundingScope = MISSING
+    """Which results `rounding` applies to."""
+    accum_dtype: DType = MISSING
+    """Dtype of the gradient buffer."""
+    momentum_dtype: DType = MISSING
+    """Dtype of the optimizer's first moment."""
+    variance_dtype: DType = MISSING
+    """Dtype of the optimizer's second moment."""
+    partials_dtype: DType = MISSING
+    """Dtype matmul and convolution accumulate in."""
+    tf32: bool = MISSING
+    """Whether float32 matmuls and convolutions may use TensorFloat-32."""
+
+
+@dataclass
+class OpListsConfig:
+    """Which ops are cast by name."""
+
+    name: str = MISSING
+    """The chosen lists."""
+
+
+@dataclass
+class LossScaleConfig:
+    """Loss scaling."""
+
+    name: str = MISSING
+    """The kind of loss scale."""
+
+
+@dataclass
+class BatchConfig:
+    """How the batch follows the precision (half-size tensors leave room)."""
+
+    factor: int = MISSING
+    """The base batch, train.batch_size, is multiplied by this."""
+    lr_rule: LrRule = MISSING
+    """Learning rate for the multiplied batch: none, linear (x factor) or sqrt (x its root)."""
+
+
+@dataclass
+class LoggerConfig:
+    """Extra sinks for scalars; the record is always written."""
+
+    name: str = MISSING
+    """The chosen logger."""
+
+
+@dataclass
+class PresetConfig:
+    """A named bundle of overrides."""
+
+    name: str = MISSING
+    """The chosen preset."""
+    max_batch_size: int | None = None
+    """Cap on train.batch_size that the preset sets."""
+    loss_must_fall: bool = False
+    """Fail the run unless the mean loss of its last third is below that of its first third."""
+
+
+@dataclass
+class OptimizerConfig:
+    """The optimizer and its own parameters; the learning rate is train.lr."""
+
+    name: OptimizerName = MISSING
+    """Which optimizer."""
+    momentum: float = 0.0
+    """Momentum of SGD and RMSprop."""
+    weight_decay: float = 0.0
+    """Weight decay (decoupled in AdamW, L2 in SGD and RMSprop)."""
+    alpha: float = 0.99
+    """RMSprop's smoothing constant (Keras calls it rho)."""
+    beta1: float = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: float = 0.999
+    """AdamW's decay of the second moment."""
+    eps: float = 1e-8
+    """Term added to the denominator of RMSprop and AdamW."""
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    epochs: int | None = None
+    """Passes over the training data; null for no limit."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps; null for no limit."""
+    max_time_s: float | None = None
+    """Stop training after this many seconds, the final test not counted; null for no limit."""
+    batch_size: int = MISSING
+    """Samples per micro-batch, before batch.factor; the base that batch=double doubles."""
+    eval_batch_size: int = MISSING
+    """Samples per batch in validation and test."""
+    lr: float = MISSING
+    """Learning rate."""
+    clip_norm: float | None = None
+    """Clip the gradients' global L2 norm to this; null for no clipping."""
+    accumulate: int = 1
+    """Micro-batches whose gradients are accumulated into one optimizer step."""
+    scheduler: Scheduler = Scheduler.none
+    """Learning-rate schedule: none, linear to zero, or cosine to zero."""
+    log_every: int = 1
+    """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
+
+
+@dataclass
+class DataConfig:
+    """The data."""
+
+    source: DataSource = DataSource.auto
+    """auto or real: local files, else a download; generated: drawn by mprun, no network."""
+    root: str | None = None
+    """Folder of the data sets in torchvision's layout; else MPRUN_DATA, else the cache folder."""
+    fallback: DataFallback = DataFallback.none
+    """generated: use the generated set where neither files nor a download can be had."""
+    validation_fraction: float = 0.0
+    """Share of the training set, its last part, held out for validation."""
+    train_limit: int | None = None
+    """Use only the first n training samples; null for all."""
+    eval_limit: int | None = None
+    """Use only the first n validation and n test samples; null for all."""
+
+
+@dataclass
+class RunConfig:
+    """Where a run leaves its record."""
+
+    dir: str | None = None
+    """The run's folder, which must hold no run yet; default outputs/<date>/<time>."""
+
+
+@dataclass
+class Config:
+    """Everything a run depends on."""
+
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    """What is trained."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """The numerical precision."""
+    op_lists: OpListsConfig = field(default_factory=OpListsConfig)
+    """Ops cast by name."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Loss scaling."""
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Batch size against the recipe's."""
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    """Extra loggers."""
+    preset: PresetConfig = field(default_factory=PresetConfig)
+    """Bundles of overrides."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """The loop."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """The record."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of samples; the same in every mode."""
+    device: Device = Device.auto
+    """auto, cpu or cuda."""
+    execution: Execution = Execution.auto
+    """auto, native or emulated."""
+    speed: Speed = Speed.auto
+    """auto or plain."""

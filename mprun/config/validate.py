@@ -1,0 +1,131 @@
+"""Checks the types cannot express: ranges, combinations, and fields without effect.
+
+Ranges are data; a combination is a small function that raises. Legal values that depend on the
+machine or on a recipe's class are checked where those are known (`build.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from mprun.config.schema import Config, DataFallback, DataSource, OptimizerName, Scheduler
+from mprun.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Range:
+    """A closed or half-open interval a number must lie in; infinities and NaN never do."""
+
+    low: float
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies inside."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        low = f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
+        if self.high == math.inf:
+            return low
+        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:.10g}"
+
+
+POSITIVE = Range(0, low_open=True)
+NOT_NEGATIVE = Range(0)
+COUNT = Range(1, 2**31 - 1)
+
+RANGES = {
+    # PyTorch's CPU generator uses 32 bits of a seed: a larger one would repeat another's run.
+    "seed": Range(0, 2**32 - 1),
+    "batch.factor": Range(1, 1024),
+    "preset.max_batch_size": COUNT,
+    "train.epochs": COUNT,
+    "train.max_steps": COUNT,
+    "train.max_time_s": POSITIVE,
+    "train.batch_size": COUNT,
+    "train.eval_batch_size": COUNT,
+    "train.lr": POSITIVE,
+    "train.clip_norm": POSITIVE,
+    "train.accumulate": COUNT,
+    "train.log_every": COUNT,
+    "train.optimizer.momentum": NOT_NEGATIVE,
+    "train.optimizer.weight_decay": NOT_NEGATIVE,
+    "train.optimizer.alpha": NOT_NEGATIVE,
+    "train.optimizer.beta1": Range(0, 1, high_open=True),
+    "train.optimizer.beta2": Range(0, 1, high_open=True),
+    "train.optimizer.eps": NOT_NEGATIVE,
+    "data.validation_fraction": Range(0, 1, high_open=True),
+    "data.train_limit": COUNT,
+    "data.eval_limit": COUNT,
+}
+
+OPTIMIZER_FIELDS = {
+    OptimizerName.sgd: {"name", "momentum", "weight_decay"},
+    OptimizerName.rmsprop: {"name", "momentum", "weight_decay", "alpha", "eps"},
+    OptimizerName.adamw: {"name", "weight_decay", "beta1", "beta2", "eps"},
+}
+
+
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    return reduce(getattr, key.split("."), config)
+
+
+def check(config: Config) -> None:
+    """Raise `UsageError` for the first value or combination that cannot be used."""
+    for key, allowed in RANGES.items():
+        value = get(config, key)
+        if value is not None and not allowed.holds(value):
+            raise UsageError(f"{key}={value}: legal is {allowed}")
+    _check_length(config)
+    for key in ("run.dir", "data.root"):
+        value = get(config, key)
+        if value is not None and (not value.strip() or "\0" in value):
+            raise UsageError(f"{key}={value!r}: the name of a folder, or null for the default")
+
+
+def _check_length(config: Config) -> None:
+    train = config.train
+    if train.epochs is None and train.max_steps is None:
+        if train.max_time_s is None:
+            raise UsageError(
+                "the run would never end: set train.epochs, train.max_steps or train.max_time_s"
+            )
+        if train.scheduler is not Scheduler.none:
+            raise UsageError(
+                f"train.scheduler={train.scheduler.name} needs a planned number of steps: "
+                "set train.epochs or train.max_steps"
+            )
+
+
+def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
+    """A sentence for each field in `given` that changes nothing in this configuration."""
+    reasons = dict(_reasons(config))
+    for key in dict.fromkeys(given):
+        if key in reasons:
+            yield f"{key} has no effect: {reasons[key]}"
+
+
+def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+    source = config.data.source
+    if source is DataSource.generated:
+        yield "data.root", "data.source=generated reads no files"
+    if source is not DataSource.auto:
+        yield "data.fallback", f"it applies to data.source=auto, and data.source={source.name}"
+    if config.data.fallback is DataFallback.none and source is DataSource.real:
+        yield "data.fallback", "data.source=real never falls back"
+    if config.batch.factor == 1:
+        yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
+    optimizer = config.train.optimizer
+    used = OPTIMIZER_FIELDS[optimizer.name]
+    for name in vars(optimizer):
+        if name not in used:
+            yield f"train.optimizer.{name}", f"{optimizer.name.name} does not use it"

@@ -1,0 +1,18 @@
+"""Data sets as tensors: where they come from, and how batches are made of them.
+
+`sources.py` finds, downloads and checks files; `generated.py` draws a set where there are none;
+`batches.py` holds samples decoded in memory and batches them there.
+"""
+
+from mprun.data.batches import Batch, Batches, Order, TensorSet
+from mprun.data.sources import DataRequest, Splits, image_splits
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "DataRequest",
+    "Order",
+    "Splits",
+    "TensorSet",
+    "image_splits",
+]

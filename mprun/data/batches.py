@@ -1,0 +1,138 @@
+"""Samples decoded in memory, and batches made of them there.
+
+A data loader with worker processes pays for decoding, pickling and collating every sample; for
+sets that fit in memory that is most of a step's wait. Here samples lie decoded in one tensor, on
+the training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
+batch, with no Python work per sample.
+
+The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
+for nothing else, so it is the same in every precision mode and on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Prepare = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """Samples in memory.
+
+    Attributes:
+        inputs: [N, ...] of any dtype, as stored.
+        targets: [N, ...], as the recipe's loss takes them.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that inputs and targets occupy."""
+        return self.inputs.nbytes + self.targets.nbytes
+
+    def first(self, n: int | None) -> TensorSet:
+        """The first `n` samples, or all where `n` is None; no copy."""
+        return self if n is None else TensorSet(self.inputs[:n], self.targets[:n])
+
+    def split(self, n: int) -> tuple[TensorSet, TensorSet]:
+        """The first `n` samples and the rest; no copy."""
+        return self.first(n), TensorSet(self.inputs[n:], self.targets[n:])
+
+    def to(self, device: torch.device) -> TensorSet:
+        """A copy on `device`."""
+        return TensorSet(self.inputs.to(device), self.targets.to(device))
+
+
+class Batch(NamedTuple):
+    """One optimizer step's samples on the training device, ready for the model."""
+
+    inputs: Tensor
+    targets: Tensor
+    size: int
+
+
+class Order:
+    """The order in which an epoch visits the samples; its state is the generator's.
+
+    Args:
+        samples: how many there are.
+        seed: the run's seed.
+        shuffle: False visits them as they are stored.
+    """
+
+    def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
+        self._samples = samples
+        self._shuffle = shuffle
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def state(self) -> Tensor:
+        """The generator's state: what the next `draw` depends on."""
+        return self._generator.get_state()
+
+    def draw(self) -> Tensor | None:
+        """The next epoch's permutation [N], or None for the stored order."""
+        if not self._shuffle:
+            return None
+        return torch.randperm(self._samples, generator=self._generator)
+
+
+class Batches:
+    """Cuts a set into batches and prepares each on the training device.
+
+    Args:
+        data: the samples, on `device` or in the CPU's memory.
+        batch_size: samples per batch; the last one of an epoch may be smaller.
+        prepare: the recipe's `prepare`.
+        device: where batches are needed.
+    """
+
+    def __init__(
+        self, data: TensorSet, batch_size: int, prepare: Prepare, device: torch.device
+    ) -> None:
+        self.data = data
+        self.batch_size = batch_size
+        self._prepare = prepare
+        self._device = device
+
+    def __len__(self) -> int:
+        return -(-len(self.data) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches in the stored order."""
+        return self.epoch(None)
+
+    def epoch(self, order: Tensor | None, skip: int = 0) -> Iterator[Batch]:
+        """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
+        size, total = self.batch_size, len(self.data)
+        inputs, targets = self.data.inputs, self.data.targets
+        if order is not None:
+            order = order.to(inputs.device)
+        for start in range(skip * size, total, size):
+            stop = min(start + size, total)
+            if order is None:
+                x, y = inputs[start:stop], targets[start:stop]
+            else:
+                index = order[start:stop]
+                x, y = inputs.index_select(0, index), targets.index_select(0, index)
+            if x.device != self._device:
+                x, y = x.to(self._device), y.to(self._device)
+            yield Batch(self._prepare(x), y, stop - start)
+
+
+def place(data: TensorSet, device: torch.device) -> TensorSet:
+    """`data` on `device` where it takes at most half of the free memory there, else as it is."""
+    if device.type != "cuda" or data.inputs.device == device:
+        return data
+    free, _ = torch.cuda.mem_get_info(device)
+    return data.to(device) if data.nbytes <= free // 2 else data

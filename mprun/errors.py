@@ -1,0 +1,44 @@
+"""The errors a user can cause, and the exit status each one ends with.
+
+An error names what was received, what is legal and how to mend it, in one line. `cli.main`
+prints it and exits with `status`; no traceback is shown for a mistake of the user's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT
+EXIT_TERMINATED = 143  # 128 + SIGTERM
+
+
+class MprunError(Exception):
+    """An error with a message meant for the user."""
+
+    status = EXIT_FAILED
+
+
+class UsageError(MprunError):
+    """The command line, the configuration or the data it names cannot be used (status 2)."""
+
+    status = EXIT_USAGE
+
+
+class RunFailedError(MprunError):
+    """The run itself failed, for a reason that needs no traceback (status 1)."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` closest in spelling to `word`, or None where nothing is close."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def hint(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest known word, or an empty string."""
+    found = nearest(word, known)
+    return f"; did you mean '{found}'?" if found else ""

@@ -1,0 +1,61 @@
+"""What a recipe is: a model, its data, a loss and a metric. Never a loop.
+
+The runner owns everything a precision mode may touch: casting, the backward pass, the optimizer
+step, timing. A recipe only says what is trained, so that any mode can train it.
+
+A recipe is a frozen dataclass. Its fields are the parameters a user sets as `recipe.model.<field>`
+and are checked against the annotated types; `__post_init__` raises `ValueError` for a value out of
+range, with what is legal. A recipe of one's own is such a class in any importable module plus a
+YAML file that names it as `recipe.target`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from mprun.data import DataRequest, Splits
+
+
+class Recipe(ABC):
+    """Model, data, loss and metric of one training task."""
+
+    metric: ClassVar[str] = "accuracy"
+    """What the task is judged by: "accuracy" (a fraction, higher is better) or "loss" (lower)."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    """Configuration keys without effect in this recipe; the user who sets one is told."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model, drawn in float32 on the CPU from torch's global generator."""
+
+    @abstractmethod
+    def data(self, request: DataRequest) -> Splits:
+        """The samples.
+
+        Raises:
+            UsageError: the data cannot be had, with the ways on.
+        """
+
+    def prepare(self, inputs: Tensor) -> Tensor:
+        """A stored batch [B, ...] as the model's float32 input; as it is unless overridden."""
+        return inputs
+
+    @abstractmethod
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """The batch's mean loss, a scalar of the output's dtype."""
+
+    def correct(self, output: Tensor, target: Tensor) -> Tensor | None:
+        """How many samples [B] of the batch are right, an integer scalar; None for a regression."""
+        return None
+
+
+class Classification(Recipe):
+    """A recipe whose outputs [B, classes] are judged by their largest entry."""
+
+    def correct(self, output: Tensor, target: Tensor) -> Tensor:
+        """Samples whose largest output is the target class."""
+        return output.argmax(1).eq(target).sum()

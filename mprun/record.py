@@ -1,0 +1,347 @@
+"""Records: what a run leaves behind, and how it is read again. No torch.
+
+A run's folder holds
+
+    config.yaml      the resolved configuration
+    metrics.jsonl    a line per step, validation or event, appended as the run goes
+    summary.json     one object, `Summary` below, written at the start (status "running"), replaced
+                     whenever an epoch ends, and at the end
+    checkpoints/     what a run can be continued from
+
+Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one
+changes. Accuracies are fractions from 0 to 1, dtypes PyTorch's names, and JSON has no word for NaN
+and infinities, so they are the strings "nan", "inf" and "-inf". What does not apply is null.
+
+Files are replaced whole: written under a temporary name, synced, renamed. A reader, or a crash,
+meets the old summary or the new one, never half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypedDict, cast
+
+from mprun.errors import UsageError
+
+SCHEMA_VERSION = 1
+
+Status = Literal["running", "completed", "interrupted", "failed"]
+Number = float | Literal["nan", "inf", "-inf"]
+
+
+class Hardware(TypedDict):
+    """The machine."""
+
+    device: str
+    name: str
+    cores: int
+    memory_bytes: int | None
+    accelerated: dict[str, bool]
+
+
+class PrecisionRow(TypedDict):
+    """A policy's columns."""
+
+    param_dtype: str
+    compute_dtype: str
+    output_dtype: str
+    casting: str
+    op_lists: str
+    layers: dict[str, str]
+    rounding: str
+    rounding_scope: str
+    accum_dtype: str
+    momentum_dtype: str
+    variance_dtype: str
+    partials_dtype: str
+    tf32: bool
+
+
+class Substitution(TypedDict):
+    """An op computed in another dtype than asked for."""
+
+    op: str
+    dtype: str
+    reason: str
+
+
+class BackendRow(TypedDict):
+    """Choices that change speed, not meaning."""
+
+    memory_format: str
+    optimizer_impl: str
+    compile: bool
+    threads: int
+
+
+class DataRow(TypedDict):
+    """The samples."""
+
+    name: str
+    source: str
+    train_samples: int
+    validation_samples: int
+    test_samples: int
+
+
+class BatchRow(TypedDict):
+    """Batch sizes: micro x accumulate = effective; base is what the recipe or the user set."""
+
+    micro: int
+    accumulate: int
+    effective: int
+    base: int
+    lr_rule: str
+
+
+class StepTimes(TypedDict):
+    """Milliseconds per optimizer step over `n` timed steps, `warmup` more left out."""
+
+    median: float | None
+    p10: float | None
+    p90: float | None
+    n: int
+    warmup: int
+
+
+class DataTimes(TypedDict):
+    """Milliseconds a step waited for its batch."""
+
+    median: float | None
+    p90: float | None
+
+
+class Memory(TypedDict):
+    """Bytes alive at the peak of a training step; the six parts sum to `peak`."""
+
+    peak: int | None
+    parameters: int | None
+    buffers: int | None
+    gradients: int | None
+    optimizer_state: int | None
+    activations: int | None
+    temporary: int | None
+    data: int
+    allocator_peak: int | None
+
+
+class LossScaleRow(TypedDict):
+    """The loss scale at the run's ends."""
+
+    kind: str
+    initial: float
+    final: float
+
+
+class Metric(TypedDict):
+    """What the recipe is judged by."""
+
+    name: str
+    higher_is_better: bool
+
+
+class Scores(TypedDict):
+    """Means over samples."""
+
+    loss: Number | None
+    accuracy: float | None
+
+
+class TrainScore(TypedDict):
+    """Mean training loss of the last epoch."""
+
+    loss: Number | None
+
+
+class Epoch(TypedDict):
+    """One epoch's scores."""
+
+    epoch: int
+    train: Scores
+    validation: Scores
+
+
+class Summary(TypedDict):
+    """Everything a comparison needs to know of a run."""
+
+    schema_version: int
+    status: Status
+    error: str | None
+    started_at: str
+    mprun_version: str
+    git_commit: str | None
+    versions: dict[str, str | None]
+    hardware: Hardware
+    recipe: str
+    seed: int
+    precision: str
+    variant: str
+    variant_hash: str
+    requested: PrecisionRow
+    effective: PrecisionRow
+    execution: str
+    substitutions: list[Substitution]
+    backend: BackendRow
+    data: DataRow
+    batch: BatchRow
+    batch_size: int
+    epochs: int | None
+    steps: int
+    skipped_steps: int
+    step_time_ms: StepTimes
+    data_time_ms: DataTimes
+    samples_per_second: float | None
+    wall_time_s: float
+    memory_bytes: Memory
+    loss_scale: LossScaleRow
+    metric: Metric
+    history: list[Epoch]
+    train: TrainScore
+    test: Scores
+
+
+def variant_hash(resolved: Mapping[str, Any]) -> str:
+    """Twelve hex digits of the resolved configuration without seed, paths and loggers.
+
+    Runs with one hash differ in nothing a comparison should keep apart.
+    """
+    config = json.loads(json.dumps(resolved))
+    for key in ("seed", "run", "logger"):
+        config.pop(key, None)
+    config.get("data", {}).pop("root", None)
+    config.get("train", {}).pop("log_every", None)
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with the floats JSON cannot write as the strings "nan", "inf" and "-inf"."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {k: jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    return value
+
+
+def number(value: Number) -> float:
+    """A recorded number as a float, the three strings included."""
+    return float(value)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; `path` is as it was.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class Recorder(Protocol):
+    """Where a run's lines and summary go."""
+
+    def lines(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines to metrics.jsonl; they are on disk when this returns."""
+
+    def summary(self, summary: Summary) -> None:
+        """Replace summary.json."""
+
+
+class NoRecorder:
+    """Keeps nothing."""
+
+    def lines(self, lines: list[dict[str, Any]]) -> None:
+        pass
+
+    def summary(self, summary: Summary) -> None:
+        pass
+
+
+class RunFolder:
+    """A run's folder, made by this object and owned by it.
+
+    Args:
+        path: the folder; it may exist but must hold no run.
+
+    Raises:
+        UsageError: it holds a run already, or cannot be made or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            # Exclusive creation decides between two runs that are given one folder.
+            self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8")
+            (path / "checkpoints").mkdir(exist_ok=True)
+        except FileExistsError:
+            raise UsageError(
+                f"run.dir={path} holds a run already (or is a file); choose another folder"
+            ) from None
+        except OSError as error:
+            raise UsageError(
+                f"run.dir={path} cannot be written ({error.strerror}); choose another folder"
+            ) from None
+
+    def config(self, yaml_text: str) -> None:
+        """Write config.yaml."""
+        write_atomic(self.path / "config.yaml", yaml_text.encode())
+
+    def lines(self, lines: list[dict[str, Any]]) -> None:
+        text = "".join(json.dumps(jsonable(x), separators=(",", ":")) + "\n" for x in lines)
+        self._metrics.write(text)
+        self._metrics.flush()
+
+    def summary(self, summary: Summary) -> None:
+        text = json.dumps(jsonable(summary), indent=1, allow_nan=False)
+        write_atomic(self.path / "summary.json", f"{text}\n".encode())
+
+    def close(self) -> None:
+        """Close metrics.jsonl."""
+        self._metrics.close()
+
+
+def read_summary(run: Path) -> Summary:
+    """The summary of a run's folder.
+
+    Raises:
+        UsageError: there is none, it is no JSON, or a later version of mprun wrote it.
+    """
+    path = run / "summary.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; is {run} a run?") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from None
+    version = found.get("schema_version") if isinstance(found, dict) else None
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise UsageError(
+            f"{path} has schema_version {version}, this mprun reads up to {SCHEMA_VERSION}"
+        )
+    return cast(Summary, found)
+
+
+def read_lines(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line cut short by a crash is left out."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    found = []
+    for line in lines[:-1]:
+        found.append(json.loads(line))
+    return found

@@ -1,0 +1,109 @@
+"""What is printed before a run and after it."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from mprun.record import PrecisionRow, Summary
+
+
+def header(summary: Summary) -> list[str]:
+    """What is about to run, in lines: mode and dtypes, data, batch, device, backend."""
+    row, data, batch = summary["effective"], summary["data"], summary["batch"]
+    hardware, backend = summary["hardware"], summary["backend"]
+    return [
+        f"recipe {summary['recipe']}, precision {summary['precision']} "
+        f"({summary['execution']}), seed {summary['seed']}",
+        f"policy: {policy(row)}",
+        f"data: {data_text(summary)}: {data['train_samples']} training, "
+        f"{data['validation_samples']} validation, {data['test_samples']} test samples",
+        f"batch: {batch['micro']} x {batch['accumulate']} = {batch['effective']}",
+        f"device: {hardware['device']}, {hardware['name']}, {backend['threads']} threads; "
+        f"{backend['memory_format']}, {backend['optimizer_impl']} optimizer",
+    ]
+
+
+def policy(row: PrecisionRow) -> str:
+    """A policy's dtypes in words (Keras: variable dtype and compute dtype)."""
+    text = (
+        f"parameters {row['param_dtype']}, compute {row['compute_dtype']}, "
+        f"output {row['output_dtype']}, casting {row['casting']}"
+    )
+    return text + (", tf32" if row["tf32"] else "")
+
+
+def data_text(summary: Summary) -> str:
+    """The data's name and source; generated data is never shown without the word."""
+    data = summary["data"]
+    return f"{data['name']} ({data['source']})"
+
+
+def result(summary: Summary) -> Table:
+    """The final table of one run."""
+    table = Table(title=f"{summary['recipe']} in {summary['variant']}", title_justify="left")
+    table.add_column("what")
+    table.add_column("figure")
+    for what, figure in _rows(summary):
+        table.add_row(what, figure)
+    return table
+
+
+def _rows(summary: Summary) -> list[tuple[str, str]]:
+    step, wait = summary["step_time_ms"], summary["data_time_ms"]
+    rows = [
+        ("status", summary["status"]),
+        ("data", data_text(summary)),
+        ("steps", f"{summary['steps']} ({summary['skipped_steps']} skipped)"),
+        ("step time", _step_time(summary)),
+        ("data wait", "-" if wait["median"] is None else f"{wait['median']:.2f} ms"),
+        ("throughput", _figure(summary["samples_per_second"], ".0f", " samples/s")),
+        ("peak memory of a step", _mebibytes(summary["memory_bytes"]["peak"])),
+        ("training loss", _figure(summary["train"]["loss"], ".4f")),
+        *_scores("validation", summary["history"][-1]["validation"] if summary["history"] else {}),
+        *_scores("test", summary["test"]),
+        ("wall time", f"{summary['wall_time_s']:.1f} s"),
+    ]
+    if step["median"] is None:
+        rows.append(("note", "too few full-size steps to time: all were warm-up"))
+    return rows
+
+
+def _step_time(summary: Summary) -> str:
+    step = summary["step_time_ms"]
+    if step["median"] is None:
+        return "-"
+    text = (
+        f"{step['median']:.2f} ms median, {step['p10']:.2f} to {step['p90']:.2f} (p10 to p90), "
+        f"n={step['n']}, {step['warmup']} warm-up"
+    )
+    return text if summary["execution"] == "native" else f"{text}, EMULATED: not comparable"
+
+
+def _scores(name: str, scores: object) -> list[tuple[str, str]]:
+    if not isinstance(scores, dict) or scores.get("loss") is None:
+        return []
+    rows = [(f"{name} loss", _figure(scores["loss"], ".4f"))]
+    if scores["accuracy"] is not None:
+        rows.append((f"{name} accuracy", f"{scores['accuracy']:.4f}"))
+    return rows
+
+
+def _figure(value: object, form: str, unit: str = "") -> str:
+    if value is None:
+        return "-"
+    return f"{float(str(value)):{form}}{unit}"
+
+
+def _mebibytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.1f} MiB"
+
+
+def stdout_console() -> Console:
+    """Where results go; colour, width and NO_COLOR are rich's."""
+    return Console()
+
+
+def stderr_console() -> Console:
+    """Where warnings and errors go."""
+    return Console(stderr=True)

@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: end between two steps, with everything recorded.
+
+Inside the loop a signal only sets a flag, which the loop looks at after each step: parameters are
+never half updated. Anywhere else, or at the second signal, it raises at once, so that a slow
+download or a user in a hurry is not kept waiting.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from mprun.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class SignalReceivedError(BaseException):
+    """A signal that ends the run now; like KeyboardInterrupt, no `except Exception` takes it."""
+
+
+class StopSignals:
+    """Catches the signals while entered; `received` is the first one's number."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._deferred = False
+        self._before: list[tuple[int, object]] = []
+
+    def __enter__(self) -> StopSignals:
+        self._before = [(s, signal.signal(s, self._handle)) for s in SIGNALS]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.received is None
+        self.received = self.received or number
+        if not (first and self._deferred):
+            raise SignalReceivedError
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first signal waits for someone to ask `requested`."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+
+    def requested(self) -> bool:
+        """Whether a signal came."""
+        return self.received is not None
+
+    @property
+    def name(self) -> str:
+        """What the user would call it."""
+        return "SIGTERM" if self.received == signal.SIGTERM else "Ctrl-C"
+
+    @property
+    def exit_status(self) -> int:
+        """128 + the signal's number, as a shell reports it."""
+        return EXIT_TERMINATED if self.received == signal.SIGTERM else EXIT_INTERRUPTED

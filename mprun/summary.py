@@ -1,0 +1,86 @@
+"""The summary a run begins with: everything known before the first step."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from mprun import __version__, environment
+from mprun.build import Plan
+from mprun.record import SCHEMA_VERSION, Memory, PrecisionRow, Summary, variant_hash
+
+
+def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
+    """The summary of a run that has not begun."""
+    config, splits = chosen.config, chosen.splits
+    row: PrecisionRow = {"op_lists": config.op_lists.name, "layers": {}, **chosen.policy.columns()}  # type: ignore[typeddict-item]
+    memory: Memory = {
+        "peak": None,
+        "parameters": None,
+        "buffers": None,
+        "gradients": None,
+        "optimizer_state": None,
+        "activations": None,
+        "temporary": None,
+        "data": sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
+        "allocator_peak": None,
+    }
+    slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": "running",
+        "error": None,
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "mprun_version": __version__,
+        "git_commit": environment.git_commit(),
+        "versions": environment.versions(),
+        "hardware": environment.hardware(chosen.device, slow),
+        "recipe": config.recipe.name,
+        "seed": config.seed,
+        "precision": chosen.policy.name,
+        "variant": variant_label(chosen),
+        "variant_hash": variant_hash(resolved),
+        "requested": row,
+        "effective": row,
+        "execution": chosen.execution,
+        "substitutions": [],
+        "backend": {
+            "memory_format": chosen.speed.memory_format,
+            "optimizer_impl": chosen.speed.optimizer_impl,
+            "compile": False,
+            "threads": torch.get_num_threads(),
+        },
+        "data": {
+            "name": splits.name,
+            "source": splits.source,
+            "train_samples": len(splits.train),
+            "validation_samples": len(splits.validation),
+            "test_samples": len(splits.test),
+        },
+        "batch": chosen.batch,
+        "batch_size": chosen.batch["effective"],
+        "epochs": 0,
+        "steps": 0,
+        "skipped_steps": 0,
+        "step_time_ms": {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0},
+        "data_time_ms": {"median": None, "p90": None},
+        "samples_per_second": None,
+        "wall_time_s": 0.0,
+        "memory_bytes": memory,
+        "loss_scale": {"kind": "none", "initial": 1.0, "final": 1.0},
+        "metric": {
+            "name": chosen.recipe.metric,
+            "higher_is_better": chosen.recipe.metric != "loss",
+        },
+        "history": [],
+        "train": {"loss": None},
+        "test": {"loss": None, "accuracy": None},
+    }
+
+
+def variant_label(chosen: Plan) -> str:
+    """A short name for tables: the mode, and what was changed about it."""
+    factor = chosen.config.batch.factor
+    return chosen.policy.name + (f" x{factor}" if factor > 1 else "")
