@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test check clean help
+.PHONY: run test check docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    install, then train FashionMNIST in bf16 for about three minutes"
 	@echo "make test   install, then run the tests"
 	@echo "make check  lint, format check and types"
+	@echo "make docs   rewrite docs/configuration.md from the schema"
 	@echo "make clean  remove the virtual environment and the caches"
 
 # A stamp is written last, so an interrupted install is begun again.
@@ -34,6 +35,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -c "from mprun.help import configuration_page as p; print(p(), end='')" > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -10,7 +10,7 @@ import importlib
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -87,7 +87,7 @@ def plan(config: Config, given: Sequence[str]) -> Plan:
     optimizer = config.train.optimizer.name.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
     batch, capped = batch_sizes(config)
-    splits = recipe.data(data_request(config))
+    splits = load_data(recipe, data_request(config))
     if not len(splits.train):
         raise UsageError(f"{splits.name} has no training sample")
     name = config.recipe.name
@@ -134,14 +134,30 @@ def _import_recipe(target: str) -> type[Recipe]:
         sys.path.append(str(Path.cwd()))
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # the module is the user's: anything can be wrong with it
         raise UsageError(
-            f"recipe.target={target} cannot be loaded ({error}); "
-            "write module.Class of a recipe that can be imported from here"
+            f"recipe.target={target} cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); write module.Class of a recipe that can be imported from here"
         ) from None
-    if isinstance(kind, type) and issubclass(kind, Recipe) and is_dataclass(kind):
+    if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
         return kind
     raise UsageError(f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe")
+
+
+def load_data(recipe: Recipe, request: DataRequest) -> Splits:
+    """The recipe's samples; what fails in a recipe's own code is said in one line."""
+    try:
+        return recipe.data(request)
+    except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the data of {type(recipe).__name__} cannot be made: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 def build_policy(config: Config) -> Policy:

@@ -6,6 +6,7 @@ that help and mistakes in the overrides are answered at once.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,8 @@ def _train(composed: Composed, stop: StopSignals) -> int:
 
     chosen = plan(composed.config, composed.given)
     errors = stderr_console()
-    for warning in (*composed.warnings, *chosen.warnings):
+    by_field = {text.split(" ", 1)[0]: text for text in (*composed.warnings, *chosen.warnings)}
+    for warning in by_field.values():
         errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     return run(chosen, composed.resolved, stop, stdout_console())
 
@@ -104,13 +106,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        status = _dispatch(words)
+        sys.stdout.flush()
     except MprunError as error:
-        print(f"mprun: {error}", file=sys.stderr)
+        print(f"mprun: {_printable(str(error))}", file=sys.stderr)
         return error.status
     except BrokenPipeError:  # the reader of our output left: `mprun --help | head`
-        sys.stderr.close()
+        # At exit Python flushes once more, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+    return status
+
+
+def _printable(text: str) -> str:
+    """`text` as one line that cannot steer a terminal, whatever the user's words held."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -125,6 +135,9 @@ def _dispatch(words: list[str]) -> int:
         print(f"mprun {__version__}")
         return EXIT_OK
     by_name = {c.name: c for c in COMMANDS}
-    if words and words[0] in by_name:
-        return by_name[words[0]].run(words[1:])
+    first = words[0] if words else ""
+    if first in by_name:
+        return by_name[first].run(words[1:])
+    if first.isalpha() and (near := hint(first, by_name)):
+        raise UsageError(f"there is no command '{first}'; legal: {', '.join(by_name)}{near}")
     return train(words)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
-
-from rich.console import Console
-from rich.table import Table
+from shutil import get_terminal_size
 
 from mprun.config.reference import GROUPS, leaves, options
 
@@ -30,42 +29,66 @@ COMMON = (
 )
 
 INTRO = """\
-mprun: train a model in a chosen numerical precision and see what it costs and what it buys.
+mprun: train a model in a chosen numerical precision and see what it costs and
+what it buys.
 
-  mprun recipe=fashion_mnist precision=bf16_mixed      train
+  mprun recipe=fashion_mnist precision=bf16_mixed
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
-  mprun recipe=mnist preset=smoke                      a check of under 30 seconds
+  mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
 """
 
 OUTRO = """\
-Options: --config-dir FOLDER (a folder with recipe/*.yaml of your own), --show-config (print the
-resolved configuration and stop), --version, --help.
+Options: --config-dir FOLDER (a folder with recipe/*.yaml of your own),
+--show-config (print the resolved configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
-Exit status: 0 done, 1 the run failed, 2 usage or configuration, 130 Ctrl-C, 143 SIGTERM.
+Exit status: 0 done, 1 the run failed, 2 usage or configuration, 130 Ctrl-C,
+143 SIGTERM.
 Every field: docs/configuration.md
 """
 
 
 def show_help(commands: Sequence[tuple[str, str]]) -> None:
     """Print the help to standard output."""
-    console = Console(highlight=False, markup=False)
-    console.print(INTRO)
-    console.print(_section("Commands (the first word)", commands))
-    console.print()
+    print(INTRO)
+    print(_section("Commands (the first word)", commands))
     for group in GROUPS:
-        console.print(_section(f"{group}=", list(options(group).items())))
-        console.print()
+        print(_section(f"{group}=", list(options(group).items())))
     fields = leaves()
     rows = [(f"{key} = {fields[key].default_text}", fields[key].doc) for key in COMMON]
-    console.print(_section("Common overrides and their defaults", rows))
-    console.print()
-    console.print(OUTRO, end="")
+    print(_section("Common overrides and their defaults", rows))
+    print(OUTRO, end="")
 
 
-def _section(title: str, rows: Sequence[tuple[str, str]]) -> Table:
-    table = Table(title=title, box=None, show_header=False, title_justify="left", pad_edge=False)
-    table.add_column(no_wrap=True, min_width=16)
-    table.add_column()
+def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """A title over two columns; the second is wrapped to the terminal, the first kept whole."""
+    column = max(14, *(len(name) for name, _ in rows)) + 4
+    width = max(column + 30, get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.subsequent_indent = " " * column
+    lines = [title]
     for name, text in rows:
-        table.add_row(f"  {name}", text)
-    return table
+        wrapper.initial_indent = f"  {name}".ljust(column)
+        lines.append(wrapper.fill(text))
+    return "\n".join(lines) + "\n"
+
+
+PAGE_INTRO = """\
+# Every field
+
+Made from the schema by `make docs`; a test holds it to that. Set a field as `name=value` on the
+command line. Groups choose a file in `conf/`; a recipe's own parameters, `recipe.model.<name>`, are
+documented in its class in `recipes/`.
+
+"""
+
+
+def configuration_page() -> str:
+    """docs/configuration.md: groups with their options, then every field."""
+    lines = [PAGE_INTRO + "## Groups\n", "| group | options |", "|---|---|"]
+    for group in GROUPS:
+        found = "<br>".join(f"`{k}`: {v}" for k, v in options(group).items())
+        lines.append(f"| `{group}` | {found} |")
+    lines += ["\n## Fields\n", "| field | legal | default | meaning |", "|---|---|---|---|"]
+    for field in leaves().values():
+        lines.append(f"| `{field.key}` | {field.legal} | {field.default_text} | {field.doc} |")
+    return "\n".join(lines) + "\n"

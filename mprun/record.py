@@ -328,7 +328,7 @@ def read_summary(run: Path) -> Summary:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; is {run} a run?") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
         raise UsageError(f"{path} is no JSON: {error}") from None
     version = found.get("schema_version") if isinstance(found, dict) else None
     if not isinstance(version, int) or version > SCHEMA_VERSION:

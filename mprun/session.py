@@ -16,7 +16,7 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from mprun.build import Plan, build_parts, footprint
+from mprun.build import Plan, build_parts, first_line, footprint
 from mprun.checkpoint import save
 from mprun.errors import EXIT_OK, MprunError, RunFailedError
 from mprun.precision import backend_flags
@@ -62,9 +62,9 @@ def run(chosen: Plan, resolved: dict[str, Any], stop: StopSignals, console: Cons
         session.finish("failed", f"{type(error).__name__}: {error}")
         log = folder.path / "traceback.txt"
         log.write_text(traceback.format_exc(), encoding="utf-8")
-        text = (str(error).strip() or "no message").splitlines()[0]
         raise RunFailedError(
-            f"the run failed: {type(error).__name__}: {text} (the traceback is in {log})"
+            f"the run failed: {type(error).__name__}: {first_line(error)} "
+            f"(the traceback is in {log})"
         ) from None
     finally:
         folder.close()
@@ -195,9 +195,8 @@ class _Session:
         try:
             return footprint(self._plan)
         except Exception as error:  # a model may branch on data, which fake tensors do not have
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
             self._console.print(
-                f"note: the memory of a step was not measured ({text})",
+                f"note: the memory of a step was not measured ({first_line(error)})",
                 highlight=False,
                 markup=False,
                 soft_wrap=True,

@@ -21,17 +21,21 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mprun.config.reference import GROUPS, leaves, sections
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
-from mprun.errors import UsageError, hint
+from mprun.errors import UsageError, hint, nearest
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
+
+NOISE = ("full_key:", "reference_type=", "object_type=", "Config search path", "provider=")
+"""How lines of Hydra's and OmegaConf's messages begin that tell a user nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,33 +68,40 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         parsed = [_parse(text) for text in overrides]
         for override in parsed:
             _check_override(override, config_dir)
-        raw = _compose([*overrides, *extra], parsed)
-    config, resolved = _to_config(raw)
+        raw = _compose([*map(_for_hydra, parsed), *extra], parsed)
+    config, resolved = _to_config(raw, parsed)
     given = tuple(o.key_or_group for o in parsed)
     check(config)
     return Composed(config, resolved, given, tuple(without_effect(config, given)))
 
 
 def _search_path(folder: Path) -> str:
-    if not folder.is_dir():
-        raise UsageError(f"--config-dir {folder}: no such folder")
-    return f"'file://{folder.resolve()}'"
+    try:
+        next(folder.iterdir(), None)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"--config-dir {folder} cannot be read: {reason}") from None
+    quoted = str(folder.resolve()).replace("'", "\\'")
+    return f"'file://{quoted}'"
 
 
 def _parse(text: str) -> Override:
     name = text.split("=", 1)[0]
     if "=" not in text and not text.startswith("~"):
+        near = nearest(name, [*GROUPS, *leaves()])
+        meant = f"; did you mean '{near}=...'?" if near else ""
         raise UsageError(
             f"'{text}' is neither a command nor an override; write name=value, "
-            f"see mprun --help{hint(name, [*GROUPS, *leaves()])}"
+            f"see mprun --help{meant}"
         )
     try:
         parsed: Override = OverridesParser.create().parse_override(text)
-    except OverrideParseException as error:
-        reason = str(error).splitlines()[0]
+    except (HydraException, RecursionError) as error:
+        reason = _one_line(error).partition(" expecting ")[0]
         raise UsageError(
-            f"'{text}' cannot be read ({reason}); write name=value, with the value in single "
-            "quotes where it holds spaces, commas or brackets"
+            f"'{text}' cannot be read ({reason}); write name=value, a value with other "
+            "characters than letters, digits and -+._/ in quotes that the shell leaves: "
+            "\"name='value'\""
         ) from None
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
@@ -99,8 +110,6 @@ def _parse(text: str) -> Override:
 
 def _check_override(override: Override, config_dir: Path | None) -> None:
     text, key = override.input_line, override.key_or_group
-    if key.startswith(("hydra.", "hydra/")):
-        return
     if override.is_delete():
         raise UsageError(f"'{text}': nothing can be deleted; set a field to null, a group to none")
     if override.package is not None:
@@ -111,14 +120,19 @@ def _check_override(override: Override, config_dir: Path | None) -> None:
         _check_option(override, key, config_dir)
     elif key in sections():
         raise UsageError(f"'{text}': {key} holds fields; set one of them: {_below(key)}")
-    elif key not in leaves() and not key.startswith("recipe.model."):
-        known = [*GROUPS, *leaves()]
-        raise UsageError(f"'{text}': there is no field '{key}'{_or_legal(key, known)}")
+    elif _is_unknown(key):
+        raise UsageError(f"'{text}': there is no field '{key}'{_or_legal(key)}")
 
 
-def _or_legal(key: str, known: list[str]) -> str:
+def _is_unknown(key: str) -> bool:
+    """Whether nothing has this name; a recipe's own parameters are for its class to judge."""
+    known = (*GROUPS, *sections(), *leaves())
+    return key not in known and not key.startswith("recipe.model.")
+
+
+def _or_legal(key: str) -> str:
     """The nearest known key; else, where the section exists, its fields; else where to look."""
-    near = hint(key, known)
+    near = hint(key, [*GROUPS, *leaves()])
     section = key.rpartition(".")[0]
     if near:
         return near
@@ -127,6 +141,16 @@ def _or_legal(key: str, known: list[str]) -> str:
 
 def _below(section: str) -> str:
     return ", ".join(k for k in leaves() if k.startswith(f"{section}."))
+
+
+def _for_hydra(override: Override) -> str:
+    """The override without `+`, which means nothing where every field exists.
+
+    A recipe's parameters are the exception: whether one exists is for the recipe's class to say,
+    not for its file, so Hydra is told to add it.
+    """
+    add = "++" if override.key_or_group.startswith("recipe.model") else ""
+    return add + str(override.input_line).lstrip("+")
 
 
 def _check_option(override: Override, group: str, config_dir: Path | None) -> None:
@@ -142,33 +166,47 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
     try:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
-    except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        YAMLError,
+        OSError,
+        ValueError,
+        TypeError,
+    ) as error:
         raise UsageError(_explain(error, parsed)) from None
 
 
-def _explain(error: Exception, parsed: list[Override]) -> str:
-    """Hydra's refusal in one line, with the field's legal values where a field is named."""
-    text = str(error)
-    for override in parsed:
-        if text.startswith(f"Error merging override {override.input_line}"):
-            found = leaves().get(override.key_or_group)
-            if found is not None:
-                near = hint(str(override.value()), found.choices)
-                return f"'{override.input_line}': {found.key} is {found.legal}{near}"
-    cause = error.__cause__
-    return _one_line(f"{text} ({cause})" if cause is not None else text)
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s*\n\s*", "; ", text.strip())
-
-
-def _to_config(raw: DictConfig) -> tuple[Config, dict[str, Any]]:
+def _to_config(raw: DictConfig, parsed: list[Override]) -> tuple[Config, dict[str, Any]]:
     try:
         resolved = OmegaConf.to_container(
             raw, resolve=True, throw_on_missing=True, enum_to_str=True
         )
         config = OmegaConf.to_object(raw)
     except OmegaConfBaseException as error:
-        raise UsageError(_one_line(str(error))) from None
+        raise UsageError(_explain(error, parsed)) from None
     return cast(Config, config), cast("dict[str, Any]", resolved)
+
+
+def _explain(error: Exception, parsed: list[Override]) -> str:
+    """A refusal of Hydra's in one line, with the field's legal values where a field is named."""
+    cause = error.__cause__ or error
+    named = re.search(r"full_key: (\S+)", str(cause))
+    key = named[1] if named else ""
+    found = leaves().get(key)
+    if found is None:
+        given = " ".join(str(o.input_line) for o in parsed)
+        legal = _or_legal(key) if key and _is_unknown(key) else ""
+        return f"cannot compose '{given}': {_one_line(error)}{legal}"
+    setting = [o for o in parsed if o.key_or_group == key]
+    refused = [o for o in setting if str(error).endswith(_for_hydra(o))]
+    override = next(iter([*refused, *reversed(setting)]), None)
+    received = f"'{override.input_line}': " if override else ""
+    near = hint(str(override.value()), found.choices) if override else ""
+    reason = "" if refused else f" ({_one_line(cause)})"
+    return f"{received}{key} is {found.legal}{near}{reason}"
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(x.rstrip(".:;") for x in lines if x and not x.startswith(NOISE))

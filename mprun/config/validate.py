@@ -86,6 +86,12 @@ def check(config: Config) -> None:
         if value is not None and not allowed.holds(value):
             raise UsageError(f"{key}={value}: legal is {allowed}")
     _check_length(config)
+    module, _, name = config.recipe.target.rpartition(".")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise UsageError(
+            f"recipe.target={config.recipe.target}: legal is the import path of a class, "
+            "module.Class"
+        )
     for key in ("run.dir", "data.root"):
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):

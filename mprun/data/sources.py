@@ -11,13 +11,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
 from mprun.data.batches import TensorSet
@@ -143,25 +145,41 @@ class DownloadError(Exception):
 def download(name: str, root: Path) -> str:
     """Fetch the set into `root` by torchvision's download; one process at a time.
 
+    The files appear in their place when they are whole: whoever looks without the lock, or after a
+    download that broke off, meets a file or none, never half of one.
+
     Returns:
         "download", or "local" where another process completed the set meanwhile.
 
     Raises:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
     """
+    raw = root / name / "raw"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        raw.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), _timeout():
             if is_complete(name, root):
                 return "local"
-            with contextlib.redirect_stdout(None):
-                _dataset(name)(str(root), download=True)
+            with TemporaryDirectory(prefix=".download-", dir=raw) as folder:
+                with contextlib.redirect_stdout(None):
+                    _dataset(name)(folder, download=True)
+                for file in SHA256[name]:
+                    (Path(folder) / name / "raw" / file).replace(raw / file)
             return "download"
     except Timeout:
         raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
     except (OSError, RuntimeError) as error:
-        reason = str(getattr(error, "reason", None) or error).strip().splitlines()[-1]
-        raise DownloadError(reason) from None
+        raise DownloadError(_reason(error)) from None
+    except HTTPException as error:
+        raise DownloadError(f"the server's answer is broken: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """The last line of a message, which names the last mirror's error, without urllib's wrapping."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    reason = re.sub(r"^<urlopen error (.*)>$", r"\1", line)
+    reason = re.sub(r"^\[Errno -?\d+\] ", "", reason).rstrip(".")
+    return f"no answer in {DOWNLOAD_TIMEOUT_S:g} s" if reason == "timed out" else reason
 
 
 @contextlib.contextmanager
@@ -195,7 +213,7 @@ def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
                 f"{path} is damaged: {path.stat().st_size} bytes with SHA-256 {found}, "
                 f"expected {expected}; delete it and run again to download it anew"
             )
-    return _read_part(name, root, train=True), _read_part(name, root, train=False)
+    return _read_part(root / name / "raw", "train"), _read_part(root / name / "raw", "t10k")
 
 
 def _sha256(path: Path) -> str:
@@ -209,7 +227,9 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_part(name: str, root: Path, train: bool) -> TensorSet:
-    part = _dataset(name)(str(root), train=train, download=False)
-    images: torch.Tensor = part.data
-    return TensorSet(images.unsqueeze(1), part.targets)
+def _read_part(raw: Path, prefix: str) -> TensorSet:
+    """One part from the files that were checked (a dataset object may take older ones beside)."""
+    from torchvision.datasets.mnist import read_image_file, read_label_file
+
+    images = read_image_file(str(raw / f"{prefix}-images-idx3-ubyte"))
+    return TensorSet(images.unsqueeze(1), read_label_file(str(raw / f"{prefix}-labels-idx1-ubyte")))

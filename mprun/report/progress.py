@@ -117,6 +117,6 @@ class QuietProgress:
 
 
 def view_for(console: Console, epochs: int | None, steps: int | None) -> ProgressView:
-    """The live bar on a terminal, quiet lines elsewhere."""
-    kind = LiveProgress if console.is_terminal else QuietProgress
+    """The live bar on a terminal that can redraw a line, quiet lines elsewhere."""
+    kind = LiveProgress if console.is_interactive else QuietProgress
     return kind(console, epochs, steps)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
@@ -99,9 +102,17 @@ def _mebibytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**20:.1f} MiB"
 
 
+class PatientConsole(Console):
+    """A console whose reader may leave (`mprun ... | head`): the run goes on, unseen."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def stdout_console() -> Console:
     """Where results go; colour, width and NO_COLOR are rich's."""
-    return Console()
+    return PatientConsole()
 
 
 def stderr_console() -> Console:

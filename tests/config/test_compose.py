@@ -1,0 +1,278 @@
+"""Composition: good overrides, presets, a user's own folder, and every shipped file."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mprun.config import Config, compose
+from mprun.config.reference import GROUPS
+from mprun.config.schema import (
+    Casting,
+    DataFallback,
+    DataSource,
+    Device,
+    DType,
+    LrRule,
+    OptimizerName,
+    Scheduler,
+)
+from mprun.errors import UsageError
+
+CONF = Path(str(files("mprun.conf")))
+SHIPPED = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
+
+# As published: epochs, batch, evaluation batch, optimizer.
+RECIPES = {
+    "linear": (500, 64, 64, OptimizerName.sgd),
+    "mnist": (5, 8192, 8192, OptimizerName.rmsprop),
+    "fashion_mnist": (10, 12, 32, OptimizerName.adamw),
+}
+PRECISIONS = {
+    "fp32": (DType.float32, Casting.none),
+    "bf16_mixed": (DType.bfloat16, Casting.autocast),
+}
+
+
+def composed(*overrides: str, config_dir: Path | None = None) -> Config:
+    return compose(overrides, config_dir).config
+
+
+def refusal(*overrides: str, config_dir: Path | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        compose(overrides, config_dir)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_in_a_precision_is_a_typed_config(recipe: str, precision: str) -> None:
+    config = composed(f"recipe={recipe}", f"precision={precision}")
+    assert isinstance(config, Config)
+    assert (config.recipe.name, config.precision.name) == (recipe, precision)
+    train, row = config.train, config.precision
+    found = (train.epochs, train.batch_size, train.eval_batch_size, train.optimizer.name)
+    assert found == RECIPES[recipe]
+    assert train.lr == 1e-3
+    assert (row.compute_dtype, row.casting) == PRECISIONS[precision]
+    assert row.param_dtype is DType.float32
+    assert row.tf32 is False
+
+
+def test_the_defaults_are_mnist_in_fp32() -> None:
+    config = composed()
+    assert (config.recipe.name, config.precision.name) == ("mnist", "fp32")
+    assert (config.seed, config.device, config.batch.factor) == (0, Device.auto, 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("seed=7", 7),
+        ("seed=4294967295", 2**32 - 1),
+        ("device=cpu", Device.cpu),
+        ("train.lr=1", 1.0),
+        ("train.lr=2e-3", 2e-3),
+        ("train.clip_norm=0.5", 0.5),
+        ("train.max_time_s=90", 90.0),
+        ("train.scheduler=cosine", Scheduler.cosine),
+        ("train.optimizer.name=adamw", OptimizerName.adamw),
+        ("data.source=generated", DataSource.generated),
+        ("data.root=a/b-c.d", "a/b-c.d"),
+        ("data.root='with space, and ü'", "with space, and ü"),
+        ("data.root=null", None),
+        ("preset.loss_must_fall=true", True),
+        ("precision.name=123", "123"),
+        ("+seed=7", 7),
+        ("++seed=7", 7),
+    ],
+)
+def test_a_value_has_its_fields_type(override: str, value: object) -> None:
+    key = override.partition("=")[0].lstrip("+")
+    found: object = composed(override)
+    for name in key.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_resolved_holds_plain_values_and_given_the_users_keys() -> None:
+    result = compose(["recipe=linear", "device=cpu", "train.clip_norm=1", "device=auto"])
+    assert result.resolved["device"] == "auto"
+    assert result.resolved["train"]["clip_norm"] == 1.0
+    assert result.resolved["train"]["optimizer"]["name"] == "sgd"
+    assert result.given == ("recipe", "device", "train.clip_norm", "device")
+
+
+def test_of_two_values_the_later_wins() -> None:
+    config = composed("seed=1", "recipe=linear", "seed=2", "recipe=fashion_mnist")
+    assert (config.seed, config.recipe.name) == (2, "fashion_mnist")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lr"), [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3)]
+)
+def test_the_smoke_preset_shortens_each_recipe(recipe: str, lr: float) -> None:
+    config = composed("preset=smoke", f"recipe={recipe}")
+    assert (config.train.max_steps, config.train.eval_batch_size) == (36, 256)
+    assert (config.data.train_limit, config.data.fallback) == (4096, DataFallback.generated)
+    assert config.preset.loss_must_fall
+    assert config.train.lr == lr
+    assert config.recipe.name == recipe
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_users_value_beats_the_presets(order: int) -> None:
+    words = ["recipe=linear", "preset=smoke", "train.lr=0.5", "train.max_steps=3"]
+    config = composed(*words[::order])
+    assert (config.train.lr, config.train.max_steps) == (0.5, 3)
+    assert config.data.train_limit == 4096
+
+
+def test_double_batch() -> None:
+    plain, double = composed("recipe=linear"), composed("recipe=linear", "batch=double")
+    assert (plain.batch.factor, double.batch.factor) == (1, 2)
+    assert double.batch.lr_rule is LrRule.none
+    assert double.train == plain.train
+    assert composed("batch=double", "batch.lr_rule=sqrt").batch.lr_rule is LrRule.sqrt
+
+
+def test_a_recipes_parameters_are_left_to_its_class() -> None:
+    config = composed("recipe.model.units=64", "recipe.model.unitz=3", "recipe.model={more: x}")
+    assert config.recipe.model == {"units": 64, "unitz": 3, "more": "x"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=str)
+def test_every_shipped_file_composes(path: Path) -> None:
+    group, option = path.parent.name, path.stem
+    if group == "preset_recipe":
+        preset, _, recipe = option.partition("_")
+        config = composed(f"preset={preset}", f"recipe={recipe}")
+        assert config != composed(f"preset={preset}", f"recipe={recipe}", "train.lr=0.001")
+    else:
+        found = compose([f"{group}={option}"]).resolved[group]
+        text = yaml.safe_load((CONF / path).read_text(encoding="utf-8"))
+        assert found == found | text.get(group, text)
+
+
+def test_the_groups_are_the_folders() -> None:
+    assert {path.parent.name for path in SHIPPED} == {*GROUPS, "preset_recipe"}
+
+
+# A user's own folder.
+
+OWN_RECIPE = """\
+# @package _global_
+# My own
+recipe:
+  name: own
+  target: my_module.Mine
+  model:
+    width: 4
+train:
+  epochs: 1
+  batch_size: 2
+  eval_batch_size: 2
+  lr: 0.1
+  optimizer:
+    name: sgd
+"""
+
+
+@pytest.fixture(params=["configs", "it's, here", "ünïcode"])
+def own(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = tmp_path / str(request.param)
+    (folder / "recipe").mkdir(parents=True)
+    (folder / "recipe/own.yaml").write_text(OWN_RECIPE, encoding="utf-8")
+    return folder
+
+
+def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
+    config = composed("recipe=own", "recipe.model.width=8", config_dir=own)
+    assert (config.recipe.target, config.recipe.model) == ("my_module.Mine", {"width": 8})
+    assert composed("recipe=linear", config_dir=own) == composed("recipe=linear")
+    smoke = composed("recipe=own", "preset=smoke", config_dir=own)
+    assert (smoke.train.lr, smoke.train.max_steps) == (0.1, 36)
+
+
+def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
+    message = refusal("recipe=onw", config_dir=own)
+    assert "recipe is one of fashion_mnist, linear, mnist, own; did you mean 'own'?" in message
+    assert "'recipe=own': recipe is one of fashion_mnist, linear, mnist" in refusal("recipe=own")
+
+
+@pytest.mark.parametrize(
+    ("text", "fragments"),
+    [
+        ("recipe: {name: [\n", ["recipe=own", "own.yaml", "line 2"]),
+        ("\trecipe: 3\n", ["recipe=own", "own.yaml", "line 1"]),
+        ("- 1\n- 2\n", ["In 'recipe/own'", "list is not a subclass of RecipeConfig"]),
+        ("3\n", ["recipe=own", "Invalid loaded object type: int"]),
+        ("name: own\ntarget: m.M\nnmae: 3\n", ["'nmae'", "did you mean 'recipe.name'?"]),
+        ("# @package _global_\ntrain: {lr: abc}\n", ["train.lr is a number", "'abc'"]),
+        ("# @package _global_\ndevice: mps\n", ["device is one of auto, cpu, cuda", "'mps'"]),
+        ("# @package _global_\ntrain: null\n", ["In 'recipe/own'", "'train' is not Optional"]),
+        (OWN_RECIPE + "seed: ${nope}\n", ["seed is a whole number", "'nope' not found"]),
+        ("# @package nope\nname: own\n", ["In 'recipe/own'", "'nope'", "see mprun --help"]),
+        ("defaults:\n  - nope\n", ["In 'recipe/own'", "Could not load 'recipe/nope'"]),
+        ("name: own\ntarget: m.M\n", ["train.batch_size is a whole number", "Missing"]),
+        ("", ["recipe.name is a text", "Missing"]),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_in_a_line(
+    text: str, fragments: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/own.yaml").write_text(text, encoding="utf-8")
+    message = refusal("recipe=own", config_dir=tmp_path)
+    assert all(fragment in message for fragment in fragments), message
+    assert message.isprintable()
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/own.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "cannot compose 'recipe=own': 'utf-8'" in refusal("recipe=own", config_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nope", "No such file or directory"),
+        ("file", "Not a directory"),
+        ("x" * 5000, "File name too long"),
+        ("a\0b", "null"),
+    ],
+    ids=["missing", "file", "long", "nul"],
+)
+def test_a_config_dir_that_is_none_is_refused(name: str, reason: str) -> None:
+    Path("file").write_text("", encoding="utf-8")
+    message = refusal("recipe=linear", config_dir=Path(name))
+    assert message.startswith(f"--config-dir {name} cannot be read: ")
+    assert reason in message
+
+
+# What Hydra refuses, in the words of the schema.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seed=abc", "seed=1"], "'seed=abc': seed is a whole number"),
+        (["seed=1", "seed=abc"], "'seed=abc': seed is a whole number"),
+        (["++seed=abc"], "'++seed=abc': seed is a whole number"),
+        (["train.epochs=x"], "'train.epochs=x': train.epochs is a whole number, or null"),
+        (["device=cuba"], "'device=cuba': device is one of auto, cpu, cuda; did you mean 'cuda'?"),
+    ],
+)
+def test_a_refused_value_is_named_as_it_was_typed(overrides: list[str], message: str) -> None:
+    assert refusal(*overrides) == message
+
+
+def test_an_unset_interpolation_in_a_recipes_parameter_is_named() -> None:
+    message = refusal("recipe.model.units=${nope}")
+    assert "recipe.model.units=${nope}" in message
+    assert "'nope' not found" in message

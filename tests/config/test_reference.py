@@ -1,0 +1,113 @@
+"""What help, messages and docs/configuration.md say of each field, read off the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from mprun.config import compose, schema
+from mprun.config.reference import (
+    GROUPS,
+    describe_type,
+    docs_of,
+    enum_names,
+    leaves,
+    options,
+    sections,
+)
+from mprun.config.schema import Config, Device, Scheduler
+
+CONF = Path(str(files("mprun.conf")))
+
+
+def classes(cls: type = Config) -> Iterator[type]:
+    """`cls` and the classes of its sections."""
+    yield cls
+    for kind in get_type_hints(cls).values():
+        if is_dataclass(kind):
+            yield from classes(kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", list(classes()), ids=lambda c: c.__name__)
+def test_every_field_and_section_is_documented(cls: type) -> None:
+    assert (cls.__doc__ or "").endswith("."), "a text of its own, not the generated signature"
+    assert set(docs_of(cls)) == {f.name for f in fields(cls)}
+    for text in docs_of(cls).values():
+        assert text.endswith(".")
+        assert "\n" not in text
+
+
+def test_leaves_and_sections_are_what_a_config_holds() -> None:
+    resolved = compose([]).resolved
+
+    def walk(node: dict[str, object], prefix: str = "") -> Iterator[tuple[str, bool]]:
+        for name, value in node.items():
+            key = f"{prefix}{name}"
+            is_section = isinstance(value, dict) and key != "recipe.model"
+            yield key, is_section
+            if is_section:
+                yield from walk(value, f"{key}.")  # type: ignore[arg-type]
+
+    found = list(walk(resolved))
+    assert [key for key, is_section in found if not is_section] == list(leaves())
+    assert {key for key, is_section in found if is_section} == set(sections())
+
+
+@pytest.mark.parametrize(
+    ("key", "legal", "default"),
+    [
+        ("seed", "a whole number", "0"),
+        ("train.epochs", "a whole number, or null", "null"),
+        ("train.lr", "a number", "set by its group"),
+        ("train.clip_norm", "a number, or null", "null"),
+        ("train.optimizer.eps", "a number", "1e-08"),
+        ("preset.loss_must_fall", "true or false", "false"),
+        ("data.root", "a text, or null", "null"),
+        ("device", "one of auto, cpu, cuda", "auto"),
+        ("recipe.model", "a mapping {name: value, ...}", "{}"),
+    ],
+)
+def test_a_field_in_words(key: str, legal: str, default: str) -> None:
+    field = leaves()[key]
+    assert (field.legal, field.default_text) == (legal, default)
+
+
+def test_every_type_has_words() -> None:
+    for field in leaves().values():
+        assert "<" not in field.legal, field.key
+    assert describe_type(bytes) == "<class 'bytes'>"
+
+
+def test_choices_are_what_a_user_types() -> None:
+    assert leaves()["device"].choices == ["auto", "cpu", "cuda"] == enum_names(Device)
+    assert leaves()["train.scheduler"].choices == enum_names(Scheduler)
+    assert leaves()["seed"].choices == []
+
+
+def test_an_enums_names_are_its_values() -> None:
+    enums = [x for x in vars(schema).values() if isinstance(x, type) and issubclass(x, Enum)]
+    members = [member for kind in enums if kind is not Enum for member in kind]
+    assert len(members) > 20
+    assert [m.name for m in members] == [m.value for m in members]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_options_are_the_files_with_their_opening_comment(group: str) -> None:
+    found = options(group)
+    assert list(found) == sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    for name, comment in found.items():
+        assert f"# {comment}\n" in (CONF / group / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_file_opens_with_a_comment(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = lines[lines[0].startswith("# @package")]
+    assert comment.startswith("# ")
+    assert len(comment) > len("# No x")

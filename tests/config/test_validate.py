@@ -1,0 +1,187 @@
+"""Ranges, combinations, and fields without effect."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mprun.build import build_optimizer
+from mprun.config import Config, compose
+from mprun.config.reference import leaves
+from mprun.config.schema import OptimizerConfig, OptimizerName
+from mprun.config.validate import OPTIMIZER_FIELDS, RANGES, Range, check, get
+from mprun.errors import UsageError
+from mprun.speed import SpeedChoice
+
+LINEAR = compose(["recipe=linear"]).config
+OPTIMIZER_DEFAULTS = OptimizerConfig(OptimizerName.sgd)
+
+
+def with_value(key: str, value: float) -> Config:
+    """The linear recipe's configuration with one value changed, its type unchecked."""
+    config = deepcopy(LINEAR)
+    section, _, name = key.rpartition(".")
+    setattr(get(config, section) if section else config, name, value)
+    return config
+
+
+def is_whole(key: str) -> bool:
+    return "whole" in leaves()[key].legal
+
+
+def edges(key: str) -> tuple[list[float], list[float]]:
+    """The values at, or next to, the ends of a field's range: those inside, those outside."""
+    allowed = RANGES[key]
+    inside, outside = [], [-math.inf, math.inf, math.nan]
+    for end, is_open, away in (
+        (allowed.low, allowed.low_open, -1),
+        (allowed.high, allowed.high_open, 1),
+    ):
+        if end == math.inf:
+            continue
+        value = int(end) if is_whole(key) else float(end)
+        beyond = value + away if is_whole(key) else math.nextafter(value, away * math.inf)
+        outside.append(value if is_open else beyond)
+        inside.append(math.nextafter(value, -away * math.inf) if is_open else value)
+    return inside, outside
+
+
+def test_every_number_has_a_range_and_every_range_a_number() -> None:
+    numbers = {key for key, field in leaves().items() if "number" in field.legal}
+    assert set(RANGES) == numbers
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_range_ends_where_it_says(key: str) -> None:
+    inside, outside = edges(key)
+    for value in inside:
+        check(with_value(key, value))
+    for value in outside:
+        with pytest.raises(UsageError) as caught:
+            check(with_value(key, value))
+        assert str(caught.value) == f"{key}={value}: legal is {RANGES[key]}"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "text"),
+    [
+        (Range(0, low_open=True), "above 0"),
+        (Range(0), "0 or more"),
+        (Range(1, 2**31 - 1), "1 or more and at most 2147483647"),
+        (Range(0, 1, high_open=True), "0 or more and below 1"),
+    ],
+)
+def test_a_range_in_words(allowed: Range, text: str) -> None:
+    assert str(allowed) == text
+
+
+@pytest.mark.parametrize("limit", ["epochs", "max_steps", "max_time_s"])
+def test_one_limit_is_enough(limit: str) -> None:
+    no_limit = replace(LINEAR.train, epochs=None)
+    check(replace(LINEAR, train=replace(no_limit, **{limit: 1})))
+    with pytest.raises(UsageError, match="the run would never end"):
+        check(replace(LINEAR, train=no_limit))
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+def test_a_schedule_needs_planned_steps(scheduler: str) -> None:
+    by_time = ["train.max_time_s=1", f"train.scheduler={scheduler}"]
+    with pytest.raises(UsageError, match=f"{scheduler} needs a planned number of steps"):
+        compose([*by_time, "train.epochs=null"])
+    for limit in ("train.epochs=1", "train.max_steps=1"):
+        assert compose([*by_time, "train.epochs=null", limit]).config.train.max_time_s == 1
+
+
+@pytest.mark.parametrize("key", ["run.dir", "data.root"])
+@pytest.mark.parametrize("name", ["", "  ", "a\0b"])
+def test_a_folder_has_a_name(key: str, name: str) -> None:
+    config = deepcopy(LINEAR)
+    section, field = key.split(".")
+    setattr(getattr(config, section), field, name)
+    with pytest.raises(UsageError, match=f"{key}=.*: the name of a folder, or null"):
+        check(config)
+
+
+@pytest.mark.parametrize("target", ["", "nope", ".Nope", "..a", "a..B", "a.B.", "a b.C", "a.1B"])
+def test_a_target_is_an_import_path(target: str) -> None:
+    with pytest.raises(UsageError, match=r"legal is the import path of a class, module\.Class"):
+        compose([f"recipe.target='{target}'"])
+
+
+# Fields without effect.
+
+UNUSED = [
+    (optimizer.name, field)
+    for optimizer, used in OPTIMIZER_FIELDS.items()
+    for field in vars(OPTIMIZER_DEFAULTS)
+    if field not in used
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ["data.source=generated", "data.root=x"],
+            "data.root has no effect: data.source=generated reads no files",
+        ),
+        (
+            ["data.source=generated", "data.fallback=generated"],
+            "data.fallback has no effect: it applies to data.source=auto, "
+            "and data.source=generated",
+        ),
+        (
+            ["data.source=real", "data.fallback=generated"],
+            "data.fallback has no effect: it applies to data.source=auto, and data.source=real",
+        ),
+        (
+            ["data.source=real", "data.fallback=none"],
+            "data.fallback has no effect: data.source=real never falls back",
+        ),
+        (
+            ["batch.lr_rule=linear"],
+            "batch.lr_rule has no effect: the batch is not multiplied (batch.factor=1)",
+        ),
+    ],
+)
+def test_a_field_without_effect_is_told(overrides: list[str], sentence: str) -> None:
+    assert compose(overrides).warnings == (sentence,)
+
+
+@pytest.mark.parametrize(("optimizer", "field"), UNUSED)
+def test_a_parameter_the_optimizer_lacks_is_told(optimizer: str, field: str) -> None:
+    name, parameter = f"train.optimizer.name={optimizer}", f"train.optimizer.{field}=0.5"
+    sentence = f"train.optimizer.{field} has no effect: {optimizer} does not use it"
+    assert compose([name, parameter]).warnings == (sentence,)
+    assert compose([name, parameter, parameter]).warnings == (sentence,)
+
+
+@pytest.mark.parametrize("optimizer", OptimizerName)
+@pytest.mark.parametrize("field", [k for k in vars(OPTIMIZER_DEFAULTS) if k != "name"])
+def test_the_optimizers_use_what_the_table_says(optimizer: OptimizerName, field: str) -> None:
+    def defaults(config: OptimizerConfig) -> dict[str, object]:
+        speed = SpeedChoice("contiguous", "forloop")
+        return build_optimizer(config, torch.nn.Linear(1, 1), 0.1, speed).defaults
+
+    plain = replace(OPTIMIZER_DEFAULTS, name=optimizer)
+    changed = replace(plain, **{field: 0.5})
+    uses = defaults(plain) != defaults(changed)
+    assert uses == (field in OPTIMIZER_FIELDS[optimizer])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["recipe=linear", "train.optimizer.momentum=0.9"],
+        ["data.root=x", "data.fallback=generated"],
+        ["data.source=real", "data.root=x"],
+        ["batch=double", "batch.lr_rule=linear"],
+    ],
+)
+def test_a_field_with_effect_is_not(overrides: list[str]) -> None:
+    assert compose(overrides).warnings == ()

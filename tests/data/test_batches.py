@@ -1,0 +1,158 @@
+"""Batches cut from a set in memory, and the order they are cut in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mprun.data import Batches, Order, TensorSet
+from mprun.data.batches import place
+
+CPU = torch.device("cpu")
+
+
+def numbered(samples: int) -> TensorSet:
+    """Samples whose inputs [N, 2] and targets [N] tell their index."""
+    index = torch.arange(samples)
+    return TensorSet(torch.stack([index, -index], 1), index)
+
+
+def same(inputs: Tensor) -> Tensor:
+    """A recipe's `prepare` that changes nothing."""
+    return inputs
+
+
+def batches(samples: int, size: int) -> Batches:
+    return Batches(numbered(samples), size, same, CPU)
+
+
+# Order
+
+
+def test_an_order_is_a_permutation() -> None:
+    drawn = Order(100, seed=1, shuffle=True).draw()
+    assert drawn is not None
+    assert torch.equal(drawn.sort().values, torch.arange(100))
+
+
+def test_an_order_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(5)
+    one = Order(100, seed=1, shuffle=True)
+    first = [one.draw() for _ in range(3)]
+    torch.manual_seed(6)
+    torch.rand(7)
+    again, other = Order(100, seed=1, shuffle=True), Order(100, seed=2, shuffle=True)
+    assert all(torch.equal(a, again.draw()) for a in first)
+    assert not torch.equal(first[0], other.draw())
+
+
+def test_drawing_an_order_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    Order(100, seed=1, shuffle=True).draw()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_consecutive_epochs_differ() -> None:
+    order = Order(100, seed=1, shuffle=True)
+    assert not torch.equal(order.draw(), order.draw())
+
+
+def test_the_state_tells_the_next_order() -> None:
+    order = Order(100, seed=1, shuffle=True)
+    order.draw()
+    generator = torch.Generator()
+    generator.set_state(order.state())
+    assert torch.equal(order.draw(), torch.randperm(100, generator=generator))
+
+
+def test_without_shuffling_the_order_is_the_stored_one() -> None:
+    order = Order(100, seed=1, shuffle=False)
+    assert order.draw() is None
+    seen = torch.cat([b.targets for b in batches(10, 4).epoch(order.draw())])
+    assert torch.equal(seen, torch.arange(10))
+
+
+# Batches
+
+
+@given(samples=st.integers(0, 40), size=st.integers(1, 45), shuffle=st.booleans())
+def test_batches_partition_the_set(samples: int, size: int, shuffle: bool) -> None:
+    cut = batches(samples, size)
+    order = Order(samples, seed=0, shuffle=shuffle).draw()
+    found = list(cut.epoch(order))
+    assert len(found) == len(cut)
+    assert all(b.size == len(b.inputs) == len(b.targets) for b in found)
+    assert [b.size for b in found[:-1]] == [size] * (len(found) - 1)
+    visited = [i for b in found for i in b.targets.tolist()]
+    assert sorted(visited) == list(range(samples))
+    assert visited == list(range(samples) if order is None else order)
+    assert all(torch.equal(b.inputs, torch.stack([b.targets, -b.targets], 1)) for b in found)
+
+
+def test_the_last_batch_is_partial() -> None:
+    assert [b.size for b in batches(10, 4)] == [4, 4, 2]
+    assert [b.size for b in batches(8, 4)] == [4, 4]
+    assert [b.size for b in batches(3, 4)] == [3]
+
+
+@given(skip=st.integers(0, 5), shuffle=st.booleans())
+def test_skipped_batches_are_left_out_and_the_rest_is_as_before(skip: int, shuffle: bool) -> None:
+    cut = batches(10, 3)
+    order = Order(10, seed=0, shuffle=shuffle).draw()
+    whole = [b.targets.tolist() for b in cut.epoch(order)]
+    assert [b.targets.tolist() for b in cut.epoch(order, skip)] == whole[skip:]
+
+
+def test_each_batch_is_prepared_once_and_targets_are_left() -> None:
+    seen = []
+
+    def prepare(inputs: Tensor) -> Tensor:
+        seen.append(len(inputs))
+        return inputs.float() / 2
+
+    found = list(Batches(numbered(10), 4, prepare, CPU))
+    assert seen == [4, 4, 2]
+    assert found[0].inputs.dtype == torch.float32
+    assert found[1].inputs[0].tolist() == [2.0, -2.0]
+    assert found[1].targets.tolist() == [4, 5, 6, 7]
+
+
+# Sets
+
+
+def shares_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_first_and_split_make_no_copy() -> None:
+    data = numbered(10)
+    head, rest = data.split(7)
+    assert (len(data.first(4)), len(head), len(rest)) == (4, 7, 3)
+    assert torch.equal(rest.targets, torch.arange(7, 10))
+    for part in (data.first(4), head, rest):
+        assert shares_memory(part.inputs, data.inputs)
+        assert shares_memory(part.targets, data.targets)
+    assert data.first(None) is data
+    assert len(data.first(99)) == 10
+
+
+def test_bytes_of_a_set() -> None:
+    assert numbered(10).nbytes == 10 * 3 * 8  # three int64 a sample
+
+
+def test_on_the_cpu_a_set_stays_where_it_is() -> None:
+    data = numbered(10)
+    assert place(data, CPU) is data
+
+
+@pytest.mark.parametrize(("free", "moved"), [(480, True), (479, False)])
+def test_a_set_moves_where_it_takes_half_of_the_free_memory(
+    free: int, moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, there = numbered(10), numbered(1)  # 240 bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
+    monkeypatch.setattr(TensorSet, "to", lambda self, device: there)
+    assert place(data, torch.device("cuda")) is (there if moved else data)

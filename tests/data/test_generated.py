@@ -1,0 +1,95 @@
+"""The generated set: always the same, balanced, learnable, soon drawn."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from hashlib import sha256
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mprun.data import Batches, Order, TensorSet
+from mprun.data.generated import draw
+from mprun.recipes.mnist import Mnist
+
+CPU = torch.device("cpu")
+DRAW_ON_ONE_THREAD = """
+import time, torch
+from hashlib import sha256
+from mprun.data.generated import draw
+torch.set_num_threads(1)
+torch.rand(5)  # the global generator is no part of it
+start = time.perf_counter()
+parts = draw()
+print(time.perf_counter() - start)
+for part in parts:
+    for tensor in (part.inputs, part.targets):
+        print(sha256(tensor.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.fixture(scope="module")
+def parts() -> tuple[TensorSet, TensorSet]:
+    """The training and the test part."""
+    return draw()
+
+
+def test_the_shape_is_mnists(parts: tuple[TensorSet, TensorSet]) -> None:
+    for part, samples in zip(parts, (60_000, 10_000), strict=True):
+        assert part.inputs.shape == (samples, 1, 28, 28)
+        assert part.inputs.dtype == torch.uint8
+        assert part.targets.shape == (samples,)
+        assert part.targets.dtype == torch.int64
+
+
+def test_another_process_draws_the_same_bytes_in_time(parts: tuple[TensorSet, TensorSet]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DRAW_ON_ONE_THREAD], capture_output=True, text=True, check=True
+    )
+    seconds, *digests = done.stdout.split()
+    here = [t.numpy().tobytes() for part in parts for t in (part.inputs, part.targets)]
+    assert digests == [sha256(b).hexdigest() for b in here]
+    assert float(seconds) < 20
+
+
+def test_ten_balanced_classes(parts: tuple[TensorSet, TensorSet]) -> None:
+    for part in parts:
+        counts = part.targets.bincount()
+        expected = len(part) / 10
+        assert len(counts) == 10
+        # Five standard deviations of a class's count under a fair draw, sqrt(N 0.1 0.9).
+        assert (counts - expected).abs().max() < 5 * (len(part) * 0.09) ** 0.5
+
+
+def test_the_test_part_is_not_in_the_training_part(parts: tuple[TensorSet, TensorSet]) -> None:
+    train, test = ({row.tobytes() for row in part.inputs.numpy()} for part in parts)
+    assert len(train) == 60_000
+    assert len(test) == 10_000
+    assert not train & test
+
+
+def test_images_have_ink_and_variation(parts: tuple[TensorSet, TensorSet]) -> None:
+    inputs, targets = parts[0].inputs.float(), parts[0].targets
+    assert 10 < inputs.mean() < 128  # dark ground, some ink
+    assert all(inputs[targets == i].std(0).max() > 20 for i in range(10))
+
+
+def test_the_mnist_recipe_learns_it_to_over_90_percent(
+    parts: tuple[TensorSet, TensorSet],
+) -> None:
+    train, test = parts
+    recipe = Mnist(units=256)
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9)
+    batches = Batches(train, 128, recipe.prepare, CPU)
+    order = Order(len(train), seed=0, shuffle=True).draw()
+    for _, batch in zip(range(300), batches.epoch(order), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    with torch.no_grad():
+        correct = recipe.correct(model(recipe.prepare(test.inputs)), test.targets)
+    assert correct / len(test) > 0.9

@@ -1,0 +1,323 @@
+"""Where the image sets come from, and what is said when they cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import torch
+from filelock import FileLock
+
+from mprun.data import DataRequest, TensorSet, image_splits, sources
+from mprun.errors import UsageError
+from tests.data.conftest import TEST, TRAIN, Server, images, labels
+
+
+@pytest.fixture
+def tiny_generated(monkeypatch: pytest.MonkeyPatch) -> TensorSet:
+    """Two samples in place of the generated set, which takes seconds to draw."""
+    part = TensorSet(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
+    monkeypatch.setattr(sources, "draw", lambda: (part, part))
+    return part
+
+
+# Where it is looked for
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "found"),
+    [
+        ("given", {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "given"),
+        (None, {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "set"),
+        (None, {"MPRUN_DATA": "", "XDG_CACHE_HOME": "cache"}, "cache/mprun"),
+        (None, {"XDG_CACHE_HOME": "cache"}, "cache/mprun"),
+        (None, {"HOME": "home"}, "home/.cache/mprun"),
+        ("~/sets", {"HOME": "home"}, "home/sets"),
+        (None, {"HOME": "home", "MPRUN_DATA": "~/sets"}, "home/sets"),
+    ],
+)
+def test_the_root_is_the_argument_else_the_environments_else_the_cache(
+    argument: str | None,
+    environment: dict[str, str],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MPRUN_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert sources.find_root(argument) == Path(found)
+
+
+@pytest.mark.parametrize("file", list(sources.SHA256["MNIST"]))
+def test_a_set_is_complete_with_all_four_files(root: Path, file: str) -> None:
+    assert sources.is_complete("MNIST", root)
+    assert not sources.is_complete("FashionMNIST", root)
+    (root / "MNIST" / "raw" / file).unlink()
+    assert not sources.is_complete("MNIST", root)
+
+
+def test_checksums_are_of_different_files() -> None:
+    sums = [s for files in sources.SHA256.values() for s in files.values()]
+    assert len(set(sums)) == 8
+    assert all(re.fullmatch("[0-9a-f]{64}", s) for s in sums)
+
+
+# Local files
+
+
+@pytest.mark.usefixtures("no_network")
+def test_local_files_are_read_as_stored(root: Path) -> None:
+    splits = image_splits("MNIST", DataRequest(source="real", root=str(root)))
+    assert (splits.name, splits.source, splits.notice) == ("MNIST", "local", None)
+    assert splits.shuffle
+    assert torch.equal(splits.train.inputs, images(TRAIN, 0).unsqueeze(1))
+    assert torch.equal(splits.train.targets, labels(TRAIN).long())
+    assert torch.equal(splits.test.inputs, images(TEST, 100).unsqueeze(1))
+    assert torch.equal(splits.test.targets, labels(TEST).long())
+    assert len(splits.validation) == 0
+
+
+def test_what_is_read_is_what_was_checked(root: Path) -> None:
+    """torchvision would take the tensors that versions before 0.9 left beside the files."""
+    processed = root / "MNIST" / "processed"
+    processed.mkdir()
+    for name in ("training.pt", "test.pt"):
+        torch.save((torch.zeros(3, 28, 28), torch.zeros(3)), processed / name)
+    train, test = sources.read("MNIST", root)
+    assert (len(train), len(test)) == (TRAIN, TEST)
+
+
+@pytest.mark.parametrize("file", list(sources.SHA256["MNIST"]))
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1])])
+@pytest.mark.usefixtures("tiny_generated")
+def test_a_damaged_file_is_named_with_both_checksums(
+    root: Path, published: dict[str, bytes], file: str, damage: Callable[[bytes], bytes]
+) -> None:
+    path, damaged = root / "MNIST" / "raw" / file, damage(published[file])
+    path.write_bytes(damaged)
+    with pytest.raises(UsageError) as caught:
+        image_splits("MNIST", DataRequest(root=str(root), fallback=True))
+    message = str(caught.value)
+    assert f"{path} is damaged: {len(damaged)} bytes" in message
+    assert sha256(damaged).hexdigest() in message
+    assert f"expected {sha256(published[file]).hexdigest()}" in message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"MNIST.*cannot be read: No such file"):
+        sources.read("MNIST", tmp_path)
+
+
+# Parts and limits
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.0, 20), (0.25, 15), (0.04, 19), (0.95, 1)])
+def test_validation_is_the_last_part_of_the_training_set(
+    root: Path, fraction: float, kept: int
+) -> None:
+    request = DataRequest(root=str(root), validation_fraction=fraction)
+    splits = image_splits("MNIST", request)
+    whole = images(TRAIN, 0).unsqueeze(1)
+    assert torch.equal(splits.train.inputs, whole[:kept])
+    assert torch.equal(splits.validation.inputs, whole[kept:])
+    assert torch.equal(splits.validation.targets, labels(TRAIN).long()[kept:])
+    assert len(splits.test) == TEST
+
+
+def test_a_fraction_that_leaves_no_training_sample_is_refused(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\.validation_fraction=0\.99 leaves no training"):
+        image_splits("MNIST", DataRequest(root=str(root), validation_fraction=0.99))
+
+
+def test_limits_take_the_first_samples_of_each_part(root: Path) -> None:
+    request = DataRequest(
+        root=str(root), validation_fraction=0.25, train_limit=4, eval_limit=3, source="real"
+    )
+    splits = image_splits("MNIST", request)
+    whole = images(TRAIN, 0).unsqueeze(1)
+    assert torch.equal(splits.train.inputs, whole[:4])
+    assert torch.equal(splits.validation.inputs, whole[15:18])
+    assert torch.equal(splits.test.inputs, images(TEST, 100).unsqueeze(1)[:3])
+
+
+# Download
+
+
+def test_a_download_is_made_once_and_leaves_the_files_alone(
+    server: Server, tmp_path: Path, published: dict[str, bytes]
+) -> None:
+    request = DataRequest(root=str(tmp_path / "new" / "folder"))
+    first = image_splits("MNIST", request)
+    asked = len(server.asked)
+    second = image_splits("MNIST", request)
+    assert (first.source, second.source) == ("download", "local")
+    assert len(server.asked) == asked
+    assert torch.equal(first.train.inputs, images(TRAIN, 0).unsqueeze(1))
+    raw = tmp_path / "new" / "folder" / "MNIST" / "raw"
+    assert {p.name: p.read_bytes() for p in raw.iterdir()} == published
+
+
+def test_of_two_downloads_at_once_one_is_made(server: Server, tmp_path: Path) -> None:
+    alone = sources.download("MNIST", tmp_path / "alone")
+    requests_of_one = Counter(server.asked)
+    server.asked.clear()
+    begin = Barrier(2)
+
+    def fetch(_: int) -> str:
+        begin.wait()
+        return sources.download("MNIST", tmp_path / "shared")
+
+    with ThreadPoolExecutor(2) as pool:
+        made = sorted(pool.map(fetch, range(2)))
+    assert alone == "download"
+    assert made == ["download", "local"]
+    assert Counter(server.asked) == requests_of_one
+
+
+def test_a_wait_for_another_process_ends(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "LOCK_TIMEOUT_S", 0.1)
+    with (
+        FileLock(tmp_path / ".MNIST.lock"),
+        pytest.raises(sources.DownloadError, match="another process has been at it"),
+    ):
+        sources.download("MNIST", tmp_path)
+    assert not server.asked
+
+
+def test_a_download_that_breaks_off_leaves_no_file(
+    tmp_path: Path, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk in the last file: all four are there, one is half."""
+
+    def break_off(root: str, download: bool) -> None:
+        raw = Path(root) / "MNIST" / "raw"
+        raw.mkdir(parents=True)
+        for name, data in published.items():
+            (raw / name).write_bytes(data[: len(data) // 2])
+        assert not sources.is_complete("MNIST", tmp_path)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sources, "_dataset", lambda name: break_off)
+    with pytest.raises(sources.DownloadError, match=r"^No space left on device$"):
+        sources.download("MNIST", tmp_path)
+    assert not list((tmp_path / "MNIST" / "raw").iterdir())
+
+
+def test_a_file_the_server_lacks(server: Server, tmp_path: Path) -> None:
+    del server.files["t10k-labels-idx1-ubyte.gz"]
+    with pytest.raises(sources.DownloadError, match=r"^HTTP Error 404: Not Found$"):
+        sources.download("MNIST", tmp_path)
+    assert not sources.is_complete("MNIST", tmp_path)
+
+
+def test_a_file_that_is_not_the_published_one(server: Server, tmp_path: Path) -> None:
+    server.files["train-images-idx3-ubyte.gz"] += b"?"
+    with pytest.raises(sources.DownloadError, match=r"^File not found or corrupted$"):
+        sources.download("MNIST", tmp_path)
+    assert not sources.is_complete("MNIST", tmp_path)
+
+
+def test_a_server_that_speaks_no_http(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def garble(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"hello\r\n\r\n")
+
+    monkeypatch.setattr(server.RequestHandlerClass, "do_GET", garble)
+    with pytest.raises(sources.DownloadError, match=r"^the server's answer is broken: hello$"):
+        sources.download("MNIST", tmp_path)
+
+
+@pytest.mark.usefixtures("silent_server")
+def test_a_server_that_never_answers_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "DOWNLOAD_TIMEOUT_S", 0.5)
+    before, start = socket.getdefaulttimeout(), time.monotonic()
+    with pytest.raises(sources.DownloadError, match=r"^no answer in 0\.5 s$"):
+        sources.download("MNIST", tmp_path)
+    # Twice the timeout would be one wait more than needed; the rest is for a busy machine.
+    assert 0.5 <= time.monotonic() - start < 5
+    assert socket.getdefaulttimeout() == before
+
+
+# What the user is told
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("request_", [DataRequest(), DataRequest(source="real", fallback=True)])
+def test_without_network_the_ways_on_are_named(
+    request_: DataRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPRUN_DATA", str(tmp_path))
+    with pytest.raises(UsageError) as caught:
+        image_splits("MNIST", request_)
+    assert str(caught.value) == (
+        f"MNIST is not in {tmp_path} and its download failed (Connection refused); put the files "
+        "there as torchvision does (MNIST/raw/...), set data.root or MPRUN_DATA, or take "
+        "data.source=generated"
+    )
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"download failed \(Not a directory: '.*'\)"):
+        image_splits("MNIST", DataRequest(root=str(tmp_path / "file" / "data")))
+
+
+@pytest.mark.usefixtures("no_network")
+def test_auto_with_fallback_ends_with_the_generated_set_and_says_so(
+    tmp_path: Path, tiny_generated: TensorSet
+) -> None:
+    splits = image_splits("MNIST", DataRequest(root=str(tmp_path), fallback=True))
+    assert (splits.name, splits.source) == ("generated glyphs", "generated")
+    assert splits.notice == (
+        "MNIST could not be had (Connection refused); training on the GENERATED set instead"
+    )
+    assert torch.equal(splits.train.inputs, tiny_generated.inputs)
+
+
+def test_auto_prefers_local_files_to_the_fallback(root: Path) -> None:
+    splits = image_splits("MNIST", DataRequest(root=str(root), fallback=True))
+    assert (splits.name, splits.source, splits.notice) == ("MNIST", "local", None)
+
+
+def test_generated_needs_neither_files_nor_network(
+    server: Server, tmp_path: Path, tiny_generated: TensorSet
+) -> None:
+    request = DataRequest(source="generated", root=str(tmp_path / "none"), validation_fraction=0.5)
+    splits = image_splits("MNIST", request)
+    assert (splits.name, splits.source, splits.notice) == ("generated glyphs", "generated", None)
+    assert (len(splits.train), len(splits.validation), len(splits.test)) == (1, 1, 2)
+    assert not server.asked
+    assert not (tmp_path / "none").exists()
+
+
+# The real files
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(("name", "first_classes"), [("MNIST", (5, 7)), ("FashionMNIST", (9, 9))])
+def test_the_real_sets(real_root: Path, name: str, first_classes: tuple[int, int]) -> None:
+    splits = image_splits(name, DataRequest(source="real", root=str(real_root)))
+    assert (splits.name, splits.source) == (name, "local")
+    assert splits.train.inputs.shape == (60_000, 1, 28, 28)
+    assert splits.test.inputs.shape == (10_000, 1, 28, 28)
+    assert splits.train.inputs.dtype == torch.uint8
+    assert splits.train.targets.dtype == torch.int64
+    assert (splits.train.targets[0], splits.test.targets[0]) == first_classes
+    assert splits.train.targets.unique().tolist() == list(range(10))

@@ -1,0 +1,115 @@
+"""The FashionMNIST recipe is the model of Graphcore's tutorial."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.recipes.fashion_mnist import FashionMnist
+
+PUBLISHED = FashionMnist(image_size=128, log_softmax_dim=1)
+
+
+def small_output(log_softmax_dim: int) -> Tensor:
+    """Outputs [6, 10] of a model on small images."""
+    torch.manual_seed(0)
+    recipe = FashionMnist(image_size=28, log_softmax_dim=log_softmax_dim)
+    output: Tensor = recipe.model()(torch.randn(6, 1, 28, 28))
+    return output
+
+
+def test_layers_and_parameter_counts() -> None:
+    model = PUBLISHED.model()
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n.endswith("weight")}
+    assert shapes == {
+        "conv1.weight": (5, 1, 3, 3),
+        "conv2.weight": (12, 5, 5, 5),
+        "norm.weight": (12,),
+        "fc1.weight": (100, 41_772),
+        "fc2.weight": (10, 100),
+    }
+    norm = model.get_submodule("norm")
+    assert isinstance(norm, nn.GroupNorm)
+    assert norm.num_groups == 3
+    assert sum(p.numel() for p in model.parameters()) == 50 + 1_512 + 24 + 4_177_300 + 1_010
+
+
+@pytest.mark.parametrize("size", [12, 13, 28, 33, 128])
+def test_the_model_takes_what_prepare_gives(size: int) -> None:
+    recipe = FashionMnist(image_size=size, log_softmax_dim=1)
+    prepared = recipe.prepare(torch.zeros(2, 1, 28, 28, dtype=torch.uint8))
+    assert prepared.shape == (2, 1, size, size)
+    assert recipe.model()(prepared).shape == (2, 10)
+
+
+def test_a_seed_gives_the_weights() -> None:
+    drawn = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        recipe = FashionMnist(image_size=28, log_softmax_dim=1)
+        drawn.append(torch.cat([p.flatten() for p in recipe.model().parameters()]))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_bytes_are_scaled_to_minus_one_to_one() -> None:
+    stored = torch.arange(256, dtype=torch.uint8).repeat(7)[: 2 * 784].view(2, 1, 28, 28)
+    before = stored.clone()
+    prepared = FashionMnist(image_size=28, log_softmax_dim=1).prepare(stored)
+    assert prepared.dtype == torch.float32
+    # One float32 rounding each of two orders of computing, at values up to 1.
+    torch.testing.assert_close(prepared, (stored / 255 - 0.5) / 0.5, rtol=0, atol=3e-7)
+    assert (prepared.min(), prepared.max()) == (-1, 1)
+    assert torch.equal(stored, before)
+
+
+def test_resizing_keeps_the_range_and_the_mean() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randint(0, 256, (4, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    prepared = PUBLISHED.prepare(stored)
+    assert prepared.min() >= -1
+    assert prepared.max() <= 1
+    # Enlarging by no whole number weighs the pixels a little unevenly.
+    mean = stored.float().mean().item() / 127.5 - 1
+    assert prepared.mean().item() == pytest.approx(mean, abs=0.01)
+
+
+def test_the_log_softmax_is_over_classes_or_over_the_batch() -> None:
+    # Sums of 10 float32 exponentials of rounded logarithms.
+    close = {"rtol": 0, "atol": 1e-5}
+    over_classes, over_batch = small_output(1).exp(), small_output(0).exp()
+    torch.testing.assert_close(over_classes.sum(1), torch.ones(6), **close)
+    torch.testing.assert_close(over_batch.sum(0), torch.ones(10), **close)
+    assert (over_batch.sum(1) - 1).abs().max() > 0.1
+
+
+def test_the_output_is_float32_under_autocast() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = small_output(1)
+    assert output.dtype == torch.float32
+    # A softmax rounded to bfloat16 would miss 1 by up to 2^-9.
+    torch.testing.assert_close(output.exp().sum(1), torch.ones(6), rtol=0, atol=1e-5)
+
+
+def test_the_loss_is_the_negative_log_likelihood() -> None:
+    output, target = small_output(1), torch.tensor([0, 1, 2, 3, 4, 5])
+    loss = PUBLISHED.loss(output, target)
+    expected = -torch.stack([output[i, i] for i in range(6)]).mean()
+    torch.testing.assert_close(loss, expected)
+    correct = PUBLISHED.correct(output, output.argmax(1))
+    assert correct.item() == 6
+    assert PUBLISHED.correct(output, (output.argmax(1) + 1) % 10).item() == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "dim", "message"),
+    [
+        (11, 1, "image_size=11: legal is 12 or more"),
+        (128, 2, "log_softmax_dim=2: legal is 1 or 0"),
+        (128, -1, "log_softmax_dim=-1: legal is 1 or 0"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(size: int, dim: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FashionMnist(image_size=size, log_softmax_dim=dim)

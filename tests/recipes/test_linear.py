@@ -1,0 +1,57 @@
+"""The linear recipe is Habana's first example."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mprun.data import DataRequest
+from mprun.recipes.linear import Linear
+
+RECIPE = Linear(in_features=1024, out_features=512, samples=64)
+
+
+def test_one_layer() -> None:
+    shapes = [tuple(p.shape) for p in RECIPE.model().parameters()]
+    assert shapes == [(512, 1024), (512,)]
+
+
+def test_the_data_are_one_normal_batch_in_stored_order() -> None:
+    splits = RECIPE.data(DataRequest(seed=1))
+    assert splits.train.inputs.shape == (64, 1024)
+    assert splits.train.targets.shape == (64, 512)
+    assert splits.source == "generated"
+    assert not splits.shuffle
+    assert (len(splits.validation), len(splits.test)) == (0, 0)
+    for values in (splits.train.inputs, splits.train.targets):
+        # Five standard errors of the mean and of the deviation of 32768 normal draws.
+        assert abs(values.mean()) < 5 / 32_768**0.5
+        assert abs(values.std() - 1) < 5 / (2 * 32_768) ** 0.5
+
+
+def test_the_data_depend_on_the_seed_alone() -> None:
+    first, again, other = (RECIPE.data(DataRequest(seed=s)).train for s in (1, 1, 2))
+    assert torch.equal(first.inputs, again.inputs)
+    assert torch.equal(first.targets, again.targets)
+    assert not torch.equal(first.inputs, other.inputs)
+
+
+def test_a_limit_takes_the_first_samples() -> None:
+    limited = RECIPE.data(DataRequest(seed=1, train_limit=5)).train
+    whole = RECIPE.data(DataRequest(seed=1)).train
+    assert torch.equal(limited.inputs, whole.inputs[:5])
+
+
+def test_the_loss_is_the_mean_square_and_there_is_no_accuracy() -> None:
+    output, target = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
+    assert RECIPE.loss(output, target).item() == 2.5
+    assert RECIPE.correct(output, target) is None
+    assert RECIPE.metric == "loss"
+    assert torch.equal(RECIPE.prepare(output), output)
+
+
+@pytest.mark.parametrize("name", ["in_features", "out_features", "samples"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    sizes = {"in_features": 4, "out_features": 2, "samples": 3, name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0: legal is 1 or more"):
+        Linear(**sizes)

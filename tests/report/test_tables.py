@@ -1,0 +1,143 @@
+"""What is printed before a run and after it."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+from rich.console import Console
+
+from mprun.record import Summary
+from mprun.report import tables
+from tests.schema import conforms
+from tests.summaries import example
+
+
+def shown(summary: Summary, width: int = 140) -> str:
+    """The final table as plain text, a row a line."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=False)
+    console.print(tables.result(summary), highlight=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(summary: Summary, what: str) -> str | None:
+    """The figure beside `what`, or None where the table has no such row."""
+    for line in shown(summary).splitlines():
+        cells = [cell.strip() for cell in line.strip("│┃").split("│")]
+        if cells[0] == what:
+            return cells[1]
+    return None
+
+
+def unmeasured() -> Summary:
+    """A run that ended at once: every figure that may be null is."""
+    summary = example()
+    summary.update(samples_per_second=None, history=[], steps=0, wall_time_s=0.0)
+    summary["step_time_ms"] = {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0}
+    summary["data_time_ms"] = {"median": None, "p90": None}
+    summary["memory_bytes"]["peak"] = None
+    summary["train"] = {"loss": None}
+    summary["test"] = {"loss": None, "accuracy": None}
+    assert conforms(summary, Summary)
+    return summary
+
+
+# Before
+
+
+def test_the_header_says_what_is_about_to_run() -> None:
+    assert tables.header(example()) == [
+        "recipe mnist, precision bf16_mixed (native), seed 7",
+        "policy: parameters float32, compute bfloat16, output float32, casting autocast",
+        "data: generated glyphs (generated): 48000 training, 12000 validation, 10000 test samples",
+        "batch: 64 x 2 = 128",
+        "device: cpu, Some CPU (AVX512), 2 threads; contiguous, forloop optimizer",
+    ]
+
+
+def test_the_header_says_what_is_emulated_and_tf32() -> None:
+    summary = copy.deepcopy(example())
+    summary["execution"] = "emulated"
+    summary["effective"]["tf32"] = True
+    head = tables.header(summary)
+    assert "(emulated)" in head[0]
+    assert head[1].endswith(", tf32")
+
+
+@pytest.mark.parametrize("source", ["local", "download", "generated"])
+def test_the_data_are_never_shown_without_their_source(source: str) -> None:
+    summary = example()
+    summary["data"].update(name="MNIST", source=source)
+    assert any(f"MNIST ({source})" in line for line in tables.header(summary))
+    assert row(summary, "data") == f"MNIST ({source})"
+
+
+# After
+
+
+def test_the_result_shows_the_figures() -> None:
+    summary = example()
+    expected = {
+        "status": "completed",
+        "data": "generated glyphs (generated)",
+        "steps": "375 (0 skipped)",
+        "step time": "12.50 ms median, 11.25 to 14.75 (p10 to p90), n=365, 10 warm-up",
+        "data wait": "0.25 ms",
+        "throughput": "10039 samples/s",
+        "peak memory of a step": "3.0 MiB",
+        "training loss": "0.5000",
+        "validation loss": "0.2500",
+        "validation accuracy": "0.9375",
+        "test loss": "0.2812",
+        "test accuracy": "0.9219",
+        "wall time": "6.2 s",
+        "note": None,
+    }
+    assert {what: row(summary, what) for what in expected} == expected
+    assert "mnist in bf16_mixed x2" in shown(summary)
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    summary = unmeasured()
+    for what in ("step time", "data wait", "throughput", "peak memory of a step", "training loss"):
+        assert row(summary, what) == "-"
+    for what in ("validation loss", "test loss", "test accuracy"):
+        assert row(summary, what) is None
+    assert row(summary, "note") == "too few full-size steps to time: all were warm-up"
+    assert len(tables.header(summary)) == 5
+
+
+def test_a_regression_has_no_accuracy() -> None:
+    summary = example()
+    summary["test"]["accuracy"] = None
+    assert row(summary, "test loss") == "0.2812"
+    assert row(summary, "test accuracy") is None
+
+
+def test_a_broken_loss_is_shown() -> None:
+    summary = example()
+    summary["train"] = {"loss": "nan"}
+    summary["test"]["loss"] = "inf"
+    assert row(summary, "training loss") == "nan"
+    assert row(summary, "test loss") == "inf"
+
+
+def test_an_emulated_step_time_is_flagged() -> None:
+    summary = example()
+    summary["execution"] = "emulated"
+    assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
+    assert "EMULATED" not in shown(example())
+
+
+def test_in_a_narrow_window_nothing_is_lost() -> None:
+    words = "".join(c for c in shown(example(), width=40) if c.isalnum() or c == ".")
+    for figure in ("12.50", "11.25", "14.75", "10039", "0.9219", "n365"):
+        assert figure in words
+
+
+def test_results_go_to_stdout_and_warnings_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.stdout_console().print("result")
+    tables.stderr_console().print("warning")
+    assert capsys.readouterr() == ("result\n", "warning\n")

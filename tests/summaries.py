@@ -1,0 +1,93 @@
+"""A summary to test readers and tables with."""
+
+from __future__ import annotations
+
+from mprun.record import SCHEMA_VERSION, PrecisionRow, Summary
+
+
+def example() -> Summary:
+    """A completed bf16_mixed run on the generated set."""
+    row: PrecisionRow = {
+        "param_dtype": "float32",
+        "compute_dtype": "bfloat16",
+        "output_dtype": "float32",
+        "casting": "autocast",
+        "op_lists": "none",
+        "layers": {},
+        "rounding": "nearest",
+        "rounding_scope": "none",
+        "accum_dtype": "float32",
+        "momentum_dtype": "float32",
+        "variance_dtype": "float32",
+        "partials_dtype": "float32",
+        "tf32": False,
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": "completed",
+        "error": None,
+        "started_at": "2024-02-29T12:00:00+00:00",
+        "mprun_version": "0.1.0",
+        "git_commit": None,
+        "versions": {"python": "3.12.0", "torch": "2.11.0", "torchvision": None},
+        "hardware": {
+            "device": "cpu",
+            "name": "Some CPU (AVX512)",
+            "cores": 2,
+            "memory_bytes": 2**34,
+            "accelerated": {"bfloat16": True},
+        },
+        "recipe": "mnist",
+        "seed": 7,
+        "precision": "bf16_mixed",
+        "variant": "bf16_mixed x2",
+        "variant_hash": "0123456789ab",
+        "requested": row,
+        "effective": row,
+        "execution": "native",
+        "substitutions": [],
+        "backend": {
+            "memory_format": "contiguous",
+            "optimizer_impl": "forloop",
+            "compile": False,
+            "threads": 2,
+        },
+        "data": {
+            "name": "generated glyphs",
+            "source": "generated",
+            "train_samples": 48_000,
+            "validation_samples": 12_000,
+            "test_samples": 10_000,
+        },
+        "batch": {"micro": 64, "accumulate": 2, "effective": 128, "base": 64, "lr_rule": "none"},
+        "batch_size": 128,
+        "epochs": 1,
+        "steps": 375,
+        "skipped_steps": 0,
+        "step_time_ms": {"median": 12.5, "p10": 11.25, "p90": 14.75, "n": 365, "warmup": 10},
+        "data_time_ms": {"median": 0.25, "p90": 0.5},
+        "samples_per_second": 10_039.2,
+        "wall_time_s": 6.25,
+        "memory_bytes": {
+            "peak": 3 * 2**20,
+            "parameters": 2**20,
+            "buffers": 0,
+            "gradients": 2**20,
+            "optimizer_state": 2**20,
+            "activations": 0,
+            "temporary": 0,
+            "data": 2**25,
+            "allocator_peak": None,
+        },
+        "loss_scale": {"kind": "none", "initial": 1.0, "final": 1.0},
+        "metric": {"name": "accuracy", "higher_is_better": True},
+        "history": [
+            {
+                "epoch": 1,
+                "train": {"loss": 0.5, "accuracy": 0.875},
+                "validation": {"loss": 0.25, "accuracy": 0.9375},
+            }
+        ],
+        "train": {"loss": 0.5},
+        "test": {"loss": 0.2812, "accuracy": 0.9219},
+    }

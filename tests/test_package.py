@@ -1,0 +1,116 @@
+"""The package: what a wheel and an sdist hold, which way imports point, what the docs promise."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Each part of mprun may import those to its right of the colon, itself, and errors.
+ALLOWED = {
+    "errors": set(),
+    "_torch": set(),
+    "config": set(),
+    "help": {"config"},
+    "precision": set(),
+    "data": set(),
+    "record": set(),
+    "report": {"record"},
+    "schedule": set(),
+    "speed": set(),
+    "stop": set(),
+    "timing": {"record"},
+    "recipe": {"data"},
+    "numerics": {"_torch"},
+    "environment": {"precision", "record"},
+    "runner": {"data", "precision", "recipe", "record", "schedule", "timing"},
+    "checkpoint": {"record", "runner"},
+}
+ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}
+ALLOWED["summary"] = {"build", "environment", "record"}
+ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
+ALLOWED["cli"] = set(ALLOWED)
+NO_TORCH = ("errors", "config", "help", "record", "report", "stop")
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "mprun":
+                found |= {f"mprun.{a.name}" for a in node.names}
+            else:
+                found.add(node.module)
+    return found
+
+
+def part_of(path: Path) -> str:
+    first = path.relative_to(ROOT / "mprun").parts[0]
+    return first.removesuffix(".py")
+
+
+SOURCES = [p for p in sorted((ROOT / "mprun").rglob("*.py")) if not p.stem.startswith("__")]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    part = part_of(path)
+    allowed = ALLOWED[part] | {part, "errors", "__version__"}
+    ours = {m.split(".")[1] for m in imports_of(path) if m.startswith("mprun.")}
+    assert ours <= allowed, f"{part} may not import {ours - allowed}"
+    if part in NO_TORCH:
+        assert not {m for m in imports_of(path) if m.split(".")[0] == "torch"}
+    if part != "config":
+        assert not {m for m in imports_of(path) if m.split(".")[0] == "hydra"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return out
+
+
+def expected_files() -> set[str]:
+    conf = {f"mprun/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
+    return conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+
+
+def test_a_wheel_holds_conf_and_recipes_and_runs_from_any_folder(
+    built: Path, tmp_path: Path
+) -> None:
+    wheel = next(built.glob("*.whl"))
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert expected_files() <= names
+    assert not {n for n in names if n.startswith(("tests/", "conf/", "recipes/", "benchmarks/"))}
+
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    env = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-m", "mprun", "recipe=linear", "train.max_steps=3", "run.dir=run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    where = [sys.executable, "-c", "import mprun, mprun.conf; print(mprun.conf.__file__)"]
+    found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert found.stdout.startswith(str(site)), "the installed copy answered, not the wheel"
+
+
+def test_an_sdist_holds_what_a_wheel_is_built_from(built: Path) -> None:
+    sdist = next(built.glob("*.tar.gz"))
+    with tarfile.open(sdist) as archive:
+        names = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
+    for name in expected_files():
+        assert name.removeprefix("mprun/") in names
+    assert "pyproject.toml" in names
