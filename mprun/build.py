@@ -40,6 +40,7 @@ from mprun.precision import (
     Policy,
     Precision,
 )
+from mprun.readings import readings_for
 from mprun.recipe import Recipe
 from mprun.record import BatchRow
 from mprun.runner import Limits, NoObserver, Parts, Trainer
@@ -271,6 +272,7 @@ def build_parts(chosen: Plan) -> Parts:
         test=batches(splits.test, config.train.eval_batch_size),
         micro_batch=batch["micro"],
         clock=clock_for(device),
+        readings=readings_for(device),
     )
 
 

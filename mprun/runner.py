@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mprun.data import Batch, Batches, Order
 from mprun.errors import RunFailedError
 from mprun.precision import Precision
+from mprun.readings import Reading, Readings, readings_for
 from mprun.recipe import Recipe
 from mprun.record import Epoch, Scores
 from mprun.schedule import Schedule
@@ -27,6 +28,9 @@ from mprun.timing import Clock
 
 FLUSH_EVERY_S = 0.25
 """How late losses are read and lines written, at most, while steps are short."""
+
+
+NO_SCORES: Scores = {"loss": None, "accuracy": None}
 
 
 class StopRequestedError(Exception):
@@ -99,14 +103,14 @@ class Parts:
     micro_batch: int
     """Samples per forward pass; a batch of `train` is cut into pieces of this size."""
     clock: Clock
+    readings: Readings
 
 
 class _Pending(NamedTuple):
-    """A step whose loss is still on the device."""
+    """A step whose loss is not read yet."""
 
     step: int
-    loss: Tensor
-    correct: Tensor | None
+    epoch: int
     size: int
     lr: float
     data_time_ms: float
@@ -135,6 +139,7 @@ class Trainer:
         self._flushed_at = 0.0
         self._deadline = math.inf
         self._sums = _Sums()
+        self._last_scores = NO_SCORES
         self._batches_done = 0
         self._order_state = parts.order.state()
 
@@ -150,20 +155,23 @@ class Trainer:
             StopRequestedError: `stop` said so; everything up to the last step was reported.
             RunFailedError: the loss became NaN or infinite.
         """
+        self._flushed_at = time.perf_counter()
         if self._limits.max_time_s is not None:
-            self._deadline = time.perf_counter() + self._limits.max_time_s
+            self._deadline = self._flushed_at + self._limits.max_time_s
         while not self._finished():
             self.epoch += 1
-            self._sums = _Sums()
             self._train_epoch()
-            self._flush()
-            self.parts.clock.pause()
-            train, validation = self._sums.scores(), self.evaluate(self.parts.validation)
-            self._observer.epoch({"epoch": self.epoch, "train": train, "validation": validation})
+            if len(self.parts.validation.data):
+                self._flush()
+                self.parts.clock.pause()
+                self._observer.epoch(self._close_epoch(self.evaluate(self.parts.validation)))
+        self._flush()
+        if self._sums.epoch:
+            self._observer.epoch(self._close_epoch(NO_SCORES))
 
     def train_scores(self) -> Scores:
-        """Means over the samples of the current epoch so far, or of the last one."""
-        return self._sums.scores()
+        """Means over the samples of the current epoch so far, or of the one that just ended."""
+        return self._sums.scores() if self._sums.epoch else self._last_scores
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to go on exactly where it is, between two steps."""
@@ -189,7 +197,7 @@ class Trainer:
         parts.model.train()
         self._order_state, self._batches_done = parts.order.state(), 0
         batches = parts.train.epoch(parts.order.draw())
-        self._flushed_at = asked_at = time.perf_counter()
+        asked_at = time.perf_counter()
         while (batch := next(batches, None)) is not None:
             ready_at = time.perf_counter()
             lr = parts.optimizer.param_groups[0]["lr"]
@@ -198,10 +206,11 @@ class Trainer:
             clock.stop()
             self.step += 1
             self._batches_done += 1
-            correct = self._correct(outputs, batch.targets)
+            parts.readings.put(loss, self._correct(outputs, batch.targets))
             waited_ms = (ready_at - asked_at) * 1e3
-            self._pending.append(_Pending(self.step, loss, correct, batch.size, lr, waited_ms))
-            if time.perf_counter() - self._flushed_at > FLUSH_EVERY_S:
+            self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
+            late_s = time.perf_counter() - self._flushed_at
+            if late_s > FLUSH_EVERY_S or parts.readings.full:
                 self._flush()
             if self._stop():
                 self._flush()
@@ -242,19 +251,21 @@ class Trainer:
         self._flushed_at = time.perf_counter()
         if not pending:
             return
-        losses = torch.stack([p.loss for p in pending]).tolist()
-        corrects = _read([p.correct for p in pending])
+        readings, times = self.parts.readings.take(), self.parts.clock.take()
         full, scale = self.parts.train.batch_size, self.parts.precision.loss_scale.value
-        lines = []
-        for p, loss, correct, ms in zip(
-            pending, losses, corrects, self.parts.clock.take(), strict=True
-        ):
+        lines, closed = [], []
+        for p, (loss, correct), ms in zip(pending, readings, times, strict=True):
             timed = p.size == full
             lines.append(
-                StepLine(p.step, self.epoch, loss, p.lr, scale, False, ms, p.data_time_ms, timed)
+                StepLine(p.step, p.epoch, loss, p.lr, scale, False, ms, p.data_time_ms, timed)
             )
+            if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended unseen
+                closed.append(self._close_epoch(NO_SCORES))
+            self._sums.epoch = p.epoch
             self._sums.add(loss, correct, p.size)
         self._observer.steps(lines)
+        for epoch in closed:
+            self._observer.epoch(epoch)
         broken = next((x for x in lines if not math.isfinite(x.loss)), None)
         if broken is not None:
             raise RunFailedError(
@@ -264,41 +275,47 @@ class Trainer:
                 "from the precision"
             )
 
+    def _close_epoch(self, validation: Scores) -> Epoch:
+        """The scores of the epoch whose steps were last read; the next one starts from zero."""
+        ended, self._sums = self._sums, _Sums()
+        self._last_scores = ended.scores()
+        return {"epoch": ended.epoch, "train": self._last_scores, "validation": validation}
+
     def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""
         parts, sums = self.parts, _Sums()
         if not len(batches.data):
             return sums.scores()
-        losses, corrects, sizes = [], [], []
+        readings, sizes = readings_for(batches.device), []
         parts.model.eval()
         with torch.no_grad():
             for batch in batches:
                 output = parts.precision.forward(parts.model, batch.inputs)
-                losses.append(parts.recipe.loss(output, batch.targets))
-                corrects.append(parts.recipe.correct(output, batch.targets))
+                loss = parts.recipe.loss(output, batch.targets)
+                readings.put(loss, parts.recipe.correct(output, batch.targets))
                 sizes.append(batch.size)
+                if readings.full:
+                    sums.add_all(readings.take(), sizes)
                 if self._stop():
                     raise StopRequestedError
-        for loss, correct, size in zip(
-            torch.stack(losses).tolist(), _read(corrects), sizes, strict=True
-        ):
-            sums.add(loss, correct, size)
+        sums.add_all(readings.take(), sizes)
         return sums.scores()
 
 
-def _read(counts: list[Tensor | None]) -> list[int | None]:
-    """Counts off the device in one go; a recipe gives one for every batch or for none."""
-    present = [c for c in counts if c is not None]
-    return list(torch.stack(present).tolist()) if present else [None] * len(counts)
-
-
 class _Sums:
-    """Sums over samples that become means."""
+    """Sums over the samples of an epoch that become means; epoch 0 is none."""
 
     def __init__(self) -> None:
+        self.epoch = 0
         self._loss = 0.0
         self._correct: int | None = None
         self._samples = 0
+
+    def add_all(self, readings: list[Reading], sizes: list[int]) -> None:
+        """Add the readings of batches of these sizes; empties `sizes`."""
+        for reading, size in zip(readings, sizes, strict=True):
+            self.add(*reading, size)
+        sizes.clear()
 
     def add(self, loss: float, correct: int | None, size: int) -> None:
         self._loss += loss * size
@@ -307,10 +324,15 @@ class _Sums:
             self._correct = (self._correct or 0) + correct
 
     def state_dict(self) -> dict[str, float | int | None]:
-        return {"loss": self._loss, "correct": self._correct, "samples": self._samples}
+        return {
+            "epoch": self.epoch,
+            "loss": self._loss,
+            "correct": self._correct,
+            "samples": self._samples,
+        }
 
     def scores(self) -> Scores:
         if not self._samples:
-            return {"loss": None, "accuracy": None}
+            return NO_SCORES
         accuracy = None if self._correct is None else self._correct / self._samples
         return {"loss": self._loss / self._samples, "accuracy": accuracy}

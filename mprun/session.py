@@ -28,6 +28,7 @@ from mprun.stop import SignalReceivedError, StopSignals
 from mprun.summary import initial_summary
 from mprun.timing import StepStatistics
 
+WRITE_SUMMARY_EVERY_S = 1.0
 FEW_EPOCHS = 20
 SHOW_EPOCH_EVERY_S = 1.0
 """Beyond the first few, epochs are shown at most this often: a recipe may have hundreds."""
@@ -95,7 +96,7 @@ class _Session:
         self, chosen: Plan, resolved: dict[str, Any], folder: RunFolder, console: Console
     ) -> None:
         self._plan, self._folder, self._console = chosen, folder, console
-        self._started = time.perf_counter()
+        self._started = self._written_at = time.perf_counter()
         self.summary = initial_summary(chosen, resolved)
         self._statistics = StepStatistics()
         self._trainer: Trainer | None = None
@@ -144,7 +145,8 @@ class _Session:
     def epoch(self, epoch: Epoch) -> None:
         """An epoch ended."""
         self.summary["history"].append(epoch)
-        self._update()
+        if time.perf_counter() - self._written_at > WRITE_SUMMARY_EVERY_S:
+            self._update()
 
     def add(self, lines: list[StepLine]) -> None:
         """Steps were taken."""
@@ -171,6 +173,7 @@ class _Session:
             peak = torch.cuda.max_memory_allocated(self._plan.device)
             summary["memory_bytes"]["allocator_peak"] = peak
         self._folder.summary(summary)
+        self._written_at = time.perf_counter()
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Write the last summary."""

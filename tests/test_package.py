@@ -28,10 +28,11 @@ ALLOWED = {
     "speed": set(),
     "stop": set(),
     "timing": {"record"},
+    "readings": set(),
     "recipe": {"data"},
     "numerics": {"_torch"},
     "environment": {"precision", "record"},
-    "runner": {"data", "precision", "recipe", "record", "schedule", "timing"},
+    "runner": {"data", "precision", "readings", "recipe", "record", "schedule", "timing"},
     "checkpoint": {"record", "runner"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}

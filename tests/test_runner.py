@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.precision import NoCaster, NoClip, NoLossScale, Precision
+from mprun.readings import HostReadings
 from mprun.recipe import Classification
 from mprun.record import Epoch
 from mprun.runner import Limits, Parts, StepLine, StopRequestedError, Trainer
@@ -84,6 +85,7 @@ def trainer(
         test=batches(samples(10), 4),
         micro_batch=micro or batch,
         clock=HostClock(),
+        readings=HostReadings(),
     )
     log = Log()
     asked = [0]

@@ -77,8 +77,8 @@ class Order:
         self._generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> Tensor:
-        """The generator's state: what the next `draw` depends on."""
-        return self._generator.get_state()
+        """The generator's state: what the next `draw` depends on; empty where none is drawn."""
+        return self._generator.get_state() if self._shuffle else torch.empty(0, dtype=torch.uint8)
 
     def draw(self) -> Tensor | None:
         """The next epoch's permutation [N], or None for the stored order."""
@@ -103,7 +103,7 @@ class Batches:
         self.data = data
         self.batch_size = batch_size
         self._prepare = prepare
-        self._device = device
+        self.device = device
 
     def __len__(self) -> int:
         return -(-len(self.data) // self.batch_size)
@@ -125,8 +125,8 @@ class Batches:
             else:
                 index = order[start:stop]
                 x, y = inputs.index_select(0, index), targets.index_select(0, index)
-            if x.device != self._device:
-                x, y = x.to(self._device), y.to(self._device)
+            if x.device != self.device:
+                x, y = x.to(self.device), y.to(self.device)
             yield Batch(self._prepare(x), y, stop - start)
 
 
