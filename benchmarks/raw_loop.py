@@ -30,7 +30,7 @@ from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.runner import Limits, NoObserver, Trainer
 
-BLOCKS = 60
+BLOCKS = 200
 RESAMPLES = 2000
 
 
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps per block")
     scale = parser.parse_args().scale
-    cases = {"linear": 60, "mnist": 3, "fashion_mnist": 8}
+    cases = {"linear": 40, "mnist": 2, "fashion_mnist": 4}
     rows = {}
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
