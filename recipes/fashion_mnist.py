@@ -66,10 +66,14 @@ class FashionMnist(Classification):
         return image_splits("FashionMNIST", request)
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """[B, 1, 28, 28] of bytes to [B, 1, S, S], scaled as (x / 255 - 0.5) / 0.5."""
+        """[B, 1, 28, 28] of bytes to [B, 1, S, S], scaled as (x / 255 - 0.5) / 0.5.
+
+        The resized image is rounded to bytes before it is scaled, as in the tutorial, whose images
+        are resized as pictures and become tensors afterwards.
+        """
         size = (self.image_size, self.image_size)
         resized = F.interpolate(inputs.float(), size=size, mode="bilinear", align_corners=False)
-        return resized.div_(127.5).sub_(1)
+        return resized.round_().div_(127.5).sub_(1)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.nll_loss(output, target)

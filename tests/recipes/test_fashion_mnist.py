@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision import transforms
 
 from mprun.recipes.fashion_mnist import FashionMnist
 
@@ -113,3 +114,22 @@ def test_the_loss_is_the_negative_log_likelihood() -> None:
 def test_parameters_out_of_range_are_refused(size: int, dim: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FashionMnist(image_size=size, log_softmax_dim=dim)
+
+
+def test_images_are_those_of_torchvisions_pipeline() -> None:
+    """Resize a picture, make it a tensor, normalise: equal but for the resizer's last byte step."""
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (4, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    pipeline = transforms.Compose(
+        [
+            transforms.ToPILImage(),
+            transforms.Resize((128, 128)),
+            transforms.ToTensor(),
+            transforms.Normalize((0.5,), (0.5,)),
+        ]
+    )
+    expected = torch.stack([pipeline(image) for image in images])
+    found = FashionMnist(128, 1).prepare(images)
+    # Pillow resizes in fixed point: a value may round to the next byte, 1/127.5 away.
+    assert (found - expected).abs().max() <= 1 / 127.5 + 1e-6
+    assert (found - expected).abs().mean() < 1e-3
