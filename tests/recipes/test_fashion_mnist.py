@@ -130,6 +130,7 @@ def test_images_are_those_of_torchvisions_pipeline() -> None:
     )
     expected = torch.stack([pipeline(image) for image in images])
     found = FashionMnist(128, 1).prepare(images)
-    # Pillow resizes in fixed point: a value may round to the next byte, 1/127.5 away.
-    assert (found - expected).abs().max() <= 1 / 127.5 + 1e-6
-    assert (found - expected).abs().mean() < 1e-3
+    # Pillow rounds after each of its two passes: some pixels are the next byte, 1/127.5 away.
+    steps = (found - expected).abs() * 127.5
+    assert steps.max() < 1.001
+    assert steps.mean() < 0.25
