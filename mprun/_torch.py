@@ -6,11 +6,47 @@ Tried on PyTorch 2.11 and 2.15. A name that moves breaks here, and nowhere else.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 
-__all__ = ["FakeTensorMode", "in_backward"]
+__all__ = ["FakeTensorMode", "in_backward", "step_unless", "unscale_and_check"]
 
 
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
     return torch._C._current_autograd_node() is not None
+
+
+def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
+    """Divide the gradients by `scale` in place; 1 where one was not finite, else 0.
+
+    The kernel and the reciprocal are GradScaler's, so the bits are too.
+
+    Args:
+        optimizer: its parameters' float32 gradients are divided.
+        scale: float32 scalar on their device.
+    """
+    overflow = torch.zeros((), dtype=torch.float32, device=scale.device)
+    gradients = [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
+    if gradients:
+        inverse = scale.double().reciprocal().float()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+    return overflow
+
+
+def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
+    """`optimizer.step()` where `overflow` (float32 scalar) is 0.
+
+    Fused optimizers on CUDA look at the flag on the device, so that the host need not wait for it.
+    """
+    if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    elif not overflow.item():
+        optimizer.step()

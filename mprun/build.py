@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -25,28 +26,45 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from mprun._torch import FakeTensorMode
 from mprun.config import Config
 from mprun.config.reference import describe_type
-from mprun.config.schema import LrRule, OptimizerConfig, OptimizerName, Scheduler
+from mprun.config.schema import LayerDType, LrRule, OptimizerConfig, OptimizerName, Scheduler
+from mprun.config.validate import loss_scale_kind
 from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
 from mprun.data.batches import place
 from mprun.errors import UsageError, hint
+from mprun.loggers import check_logger
 from mprun.numerics.footprint import measure
+from mprun.observer import NoObserver
 from mprun.precision import (
+    Arithmetic,
     AutocastCaster,
     Caster,
     ClipNorm,
+    DynamicLossScale,
+    DynamicRule,
+    EmulatedTf32,
+    Float16ByFloat32,
+    LossScale,
+    NativeArithmetic,
     NoCaster,
     NoClip,
     NoLossScale,
     Policy,
     Precision,
+    StaticLossScale,
+    accelerated,
+    has_tf32,
 )
+from mprun.precision.layers import resolve
 from mprun.readings import readings_for
 from mprun.recipe import Recipe
 from mprun.record import BatchRow
-from mprun.runner import Limits, NoObserver, Parts, Trainer
-from mprun.schedule import NoSchedule, Schedule
+from mprun.runner import Limits, Parts, Trainer
+from mprun.schedule import NoSchedule, Schedule, TorchSchedule
 from mprun.speed import SpeedChoice, choose
 from mprun.timing import clock_for
+
+DEFAULT_STATIC = 1024.0
+DEFAULT_INITIAL = 2.0**16
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,27 @@ class Plan:
     splits: Splits
     batch: BatchRow
     lr: float
+    layers: dict[str, str]
+    """Modules kept in a dtype of their own: name to dtype."""
+    by_float32: str
+    """Which float16 ops a CPU computes in float32 (`Float16ByFloat32`): none, backward or all."""
     warnings: tuple[str, ...]
+
+    @property
+    def native_tf32(self) -> bool:
+        """Whether the hardware's TensorFloat-32 is to be used."""
+        return self.policy.tf32 and self.execution == "native"
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was chosen for this machine; a resumed run takes the same."""
+        return {
+            "device": self.device.type,
+            "execution": self.execution,
+            "memory_format": self.speed.memory_format,
+            "optimizer_impl": self.speed.optimizer_impl,
+            "by_float32": self.by_float32,
+        }
 
     @property
     def limits(self) -> Limits:
@@ -71,22 +109,28 @@ class Plan:
         return Limits(train.epochs, train.max_steps, train.max_time_s)
 
 
-def plan(config: Config, given: Sequence[str]) -> Plan:
+def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None = None) -> Plan:
     """Choose, check and load.
 
     Args:
         config: the checked configuration.
         given: keys the user set, for warnings about those without effect in the recipe.
+        choices: `Plan.choices` of the run being resumed, taken instead of choosing anew.
 
     Raises:
         UsageError: see the module's text.
     """
+    check_logger(config.logger.name)
     recipe = load_recipe(config.recipe.target, config.recipe.model)
     policy = build_policy(config)
-    device = choose_device(config.device.name)
-    execution = choose_execution(config.execution.name, policy)
+    kept = dict(choices or {})
+    device = choose_device(kept.get("device", config.device.name))
+    execution = choose_execution(kept.get("execution", config.execution.name), policy, device)
     optimizer = config.train.optimizer.name.name
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
+    if choices:
+        speed = SpeedChoice(kept["memory_format"], kept["optimizer_impl"])
+    by_float32 = kept.get("by_float32") or choose_by_float32(config.speed.name, policy, device)
     batch, capped = batch_sizes(config)
     splits = load_data(recipe, data_request(config))
     if not len(splits.train):
@@ -97,7 +141,18 @@ def plan(config: Config, given: Sequence[str]) -> Plan:
     warnings += [text for text in (capped, splits.notice) if text is not None]
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
-        config, recipe, policy, device, execution, speed, splits, batch, lr, tuple(warnings)
+        config=config,
+        recipe=recipe,
+        policy=policy,
+        device=device,
+        execution=execution,
+        speed=speed,
+        splits=splits,
+        batch=batch,
+        lr=lr,
+        layers=choose_layers(config, recipe),
+        by_float32=by_float32,
+        warnings=tuple(warnings),
     )
 
 
@@ -164,7 +219,9 @@ def first_line(error: BaseException) -> str:
 def build_policy(config: Config) -> Policy:
     """The policy a configuration's precision section describes."""
     row: dict[str, Any] = {
-        k: v.name if isinstance(v, Enum) else v for k, v in vars(config.precision).items()
+        k: v.name if isinstance(v, Enum) else v
+        for k, v in vars(config.precision).items()
+        if not k.startswith("layers")
     }
     try:
         return Policy(**row)
@@ -180,14 +237,62 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
-def choose_execution(wanted: str, policy: Policy) -> str:
-    """native or emulated. Both modes of this version have native kernels everywhere."""
-    if wanted == "emulated":
-        raise UsageError(
-            f"execution=emulated: precision={policy.name} runs natively on every device "
-            "and has no emulation; legal: auto, native"
+def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
+    """native or emulated: TF32 is native where the hardware has it, the other modes everywhere."""
+    can = ("emulated", "native") if policy.tf32 and has_tf32(device) else ("native",)
+    if policy.tf32 and not has_tf32(device):
+        can = ("emulated",)
+    if wanted != "auto" and wanted not in can:
+        reason = (
+            f"{device.type} here has no TensorFloat-32"
+            if policy.tf32
+            else f"precision={policy.name} runs natively on every device and has no emulation"
         )
-    return "native"
+        raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
+    return can[-1] if wanted == "auto" else wanted
+
+
+def choose_layers(config: Config, recipe: Recipe) -> dict[str, str]:
+    """`precision.layers` over `precision.layers_file`, each key resolved to modules' names."""
+    wanted = {key: dtype.name for key, dtype in config.precision.layers.items()}
+    if config.precision.layers_file is not None:
+        wanted = {**_layers_file(Path(config.precision.layers_file)), **wanted}
+    if not wanted:
+        return {}
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        model = recipe.model()
+    try:
+        return resolve(model, wanted)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _layers_file(path: Path) -> dict[str, str]:
+    """The mapping in a file, checked: names to dtypes."""
+    legal = list(LayerDType.__members__)
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = first_line(error)
+        raise UsageError(f"precision.layers_file={path} cannot be read ({reason})") from None
+    if not isinstance(found, dict) or not all(v in legal for v in found.values()):
+        raise UsageError(
+            f"precision.layers_file={path}: a line for each module, 'name: dtype', "
+            f"with dtype one of {', '.join(legal)}"
+        )
+    return {str(key): value for key, value in found.items()}
+
+
+def choose_by_float32(speed: str, policy: Policy, device: torch.device) -> str:
+    """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
+
+    `speed=plain` keeps every kernel. Else it depends on whether float16 matmuls have instructions
+    of their own here, which is measured.
+    """
+    if speed == "plain" or policy.compute_dtype != "float16" or device.type != "cpu":
+        return "none"
+    # Kernels with their own instructions run near float32's speed, reference loops 50 times slower.
+    return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"
 
 
 def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:
@@ -238,8 +343,37 @@ def build_precision(chosen: Plan) -> Precision:
     caster: Caster = NoCaster()
     if policy.casting == "autocast":
         caster = AutocastCaster(chosen.device.type, getattr(torch, policy.compute_dtype))
-    clip = NoClip() if clip_norm is None else ClipNorm(clip_norm)
-    return Precision(policy, caster, NoLossScale(), clip)
+    return Precision(
+        policy,
+        caster,
+        build_arithmetic(chosen),
+        build_loss_scale(chosen.config, chosen.device),
+        NoClip() if clip_norm is None else ClipNorm(clip_norm),
+        layers=chosen.layers,
+    )
+
+
+def build_arithmetic(chosen: Plan) -> Arithmetic:
+    """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
+    if chosen.policy.tf32 and chosen.execution == "emulated":
+        return EmulatedTf32()
+    if chosen.by_float32 != "none":
+        return Float16ByFloat32(matmuls=chosen.by_float32 == "all")
+    return NativeArithmetic()
+
+
+def build_loss_scale(config: Config, device: torch.device) -> LossScale:
+    """The loss scale the configuration asks for, or the mode needs."""
+    scale, kind = config.loss_scale, loss_scale_kind(config)
+    if kind == "static":
+        return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)
+    if kind == "dynamic":
+        rule = DynamicRule(
+            scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
+        )
+        initial = DEFAULT_INITIAL if scale.value is None else scale.value
+        return DynamicLossScale(initial, rule, device)
+    return NoLossScale()
 
 
 def build_parts(chosen: Plan) -> Parts:
@@ -307,8 +441,8 @@ def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> 
     if kind is Scheduler.none or steps is None:
         return NoSchedule()
     if kind is Scheduler.cosine:
-        return CosineAnnealingLR(optimizer, T_max=steps)
-    return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
+        return TorchSchedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return TorchSchedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
 
 
 def footprint(chosen: Plan) -> dict[str, int]:
@@ -323,7 +457,12 @@ def footprint(chosen: Plan) -> dict[str, int]:
         samples = TensorSet(fake(splits.train.inputs), fake(splits.train.targets))
         none = samples.first(0)
         parts = build_parts(
-            replace(chosen, splits=replace(splits, train=samples, validation=none, test=none))
+            replace(
+                chosen,
+                splits=replace(splits, train=samples, validation=none, test=none),
+                execution="native",  # what a mode needs, not what emulating it takes
+                by_float32="none",
+            )
         )
         batch = next(parts.train.epoch(None))
         trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)

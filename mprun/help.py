@@ -23,9 +23,13 @@ COMMON = (
     "train.accumulate",
     "train.scheduler",
     "train.log_every",
+    "train.checkpoint_every_steps",
+    "precision.layers",
+    "loss_scale.value",
     "data.source",
     "data.root",
     "run.dir",
+    "run.resume",
 )
 
 INTRO = """\
@@ -34,12 +38,15 @@ what it buys.
 
   mprun recipe=fashion_mnist precision=bf16_mixed
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
+  mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
   mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
+  mprun run.resume=outputs/DATE/TIME        (go on where a run stopped)
 """
 
 OUTRO = """\
-Options: --config-dir FOLDER (a folder with recipe/*.yaml of your own),
---show-config (print the resolved configuration and stop), --version, --help.
+Options: -m (run every combination of the values listed), --config-dir FOLDER
+(a folder with recipe/*.yaml of your own), --show-config (print the resolved
+configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 130 Ctrl-C,
 143 SIGTERM.

@@ -9,6 +9,7 @@ together, a fraction of a second late.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,18 @@ class Reading(NamedTuple):
     """What a step computed."""
 
     loss: float
-    correct: int | None
+    correct: int | None = None
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+
+class Scalars(NamedTuple):
+    """The same on the device; None where there is nothing to read."""
+
+    loss: Tensor
+    correct: Tensor | None = None
+    loss_scale: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 class Readings(Protocol):
@@ -29,11 +41,19 @@ class Readings(Protocol):
     def full(self) -> bool:
         """Whether the readings must be taken before the next step."""
 
-    def put(self, loss: Tensor, correct: Tensor | None) -> None:
-        """A step's loss and its count of right answers, both scalars; no count in a regression."""
+    def put(self, scalars: Scalars) -> None:
+        """What a step computed."""
 
     def take(self) -> list[Reading]:
         """The readings since the last call, in order."""
+
+
+def _reading(values: Sequence[float | None]) -> Reading:
+    """The numbers of a `Scalars`, in its order."""
+    loss, correct, loss_scale, skipped = values
+    assert loss is not None
+    count = None if correct is None else int(correct)
+    return Reading(loss, count, 1.0 if loss_scale is None else loss_scale, bool(skipped))
 
 
 class HostReadings:
@@ -44,9 +64,16 @@ class HostReadings:
     def __init__(self) -> None:
         self._found: list[Reading] = []
 
-    def put(self, loss: Tensor, correct: Tensor | None) -> None:
-        count = None if correct is None else int(correct.item())
-        self._found.append(Reading(loss.item(), count))
+    def put(self, scalars: Scalars) -> None:
+        loss, correct, scale, skipped = scalars
+        self._found.append(
+            Reading(
+                loss.item(),
+                None if correct is None else int(correct.item()),
+                1.0 if scale is None else scale.item(),
+                skipped is not None and bool(skipped.item()),
+            )
+        )
 
     def take(self) -> list[Reading]:
         taken, self._found = self._found, []
@@ -62,26 +89,29 @@ class DeviceReadings:
     """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
-        self._losses = torch.zeros(capacity, device=device)
-        self._counts = torch.zeros(capacity, dtype=torch.int64, device=device)
-        self._capacity, self._n, self._counted = capacity, 0, False
+        # float64 holds every count and every float32 exactly.
+        self._buffer = torch.zeros(capacity, len(Scalars._fields), dtype=torch.float64)
+        self._buffer = self._buffer.to(device)
+        self._present: list[tuple[bool, ...]] = []
 
     @property
     def full(self) -> bool:
-        return self._n == self._capacity
+        return len(self._present) == len(self._buffer)
 
-    def put(self, loss: Tensor, correct: Tensor | None) -> None:
-        self._losses[self._n] = loss.detach()
-        self._counted = correct is not None
-        if correct is not None:
-            self._counts[self._n] = correct
-        self._n += 1
+    def put(self, scalars: Scalars) -> None:
+        row = self._buffer[len(self._present)]
+        for slot, value in zip(row, scalars, strict=True):
+            if value is not None:
+                slot.copy_(value.detach())
+        self._present.append(tuple(x is not None for x in scalars))
 
     def take(self) -> list[Reading]:
-        n, self._n = self._n, 0
-        counts = self._counts[:n].tolist() if self._counted else [None] * n
-        losses = self._losses[:n].tolist()
-        return [Reading(loss, count) for loss, count in zip(losses, counts, strict=True)]
+        present, self._present = self._present, []
+        rows = self._buffer[: len(present)].tolist()
+        return [
+            _reading([x if there else None for x, there in zip(row, is_there, strict=True)])
+            for row, is_there in zip(rows, present, strict=True)
+        ]
 
 
 def readings_for(device: torch.device) -> Readings:

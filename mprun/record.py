@@ -18,13 +18,17 @@ meets the old summary or the new one, never half of one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, cast
+from typing import Any, Literal, Protocol, TextIO, TypedDict, cast
+
+from filelock import FileLock, Timeout
 
 from mprun.errors import UsageError
 
@@ -214,7 +218,8 @@ def variant_hash(resolved: Mapping[str, Any]) -> str:
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
     config.get("data", {}).pop("root", None)
-    config.get("train", {}).pop("log_every", None)
+    for key in ("log_every", "checkpoint_every_steps"):
+        config.get("train", {}).pop(key, None)
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -253,6 +258,17 @@ def write_atomic(path: Path, data: bytes) -> None:
         raise
 
 
+def dated_folder() -> Path:
+    """A folder under outputs/ named by date and time that does not exist yet."""
+    now = datetime.now()
+    base = Path("outputs") / now.strftime("%Y-%m-%d") / now.strftime("%H-%M-%S")
+    candidate, n = base, 1
+    while candidate.exists():
+        n += 1
+        candidate = base.with_name(f"{base.name}-{n}")
+    return candidate
+
+
 class Recorder(Protocol):
     """Where a run's lines and summary go."""
 
@@ -274,38 +290,59 @@ class NoRecorder:
 
 
 class RunFolder:
-    """A run's folder, made by this object and owned by it.
+    """A run's folder, owned by one process at a time.
 
     Args:
-        path: the folder; it may exist but must hold no run.
+        path: the folder; a new run needs one that holds no run yet.
+        keep: for a run being resumed, which lines of metrics.jsonl stay; None for a new run.
 
     Raises:
-        UsageError: it holds a run already, or cannot be made or written.
+        UsageError: it holds a run already, another process runs there, or it cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
         self.path = path
+        self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
+        self._metrics: TextIO | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
-            # Exclusive creation decides between two runs that are given one folder.
-            self._metrics = (path / "metrics.jsonl").open("x", encoding="utf-8")
             (path / "checkpoints").mkdir(exist_ok=True)
+            self._lock.acquire()
+            self._metrics = self._open(keep)
         except FileExistsError:
+            self.close()
             raise UsageError(
-                f"run.dir={path} holds a run already (or is a file); choose another folder"
+                f"run.dir={path} holds a run already (or is a file); choose another folder, "
+                f"or continue that run with run.resume={path}"
             ) from None
+        except Timeout:
+            raise UsageError(
+                f"run.dir={path}: another mprun is running there; choose another folder"
+            ) from None
+        except ValueError as error:  # no JSON, or no text at all: only where a run is resumed
+            self.close()
+            raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
         except OSError as error:
+            self.close()
             raise UsageError(
                 f"run.dir={path} cannot be written ({error.strerror}); choose another folder"
             ) from None
+
+    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> TextIO:
+        file = self.path / "metrics.jsonl"
+        if keep is None:
+            return file.open("x", encoding="utf-8")
+        lines = [x for x in read_lines(self.path) if keep(x)] if file.exists() else []
+        write_atomic(file, _as_text(lines).encode())
+        return file.open("a", encoding="utf-8")
 
     def config(self, yaml_text: str) -> None:
         """Write config.yaml."""
         write_atomic(self.path / "config.yaml", yaml_text.encode())
 
     def lines(self, lines: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(jsonable(x), separators=(",", ":")) + "\n" for x in lines)
-        self._metrics.write(text)
+        assert self._metrics is not None
+        self._metrics.write(_as_text(lines))
         self._metrics.flush()
 
     def summary(self, summary: Summary) -> None:
@@ -313,8 +350,15 @@ class RunFolder:
         write_atomic(self.path / "summary.json", f"{text}\n".encode())
 
     def close(self) -> None:
-        """Close metrics.jsonl."""
-        self._metrics.close()
+        """Close metrics.jsonl and let others have the folder."""
+        if self._metrics is not None:
+            with contextlib.suppress(OSError):  # a full disk was reported when it was met
+                self._metrics.close()
+        self._lock.release()
+
+
+def _as_text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(jsonable(x), separators=(",", ":")) + "\n" for x in lines)
 
 
 def read_summary(run: Path) -> Summary:

@@ -8,29 +8,30 @@ synchronization.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mprun.data import Batch, Batches, Order
 from mprun.errors import RunFailedError
+from mprun.observer import Observer, StepLine
 from mprun.precision import Precision
-from mprun.readings import Reading, Readings, readings_for
+from mprun.readings import Reading, Readings, Scalars, readings_for
 from mprun.recipe import Recipe
 from mprun.record import Epoch, Scores
 from mprun.schedule import Schedule
+from mprun.scores import NO_SCORES, Sums
 from mprun.timing import Clock
 
 FLUSH_EVERY_S = 0.25
 """How late losses are read and lines written, at most, while steps are short."""
-
-
-NO_SCORES: Scores = {"loss": None, "accuracy": None}
 
 
 class StopRequestedError(Exception):
@@ -50,41 +51,6 @@ class Limits:
         by_epochs = None if self.epochs is None else self.epochs * steps_per_epoch
         known = [n for n in (by_epochs, self.max_steps) if n is not None]
         return min(known) if known else None
-
-
-class StepLine(NamedTuple):
-    """What is known of one optimizer step."""
-
-    step: int
-    epoch: int
-    loss: float
-    lr: float
-    loss_scale: float
-    skipped: bool
-    step_time_ms: float
-    data_time_ms: float
-    timed: bool
-    """Whether it enters the statistics: a full-size batch."""
-
-
-class Observer(Protocol):
-    """Is told what happens, in order."""
-
-    def steps(self, lines: list[StepLine]) -> None:
-        """Steps that were taken since the last call."""
-
-    def epoch(self, epoch: Epoch) -> None:
-        """An epoch ended and was validated."""
-
-
-class NoObserver:
-    """Tells nobody."""
-
-    def steps(self, lines: list[StepLine]) -> None:
-        pass
-
-    def epoch(self, epoch: Epoch) -> None:
-        pass
 
 
 @dataclass
@@ -116,6 +82,17 @@ class _Pending(NamedTuple):
     data_time_ms: float
 
 
+class StepResult(NamedTuple):
+    """What an optimizer step leaves on the device."""
+
+    loss: Tensor
+    """The batch's mean loss, unscaled."""
+    outputs: list[Tensor]
+    """The model's outputs, a tensor per micro-batch."""
+    skipped: Tensor | None
+    """1 where the step was not taken, else 0; None where none is ever skipped."""
+
+
 class Trainer:
     """Trains, validates and tests; keeps where it is.
 
@@ -124,10 +101,16 @@ class Trainer:
         limits: when to end.
         observer: who is told.
         stop: asked between steps whether to end at once.
+        checkpoint_every_steps: how often the observer is asked to save; None for at the end alone.
     """
 
     def __init__(
-        self, parts: Parts, limits: Limits, observer: Observer, stop: Callable[[], bool]
+        self,
+        parts: Parts,
+        limits: Limits,
+        observer: Observer,
+        stop: Callable[[], bool],
+        checkpoint_every_steps: int | None = None,
     ) -> None:
         self.parts = parts
         self.step = 0
@@ -135,11 +118,17 @@ class Trainer:
         self.limit(limits)
         self._observer = observer
         self._stop = stop
+        self._checkpoint_every = checkpoint_every_steps or sys.maxsize
         self._pending: list[_Pending] = []
         self._flushed_at = 0.0
+        self._began_at = 0.0
+        self._trained_s = 0.0
         self._deadline = math.inf
-        self._sums = _Sums()
+        self._sums = Sums()
         self._last_scores = NO_SCORES
+        self._skipped_in_a_row = 0
+        self._saved_step: int | None = None
+        self._in_epoch = False
         self._batches_done = 0
         self._order_state = parts.order.state()
 
@@ -149,25 +138,49 @@ class Trainer:
         self._planned = limits.planned_steps(len(self.parts.train))
 
     def fit(self) -> None:
-        """Train until a limit, validating after each epoch.
+        """Train until a limit, validating after each epoch; goes on where a state was loaded.
 
         Raises:
             StopRequestedError: `stop` said so; everything up to the last step was reported.
-            RunFailedError: the loss became NaN or infinite.
+            RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
         """
-        self._flushed_at = time.perf_counter()
+        self._flushed_at = self._began_at = time.perf_counter()
         if self._limits.max_time_s is not None:
-            self._deadline = self._flushed_at + self._limits.max_time_s
-        while not self._finished():
-            self.epoch += 1
-            self._train_epoch()
-            if len(self.parts.validation.data):
+            self._deadline = self._began_at + self._limits.max_time_s - self._trained_s
+        try:
+            while self._in_epoch or not self._finished():
+                self._one_epoch()
+        except Exception:
+            with contextlib.suppress(Exception):  # the fault may have left nothing to read
                 self._flush()
-                self.parts.clock.pause()
-                self._observer.epoch(self._close_epoch(self.evaluate(self.parts.validation)))
+            raise
         self._flush()
+        self._save_once()
         if self._sums.epoch:
             self._observer.epoch(self._close_epoch(NO_SCORES))
+
+    def _one_epoch(self) -> None:
+        if not self._in_epoch:
+            self.epoch += 1
+            self._order_state, self._batches_done = self.parts.order.state(), 0
+            self._in_epoch = True
+        self._train_epoch()
+        if self._finished():
+            # Saved inside the epoch, so that a run given more steps goes on inside it.
+            self._flush()
+            self._save_once()
+        if len(self.parts.validation.data):
+            self._flush()
+            self.parts.clock.pause()
+            self._observer.epoch(self._close_epoch(self.evaluate(self.parts.validation)))
+        self._in_epoch = False
+
+    def _save_once(self) -> None:
+        """Ask for a checkpoint, unless the last one is of this very step."""
+        if self._saved_step != self.step:
+            self._saved_step = self.step
+            self._observer.checkpoint()
+            self.parts.clock.pause()
 
     def train_scores(self) -> Scores:
         """Means over the samples of the current epoch so far, or of the one that just ended."""
@@ -176,17 +189,44 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to go on exactly where it is, between two steps."""
         parts = self.parts
+        elapsed_s = time.perf_counter() - self._began_at
         return {
             "step": self.step,
             "epoch": self.epoch,
+            "in_epoch": self._in_epoch,
             "batches_done": self._batches_done,
-            "sums": self._sums.state_dict(),
+            "trained_s": self._trained_s + elapsed_s,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "sums": vars(self._sums),
+            "last_scores": self._last_scores,
             "order": self._order_state,
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
-            "torch_rng": torch.get_rng_state(),
+            "loss_scale": parts.precision.loss_scale.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`'s state: the steps that follow are the same, bit for bit."""
+        parts = self.parts
+        self.step, self.epoch = state["step"], state["epoch"]
+        self._saved_step = self.step
+        self._in_epoch, self._batches_done = state["in_epoch"], state["batches_done"]
+        self._trained_s = state["trained_s"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        vars(self._sums).update(state["sums"])
+        self._last_scores = state["last_scores"]
+        self._order_state = state["order"]
+        parts.model.load_state_dict(state["model"])
+        parts.optimizer.load_state_dict(state["optimizer"])
+        parts.scheduler.load_state_dict(state["scheduler"])
+        parts.precision.loss_scale.load_state_dict(state["loss_scale"])
+        parts.order.restore(self._order_state, drawn=not self._in_epoch and self.epoch > 0)
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
 
     def _finished(self) -> bool:
         done = self._planned is not None and self.step >= self._planned
@@ -194,35 +234,40 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         parts, clock = self.parts, self.parts.clock
-        parts.model.train()
-        self._order_state, self._batches_done = parts.order.state(), 0
-        batches = parts.train.epoch(parts.order.draw())
+        if not parts.model.training:
+            parts.model.train()
+        batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
         asked_at = time.perf_counter()
-        while (batch := next(batches, None)) is not None:
+        while not self._finished() and (batch := next(batches, None)) is not None:
             ready_at = time.perf_counter()
-            lr = parts.optimizer.param_groups[0]["lr"]
+            lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
             clock.start()
-            loss, outputs = self.optimizer_step(batch)
+            result = self.optimizer_step(batch)
             clock.stop()
             self.step += 1
             self._batches_done += 1
-            parts.readings.put(loss, self._correct(outputs, batch.targets))
+            correct = self._correct(result.outputs, batch.targets)
+            parts.readings.put(Scalars(result.loss, correct, scale, result.skipped))
             waited_ms = (ready_at - asked_at) * 1e3
             self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
-            late_s = time.perf_counter() - self._flushed_at
-            if late_s > FLUSH_EVERY_S or parts.readings.full:
-                self._flush()
-            if self._stop():
-                self._flush()
-                raise StopRequestedError
-            if self._finished():
-                return
+            self._between_steps()
             asked_at = time.perf_counter()
 
-    def optimizer_step(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """One optimizer step; the batch's mean loss and the outputs of its micro-batches."""
+    def _between_steps(self) -> None:
+        late_s = time.perf_counter() - self._flushed_at
+        stop, save = self._stop(), self.step % self._checkpoint_every == 0
+        if late_s > FLUSH_EVERY_S or stop or save or self.parts.readings.full:
+            self._flush()
+        if stop:
+            raise StopRequestedError
+        if save:
+            self._save_once()
+
+    def optimizer_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on a batch, in micro-batches."""
         parts, losses, outputs = self.parts, [], []
         parts.optimizer.zero_grad()
+        parts.precision.begin_step()
         for x, y in self._micro_batches(batch):
             output = parts.precision.forward(parts.model, x)
             loss = parts.recipe.loss(output, y)
@@ -231,9 +276,10 @@ class Trainer:
             parts.precision.backward(loss)
             losses.append(loss.detach())
             outputs.append(output.detach())
-        parts.precision.step(parts.optimizer)
-        parts.scheduler.step()
-        return (losses[0] if len(losses) == 1 else torch.stack(losses).sum()), outputs
+        skipped = parts.precision.step(parts.optimizer)
+        parts.scheduler.step(skipped)
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return StepResult(loss, outputs, skipped)
 
     def _micro_batches(self, batch: Batch) -> Iterable[tuple[Tensor, Tensor]]:
         size = self.parts.micro_batch
@@ -246,44 +292,62 @@ class Trainer:
         return self.parts.recipe.correct(output, targets)
 
     def _flush(self) -> None:
-        """Read the pending losses off the device, report the steps, stop at a broken loss."""
+        """Read what is pending off the device, report it, stop where going on is pointless."""
         pending, self._pending = self._pending, []
         self._flushed_at = time.perf_counter()
         if not pending:
             return
         readings, times = self.parts.readings.take(), self.parts.clock.take()
-        full, scale = self.parts.train.batch_size, self.parts.precision.loss_scale.value
         lines, closed = [], []
-        for p, (loss, correct), ms in zip(pending, readings, times, strict=True):
-            timed = p.size == full
-            lines.append(
-                StepLine(p.step, p.epoch, loss, p.lr, scale, False, ms, p.data_time_ms, timed)
-            )
+        for p, reading, ms in zip(pending, readings, times, strict=True):
+            lines.append(self._line(p, reading, ms))
             if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended unseen
                 closed.append(self._close_epoch(NO_SCORES))
             self._sums.epoch = p.epoch
-            self._sums.add(loss, correct, p.size)
+            self._sums.add(reading, p.size)
         self._observer.steps(lines)
         for epoch in closed:
             self._observer.epoch(epoch)
-        broken = next((x for x in lines if not math.isfinite(x.loss)), None)
-        if broken is not None:
+        self.parts.clock.pause()  # telling is not part of the next step
+        for line in lines:
+            self._check(line)
+
+    def _line(self, p: _Pending, reading: Reading, ms: float) -> StepLine:
+        return StepLine(
+            step=p.step,
+            epoch=p.epoch,
+            loss=reading.loss,
+            lr=p.lr,
+            loss_scale=reading.loss_scale,
+            skipped=reading.skipped,
+            step_time_ms=ms,
+            data_time_ms=p.data_time_ms,
+            timed=p.size == self.parts.train.batch_size,
+        )
+
+    def _check(self, line: StepLine) -> None:
+        """Raise where a loss is broken beyond what skipping its step mends."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if line.skipped else 0
+        loss_scale, mode = self.parts.precision.loss_scale, self.parts.precision.policy.name
+        trouble = loss_scale.trouble(line.loss_scale, self._skipped_in_a_row)
+        if trouble is not None:
+            raise RunFailedError(f"at step {line.step} in precision={mode}: {trouble}")
+        if not line.skipped and not math.isfinite(line.loss):
             raise RunFailedError(
-                f"the loss became {broken.loss} at step {broken.step} in "
-                f"precision={self.parts.precision.policy.name} (lr {broken.lr:g}); "
-                "try a smaller train.lr, train.clip_norm, or precision=fp32 to tell the model "
-                "from the precision"
+                f"the loss became {line.loss} at step {line.step} in precision={mode} "
+                f"(lr {line.lr:g}); try a smaller train.lr, train.clip_norm, or precision=fp32 "
+                "to tell the model from the precision"
             )
 
     def _close_epoch(self, validation: Scores) -> Epoch:
         """The scores of the epoch whose steps were last read; the next one starts from zero."""
-        ended, self._sums = self._sums, _Sums()
+        ended, self._sums = self._sums, Sums()
         self._last_scores = ended.scores()
         return {"epoch": ended.epoch, "train": self._last_scores, "validation": validation}
 
     def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""
-        parts, sums = self.parts, _Sums()
+        parts, sums = self.parts, Sums()
         if not len(batches.data):
             return sums.scores()
         readings, sizes = readings_for(batches.device), []
@@ -292,7 +356,7 @@ class Trainer:
             for batch in batches:
                 output = parts.precision.forward(parts.model, batch.inputs)
                 loss = parts.recipe.loss(output, batch.targets)
-                readings.put(loss, parts.recipe.correct(output, batch.targets))
+                readings.put(Scalars(loss, parts.recipe.correct(output, batch.targets)))
                 sizes.append(batch.size)
                 if readings.full:
                     sums.add_all(readings.take(), sizes)
@@ -300,39 +364,3 @@ class Trainer:
                     raise StopRequestedError
         sums.add_all(readings.take(), sizes)
         return sums.scores()
-
-
-class _Sums:
-    """Sums over the samples of an epoch that become means; epoch 0 is none."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self._loss = 0.0
-        self._correct: int | None = None
-        self._samples = 0
-
-    def add_all(self, readings: list[Reading], sizes: list[int]) -> None:
-        """Add the readings of batches of these sizes; empties `sizes`."""
-        for reading, size in zip(readings, sizes, strict=True):
-            self.add(*reading, size)
-        sizes.clear()
-
-    def add(self, loss: float, correct: int | None, size: int) -> None:
-        self._loss += loss * size
-        self._samples += size
-        if correct is not None:
-            self._correct = (self._correct or 0) + correct
-
-    def state_dict(self) -> dict[str, float | int | None]:
-        return {
-            "epoch": self.epoch,
-            "loss": self._loss,
-            "correct": self._correct,
-            "samples": self._samples,
-        }
-
-    def scores(self) -> Scores:
-        if not self._samples:
-            return NO_SCORES
-        accuracy = None if self._correct is None else self._correct / self._samples
-        return {"loss": self._loss / self._samples, "accuracy": accuracy}

@@ -1,31 +1,55 @@
-"""Learning-rate schedules: torch's own, and the no-op."""
+"""Learning-rate schedules: torch's own, and the no-op.
+
+A schedule moves with the steps the optimizer takes. A step that dynamic loss scaling skips moves
+nothing, or a run that begins with a few overflows would warm up without training.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
 
 class Schedule(Protocol):
-    """What the loop and a checkpoint need of a torch learning-rate scheduler."""
+    """Moves the learning rate after each optimizer step."""
 
-    def step(self) -> None:
-        """An optimizer step was taken."""
+    def step(self, skipped: Tensor | None) -> None:
+        """A step was attempted; `skipped` (scalar, None for never) is 1 where it was not taken."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` continues from."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue."""
 
 
 class NoSchedule:
     """A constant learning rate."""
 
-    def step(self) -> None:
+    def step(self, skipped: Tensor | None) -> None:
         pass
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
+
+
+class TorchSchedule:
+    """A torch scheduler, stepped where the optimizer was (on CUDA the host waits to know)."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+
+    def step(self, skipped: Tensor | None) -> None:
+        if skipped is None or not skipped.item():
+            self._scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scheduler.load_state_dict(state)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from mprun import __version__, environment
-from mprun.build import Plan
+from mprun.build import Plan, build_arithmetic, build_loss_scale
 from mprun.record import SCHEMA_VERSION, Memory, PrecisionRow, Summary, variant_hash
 
 
 def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
     """The summary of a run that has not begun."""
     config, splits = chosen.config, chosen.splits
-    row: PrecisionRow = {"op_lists": config.op_lists.name, "layers": {}, **chosen.policy.columns()}  # type: ignore[typeddict-item]
+    extra = {"op_lists": config.op_lists.name, "layers": chosen.layers}
+    row = cast(PrecisionRow, {**extra, **chosen.policy.columns()})
     memory: Memory = {
         "peak": None,
         "parameters": None,
@@ -27,6 +28,8 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "data": sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
         "allocator_peak": None,
     }
+    scale = build_loss_scale(config, torch.device("cpu"))
+    initial = 1.0 if scale.tensor is None else scale.tensor.item()
     slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
     return {
         "schema_version": SCHEMA_VERSION,
@@ -45,7 +48,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "requested": row,
         "effective": row,
         "execution": chosen.execution,
-        "substitutions": [],
+        "substitutions": [x._asdict() for x in build_arithmetic(chosen).substitutions],  # type: ignore[misc]
         "backend": {
             "memory_format": chosen.speed.memory_format,
             "optimizer_impl": chosen.speed.optimizer_impl,
@@ -69,7 +72,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "samples_per_second": None,
         "wall_time_s": 0.0,
         "memory_bytes": memory,
-        "loss_scale": {"kind": "none", "initial": 1.0, "final": 1.0},
+        "loss_scale": {"kind": scale.kind, "initial": initial, "final": initial},
         "metric": {
             "name": chosen.recipe.metric,
             "higher_is_better": chosen.recipe.metric != "loss",

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 
 from mprun import __version__
 from mprun.build import load_recipe
-from mprun.cli import Arguments, main, parse
+from mprun.cli import main
 from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError
 from mprun.record import read_lines, read_summary
+from mprun.train_command import Arguments, parse
 
 LINEAR = ["recipe=linear", "train.max_steps=2"]
 
@@ -62,13 +63,19 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "recipe=mnits",
         ["'recipe=mnits'", "one of fashion_mnist, linear, mnist", "did you mean 'mnist'?"],
     ),
-    ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, fp32"]),
+    ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, fp16_mixed"]),
     ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
     ("recipe=null", ["'recipe=null'", "recipe is one of"]),
-    ("precision=", ["'precision='", "precision is one of bf16_mixed, fp32"]),
-    ("precision={a: 1}", ["'precision={a: 1}'", "precision is one of bf16_mixed, fp32"]),
-    ("precision=[fp32]", ["precision is one of bf16_mixed, fp32", "did you mean 'fp32'?"]),
+    ("precision=", ["'precision='", "precision is one of bf16_mixed, fp16_mixed, fp32, tf32"]),
+    (
+        "precision={a: 1}",
+        ["'precision={a: 1}'", "precision is one of bf16_mixed, fp16_mixed, fp32, tf32"],
+    ),
+    (
+        "precision=[fp32]",
+        ["precision is one of bf16_mixed, fp16_mixed, fp32, tf32", "did you mean 'fp32'?"],
+    ),
     ("recipe=../recipe/mnist", ["recipe is one of fashion_mnist, linear, mnist"]),
     ("recipe@x=mnist", ["'recipe@x=mnist'", "a group has one place; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
@@ -194,7 +201,10 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ["train.scheduler=cosine needs a planned number of steps", "train.epochs or"],
     ),
     # Options
-    ("--foo", ["no option '--foo'", "legal: --help, --version, --config-dir, --show-config"]),
+    (
+        "--foo",
+        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --help, --version"],
+    ),
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("-x", ["no option '-x'"]),
     ("--config-dir", ["--config-dir needs a folder"]),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.readings import DeviceReadings, HostReadings, Reading, Readings, readings_for
+from mprun.readings import (
+    DeviceReadings,
+    HostReadings,
+    Reading,
+    Readings,
+    Scalars,
+    readings_for,
+)
 
 CPU = torch.device("cpu")
 
@@ -14,18 +21,18 @@ CPU = torch.device("cpu")
 def test_readings_come_back_in_order(readings: Readings) -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     for i in range(5):
-        readings.put(weight * i, torch.tensor(i))
-    assert readings.take() == [Reading(2.0 * i, i) for i in range(5)]
+        readings.put(Scalars(*map(torch.tensor, (2.0 * i, i, 2.0**i, i % 2.0))))
+    assert readings.take() == [Reading(2.0 * i, i, 2.0**i, i % 2 == 1) for i in range(5)]
     assert readings.take() == []
-    readings.put(weight, None)
+    readings.put(Scalars(weight))
     assert readings.take() == [Reading(2.0, None)]
 
 
 def test_a_device_buffer_says_when_it_is_full() -> None:
     readings = DeviceReadings(CPU, capacity=2)
-    readings.put(torch.tensor(1.0), None)
+    readings.put(Scalars(torch.tensor(1.0)))
     assert not readings.full
-    readings.put(torch.tensor(2.0), None)
+    readings.put(Scalars(torch.tensor(2.0)))
     assert readings.full
     readings.take()
     assert not readings.full

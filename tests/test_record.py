@@ -120,6 +120,9 @@ def test_an_existing_folder_without_a_run_will_do(tmp_path: Path) -> None:
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_is_kept(folder: RunFolder) -> None:
     folder.lines([{"step": 1}])
+    with pytest.raises(UsageError, match=r"run\.dir=.*another mprun is running there"):
+        RunFolder(folder.path)
+    folder.close()
     with pytest.raises(UsageError, match=r"run\.dir=.* holds a run already"):
         RunFolder(folder.path)
     assert record.read_lines(folder.path) == [{"step": 1}]

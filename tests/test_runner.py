@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
 from mprun.errors import RunFailedError
-from mprun.precision import NoCaster, NoClip, NoLossScale, Precision
+from mprun.observer import StepLine
+from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
 from mprun.readings import HostReadings
 from mprun.recipe import Classification
 from mprun.record import Epoch
-from mprun.runner import Limits, Parts, StepLine, StopRequestedError, Trainer
+from mprun.runner import Limits, Parts, StopRequestedError, Trainer
 from mprun.schedule import NoSchedule
 from mprun.timing import HostClock
 from tests.precision.test_policy import policy
@@ -43,12 +44,16 @@ class Log:
     def __init__(self) -> None:
         self.lines: list[StepLine] = []
         self.epochs: list[Epoch] = []
+        self.checkpoints = 0
 
     def steps(self, lines: list[StepLine]) -> None:
         self.lines += lines
 
     def epoch(self, epoch: Epoch) -> None:
         self.epochs.append(epoch)
+
+    def checkpoint(self) -> None:
+        self.checkpoints += 1
 
 
 def samples(n: int) -> TensorSet:
@@ -78,7 +83,9 @@ def trainer(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
         scheduler=NoSchedule(),
-        precision=Precision(policy("fp32"), NoCaster(), NoLossScale(), NoClip()),
+        precision=Precision(
+            policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), NoClip()
+        ),
         train=batches(data, batch),
         order=Order(n, 0, shuffle=True),
         validation=batches(samples(10), 4),
@@ -101,6 +108,7 @@ def test_epochs_steps_and_time_each_end_the_run() -> None:
     by_epochs, log = trainer(limits=Limits(2, None, None))
     by_epochs.fit()
     assert (by_epochs.step, by_epochs.epoch, len(log.epochs)) == (6, 2, 2)
+    assert log.checkpoints == 1  # at the end
 
     by_steps, log = trainer(limits=Limits(None, 4, None))
     by_steps.fit()

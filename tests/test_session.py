@@ -233,4 +233,4 @@ def test_signals_leave_a_usable_record_and_the_right_status(
     assert lines[-1]["step"] == summary["steps"] > 0
     assert summary["train"]["loss"] is not None
     saved = torch.load("run/checkpoints/last.pt", weights_only=True)
-    assert saved["step"] == summary["steps"]
+    assert saved["trainer"]["step"] == summary["steps"]

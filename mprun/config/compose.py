@@ -27,12 +27,16 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mprun.config.reference import GROUPS, leaves, sections
+from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
+
+OPEN_MAPPINGS = ("recipe.model.", "precision.layers.")
+"""Where users bring keys of their own: a recipe's parameters, names of modules."""
 
 NOISE = ("full_key:", "reference_type=", "object_type=", "Config search path", "provider=")
 """How lines of Hydra's and OmegaConf's messages begin that tell a user nothing."""
@@ -63,19 +67,28 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         UsageError: anything wrong with the overrides or the files, in one line.
     """
     ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
-    extra = [] if config_dir is None else [f"hydra.searchpath=[{_search_path(config_dir)}]"]
+    extra = [] if config_dir is None else [f"hydra.searchpath=[{search_path(config_dir)}]"]
     with initialize_config_module("mprun.conf", version_base="1.3"):
-        parsed = [_parse(text) for text in overrides]
+        parsed = [parse(text) for text in overrides]
         for override in parsed:
             _check_override(override, config_dir)
-        raw = _compose([*map(_for_hydra, parsed), *extra], parsed)
-    config, resolved = _to_config(raw, parsed)
+        resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
+        if resume is None:
+            raw = _compose([*map(for_hydra, parsed), *extra], parsed)
+        else:
+            raw = resumed(str(resume), parsed)
+    return to_composed(raw, parsed)
+
+
+def to_composed(raw: DictConfig, parsed: Sequence[Override] = ()) -> Composed:
+    """What Hydra composed as a checked configuration; `parsed` are the overrides behind it."""
+    config, resolved = _to_config(raw, list(parsed))
     given = tuple(o.key_or_group for o in parsed)
     check(config)
     return Composed(config, resolved, given, tuple(without_effect(config, given)))
 
 
-def _search_path(folder: Path) -> str:
+def search_path(folder: Path) -> str:
     try:
         next(folder.iterdir(), None)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -85,7 +98,12 @@ def _search_path(folder: Path) -> str:
     return f"'file://{quoted}'"
 
 
-def _parse(text: str) -> Override:
+def parse(text: str) -> Override:
+    """One override, read.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
     name = text.split("=", 1)[0]
     if "=" not in text and not text.startswith("~"):
         near = nearest(name, [*GROUPS, *leaves()])
@@ -97,7 +115,7 @@ def _parse(text: str) -> Override:
     try:
         parsed: Override = OverridesParser.create().parse_override(text)
     except (HydraException, RecursionError) as error:
-        reason = _one_line(error).partition(" expecting ")[0]
+        reason = one_line(error).partition(" expecting ")[0]
         raise UsageError(
             f"'{text}' cannot be read ({reason}); write name=value, a value with other "
             "characters than letters, digits and -+._/ in quotes that the shell leaves: "
@@ -127,7 +145,7 @@ def _check_override(override: Override, config_dir: Path | None) -> None:
 def _is_unknown(key: str) -> bool:
     """Whether nothing has this name; a recipe's own parameters are for its class to judge."""
     known = (*GROUPS, *sections(), *leaves())
-    return key not in known and not key.startswith("recipe.model.")
+    return key not in known and not key.startswith(OPEN_MAPPINGS)
 
 
 def _or_legal(key: str) -> str:
@@ -143,13 +161,13 @@ def _below(section: str) -> str:
     return ", ".join(k for k in leaves() if k.startswith(f"{section}."))
 
 
-def _for_hydra(override: Override) -> str:
+def for_hydra(override: Override) -> str:
     """The override without `+`, which means nothing where every field exists.
 
-    A recipe's parameters are the exception: whether one exists is for the recipe's class to say,
-    not for its file, so Hydra is told to add it.
+    Mappings with keys of the user's own are the exception: whether a key exists is for the recipe's
+    class or its model to say, so Hydra is told to add it.
     """
-    add = "++" if override.key_or_group.startswith("recipe.model") else ""
+    add = "++" if override.key_or_group.startswith(("recipe.model", "precision.layers")) else ""
     return add + str(override.input_line).lstrip("+")
 
 
@@ -194,19 +212,22 @@ def _explain(error: Exception, parsed: list[Override]) -> str:
     named = re.search(r"full_key: (\S+)", str(cause))
     key = named[1] if named else ""
     found = leaves().get(key)
+    if found is None and key.startswith(OPEN_MAPPINGS):  # an entry of a mapping
+        key = key.rpartition(".")[0]
+        found = leaves()[".".join(key.split(".")[:2])]
     if found is None:
         given = " ".join(str(o.input_line) for o in parsed)
         legal = _or_legal(key) if key and _is_unknown(key) else ""
-        return f"cannot compose '{given}': {_one_line(error)}{legal}"
-    setting = [o for o in parsed if o.key_or_group == key]
-    refused = [o for o in setting if str(error).endswith(_for_hydra(o))]
+        return f"cannot compose '{given}': {one_line(error)}{legal}"
+    setting = [o for o in parsed if o.key_or_group.startswith(found.key)]
+    refused = [o for o in setting if str(error).endswith(for_hydra(o))]
     override = next(iter([*refused, *reversed(setting)]), None)
     received = f"'{override.input_line}': " if override else ""
     near = hint(str(override.value()), found.choices) if override else ""
-    reason = "" if refused else f" ({_one_line(cause)})"
+    reason = "" if refused else f" ({one_line(cause)})"
     return f"{received}{key} is {found.legal}{near}{reason}"
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(x.rstrip(".:;") for x in lines if x and not x.startswith(NOISE))

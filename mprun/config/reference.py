@@ -69,10 +69,9 @@ def describe_type(kind: Any) -> str:
     if isinstance(kind, EnumMeta):
         return "one of " + ", ".join(enum_names(kind))
     if get_origin(kind) is dict:
-        return "a mapping {name: value, ...}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}.get(
-        kind, str(kind)
-    )
+        return f"a mapping {{name: {describe_type(get_args(kind)[1])}, ...}}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return "value" if kind is Any else words.get(kind, str(kind))
 
 
 @cache

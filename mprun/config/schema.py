@@ -88,6 +88,21 @@ class OptimizerName(Enum):
     adamw = "adamw"
 
 
+class LossScaleKind(Enum):
+    """How the loss is scaled; `auto` is what the mode needs."""
+
+    auto = "auto"
+    none = "none"
+    static = "static"
+    dynamic = "dynamic"
+
+
+class LayerDType(Enum):
+    """What a module can be kept in."""
+
+    fp32 = "fp32"
+
+
 class Scheduler(Enum):
     """Learning-rate schedule over the planned optimizer steps."""
 
@@ -143,7 +158,11 @@ class PrecisionConfig:
     partials_dtype: DType = MISSING
     """Dtype matmul and convolution accumulate in."""
     tf32: bool = MISSING
-    """Whether float32 matmuls and convolutions may use TensorFloat-32."""
+    """Whether float32 matmuls and convolutions use TensorFloat-32."""
+    layers: dict[str, LayerDType] = field(default_factory=dict)
+    """Modules kept out of the casts, by name or glob, for example {fc2: fp32, encoder.*: fp32}."""
+    layers_file: str | None = None
+    """A YAML file with such a mapping; precision.layers adds to it and wins."""
 
 
 @dataclass
@@ -158,8 +177,18 @@ class OpListsConfig:
 class LossScaleConfig:
     """Loss scaling."""
 
-    name: str = MISSING
-    """The kind of loss scale."""
+    name: LossScaleKind = MISSING
+    """The kind of loss scale: auto, none, static or dynamic."""
+    value: float | None = None
+    """The static factor, or the one a dynamic scale begins with; null for 1024 and 65536."""
+    growth_factor: float = 2.0
+    """A dynamic scale is multiplied by this after growth_interval steps without overflow."""
+    backoff_factor: float = 0.5
+    """A dynamic scale is multiplied by this at an overflow."""
+    growth_interval: int = 2000
+    """Steps without overflow after which a dynamic scale grows."""
+    floor: float = 2.0**-14
+    """A dynamic scale that falls to this ends the run."""
 
 
 @dataclass
@@ -234,6 +263,8 @@ class TrainConfig:
     """Micro-batches whose gradients are accumulated into one optimizer step."""
     scheduler: Scheduler = Scheduler.none
     """Learning-rate schedule: none, linear to zero, or cosine to zero."""
+    checkpoint_every_steps: int | None = None
+    """Write a checkpoint every n steps; one is always written at the end and on a signal."""
     log_every: int = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -264,6 +295,8 @@ class RunConfig:
 
     dir: str | None = None
     """The run's folder, which must hold no run yet; default outputs/<date>/<time>."""
+    resume: str | None = None
+    """Continue the run in this folder from its last checkpoint; its own configuration is used."""
 
 
 @dataclass

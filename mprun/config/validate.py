@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from mprun.config.schema import Config, DataFallback, DataSource, OptimizerName, Scheduler
+from mprun.config.schema import (
+    Casting,
+    Config,
+    DataFallback,
+    DataSource,
+    DType,
+    LossScaleKind,
+    OptimizerName,
+    Scheduler,
+)
 from mprun.errors import UsageError
 
 
@@ -56,6 +65,12 @@ RANGES = {
     "train.clip_norm": POSITIVE,
     "train.accumulate": COUNT,
     "train.log_every": COUNT,
+    "train.checkpoint_every_steps": COUNT,
+    "loss_scale.value": POSITIVE,
+    "loss_scale.growth_factor": Range(1, low_open=True),
+    "loss_scale.backoff_factor": Range(0, 1, low_open=True, high_open=True),
+    "loss_scale.growth_interval": COUNT,
+    "loss_scale.floor": NOT_NEGATIVE,
     "train.optimizer.momentum": NOT_NEGATIVE,
     "train.optimizer.weight_decay": NOT_NEGATIVE,
     "train.optimizer.alpha": NOT_NEGATIVE,
@@ -92,7 +107,12 @@ def check(config: Config) -> None:
             f"recipe.target={config.recipe.target}: legal is the import path of a class, "
             "module.Class"
         )
-    for key in ("run.dir", "data.root"):
+    if config.precision.tf32 and (config.precision.layers or config.precision.layers_file):
+        raise UsageError(
+            f"precision.layers with precision={config.precision.name}: TF32 is switched for the "
+            "whole process, modules cannot be kept out of it; legal with an autocast mode"
+        )
+    for key in ("run.dir", "data.root", "run.resume", "precision.layers_file"):
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
             raise UsageError(f"{key}={value!r}: the name of a folder, or null for the default")
@@ -112,6 +132,15 @@ def _check_length(config: Config) -> None:
             )
 
 
+def loss_scale_kind(config: Config) -> str:
+    """none, static or dynamic: `auto` is dynamic where the mode computes in float16."""
+    kind = config.loss_scale.name
+    if kind is LossScaleKind.auto:
+        needs = config.precision.compute_dtype is DType.float16
+        kind = LossScaleKind.dynamic if needs else LossScaleKind.none
+    return kind.name
+
+
 def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that changes nothing in this configuration."""
     reasons = dict(_reasons(config))
@@ -128,6 +157,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.fallback", f"it applies to data.source=auto, and data.source={source.name}"
     if config.data.fallback is DataFallback.none and source is DataSource.real:
         yield "data.fallback", "data.source=real never falls back"
+    yield from _precision_reasons(config)
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     optimizer = config.train.optimizer
@@ -135,3 +165,13 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     for name in vars(optimizer):
         if name not in used:
             yield f"train.optimizer.{name}", f"{optimizer.name.name} does not use it"
+
+
+def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    kind = loss_scale_kind(config)
+    for name in ("growth_factor", "backoff_factor", "growth_interval", "floor", "value"):
+        if kind == "none" or (kind == "static" and name != "value"):
+            yield f"loss_scale.{name}", f"the loss scale of this run is {kind}"
+    if config.precision.casting is Casting.none:
+        for name in ("layers", "layers_file"):
+            yield f"precision.{name}", f"precision={config.precision.name} casts nothing"

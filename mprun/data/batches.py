@@ -80,6 +80,13 @@ class Order:
         """The generator's state: what the next `draw` depends on; empty where none is drawn."""
         return self._generator.get_state() if self._shuffle else torch.empty(0, dtype=torch.uint8)
 
+    def restore(self, state: Tensor, drawn: bool) -> None:
+        """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
+        if self._shuffle:
+            self._generator.set_state(state)
+            if drawn:
+                self.draw()
+
     def draw(self) -> Tensor | None:
         """The next epoch's permutation [N], or None for the stored order."""
         if not self._shuffle:

@@ -1,28 +1,36 @@
 """MNIST and FashionMNIST: found on disk, else downloaded, else (when asked) generated.
 
 Files are looked for in one folder: `data.root`, else the environment's MPRUN_DATA, else mprun's
-cache; there they lie as torchvision lays them (`MNIST/raw/train-images-idx3-ubyte`, ...). Every
-file is checked against the SHA-256 of the published one before it is used: a truncated download
-that trains to a worse accuracy would be taken for an effect of the precision.
+cache. Every file is checked against the SHA-256 of the published one before it is used: a truncated
+download that trains to a worse accuracy would be taken for an effect of the precision.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
+import gzip
 import re
+import shutil
 import socket
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from mprun.data.batches import TensorSet
+from mprun.data.files import (
+    SHA256,
+    check,
+    fetch_command,
+    find_root,
+    is_complete,
+    raw_folder,
+    sha256,
+)
 from mprun.data.generated import draw
 from mprun.errors import UsageError
 
@@ -30,21 +38,6 @@ LOCK_TIMEOUT_S = 600.0
 """How long to wait for another process that downloads the same set."""
 DOWNLOAD_TIMEOUT_S = 20.0
 """How long a silent connection is waited for."""
-
-SHA256 = {
-    "MNIST": {
-        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    },
-    "FashionMNIST": {
-        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
-        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
-        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -120,22 +113,9 @@ def _load(name: str, request: DataRequest) -> tuple[TensorSet, TensorSet, str, s
             return *draw(), "generated", notice
         raise UsageError(
             f"{name} is not in {root} and its download failed ({error}); "
-            f"put the files there as torchvision does ({name}/raw/...), set data.root or "
-            "MPRUN_DATA, or take data.source=generated"
+            f"try again by `{fetch_command([name], root)}`, put the files there as torchvision "
+            f"does ({name}/raw/...), set data.root or MPRUN_DATA, or take data.source=generated"
         ) from None
-
-
-def find_root(root: str | None) -> Path:
-    """The one folder to look in: `root`, else MPRUN_DATA, else mprun's cache folder."""
-    chosen = root or os.environ.get("MPRUN_DATA")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mprun"
-
-
-def is_complete(name: str, root: Path) -> bool:
-    """Whether all four files of the set are there (their content is checked by `read`)."""
-    return all((root / name / "raw" / file).is_file() for file in SHA256[name])
 
 
 class DownloadError(Exception):
@@ -143,29 +123,30 @@ class DownloadError(Exception):
 
 
 def download(name: str, root: Path) -> str:
-    """Fetch the set into `root` by torchvision's download; one process at a time.
+    """Bring what is missing or damaged of the set into `root`; one process at a time.
 
-    The files appear in their place when they are whole: whoever looks without the lock, or after a
-    download that broke off, meets a file or none, never half of one.
+    Where a packed file (`train-images-idx3-ubyte.gz`) lies beside, it is unpacked, not downloaded.
+    Files appear in their place when all are whole and have the published SHA-256: whoever looks
+    without the lock, or after a download that broke off, meets what was there before or the
+    published files, never half of one. Good files are left alone.
 
     Returns:
-        "download", or "local" where another process completed the set meanwhile.
+        "download", or "local" where nothing had to be downloaded: another process completed the set
+        meanwhile, or packed files lay beside.
 
     Raises:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
     """
-    raw = root / name / "raw"
+    raw = raw_folder(name, root)
     try:
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), _timeout():
-            if is_complete(name, root):
-                return "local"
+            wanted = [f.path.name for f in check(name, root) if f.state != "ok"]
             with TemporaryDirectory(prefix=".download-", dir=raw) as folder:
-                with contextlib.redirect_stdout(None):
-                    _dataset(name)(folder, download=True)
-                for file in SHA256[name]:
-                    (Path(folder) / name / "raw" / file).replace(raw / file)
-            return "download"
+                downloaded = [_obtain(name, file, raw, Path(folder)) for file in wanted]
+                for file in wanted:
+                    (Path(folder) / file).replace(raw / file)
+            return "download" if any(downloaded) else "local"
     except Timeout:
         raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
     except (OSError, RuntimeError) as error:
@@ -174,8 +155,48 @@ def download(name: str, root: Path) -> str:
         raise DownloadError(f"the server's answer is broken: {_reason(error)}") from None
 
 
+def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
+    """Put a file into `folder`: the packed one in `raw` unpacked, else (True) a download."""
+    try:
+        _unpack(name, file, raw, folder)
+    except (OSError, DownloadError):  # it is not there, or not the published one
+        _download_packed(name, file, folder)
+        _unpack(name, file, folder, folder)
+        return True
+    return False
+
+
+def _unpack(name: str, file: str, source: Path, folder: Path) -> None:
+    packed, unpacked = source / f"{file}.gz", folder / file
+    try:
+        with gzip.open(packed) as content, unpacked.open("wb") as whole:
+            shutil.copyfileobj(content, whole)
+    except (EOFError, zlib.error) as error:
+        raise DownloadError(f"{packed.name} is damaged: {error}") from None
+    if sha256(unpacked) != SHA256[name][file]:
+        raise DownloadError(f"{packed.name} does not hold the published file")
+
+
+def _download_packed(name: str, file: str, folder: Path) -> None:
+    """Download a packed file from the first of torchvision's mirrors that has it."""
+    from torchvision import datasets
+    from torchvision.datasets.utils import download_url
+
+    published = getattr(datasets, name)
+    packed, md5 = next(r for r in published.resources if r[0] == f"{file}.gz")
+    failure: Exception = DownloadError("torchvision names no server")
+    for mirror in published.mirrors:
+        try:
+            with contextlib.redirect_stdout(None):
+                download_url(f"{mirror}{packed}", str(folder), packed, md5)
+            return
+        except (OSError, RuntimeError, HTTPException) as error:
+            failure = error
+    raise failure
+
+
 def _reason(error: Exception) -> str:
-    """The last line of a message, which names the last mirror's error, without urllib's wrapping."""
+    """The last line of a message, without urllib's wrapping."""
     line = (str(error).strip() or type(error).__name__).splitlines()[-1]
     reason = re.sub(r"^<urlopen error (.*)>$", r"\1", line)
     reason = re.sub(r"^\[Errno -?\d+\] ", "", reason).rstrip(".")
@@ -193,38 +214,20 @@ def _timeout() -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-def _dataset(name: str) -> Any:
-    from torchvision import datasets
-
-    return getattr(datasets, name)
-
-
 def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
     """The set's training and test part from local files.
 
     Raises:
-        UsageError: a file differs from the published one.
+        UsageError: a file is missing or differs from the published one.
     """
-    for file, expected in SHA256[name].items():
-        path = root / name / "raw" / file
-        found = _sha256(path)
-        if found != expected:
+    for file in check(name, root):
+        if file.state != "ok":
             raise UsageError(
-                f"{path} is damaged: {path.stat().st_size} bytes with SHA-256 {found}, "
-                f"expected {expected}; delete it and run again to download it anew"
+                f"{file.path} is {file.state}: {file.detail}; "
+                f"mend it by `{fetch_command([name], root)}`"
             )
-    return _read_part(root / name / "raw", "train"), _read_part(root / name / "raw", "t10k")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
+    raw = raw_folder(name, root)
+    return _read_part(raw, "train"), _read_part(raw, "t10k")
 
 
 def _read_part(raw: Path, prefix: str) -> TensorSet:

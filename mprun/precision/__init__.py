@@ -1,26 +1,49 @@
 """The numerics: what a precision mode is (policy) and what carries it out (Precision).
 
-Imports torch and nothing else of mprun, so that it can be used in anyone's own loop.
+Imports torch and nothing else of mprun (but `_torch`, the private interfaces), so that it can be
+used in anyone's own loop.
 """
 
+from mprun.precision.arithmetic import (
+    Arithmetic,
+    EmulatedTf32,
+    Float16ByFloat32,
+    NativeArithmetic,
+    round_to_tf32,
+)
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
-from mprun.precision.execution import accelerated, backend_flags
-from mprun.precision.loss_scale import LossScale, NoLossScale
+from mprun.precision.execution import accelerated, backend_flags, has_tf32
+from mprun.precision.loss_scale import (
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoLossScale,
+    StaticLossScale,
+)
 from mprun.precision.policy import Policy
 from mprun.precision.precision import Precision
 
 __all__ = [
+    "Arithmetic",
     "AutocastCaster",
     "Caster",
     "Clip",
     "ClipNorm",
+    "DynamicLossScale",
+    "DynamicRule",
+    "EmulatedTf32",
+    "Float16ByFloat32",
     "LossScale",
+    "NativeArithmetic",
     "NoCaster",
     "NoClip",
     "NoLossScale",
     "Policy",
     "Precision",
+    "StaticLossScale",
     "accelerated",
     "backend_flags",
+    "has_tf32",
+    "round_to_tf32",
 ]

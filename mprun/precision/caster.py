@@ -23,8 +23,10 @@ class Caster(Protocol):
 class NoCaster:
     """Nothing is cast: ops run in the dtype of their inputs."""
 
+    _nothing = nullcontext()
+
     def region(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self._nothing
 
 
 class AutocastCaster:

@@ -34,18 +34,20 @@ _REDUCTION_SWITCHES = (
 
 
 @contextmanager
-def backend_flags(policy: Policy) -> Iterator[None]:
+def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
     """Set the process-wide switches to what `policy` says; restore them on the way out.
 
-    float32 arithmetic is IEEE unless `policy.tf32`; float32 partials switch the reduced-precision
+    float32 arithmetic is IEEE unless `native_tf32`, for a TF32 policy on hardware that has it
+    (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
     reductions of 16-bit matmuls off.
     """
     matmul = _B.cuda.matmul
     before_fp32 = [switch.fp32_precision for switch in _FP32_SWITCHES]
     before_reduction = [getattr(matmul, name) for name in _REDUCTION_SWITCHES]
+    fp32 = "tf32" if native_tf32 else "ieee"
     try:
         for switch in _FP32_SWITCHES:
-            switch.fp32_precision = "ieee"
+            switch.fp32_precision = fp32
         for name in _REDUCTION_SWITCHES:
             setattr(matmul, name, policy.partials_dtype != "float32")
         yield
@@ -56,7 +58,14 @@ def backend_flags(policy: Policy) -> Iterator[None]:
             setattr(matmul, name, allowed)
 
 
-def accelerated(dtype: torch.dtype, device: torch.device, side: int = 256) -> bool:
+def has_tf32(device: torch.device) -> bool:
+    """Whether the device has TensorFloat-32: NVIDIA's, from Ampere (compute capability 8.0) on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def accelerated(
+    dtype: torch.dtype, device: torch.device, side: int = 256, tolerance: float = 1.0
+) -> bool:
     """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
 
     Having a kernel for a dtype and having hardware for it are two things: on a CPU without
@@ -67,10 +76,11 @@ def accelerated(dtype: torch.dtype, device: torch.device, side: int = 256) -> bo
         dtype: the dtype in question.
         device: where.
         side: matmuls are of [side, side] by [side, side].
+        tolerance: how many times float32's time still counts.
     """
     if dtype == torch.float32:
         return True
-    return _matmul_s(dtype, device, side) < _matmul_s(torch.float32, device, side)
+    return _matmul_s(dtype, device, side) < tolerance * _matmul_s(torch.float32, device, side)
 
 
 def _matmul_s(dtype: torch.dtype, device: torch.device, side: int) -> float:

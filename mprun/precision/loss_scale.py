@@ -3,35 +3,190 @@
 In float16 a gradient below 2^-24 becomes 0. Multiplying the loss by S multiplies every gradient by
 S (the chain rule is linear), so they are computed S times larger and divided by S before the
 optimizer sees them (Micikevicius et al., "Mixed Precision Training", 2018). float32 and bfloat16
-share an exponent range that needs none of it: their loss scale is the no-op below.
+share an exponent range that needs none of it: their loss scale is the no-op.
+
+Too large a scale overflows. The dynamic scale looks for the largest that does not: it starts high,
+is multiplied by `backoff` at every overflow, whose step is skipped, and by `growth` after
+`interval` steps without one:
+
+    overflow:                        scale, tracker = max(scale * backoff, floor), 0
+    else, tracker + 1 == interval:   scale, tracker = scale * growth (unless infinite), 0
+    else:                            scale, tracker = scale, tracker + 1
+
+That is torch.amp.GradScaler's rule step by step, with a floor added: a scale that falls without end
+(gradients that are NaN at any scale) ends the run with an explanation instead of sinking to zero.
+The transition is a pure function on tensors, so on CUDA the host never waits for it.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from mprun._torch import step_unless, unscale_and_check
+from mprun.precision.clip import Clip
+
+STATIC_PATIENCE = 100
+"""Skipped steps in a row after which a static scale is called too high."""
 
 
 class LossScale(Protocol):
-    """How a loss is scaled; see the module's text."""
+    """How a loss is scaled, and how an optimizer steps on scaled gradients."""
 
     kind: str
     """none, static or dynamic."""
 
     @property
-    def value(self) -> float:
-        """The current factor; 1 where nothing is scaled."""
+    def tensor(self) -> Tensor | None:
+        """The current factor, a float32 scalar on the device; None where nothing is scaled."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss the backward pass starts from."""
 
+    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
+        """Unscale, clip, step.
+
+        Returns:
+            1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on
+            the device; None where steps are never skipped.
+        """
+
+    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+        """Why going on is pointless, or None."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` continues from."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue."""
+
 
 class NoLossScale:
-    """The loss as it is."""
+    """The loss as it is; every step is taken."""
 
     kind = "none"
-    value = 1.0
+    tensor = None
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss
+
+    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
+        clip(optimizer)
+        optimizer.step()
+        return None
+
+    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class StaticLossScale:
+    """One factor for the whole run; steps whose gradients overflow are skipped.
+
+    Args:
+        value: the factor.
+        device: where the gradients are.
+    """
+
+    kind = "static"
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self.tensor = torch.full((), value, dtype=torch.float32, device=device)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.tensor
+
+    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
+        overflow = unscale_and_check(optimizer, self.tensor)
+        clip(optimizer)
+        step_unless(optimizer, overflow)
+        return overflow
+
+    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+        if skipped_in_a_row < STATIC_PATIENCE:
+            return None
+        return (
+            f"{skipped_in_a_row} steps in a row overflowed at the static loss scale {scale:g}; "
+            "try a smaller loss_scale.value, or loss_scale=dynamic"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.tensor = state["scale"].to(self.tensor.device)
+
+
+@dataclass(frozen=True)
+class DynamicRule:
+    """When a dynamic scale moves; GradScaler's defaults, and a floor, which it has not."""
+
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 2.0**-14
+
+
+def next_state(
+    scale: Tensor, tracker: Tensor, overflow: Tensor, rule: DynamicRule
+) -> tuple[Tensor, Tensor]:
+    """The scale (float32 scalar) and the growth tracker (int32 scalar) after a step.
+
+    Products are taken in float64 and rounded once, as GradScaler's kernel does.
+    """
+    skipped = overflow > 0
+    lowered = (scale.double() * rule.backoff).float().clamp_min(rule.floor)
+    raised = (scale.double() * rule.growth).float()
+    grows = tracker + 1 >= rule.interval
+    kept = torch.where(grows & torch.isfinite(raised), raised, scale)
+    scale = torch.where(skipped, lowered, kept)
+    tracker = torch.where(skipped | grows, 0, tracker + 1).to(torch.int32)
+    return scale, tracker
+
+
+class DynamicLossScale(StaticLossScale):
+    """Follows `next_state` from an initial factor.
+
+    Args:
+        initial: the first factor.
+        rule: when it moves.
+        device: where the gradients are.
+    """
+
+    kind = "dynamic"
+
+    def __init__(self, initial: float, rule: DynamicRule, device: torch.device) -> None:
+        super().__init__(initial, device)
+        self._rule = rule
+        self._tracker = torch.zeros((), dtype=torch.int32, device=device)
+
+    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
+        overflow = super().step(optimizer, clip)
+        assert overflow is not None
+        self.tensor, self._tracker = next_state(self.tensor, self._tracker, overflow, self._rule)
+        return overflow
+
+    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+        if skipped_in_a_row == 0 or scale > self._rule.floor:
+            return None
+        return (
+            f"the loss scale fell to its floor, {scale:g}, after {skipped_in_a_row} skipped steps "
+            "in a row: the gradients are not finite at any scale; try a smaller train.lr, "
+            "precision=bf16_mixed, or precision=fp32 to tell the model from the precision"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.tensor, "tracker": self._tracker}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._tracker = state["tracker"].to(self._tracker.device)

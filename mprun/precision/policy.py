@@ -4,11 +4,13 @@ The table of modes is `conf/precision/*.yaml`; two modes differ exactly where th
 
     mode        parameters  computation  output   casting
     fp32        float32     float32      float32  none
+    tf32        float32     float32      float32  none      (tf32: true)
     bf16_mixed  float32     bfloat16     float32  autocast
+    fp16_mixed  float32     float16      float32  autocast
 
 Keras calls the first two the variable dtype and the compute dtype. The remaining columns (rounding
 and its scope, the dtypes of the gradient buffer, the optimizer's moments and of the partial sums
-inside a matmul) are float32 and nearest in both.
+inside a matmul) are float32 and nearest in all of them.
 
 A row must be one this version really carries out: a combination that would have to be silently
 replaced by another is refused here.
@@ -71,20 +73,23 @@ class Policy:
 
     def _legal(self) -> dict[str, tuple[Any, ...]]:
         only_fp32 = ("float32",)
-        computes = {"none": only_fp32, "autocast": ("bfloat16",)}
+        computes = {"none": only_fp32, "autocast": ("bfloat16", "float16")}
         compute = computes.get(self.casting, only_fp32)
+        named = {"bf16_mixed": ("bfloat16",), "fp16_mixed": ("float16",)}
+        switches = {"fp32": (False,), "tf32": (True,)}
         return {
             "casting": tuple(computes),
             "param_dtype": only_fp32,
-            "compute_dtype": compute,
-            "output_dtype": tuple(dict.fromkeys((*only_fp32, *compute))),
+            # A shipped mode's name states its compute dtype; another dtype needs another name.
+            "compute_dtype": named.get(self.name, compute),
+            "output_dtype": tuple(dict.fromkeys((*only_fp32, self.compute_dtype))),
             "rounding": ("nearest",),
             "rounding_scope": ("update",),
             "accum_dtype": only_fp32,
             "momentum_dtype": only_fp32,
             "variance_dtype": only_fp32,
             "partials_dtype": only_fp32,
-            "tf32": (False,),
+            "tf32": switches.get(self.name, (False, self.casting == "none")),
         }
 
     def columns(self) -> dict[str, Any]:

@@ -1,19 +1,33 @@
-"""What carries a policy out: prepare the model, run it, go backward.
+"""What carries a policy out: prepare the model, run it, go backward, step.
 
-One class by composition: the policy says which dtypes, the caster how ops get theirs, the loss
-scale what the backward pass starts from. A mode is a choice of parts, never a subclass, so that the
-training loop is the same for all of them.
+One class by composition: the policy says which dtypes, the caster how ops get theirs, the
+arithmetic whose kernels compute them, the loss scale what the backward pass starts from and whether
+a step is taken. A mode is a choice of parts, never a subclass, so that the training loop is the
+same for all of them. In a loop of one's own:
+
+    precision.prepare(model, device)
+    for x, y in batches:
+        optimizer.zero_grad()
+        precision.begin_step()
+        loss = loss_function(precision.forward(model, x), y)
+        precision.backward(loss)
+        skipped = precision.step(optimizer)
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.buffers import BufferGuard, NoBufferGuard, guard_for
 from mprun.precision.caster import Caster
 from mprun.precision.clip import Clip
 from mprun.precision.convert import convert
+from mprun.precision.layers import keep_in_float32, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.policy import Policy, torch_dtype
 
@@ -24,16 +38,29 @@ class Precision:
     Args:
         policy: the mode.
         caster: the region the forward pass runs in.
+        arithmetic: the region forward and backward passes run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
+        layers: module names or globs to the dtype they are kept in (float32).
     """
 
-    def __init__(self, policy: Policy, caster: Caster, loss_scale: LossScale, clip: Clip) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        caster: Caster,
+        arithmetic: Arithmetic,
+        loss_scale: LossScale,
+        clip: Clip,
+        layers: Mapping[str, str] | None = None,
+    ) -> None:
         self.policy = policy
         self.loss_scale = loss_scale
+        self.arithmetic = arithmetic
         self._caster = caster
         self._clip = clip
+        self._layers = layers or {}
         self._output_dtype = torch_dtype(policy.output_dtype)
+        self._guard: BufferGuard = NoBufferGuard()
 
     def prepare(
         self,
@@ -41,20 +68,33 @@ class Precision:
         device: torch.device,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> nn.Module:
-        """`model` on `device`, its parameters and floating buffers in the parameter dtype."""
-        return convert(model, device, torch_dtype(self.policy.param_dtype), memory_format)
+        """`model` on `device`, its parameters and floating buffers in the parameter dtype.
+
+        Raises:
+            ValueError: `layers` names no module, or names one twice.
+        """
+        keep_in_float32(model, resolve(model, self._layers), device.type)
+        convert(model, device, torch_dtype(self.policy.param_dtype), memory_format)
+        self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
+        return model
+
+    def begin_step(self) -> None:
+        """An optimizer step's first forward pass is next."""
+        self._guard.before()
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The model's output in the policy's output dtype (float32 unless it says otherwise)."""
-        with self._caster.region():
+        with self.arithmetic.region(), self._caster.region():
             output: Tensor = model(inputs)
         return output.to(self._output_dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Add the (scaled) loss's gradients to the parameters' `grad`."""
-        self.loss_scale.scale(loss).backward()
+        with self.arithmetic.region():
+            self.loss_scale.scale(loss).backward()
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Clip the gradients and update the parameters."""
-        self._clip(optimizer)
-        optimizer.step()
+    def step(self, optimizer: Optimizer) -> Tensor | None:
+        """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""
+        skipped = self.loss_scale.step(optimizer, self._clip)
+        self._guard.after()
+        return skipped

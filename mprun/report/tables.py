@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -100,6 +102,39 @@ def _figure(value: object, form: str, unit: str = "") -> str:
 
 def _mebibytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**20:.1f} MiB"
+
+
+def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> Table:
+    """A row for each run of a sweep; None for one that ended before it had a record."""
+    table = Table(title=f"sweep in {folder}", title_justify="left")
+    for column in ("run", "recipe", "variant", "seed", "data", "step time", "result", "status"):
+        table.add_column(column)
+    for name, summary in summaries.items():
+        table.add_row(name, *(_sweep_row(summary) if summary else [*["-"] * 6, "failed"]))
+    return table
+
+
+def _sweep_row(summary: Summary) -> list[str]:
+    median = summary["step_time_ms"]["median"]
+    emulated = "" if summary["execution"] == "native" else " EMULATED"
+    return [
+        summary["recipe"],
+        summary["variant"],
+        str(summary["seed"]),
+        summary["data"]["source"],
+        _figure(median, ".2f", f" ms{emulated}"),
+        _result(summary),
+        summary["status"],
+    ]
+
+
+def _result(summary: Summary) -> str:
+    """The figure a run is judged by; a recipe without a test set has its training loss."""
+    test = summary["test"]
+    if test["accuracy"] is not None:
+        return f"accuracy {test['accuracy']:.4f}"
+    loss = test["loss"] if test["loss"] is not None else summary["train"]["loss"]
+    return f"loss {_figure(loss, '.4f')}"
 
 
 class PatientConsole(Console):

@@ -15,9 +15,9 @@ from threading import Thread
 import pytest
 import torch
 from torch import Tensor
-from torchvision.datasets import MNIST
+from torchvision.datasets import MNIST, FashionMNIST
 
-from mprun.data import sources
+from mprun.data import files
 
 TRAIN, TEST = 20, 10
 
@@ -40,16 +40,19 @@ def idx(values: Tensor) -> bytes:
 
 @pytest.fixture
 def published(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """The files of a small MNIST, by name; their checksums are the expected ones."""
-    files = {
+    """The files of a small MNIST, by name: what is expected of them, and of FashionMNIST's."""
+    contents = {
         "train-images-idx3-ubyte": idx(images(TRAIN, 0)),
         "train-labels-idx1-ubyte": idx(labels(TRAIN)),
         "t10k-images-idx3-ubyte": idx(images(TEST, 100)),
         "t10k-labels-idx1-ubyte": idx(labels(TEST)),
     }
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    monkeypatch.setitem(sources.SHA256, "MNIST", sums)
-    return files
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    for name in files.SHA256:
+        monkeypatch.setitem(files.SHA256, name, sums)
+    for name, data in contents.items():
+        monkeypatch.setitem(files.SIZE_BYTES, name, len(data))
+    return contents
 
 
 @pytest.fixture
@@ -99,10 +102,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def mirror(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets where torchvision downloads MNIST from, with no proxy between."""
+    """Sets where torchvision downloads the sets from, with no proxy between."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    return lambda url: monkeypatch.setattr(MNIST, "mirrors", [url])
+
+    def set_url(url: str) -> None:
+        for kind in (MNIST, FashionMNIST):
+            monkeypatch.setattr(kind, "mirrors", [url])
+
+    return set_url
 
 
 @pytest.fixture
@@ -112,7 +120,8 @@ def server(
     """A server of the small MNIST, which torchvision downloads from."""
     packed = {f"{name}.gz": gzip.compress(data) for name, data in published.items()}
     sums = [(name, hashlib.md5(data).hexdigest()) for name, data in packed.items()]
-    monkeypatch.setattr(MNIST, "resources", sums)
+    for kind in (MNIST, FashionMNIST):
+        monkeypatch.setattr(kind, "resources", sums)
     with Server(packed) as running:
         mirror(running.url)
         Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
@@ -142,7 +151,7 @@ def real_root() -> Path:
     folder = os.environ.get("MPRUN_DATA")
     if folder is None:
         pytest.skip("MPRUN_DATA is not set: no real MNIST and FashionMNIST files to test with")
-    for name in sources.SHA256:
-        if not sources.is_complete(name, Path(folder)):
+    for name in files.SHA256:
+        if not files.is_complete(name, Path(folder)):
             pytest.skip(f"MPRUN_DATA={folder} lacks files of {name}")
     return Path(folder)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
-import re
 import socket
 import time
 from collections import Counter
@@ -18,8 +18,9 @@ from threading import Barrier
 import pytest
 import torch
 from filelock import FileLock
+from torchvision.datasets import MNIST
 
-from mprun.data import DataRequest, TensorSet, image_splits, sources
+from mprun.data import DataRequest, TensorSet, files, image_splits, sources
 from mprun.errors import UsageError
 from tests.data.conftest import TEST, TRAIN, Server, images, labels
 
@@ -30,48 +31,6 @@ def tiny_generated(monkeypatch: pytest.MonkeyPatch) -> TensorSet:
     part = TensorSet(torch.zeros(2, 1, 28, 28, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
     monkeypatch.setattr(sources, "draw", lambda: (part, part))
     return part
-
-
-# Where it is looked for
-
-
-@pytest.mark.parametrize(
-    ("argument", "environment", "found"),
-    [
-        ("given", {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "given"),
-        (None, {"MPRUN_DATA": "set", "XDG_CACHE_HOME": "cache"}, "set"),
-        (None, {"MPRUN_DATA": "", "XDG_CACHE_HOME": "cache"}, "cache/mprun"),
-        (None, {"XDG_CACHE_HOME": "cache"}, "cache/mprun"),
-        (None, {"HOME": "home"}, "home/.cache/mprun"),
-        ("~/sets", {"HOME": "home"}, "home/sets"),
-        (None, {"HOME": "home", "MPRUN_DATA": "~/sets"}, "home/sets"),
-    ],
-)
-def test_the_root_is_the_argument_else_the_environments_else_the_cache(
-    argument: str | None,
-    environment: dict[str, str],
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("MPRUN_DATA", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert sources.find_root(argument) == Path(found)
-
-
-@pytest.mark.parametrize("file", list(sources.SHA256["MNIST"]))
-def test_a_set_is_complete_with_all_four_files(root: Path, file: str) -> None:
-    assert sources.is_complete("MNIST", root)
-    assert not sources.is_complete("FashionMNIST", root)
-    (root / "MNIST" / "raw" / file).unlink()
-    assert not sources.is_complete("MNIST", root)
-
-
-def test_checksums_are_of_different_files() -> None:
-    sums = [s for files in sources.SHA256.values() for s in files.values()]
-    assert len(set(sums)) == 8
-    assert all(re.fullmatch("[0-9a-f]{64}", s) for s in sums)
 
 
 # Local files
@@ -99,10 +58,10 @@ def test_what_is_read_is_what_was_checked(root: Path) -> None:
     assert (len(train), len(test)) == (TRAIN, TEST)
 
 
-@pytest.mark.parametrize("file", list(sources.SHA256["MNIST"]))
+@pytest.mark.parametrize("file", list(files.SHA256["MNIST"]))
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:-1] + bytes([b[-1] ^ 1])])
 @pytest.mark.usefixtures("tiny_generated")
-def test_a_damaged_file_is_named_with_both_checksums(
+def test_a_damaged_file_is_named_with_both_checksums_and_the_command_that_mends_it(
     root: Path, published: dict[str, bytes], file: str, damage: Callable[[bytes], bytes]
 ) -> None:
     path, damaged = root / "MNIST" / "raw" / file, damage(published[file])
@@ -110,13 +69,17 @@ def test_a_damaged_file_is_named_with_both_checksums(
     with pytest.raises(UsageError) as caught:
         image_splits("MNIST", DataRequest(root=str(root), fallback=True))
     message = str(caught.value)
-    assert f"{path} is damaged: {len(damaged)} bytes" in message
-    assert sha256(damaged).hexdigest() in message
-    assert f"expected {sha256(published[file]).hexdigest()}" in message
+    found, size = sha256(damaged).hexdigest(), len(published[file])
+    kind = "corrupt" if len(damaged) == size else "truncated"
+    assert message == (
+        f"{path} is damaged: {kind}: {len(damaged)} bytes with SHA-256 {found}, expected {size} "
+        f"bytes with SHA-256 {sha256(published[file]).hexdigest()}; mend it by "
+        f"`mprun data fetch MNIST data.root={root}`"
+    )
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"MNIST.*cannot be read: No such file"):
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"train-images-idx3-ubyte is missing: expected"):
         sources.read("MNIST", tmp_path)
 
 
@@ -201,17 +164,17 @@ def test_a_wait_for_another_process_ends(
 def test_a_download_that_breaks_off_leaves_no_file(
     tmp_path: Path, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk in the last file: all four are there, one is half."""
+    """A full disk in the last file."""
 
-    def break_off(root: str, download: bool) -> None:
-        raw = Path(root) / "MNIST" / "raw"
-        raw.mkdir(parents=True)
-        for name, data in published.items():
-            (raw / name).write_bytes(data[: len(data) // 2])
-        assert not sources.is_complete("MNIST", tmp_path)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def break_off(name: str, file: str, folder: Path) -> None:
+        packed = gzip.compress(published[file])
+        (folder / f"{file}.gz").write_bytes(packed)
+        if file == last:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        assert not files.is_complete("MNIST", tmp_path)
 
-    monkeypatch.setattr(sources, "_dataset", lambda name: break_off)
+    last = list(published)[-1]
+    monkeypatch.setattr(sources, "_download_packed", break_off)
     with pytest.raises(sources.DownloadError, match=r"^No space left on device$"):
         sources.download("MNIST", tmp_path)
     assert not list((tmp_path / "MNIST" / "raw").iterdir())
@@ -221,14 +184,86 @@ def test_a_file_the_server_lacks(server: Server, tmp_path: Path) -> None:
     del server.files["t10k-labels-idx1-ubyte.gz"]
     with pytest.raises(sources.DownloadError, match=r"^HTTP Error 404: Not Found$"):
         sources.download("MNIST", tmp_path)
-    assert not sources.is_complete("MNIST", tmp_path)
+    assert not files.is_complete("MNIST", tmp_path)
 
 
 def test_a_file_that_is_not_the_published_one(server: Server, tmp_path: Path) -> None:
     server.files["train-images-idx3-ubyte.gz"] += b"?"
     with pytest.raises(sources.DownloadError, match=r"^File not found or corrupted$"):
         sources.download("MNIST", tmp_path)
-    assert not sources.is_complete("MNIST", tmp_path)
+    assert not files.is_complete("MNIST", tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b"", lambda b: b"?" + b[1:]])
+def test_what_is_missing_or_damaged_is_downloaded_and_the_rest_left_alone(
+    server: Server, root: Path, published: dict[str, bytes], damage: Callable[[bytes], bytes]
+) -> None:
+    raw = root / "MNIST" / "raw"
+    missing, damaged, *good = published
+    (raw / missing).unlink()
+    (raw / damaged).write_bytes(damage(published[damaged]))
+    before = {name: (raw / name).stat() for name in good}
+    assert sources.download("MNIST", root) == "download"
+    assert set(server.asked) == {f"{missing}.gz", f"{damaged}.gz"}
+    assert {p.name: p.read_bytes() for p in raw.iterdir()} == published
+    assert {name: (raw / name).stat() for name in good} == before
+
+
+@pytest.mark.usefixtures("no_network")
+def test_packed_files_beside_are_unpacked(root: Path, published: dict[str, bytes]) -> None:
+    raw = root / "MNIST" / "raw"
+    for name, data in published.items():
+        (raw / name).rename(raw / f"{name}.gz")
+        (raw / f"{name}.gz").write_bytes(gzip.compress(data))
+    splits = image_splits("MNIST", DataRequest(root=str(root)))
+    assert splits.source == "local"
+    assert torch.equal(splits.train.targets, labels(TRAIN).long())
+    assert len(list(raw.iterdir())) == 8
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[: len(b) // 2],
+        lambda b: b[:30] + bytes([b[30] ^ 255]) + b[31:],
+        lambda b: b"not packed",
+        lambda b: gzip.compress(b"another file"),
+        lambda b: b"",
+    ],
+)
+def test_a_damaged_packed_file_is_not_used(
+    server: Server, root: Path, published: dict[str, bytes], damage: Callable[[bytes], bytes]
+) -> None:
+    name = "train-images-idx3-ubyte"
+    path = root / "MNIST" / "raw" / name
+    path.unlink()
+    packed = damage(gzip.compress(published[name]))
+    path.with_name(f"{name}.gz").write_bytes(packed)
+    assert sources.download("MNIST", root) == "download"
+    assert path.read_bytes() == published[name]
+    assert path.with_name(f"{name}.gz").read_bytes() == packed
+
+
+def test_the_next_mirror_is_asked_where_one_fails(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MNIST, "mirrors", [f"{server.url}nothing/", server.url])
+    assert sources.download("MNIST", tmp_path) == "download"
+
+
+def test_a_server_of_other_files_than_the_published_ones(
+    server: Server, root: Path, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torchvision takes for the file is not what mprun knows it to be."""
+    name = "train-images-idx3-ubyte"
+    path = root / "MNIST" / "raw" / name
+    path.write_bytes(b"damaged")
+    monkeypatch.setitem(files.SHA256["MNIST"], name, "0" * 64)
+    with pytest.raises(
+        sources.DownloadError, match=rf"^{name}\.gz does not hold the published file$"
+    ):
+        sources.download("MNIST", root)
+    assert path.read_bytes() == b"damaged"
 
 
 def test_a_server_that_speaks_no_http(
@@ -267,9 +302,9 @@ def test_without_network_the_ways_on_are_named(
     with pytest.raises(UsageError) as caught:
         image_splits("MNIST", request_)
     assert str(caught.value) == (
-        f"MNIST is not in {tmp_path} and its download failed (Connection refused); put the files "
-        "there as torchvision does (MNIST/raw/...), set data.root or MPRUN_DATA, or take "
-        "data.source=generated"
+        f"MNIST is not in {tmp_path} and its download failed (Connection refused); try again by "
+        f"`mprun data fetch MNIST data.root={tmp_path}`, put the files there as torchvision does "
+        "(MNIST/raw/...), set data.root or MPRUN_DATA, or take data.source=generated"
     )
 
 

@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from mprun.cli import main
-from mprun.data import DataRequest
+from mprun.data import DataRequest, Splits
 from mprun.recipes.fashion_mnist import FashionMnist
 from mprun.recipes.linear import Linear
 from mprun.recipes.mnist import Mnist
+from mprun.record import read_lines
 from tests.parity import raw_loop
 
 CASES = {
@@ -51,7 +54,7 @@ def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None
     if name != "linear":
         words.append("data.source=generated")
     assert main(words) == 0
-    ours = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["model"]
+    ours = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]["model"]
 
     request = DataRequest(source="generated", validation_fraction=held_out)
     bf16 = precision == "bf16_mixed"
@@ -63,3 +66,73 @@ def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None
 def test_the_raw_loop_is_short() -> None:
     lines = Path(raw_loop.__file__).read_text(encoding="utf-8").splitlines()
     assert len([x for x in lines if x.strip()]) < 30
+
+
+def fp16_raw_loop(
+    recipe: Mnist, splits: Splits, batch_size: int, steps: int, initial: float, planted: set[int]
+) -> tuple[torch.nn.Module, list[bool], float]:
+    """torch autocast + GradScaler; the model, which steps were skipped, and the last scale."""
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9, eps=1e-7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=initial, growth_interval=4)
+    order = torch.Generator().manual_seed(0)
+    index = torch.randperm(len(splits.train), generator=order).split(batch_size)
+    skipped = []
+    for step in range(steps):
+        x, y = splits.train.inputs[index[step]], splits.train.targets[index[step]]
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            output = model(recipe.prepare(x))
+        loss = recipe.loss(output.float(), y)
+        scaler.scale(loss * (1e6 if step in planted else 1)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        skipped.append(scaler.get_scale() < before)
+    return model, skipped, scaler.get_scale()
+
+
+@dataclass(frozen=True)
+class Planted(Mnist):
+    """MNIST whose loss is a million times too large at some steps (its own calls, counted)."""
+
+    steps: ClassVar[set[int]] = {3, 9, 10}
+    calls: ClassVar[list[int]] = []
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = super().loss(output, target)
+        if output.requires_grad:
+            self.calls.append(0)
+            if len(self.calls) - 1 in self.steps:
+                return loss * 1e6
+        return loss
+
+
+@pytest.mark.parametrize("planted", [set(), {3, 9, 10}])
+def test_fp16_mixed_equals_autocast_with_grad_scaler(
+    planted: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights bit for bit; a planted overflow skips the same steps and ends at the same scale.
+
+    Batches of 64: float16 matmuls are reference loops on a CPU without AVX512-FP16.
+    """
+    monkeypatch.setattr(Planted, "steps", planted)
+    monkeypatch.setattr(Planted, "calls", [])
+    words = ["recipe=mnist", "precision=fp16_mixed", "speed=plain", "device=cpu", "run.dir=run"]
+    words += ["train.batch_size=64", "train.max_steps=20", "data.source=generated"]
+    words += ["data.eval_limit=64", "loss_scale.growth_interval=4", "loss_scale.value=1024"]
+    # The footprint runs the step twice on fake tensors; those calls are not the run's.
+    monkeypatch.setattr("mprun.session.footprint", lambda plan: {})
+    target = f"recipe.target={__name__}.Planted"
+    assert main([*words, "loss_scale=dynamic", target]) == 0
+    state = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]
+    lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
+
+    splits = Mnist(256).data(DataRequest(source="generated", validation_fraction=0.2))
+    raw, skipped, scale = fp16_raw_loop(Mnist(256), splits, 64, 20, 1024.0, planted)
+    assert [x["skipped"] for x in lines] == skipped
+    assert any(skipped) == bool(planted)
+    assert state["loss_scale"]["scale"].item() == scale
+    for key, value in raw.state_dict().items():
+        assert torch.equal(value, state["model"][key]), f"{key} differs"

@@ -11,6 +11,7 @@ from torch import nn
 from mprun.precision import (
     AutocastCaster,
     ClipNorm,
+    NativeArithmetic,
     NoCaster,
     NoClip,
     NoLossScale,
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 def precision(name: str, **changes: object) -> Precision:
     row: Policy = replace(policy(name), **changes)  # type: ignore[arg-type]
     caster = AutocastCaster("cpu", torch.bfloat16) if row.casting == "autocast" else NoCaster()
-    return Precision(row, caster, NoLossScale(), NoClip())
+    return Precision(row, caster, NativeArithmetic(), NoLossScale(), NoClip())
 
 
 class Spy(nn.Module):

@@ -1,0 +1,61 @@
+"""How far each mode's first step is from float32's: signal-to-quantisation-noise ratios.
+
+    python -m benchmarks.sqnr
+
+For each recipe and mode, one forward and backward pass of the initial model on the first batch, as
+the run itself would do it. SQNR = 10 log10(sum of squares of the float32 values / sum of squares of
+the differences), in dB: 6 dB a bit. Gradients are unscaled; all parameters' are taken together.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import date
+
+import torch
+from torch import Tensor
+
+from mprun.build import build_parts, plan
+from mprun.config import compose
+from mprun.environment import cpu_name
+from mprun.precision import backend_flags
+
+MODES = ("tf32", "bf16_mixed", "fp16_mixed")
+
+
+def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
+    """Outputs and gradients of a mode's first step, each as one flat float64 tensor."""
+    words = [f"recipe={recipe}", f"precision={precision}", "device=cpu", "train.batch_size=64"]
+    chosen = plan(compose(words).config, ())
+    with backend_flags(chosen.policy, chosen.native_tf32):
+        parts = build_parts(chosen)
+        batch = next(parts.train.epoch(None))
+        output = parts.precision.forward(parts.model, batch.inputs)
+        parts.precision.backward(parts.recipe.loss(output, batch.targets))
+    scale = parts.precision.loss_scale.tensor
+    factor = 1.0 if scale is None else scale.item()
+    gradients = [
+        p.grad.double().flatten() / factor for p in parts.model.parameters() if p.grad is not None
+    ]
+    return output.detach().double().flatten(), torch.cat(gradients)
+
+
+def sqnr_db(exact: Tensor, found: Tensor) -> float:
+    """Signal to noise in dB."""
+    noise = (found - exact).square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(exact.square().sum().item() / noise)
+
+
+def main() -> None:
+    """Print a line per recipe and mode."""
+    print(f"{date.today()}  {cpu_name()}, torch {torch.__version__}, batch 64, seed 0")
+    for recipe in ("linear", "mnist", "fashion_mnist"):
+        exact = first_step(recipe, "fp32")
+        for mode in MODES:
+            found = first_step(recipe, mode)
+            out, grad = (sqnr_db(a, b) for a, b in zip(exact, found, strict=True))
+            print(f"{recipe:14} {mode:11} outputs {out:6.1f} dB   gradients {grad:6.1f} dB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Sweeps: one run for every combination of the values listed in the overrides, by Hydra's multirun.
+
+Every combination is composed and checked before the first run begins. Hydra's launchers decide
+where runs happen (`hydra/launcher=joblib` runs several at once); a run that fails leaves the others
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from mprun.config.compose import (
+    CONFIG_NAME,
+    Composed,
+    compose,
+    for_hydra,
+    one_line,
+    parse,
+    search_path,
+    to_composed,
+)
+from mprun.errors import UsageError
+
+Job = Callable[[Composed, Path], int]
+
+QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
+NAMED_BY_SWEEP = ("run.dir", "run.resume", "hydra.sweep.dir", "hydra.sweep.subdir")
+
+
+def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: Job) -> None:
+    """Run `job` for every combination, in `folder`/0, 1, ...
+
+    Args:
+        overrides: Hydra overrides; `name=a,b` lists values. `hydra.*` ones go to Hydra.
+        config_dir: a further folder of configs, or None.
+        folder: where the runs' folders go; made when every combination was found right.
+        job: gets a checked configuration and the run's folder; importable, since a launcher may
+            call it in another process.
+
+    Raises:
+        UsageError: a combination is wrong, or Hydra refuses its own settings.
+    """
+    parsed = [parse(text) for text in overrides]
+    for override in parsed:
+        if override.key_or_group in NAMED_BY_SWEEP:
+            raise UsageError(
+                f"{override.key_or_group} with -m: a sweep names its runs' folders itself"
+            )
+    ours = [o for o in parsed if not o.key_or_group.startswith(("hydra.", "hydra/"))]
+    for_launcher = [str(o.input_line) for o in parsed if o not in ours]
+    with initialize_config_module("mprun.conf", version_base="1.3"):
+        lists = [_values(o) for o in ours]
+    for combination in product(*lists):
+        compose(combination, config_dir)
+    words = [*map(for_hydra, ours), *QUIET, f"hydra.sweep.dir='{folder}'", *for_launcher]
+    if config_dir is not None:
+        words.append(f"hydra.searchpath=[{search_path(config_dir)}]")
+    with initialize_config_module("mprun.conf", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        try:
+            hydra.multirun(CONFIG_NAME, _Task(job), words, with_log_configuration=False)
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+
+
+def _values(override: Override) -> list[str]:
+    """The overrides, each with one value, that an override with a list stands for."""
+    text = str(override.input_line)
+    if not override.is_sweep_override():
+        return [text]
+    if not override.is_discrete_sweep():
+        raise UsageError(f"'{text}': an interval has no end of values; list some: name=a,b")
+    loader = GlobalHydra.instance().config_loader()  # knows the options a glob(*) stands for
+    with_options = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
+    return [f"{override.key_or_group}={x}" for x in with_options.sweep_string_iterator()]
+
+
+class _Task:
+    """A job as Hydra calls it: with a composed configuration."""
+
+    __name__ = "mprun"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self, raw: DictConfig) -> int:
+        settings = HydraConfig.get()
+        folder = Path(settings.runtime.output_dir)
+        raw.run.dir = str(folder)
+        given = [parse(text) for text in settings.overrides.task]
+        return self._job(to_composed(raw, given), folder)

@@ -1,0 +1,93 @@
+"""The configuration of a run that goes on: its own, with the few fields that may change.
+
+A run is continued bit for bit, so it keeps everything that decides its bits. What only decides when
+it ends, what it writes, or where files lie may be given anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from mprun.config.reference import GROUPS, leaves
+from mprun.config.schema import Config, Scheduler
+from mprun.errors import UsageError, hint
+
+MAY_CHANGE = (
+    "train.epochs",
+    "train.max_steps",
+    "train.max_time_s",
+    "train.log_every",
+    "train.checkpoint_every_steps",
+    "data.root",
+)
+LENGTH = ("train.epochs", "train.max_steps")
+
+
+def resumed(folder: str, parsed: list[Override]) -> DictConfig:
+    """The configuration kept in `folder` with the overrides that are allowed.
+
+    Raises:
+        UsageError: no run is there, or an override would change what is being continued.
+    """
+    config = _kept(Path(folder))
+    for override in parsed:
+        key, value = override.key_or_group, override.value()
+        if key == "run.resume":
+            continue
+        if key in MAY_CHANGE:
+            _check_length(config, key, value)
+            _update(config, key, value, str(override.input_line))
+        elif not _is_same(config, key, value):
+            raise UsageError(
+                f"'{override.input_line}': a resumed run keeps its configuration; "
+                f"legal changes: {', '.join(MAY_CHANGE)}{hint(key, MAY_CHANGE)}"
+            )
+    config.run.dir = config.run.resume = folder
+    return config
+
+
+def _kept(folder: Path) -> DictConfig:
+    path = folder / "config.yaml"
+    try:
+        config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    except OSError as error:
+        raise UsageError(
+            f"run.resume={folder}: {path} cannot be read ({error.strerror}); "
+            "write the folder of a run"
+        ) from None
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"run.resume={folder}: {path} is no configuration ({reason})") from None
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def _check_length(config: DictConfig, key: str, value: Any) -> None:
+    scheduled = config.train.scheduler is not Scheduler.none
+    if key in LENGTH and scheduled and value != OmegaConf.select(config, key):
+        raise UsageError(
+            f"{key}={value}: the run's train.scheduler={config.train.scheduler.name} was planned "
+            f"for {key}={OmegaConf.select(config, key)}, which a resumed run keeps"
+        )
+
+
+def _update(config: DictConfig, key: str, value: Any, text: str) -> None:
+    try:
+        OmegaConf.update(config, key, value)
+    except OmegaConfBaseException:
+        raise UsageError(f"'{text}': {key} is {leaves()[key].legal}") from None
+
+
+def _is_same(config: DictConfig, key: str, value: Any) -> bool:
+    """Whether the override repeats what the run has."""
+    if key in GROUPS and "name" not in config[key]:  # an option known by its fields alone
+        return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
+    kept = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
+    return bool(kept == value) or str(getattr(kept, "name", kept)) == str(value)

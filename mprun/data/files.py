@@ -1,0 +1,119 @@
+"""The files of MNIST and FashionMNIST: where they lie, and whether they are the published ones.
+
+A set is four files, laid out in the data folder as torchvision lays them:
+
+    MNIST/raw/train-images-idx3-ubyte    MNIST/raw/t10k-images-idx3-ubyte
+    MNIST/raw/train-labels-idx1-ubyte    MNIST/raw/t10k-labels-idx1-ubyte
+
+A file is good when its SHA-256 is the published one's. Its size decides nothing, but tells a
+download that broke off (truncated) from a disk or a copy that changed bytes (corrupt).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mprun.errors import UsageError
+
+SHA256 = {
+    "MNIST": {
+        "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+    },
+    "FashionMNIST": {
+        "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+        "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    },
+}
+
+SIZE_BYTES = {
+    "train-images-idx3-ubyte": 16 + 60_000 * 28 * 28,
+    "train-labels-idx1-ubyte": 8 + 60_000,
+    "t10k-images-idx3-ubyte": 16 + 10_000 * 28 * 28,
+    "t10k-labels-idx1-ubyte": 8 + 10_000,
+}
+"""Of either set's files: a header (4 bytes of type, 4 per dimension), then a byte per value."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What was found where a file of a set belongs."""
+
+    path: Path
+    """Where it belongs."""
+    state: Literal["ok", "missing", "damaged"]
+    """ok is what has the published SHA-256."""
+    detail: str = ""
+    """What was found and what was expected, in one line; empty for a good file."""
+
+
+def find_root(root: str | None) -> Path:
+    """The one folder to look in: `root`, else MPRUN_DATA, else mprun's cache folder.
+
+    Raises:
+        UsageError: it begins with `~` and there is no such home folder.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    chosen = root or os.environ.get("MPRUN_DATA") or f"{cache}/mprun"
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"the data folder {chosen}: there is no such home folder; set data.root or MPRUN_DATA"
+        ) from None
+
+
+def raw_folder(name: str, root: Path) -> Path:
+    """The folder of a set's files."""
+    return root / name / "raw"
+
+
+def is_complete(name: str, root: Path) -> bool:
+    """Whether all four files of the set are there; `check` tells whether they are good."""
+    return all((raw_folder(name, root) / file).is_file() for file in SHA256[name])
+
+
+def check(name: str, root: Path) -> list[FileState]:
+    """The state of each of the set's files, in the order of the table."""
+    return [
+        _check_file(raw_folder(name, root) / file, SIZE_BYTES[file], expected)
+        for file, expected in SHA256[name].items()
+    ]
+
+
+def _check_file(path: Path, size: int, expected: str) -> FileState:
+    wanted = f"expected {size} bytes with SHA-256 {expected}"
+    try:
+        found, found_size = sha256(path), path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return FileState(path, "missing", wanted)
+    except OSError as error:
+        return FileState(path, "damaged", f"cannot be read ({error.strerror}), {wanted}")
+    if found == expected:
+        return FileState(path, "ok")
+    kind = "truncated" if found_size < size else "too long" if found_size > size else "corrupt"
+    return FileState(path, "damaged", f"{kind}: {found_size} bytes with SHA-256 {found}, {wanted}")
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content in hexadecimal, read a megabyte at a time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def fetch_command(names: Iterable[str], root: Path) -> str:
+    """The command that mends these sets, as a shell takes it."""
+    return shlex.join(["mprun", "data", "fetch", *names, f"data.root={root}"])

@@ -1,0 +1,154 @@
+"""Stand-ins for kernels: TF32 rounding bit for bit, float16 ops by float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.precision import EmulatedTf32, Float16ByFloat32, round_to_tf32
+
+
+def exact_tf32(x: Tensor) -> Tensor:
+    """The oracle: nearest multiple of the last kept bit's weight, ties to even, in float64."""
+    wide = x.double()
+    _, exponent = torch.frexp(wide)
+    # Normals have an 11-bit significand; below 2^-126 the quantum stays that of subnormals.
+    quantum = torch.ldexp(torch.ones_like(wide), torch.clamp(exponent - 11, min=-126 - 10))
+    return (torch.round(wide / quantum) * quantum).float()  # torch.round takes ties to even
+
+
+def test_every_dropped_pattern_at_every_exponent_rounds_exactly() -> None:
+    """All 2^13 patterns of the bits that go, above even and odd kept bits, every exponent."""
+    dropped = torch.arange(2**13, dtype=torch.int64)
+    for exponent in range(255):
+        for kept in (0, 1, 2**10 - 1):
+            bits = (exponent << 23) | (kept << 13) | dropped
+            x = bits.to(torch.int32).view(torch.float32)
+            for signed in (x, -x):
+                found, exact = round_to_tf32(signed), exact_tf32(signed)
+                assert torch.equal(found.view(torch.int32), exact.view(torch.int32))
+
+
+def test_infinities_and_nan_are_kept_and_the_largest_overflow() -> None:
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0])
+    found = round_to_tf32(special)
+    assert torch.equal(found[:2], special[:2])
+    assert found[2].isnan()
+    assert torch.equal(found[3:].view(torch.int32), special[3:].view(torch.int32))
+    largest = torch.tensor(torch.finfo(torch.float32).max)
+    assert round_to_tf32(largest).isinf()
+
+
+class Spy(TorchDispatchMode):
+    """Keeps the tensor arguments of the ops in `names`."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[Tensor]]] = []
+        self._names = names
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in self._names:
+            self.seen.append((name, [a.detach().clone() for a in args if isinstance(a, Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+def is_tf32(x: Tensor) -> bool:
+    return bool((x.view(torch.int32) & 0x1FFF == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "op"),
+    [
+        (nn.Linear(8, 4), (3, 8), "addmm"),
+        (nn.Linear(8, 4, bias=False), (3, 8), "mm"),
+        (nn.Conv2d(2, 3, 3), (2, 2, 8, 8), "convolution"),
+    ],
+)
+def test_what_enters_products_is_rounded_forward_and_backward(
+    model: nn.Module, shape: tuple[int, ...], op: str
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, requires_grad=True)
+    with Spy("mm", "addmm", "convolution", "convolution_backward") as spy, EmulatedTf32().region():
+        model(x).square().sum().backward()
+    names = [name for name, _ in spy.seen]
+    assert op in names
+    assert len(names) >= 2  # a product forward, one or two backward
+    for name, tensors in spy.seen:
+        products = tensors[1:] if name == "addmm" else tensors
+        kept = products[:3] if name == "convolution_backward" else products[:2]
+        assert all(is_tf32(t) for t in kept), name
+    assert not is_tf32(x.detach())
+
+
+def test_a_product_is_that_of_exactly_rounded_inputs() -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    with EmulatedTf32().region():
+        found = a @ b
+    assert torch.equal(found, exact_tf32(a) @ exact_tf32(b))
+
+
+def test_fused_attention_does_not_escape() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    with Spy("bmm") as spy, EmulatedTf32().region():
+        F.scaled_dot_product_attention(q, k, v)
+    assert spy.seen
+    assert all(is_tf32(t) for _, tensors in spy.seen for t in tensors)
+
+
+CASES: list[tuple[nn.Module, tuple[int, ...]]] = [
+    (nn.Linear(16, 8), (4, 16)),
+    (nn.Conv2d(3, 4, 3), (2, 3, 10, 10)),
+]
+
+
+@pytest.mark.parametrize("matmuls", [False, True])
+@pytest.mark.parametrize(("model", "shape"), CASES)
+def test_float16_by_float32_gives_the_kernels_results(
+    model: nn.Module, shape: tuple[int, ...], matmuls: bool
+) -> None:
+    torch.manual_seed(0)
+    model, x = model.half(), torch.randn(shape).half()
+
+    def gradients(run: Callable[[], None]) -> list[Tensor]:
+        model.zero_grad()
+        run()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    def native() -> None:
+        model(x).float().square().mean().backward()
+
+    def substituted() -> None:
+        with Float16ByFloat32(matmuls).region():
+            native()
+
+    for a, b in zip(gradients(native), gradients(substituted), strict=True):
+        assert b.dtype == torch.float16
+        # Equal but for the order of float32 sums, which can move the float16 rounding by one.
+        torch.testing.assert_close(a, b, rtol=2**-9, atol=2**-20)
+
+
+def test_other_dtypes_pass_untouched() -> None:
+    a = torch.randn(8, 8)
+    with Float16ByFloat32(matmuls=True).region():
+        assert torch.equal(a @ a, (a @ a))
+        assert (a.bfloat16() @ a.bfloat16()).dtype == torch.bfloat16
+
+
+def test_substitutions_name_every_op() -> None:
+    assert [s.op for s in Float16ByFloat32(matmuls=False).substitutions] == [
+        "aten.convolution_backward"
+    ]
+    names = {s.op for s in Float16ByFloat32(matmuls=True).substitutions}
+    assert {"aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"} < names
+    assert EmulatedTf32().substitutions == ()
