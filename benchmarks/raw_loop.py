@@ -9,8 +9,8 @@ loop's wall time divided by its steps, logging and metrics included. `speed=plai
 
 glibc gives memory at the top of its heap back to the system and faults it in again, or does not,
 depending on what small object happens to lie there: with several models in one process that is a
-lottery worth up to half a step (8,000 page faults a step in one loop and none in the other, changing
-sides with the length of the blocks). So it is switched off here, for both loops.
+lottery worth up to half a step (8,000 page faults a step in one loop and none in the other,
+changing sides with the length of the blocks). So it is switched off here, for both loops.
 """
 
 from __future__ import annotations
