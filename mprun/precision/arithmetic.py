@@ -11,8 +11,8 @@ order of the sums is the CPU's.
 
 float16 on a CPU: kernels exist for every op, but some are reference loops, from 20 to 700 times
 slower than float32 (convolution's backward on every CPU we tried, matmuls on those without
-AVX512-FP16). Computing such an op in float32 and rounding its result to float16 gives what the
-kernel gives, up to the order of float32 sums.
+AVX512-FP16). Such an op is computed in float32 and its result rounded to float16 once; a kernel may
+sum in another order or round partial sums as well, so the bits can differ.
 """
 
 from __future__ import annotations
