@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-__all__ = ["FakeTensorMode", "in_backward", "step_unless", "unscale_and_check"]
+__all__ = ["FakeTensorMode", "in_backward", "is_fake", "step_unless", "unscale_and_check"]
 
 
 def in_backward() -> bool:
@@ -50,3 +50,8 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif not overflow.item():
         optimizer.step()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
+    return isinstance(tensor, FakeTensor)

@@ -19,14 +19,13 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from mprun._torch import FakeTensorMode
 from mprun.config import Config
 from mprun.config.reference import describe_type
-from mprun.config.schema import LayerDType, LrRule, OptimizerConfig, OptimizerName, Scheduler
+from mprun.config.schema import LayerDType, LrRule, Scheduler
 from mprun.config.validate import loss_scale_kind
 from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
 from mprun.data.batches import place
@@ -34,13 +33,16 @@ from mprun.errors import UsageError, hint
 from mprun.loggers import check_logger
 from mprun.numerics.footprint import measure
 from mprun.observer import NoObserver
+from mprun.optimizers import build_optimizer, engine_for, keeps_low_precision
 from mprun.precision import (
     Arithmetic,
     AutocastCaster,
+    BlockedConvolutions,
     Caster,
     ClipNorm,
     DynamicLossScale,
     DynamicRule,
+    Emulated16,
     EmulatedTf32,
     Float16ByFloat32,
     LossScale,
@@ -54,7 +56,9 @@ from mprun.precision import (
     accelerated,
     has_tf32,
 )
-from mprun.precision.layers import resolve
+from mprun.precision.convert import convert
+from mprun.precision.layers import LAYER_DTYPES, resolve
+from mprun.precision.policy import torch_dtype
 from mprun.readings import readings_for
 from mprun.recipe import Recipe
 from mprun.record import BatchRow
@@ -127,10 +131,16 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     device = choose_device(kept.get("device", config.device.name))
     execution = choose_execution(kept.get("execution", config.execution.name), policy, device)
     optimizer = config.train.optimizer.name.name
+    layers = choose_layers(config, recipe, policy)
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
     if choices:
         speed = SpeedChoice(kept["memory_format"], kept["optimizer_impl"])
-    by_float32 = kept.get("by_float32") or choose_by_float32(config.speed.name, policy, device)
+    if keeps_low_precision(policy, layers):
+        engine = engine_for(config.speed.name, device, kept.get("optimizer_impl"))
+        speed = replace(speed, optimizer_impl=engine)
+    by_float32 = kept.get("by_float32")
+    if by_float32 is None:
+        by_float32 = choose_by_float32(config.speed.name, policy, execution, device)
     batch, capped = batch_sizes(config)
     splits = load_data(recipe, data_request(config))
     if not len(splits.train):
@@ -150,7 +160,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
         splits=splits,
         batch=batch,
         lr=lr,
-        layers=choose_layers(config, recipe),
+        layers=layers,
         by_float32=by_float32,
         warnings=tuple(warnings),
     )
@@ -238,22 +248,39 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
-    """native or emulated: TF32 is native where the hardware has it, the other modes everywhere."""
-    can = ("emulated", "native") if policy.tf32 and has_tf32(device) else ("native",)
-    if policy.tf32 and not has_tf32(device):
-        can = ("emulated",)
+    """native or emulated: what was asked for, else native where that can be."""
+    can, reason = _executions(policy, device)
     if wanted != "auto" and wanted not in can:
-        reason = (
-            f"{device.type} here has no TensorFloat-32"
-            if policy.tf32
-            else f"precision={policy.name} runs natively on every device and has no emulation"
-        )
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
-    return can[-1] if wanted == "auto" else wanted
+    return can[0] if wanted == "auto" else wanted
 
 
-def choose_layers(config: Config, recipe: Recipe) -> dict[str, str]:
-    """`precision.layers` over `precision.layers_file`, each key resolved to modules' names."""
+def _executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+    """How a policy can be carried out, the best first, and why not otherwise."""
+    emulated, both = ("emulated",), ("native", "emulated")
+    if policy.rounding_scope == "all":
+        return emulated, (
+            "precision.rounding_scope=all rounds every result stochastically, and what a kernel "
+            "returns is already rounded to nearest"
+        )
+    if policy.partials_dtype == "float16" and device.type != "cuda":
+        return emulated, (
+            "precision.partials_dtype=float16: CPU kernels accumulate in float32 and have no switch"
+        )
+    if policy.tf32:
+        no = f"{device.type} here has no TensorFloat-32"
+        return (both, "") if has_tf32(device) else (emulated, no)
+    if policy.is_low:
+        return both, ""
+    no = f"precision={policy.name} runs natively on every device and has no emulation"
+    return ("native",), no
+
+
+def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, str]:
+    """`precision.layers` over `precision.layers_file`, each key resolved to modules' names.
+
+    On a fake model, which is brought to its dtypes to see whether that can be done.
+    """
     wanted = {key: dtype.name for key, dtype in config.precision.layers.items()}
     if config.precision.layers_file is not None:
         wanted = {**_layers_file(Path(config.precision.layers_file)), **wanted}
@@ -261,10 +288,14 @@ def choose_layers(config: Config, recipe: Recipe) -> dict[str, str]:
         return {}
     with torch.random.fork_rng(devices=[]), FakeTensorMode():
         model = recipe.model()
-    try:
-        return resolve(model, wanted)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+        try:
+            found = resolve(model, wanted)
+            if policy.casting == "none":
+                dtypes = {name: LAYER_DTYPES[dtype] for name, dtype in found.items()}
+                convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=dtypes)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return found
 
 
 def _layers_file(path: Path) -> dict[str, str]:
@@ -283,13 +314,14 @@ def _layers_file(path: Path) -> dict[str, str]:
     return {str(key): value for key, value in found.items()}
 
 
-def choose_by_float32(speed: str, policy: Policy, device: torch.device) -> str:
+def choose_by_float32(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
     """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
 
-    `speed=plain` keeps every kernel. Else it depends on whether float16 matmuls have instructions
-    of their own here, which is measured.
+    `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether float16
+    matmuls have instructions of their own here, which is measured.
     """
-    if speed == "plain" or policy.compute_dtype != "float16" or device.type != "cpu":
+    native = execution == "native" and policy.compute_dtype == "float16"
+    if speed == "plain" or not native or device.type != "cpu":
         return "none"
     # Kernels with their own instructions run near float32's speed, reference loops 50 times slower.
     return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"
@@ -347,7 +379,7 @@ def build_precision(chosen: Plan) -> Precision:
         policy,
         caster,
         build_arithmetic(chosen),
-        build_loss_scale(chosen.config, chosen.device),
+        build_loss_scale(chosen.config, chosen.layers, chosen.device),
         NoClip() if clip_norm is None else ClipNorm(clip_norm),
         layers=chosen.layers,
     )
@@ -357,14 +389,25 @@ def build_arithmetic(chosen: Plan) -> Arithmetic:
     """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
     if chosen.policy.tf32 and chosen.execution == "emulated":
         return EmulatedTf32()
+    policy = chosen.policy
+    if chosen.execution == "emulated":
+        everywhere = policy.rounding_scope == "all"
+        return Emulated16(
+            policy.rounding if everywhere else "nearest",
+            policy.overflow,
+            policy.partials_dtype,
+            chosen.config.seed,
+        )
+    if policy.partials_dtype == "float16":
+        return BlockedConvolutions()
     if chosen.by_float32 != "none":
         return Float16ByFloat32(matmuls=chosen.by_float32 == "all")
     return NativeArithmetic()
 
 
-def build_loss_scale(config: Config, device: torch.device) -> LossScale:
-    """The loss scale the configuration asks for, or the mode needs."""
-    scale, kind = config.loss_scale, loss_scale_kind(config)
+def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
+    """The loss scale the configuration asks for, or the mode or one of its layers needs."""
+    scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
     if kind == "static":
         return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)
     if kind == "dynamic":
@@ -382,15 +425,22 @@ def build_parts(chosen: Plan) -> Parts:
     torch.manual_seed(config.seed)
     precision = build_precision(chosen)
     model = precision.prepare(recipe.model(), device, chosen.speed.torch_memory_format)
-    optimizer = build_optimizer(config.train.optimizer, model, chosen.lr, chosen.speed)
+    optimizer = build_optimizer(
+        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
+    )
     splits, batch = chosen.splits, chosen.batch
     order = Order(len(splits.train), config.seed, splits.shuffle)
 
-    def batches(data: Any, size: int) -> Batches:
+    def batches(data: TensorSet, size: int) -> Batches:
         def prepare(inputs: torch.Tensor) -> torch.Tensor:
-            return chosen.speed.inputs(recipe.prepare(inputs))
+            return chosen.speed.inputs(recipe.prepare(inputs).to(precision.input_dtype))
 
-        return Batches(place(data, device), size, prepare, device)
+        return Batches(place(stored(data), device), size, prepare, device)
+
+    def stored(data: TensorSet) -> TensorSet:
+        """Samples the recipe takes as they lie are converted once, before they travel."""
+        as_they_lie = type(recipe).prepare is Recipe.prepare and data.inputs.is_floating_point()
+        return data.with_inputs(precision.input_dtype) if as_they_lie else data
 
     train = batches(splits.train, batch["effective"])
     planned = chosen.limits.planned_steps(len(train))
@@ -407,32 +457,6 @@ def build_parts(chosen: Plan) -> Parts:
         micro_batch=batch["micro"],
         clock=clock_for(device),
         readings=readings_for(device),
-    )
-
-
-def build_optimizer(
-    config: OptimizerConfig, model: nn.Module, lr: float, speed: SpeedChoice
-) -> Optimizer:
-    """The optimizer with the implementation `speed` chose."""
-    parameters, how = model.parameters(), speed.optimizer_options()
-    decay = config.weight_decay
-    if config.name is OptimizerName.sgd:
-        return torch.optim.SGD(
-            parameters, lr=lr, momentum=config.momentum, weight_decay=decay, **how
-        )
-    if config.name is OptimizerName.rmsprop:
-        return torch.optim.RMSprop(
-            parameters,
-            lr=lr,
-            alpha=config.alpha,
-            eps=config.eps,
-            momentum=config.momentum,
-            weight_decay=decay,
-            foreach=how["foreach"],
-        )
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(
-        parameters, lr=lr, betas=betas, eps=config.eps, weight_decay=decay, **how
     )
 
 

@@ -59,6 +59,7 @@ class PrecisionRow(TypedDict):
     layers: dict[str, str]
     rounding: str
     rounding_scope: str
+    overflow: str
     accum_dtype: str
     momentum_dtype: str
     variance_dtype: str

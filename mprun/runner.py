@@ -267,7 +267,7 @@ class Trainer:
         """One optimizer step on a batch, in micro-batches."""
         parts, losses, outputs = self.parts, [], []
         parts.optimizer.zero_grad()
-        parts.precision.begin_step()
+        parts.precision.begin_step(self.step + 1)
         for x, y in self._micro_batches(batch):
             output = parts.precision.forward(parts.model, x)
             loss = parts.recipe.loss(output, y)

@@ -25,7 +25,7 @@ class SpeedChoice:
     memory_format: str
     """contiguous or channels_last."""
     optimizer_impl: str
-    """forloop, foreach or fused, PyTorch's three implementations."""
+    """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
 
     def optimizer_options(self) -> dict[str, bool]:
         """The implementation as arguments of a torch.optim class."""

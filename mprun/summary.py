@@ -28,7 +28,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "data": sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
         "allocator_peak": None,
     }
-    scale = build_loss_scale(config, torch.device("cpu"))
+    scale = build_loss_scale(config, chosen.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
     slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
     return {

@@ -63,7 +63,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "recipe=mnits",
         ["'recipe=mnits'", "one of fashion_mnist, linear, mnist", "did you mean 'mnist'?"],
     ),
-    ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, fp16_mixed"]),
+    ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
     ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
     ("recipe=null", ["'recipe=null'", "recipe is one of"]),

@@ -20,7 +20,9 @@ ALLOWED = {
     "_torch": set(),
     "config": set(),
     "help": {"config"},
-    "precision": {"_torch"},
+    "kernels": set(),
+    "precision": {"_torch", "kernels"},
+    "optim": {"_torch", "kernels", "precision"},
     "data": set(),
     "record": set(),
     "report": {"record"},
@@ -47,6 +49,7 @@ ALLOWED = {
         "timing",
     },
     "checkpoint": {"record"},
+    "optimizers": {"config", "optim", "precision", "speed"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}
 ALLOWED["summary"] = {"build", "environment", "record"}

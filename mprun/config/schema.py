@@ -31,15 +31,25 @@ class Casting(Enum):
 
 
 class Rounding(Enum):
-    """How a result is brought to a narrower dtype."""
+    """How a result is brought to a narrower dtype; kahan keeps what nearest cuts off."""
 
     nearest = "nearest"
+    stochastic = "stochastic"
+    kahan = "kahan"
 
 
 class RoundingScope(Enum):
     """Which results are rounded by `rounding`: parameter and state updates, or all."""
 
     update = "update"
+    all = "all"
+
+
+class Overflow(Enum):
+    """What rounding makes of finite numbers beyond a dtype's largest."""
+
+    infinity = "infinity"
+    saturate = "saturate"
 
 
 class Device(Enum):
@@ -101,6 +111,8 @@ class LayerDType(Enum):
     """What a module can be kept in."""
 
     fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
 
 
 class Scheduler(Enum):
@@ -146,21 +158,23 @@ class PrecisionConfig:
     casting: Casting = MISSING
     """How ops get their dtype: none (parameters' own) or autocast."""
     rounding: Rounding = MISSING
-    """Rounding of updates."""
+    """Rounding of parameters and optimizer state kept in 16 bits: nearest, stochastic or kahan."""
     rounding_scope: RoundingScope = MISSING
-    """Which results `rounding` applies to."""
+    """What is rounded so: update, parameters and state as they are written; all, every result."""
+    overflow: Overflow = Overflow.infinity
+    """What rounding makes of finite numbers beyond the largest: infinity, or saturate."""
     accum_dtype: DType = MISSING
-    """Dtype of the gradient buffer."""
+    """Dtype gradients are accumulated and kept in (PopTorch: accum_type)."""
     momentum_dtype: DType = MISSING
     """Dtype of the optimizer's first moment."""
     variance_dtype: DType = MISSING
-    """Dtype of the optimizer's second moment."""
+    """Dtype of the optimizer's second moment; in 16 bits its square root is kept."""
     partials_dtype: DType = MISSING
-    """Dtype matmul and convolution accumulate in."""
+    """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
     layers: dict[str, LayerDType] = field(default_factory=dict)
-    """Modules kept out of the casts, by name or glob, for example {fc2: fp32, encoder.*: fp32}."""
+    """Modules with a dtype of their own, by name or glob: {fc2: fp32, encoder.*: bf16}."""
     layers_file: str | None = None
     """A YAML file with such a mapping; precision.layers adds to it and wins."""
 

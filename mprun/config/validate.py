@@ -7,19 +7,19 @@ machine or on a recipe's class are checked where those are known (`build.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 from mprun.config.schema import (
-    Casting,
     Config,
     DataFallback,
     DataSource,
     DType,
     LossScaleKind,
     OptimizerName,
+    Overflow,
     Scheduler,
 )
 from mprun.errors import UsageError
@@ -110,7 +110,12 @@ def check(config: Config) -> None:
     if config.precision.tf32 and (config.precision.layers or config.precision.layers_file):
         raise UsageError(
             f"precision.layers with precision={config.precision.name}: TF32 is switched for the "
-            "whole process, modules cannot be kept out of it; legal with an autocast mode"
+            "whole process, modules cannot be kept out of it; legal with every other mode"
+        )
+    if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
+        raise UsageError(
+            "precision.overflow=saturate with a dynamic loss scale, which looks for the overflows "
+            "that saturation hides; legal: loss_scale=static, loss_scale=none"
         )
     for key in ("run.dir", "data.root", "run.resume", "precision.layers_file"):
         value = get(config, key)
@@ -132,11 +137,17 @@ def _check_length(config: Config) -> None:
             )
 
 
-def loss_scale_kind(config: Config) -> str:
-    """none, static or dynamic: `auto` is dynamic where the mode computes in float16."""
+def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
+    """none, static or dynamic: `auto` is dynamic where the mode or a layer computes in float16.
+
+    Args:
+        config: the configuration.
+        layers: dtypes of layers beyond those of `precision.layers`.
+    """
     kind = config.loss_scale.name
     if kind is LossScaleKind.auto:
-        needs = config.precision.compute_dtype is DType.float16
+        named = {dtype.name for dtype in config.precision.layers.values()} | {*layers}
+        needs = config.precision.compute_dtype is DType.float16 or "fp16" in named
         kind = LossScaleKind.dynamic if needs else LossScaleKind.none
     return kind.name
 
@@ -172,6 +183,6 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("growth_factor", "backoff_factor", "growth_interval", "floor", "value"):
         if kind == "none" or (kind == "static" and name != "value"):
             yield f"loss_scale.{name}", f"the loss scale of this run is {kind}"
-    if config.precision.casting is Casting.none:
-        for name in ("layers", "layers_file"):
-            yield f"precision.{name}", f"precision={config.precision.name} casts nothing"
+    if config.precision.compute_dtype is DType.float32 and not config.precision.layers:
+        for name in ("rounding", "overflow"):
+            yield f"precision.{name}", f"precision={config.precision.name} keeps nothing in 16 bits"

@@ -49,6 +49,12 @@ class TensorSet:
         """The first `n` samples and the rest; no copy."""
         return self.first(n), TensorSet(self.inputs[n:], self.targets[n:])
 
+    def with_inputs(self, dtype: torch.dtype) -> TensorSet:
+        """The same samples with inputs of `dtype`; itself where they are."""
+        return (
+            self if self.inputs.dtype == dtype else TensorSet(self.inputs.to(dtype), self.targets)
+        )
+
     def to(self, device: torch.device) -> TensorSet:
         """A copy on `device`."""
         return TensorSet(self.inputs.to(device), self.targets.to(device))

@@ -13,6 +13,7 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
+from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.execution import accelerated, backend_flags, has_tf32
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -27,11 +28,13 @@ from mprun.precision.precision import Precision
 __all__ = [
     "Arithmetic",
     "AutocastCaster",
+    "BlockedConvolutions",
     "Caster",
     "Clip",
     "ClipNorm",
     "DynamicLossScale",
     "DynamicRule",
+    "Emulated16",
     "EmulatedTf32",
     "Float16ByFloat32",
     "LossScale",

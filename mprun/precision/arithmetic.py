@@ -70,8 +70,24 @@ class Arithmetic(Protocol):
     def region(self) -> AbstractContextManager[object]:
         """A new region."""
 
+    def begin_step(self, step: int) -> None:
+        """Training step number `step` begins."""
 
-class NativeArithmetic:
+    def end_step(self) -> None:
+        """Its gradients are there; what follows is no training until the next `begin_step`."""
+
+
+class Stepless:
+    """For arithmetics that are the same in every step."""
+
+    def begin_step(self, step: int) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+
+class NativeArithmetic(Stepless):
     """PyTorch's kernels."""
 
     substitutions: tuple[Substitution, ...] = ()
@@ -81,7 +97,7 @@ class NativeArithmetic:
         return self._nothing
 
 
-class EmulatedTf32:
+class EmulatedTf32(Stepless):
     """TF32 on any device: the inputs of matmuls and convolutions are rounded."""
 
     substitutions: tuple[Substitution, ...] = ()
@@ -110,7 +126,7 @@ class _Tf32Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Float16ByFloat32:
+class Float16ByFloat32(Stepless):
     """float16 on a CPU, with the ops that have no fast kernel computed in float32 and rounded.
 
     Args:

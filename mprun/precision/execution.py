@@ -30,6 +30,7 @@ _FP32_SWITCHES: tuple[Any, ...] = (
 _REDUCTION_SWITCHES = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
 )
 
 
@@ -39,7 +40,7 @@ def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
 
     float32 arithmetic is IEEE unless `native_tf32`, for a TF32 policy on hardware that has it
     (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
-    reductions of 16-bit matmuls off.
+    reductions of 16-bit matmuls off, float16 partials switch accumulation in float16 on.
     """
     matmul = _B.cuda.matmul
     before_fp32 = [switch.fp32_precision for switch in _FP32_SWITCHES]
@@ -80,6 +81,16 @@ def accelerated(
     """
     if dtype == torch.float32:
         return True
+    threads = torch.get_num_threads()
+    # Several threads beside another process slow down tenfold, now one dtype and now the other.
+    torch.set_num_threads(1)
+    try:
+        return _faster(dtype, device, side, tolerance)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _faster(dtype: torch.dtype, device: torch.device, side: int, tolerance: float) -> bool:
     return _matmul_s(dtype, device, side) < tolerance * _matmul_s(torch.float32, device, side)
 
 

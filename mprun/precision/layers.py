@@ -1,8 +1,13 @@
-"""Modules kept out of the casts, by name.
+"""Modules in a precision of their own, by name.
 
-Some regions do not survive 16 bits (decompositions, long sums, losses inside a model). A module
-named in `precision.layers` runs in float32 inside an autocast region: autocast is switched off
-around its forward pass, and 16-bit inputs are cast up at its border.
+Some regions do not survive 16 bits (decompositions, long sums, losses inside a model), others could
+do with fewer than the mode gives them. What `precision.layers` means for a module depends on where
+the mode's dtypes come from:
+
+    casting none      the module's parameters are stored in that dtype, and it computes in it;
+                      every layer casts its inputs to the dtype of its own parameters
+    casting autocast  parameters stay float32; fp32 switches autocast off inside the module, fp16
+                      and bf16 make it cast to that dtype
 
 A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
 name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module
@@ -11,7 +16,8 @@ inside a kept one is kept with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -45,23 +51,50 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def keep_in_float32(model: nn.Module, names: Mapping[str, str], device_type: str) -> None:
-    """Make the modules in `names` compute in float32 inside an autocast region."""
-    for name in names:
-        _keep(model.get_submodule(name), device_type)
+LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""What a layer can be kept in, by the names users write."""
 
 
-def _keep(module: nn.Module, device_type: str) -> None:
+def compute_in(model: nn.Module, named: Mapping[str, torch.dtype], device_type: str) -> None:
+    """Make modules compute in a dtype of their own inside an autocast region.
+
+    Parameters stay as they are. float32: autocast is off inside, and 16-bit inputs are cast up; 16
+    bits: autocast goes to that dtype instead.
+    """
+    for name, dtype in named.items():
+        _wrap(model.get_submodule(name), _region(dtype, device_type), dtype)
+
+
+def _region(dtype: torch.dtype, device_type: str) -> Callable[[], AbstractContextManager[object]]:
+    if dtype == torch.float32:
+        return lambda: torch.autocast(device_type, enabled=False)
+    # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
+    return lambda: torch.autocast(device_type, dtype, cache_enabled=False)
+
+
+def cast_at_borders(model: nn.Module) -> None:
+    """Make every module that has parameters of its own cast its floating inputs to their dtype.
+
+    As Keras' layers do; what a layer hands on keeps its dtype until the next one.
+    """
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        floating = [x.dtype for x in own if x.is_floating_point()]
+        if floating:
+            _wrap(module, nullcontext, floating[0])
+
+
+def _wrap(
+    module: nn.Module, region: Callable[[], AbstractContextManager[object]], dtype: torch.dtype
+) -> None:
     inner = module.forward
 
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.dtype in LAYER_DTYPES.values()
+        return value.to(dtype) if floating else value
+
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, enabled=False):
-            return inner(*tree_map(_up, args), **tree_map(_up, kwargs))
+        with region():
+            return inner(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     module.forward = forward
-
-
-def _up(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value

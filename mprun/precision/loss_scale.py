@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun._torch import step_unless, unscale_and_check
 from mprun.precision.clip import Clip
+from mprun.precision.update import update
 
 STATIC_PATIENCE = 100
 """Skipped steps in a row after which a static scale is called too high."""
@@ -75,9 +75,7 @@ class NoLossScale:
         return loss
 
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        clip(optimizer)
-        optimizer.step()
-        return None
+        return update(optimizer, None, clip)
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         return None
@@ -106,10 +104,7 @@ class StaticLossScale:
         return loss * self.tensor
 
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        overflow = unscale_and_check(optimizer, self.tensor)
-        clip(optimizer)
-        step_unless(optimizer, overflow)
-        return overflow
+        return update(optimizer, self.tensor, clip)
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         if skipped_in_a_row < STATIC_PATIENCE:

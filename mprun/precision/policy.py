@@ -2,15 +2,19 @@
 
 The table of modes is `conf/precision/*.yaml`; two modes differ exactly where their rows differ:
 
-    mode        parameters  computation  output   casting
-    fp32        float32     float32      float32  none
-    tf32        float32     float32      float32  none      (tf32: true)
-    bf16_mixed  float32     bfloat16     float32  autocast
-    fp16_mixed  float32     float16      float32  autocast
+    mode          parameters  computation  casting   rounding    of         gradients
+    fp32          float32     float32      none      nearest     updates    float32
+    tf32          float32     float32      none      nearest     updates    float32   (tf32: true)
+    bf16_mixed    float32     bfloat16     autocast  nearest     updates    float32
+    fp16_mixed    float32     float16      autocast  nearest     updates    float32
+    bf16_true     bfloat16    bfloat16     none      nearest     updates    bfloat16
+    fp16_true     float16     float16      none      nearest     updates    float16
+    bf16_sr       bfloat16    bfloat16     none      stochastic  updates    bfloat16
+    half_sr       float16     float16      none      stochastic  updates    float16
+    half_sr_full  float16     float16      none      stochastic  all        float16
 
-Keras calls the first two the variable dtype and the compute dtype. The remaining columns (rounding
-and its scope, the dtypes of the gradient buffer, the optimizer's moments and of the partial sums
-inside a matmul) are float32 and nearest in all of them.
+Keras calls the first two columns the variable dtype and the compute dtype. The optimizer's moments,
+the partial sums inside a matmul and the outputs are float32 in all of them.
 
 A row must be one this version really carries out: a combination that would have to be silently
 replaced by another is refused here.
@@ -24,6 +28,28 @@ from typing import Any
 import torch
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+LOW_DTYPES = ("bfloat16", "float16")
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+
+
+def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
+    """What the name of a mode with 16-bit parameters states."""
+    return {"casting": ("none",), "param_dtype": (dtype,), "rounding": roundings, "tf32": (False,)}
+
+
+_FP32: dict[str, tuple[Any, ...]] = {"casting": ("none",), "param_dtype": ("float32",)}
+NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp32": {**_FP32, "tf32": (False,)},
+    "tf32": {**_FP32, "tf32": (True,)},
+    "bf16_mixed": {"casting": ("autocast",), "compute_dtype": ("bfloat16",)},
+    "fp16_mixed": {"casting": ("autocast",), "compute_dtype": ("float16",)},
+    "bf16_true": _true("bfloat16", "nearest", "kahan"),
+    "fp16_true": _true("float16", "nearest", "kahan"),
+    "bf16_sr": _true("bfloat16", "stochastic"),
+    "half_sr": _true("float16", "stochastic"),
+    "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
+}
+"""Columns that the names of the shipped modes fix."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -50,7 +76,11 @@ class Policy:
     casting: str
     """none, or autocast to `compute_dtype`."""
     rounding: str
+    """nearest, stochastic or kahan, of parameters and optimizer state kept in 16 bits."""
     rounding_scope: str
+    """update: where those are written; all: every result, forward and backward."""
+    overflow: str
+    """What rounding makes of finite numbers beyond the largest: infinity, or saturate."""
     accum_dtype: str
     """The gradient buffer."""
     momentum_dtype: str
@@ -71,26 +101,32 @@ class Policy:
                     f"(casting={self.casting}): legal is {words}"
                 )
 
+    @property
+    def is_low(self) -> bool:
+        """Whether anything is computed in 16 bits."""
+        return self.compute_dtype != "float32"
+
     def _legal(self) -> dict[str, tuple[Any, ...]]:
-        only_fp32 = ("float32",)
-        computes = {"none": only_fp32, "autocast": ("bfloat16", "float16")}
-        compute = computes.get(self.casting, only_fp32)
-        named = {"bf16_mixed": ("bfloat16",), "fp16_mixed": ("float16",)}
-        switches = {"fp32": (False,), "tf32": (True,)}
-        return {
-            "casting": tuple(computes),
-            "param_dtype": only_fp32,
-            # A shipped mode's name states its compute dtype; another dtype needs another name.
-            "compute_dtype": named.get(self.name, compute),
-            "output_dtype": tuple(dict.fromkeys((*only_fp32, self.compute_dtype))),
-            "rounding": ("nearest",),
-            "rounding_scope": ("update",),
-            "accum_dtype": only_fp32,
-            "momentum_dtype": only_fp32,
-            "variance_dtype": only_fp32,
-            "partials_dtype": only_fp32,
-            "tf32": switches.get(self.name, (False, self.casting == "none")),
+        parameters = FLOAT_DTYPES if self.casting == "none" else ("float32",)
+        computes = (self.param_dtype,) if self.casting == "none" else LOW_DTYPES
+        everywhere = self.is_low and self.rounding == "stochastic"
+        legal = {
+            "casting": ("none", "autocast"),
+            "param_dtype": parameters,
+            "compute_dtype": computes,
+            "output_dtype": tuple(dict.fromkeys(("float32", self.compute_dtype))),
+            "rounding": ROUNDINGS,
+            "rounding_scope": ("update", "all") if everywhere else ("update",),
+            "overflow": ("infinity",) if self.rounding == "kahan" else ("infinity", "saturate"),
+            "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
+            "momentum_dtype": FLOAT_DTYPES,
+            "variance_dtype": FLOAT_DTYPES,
+            "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
+            "tf32": (False, self.casting == "none" and not self.is_low),
         }
+        # A shipped mode's name states these: another value needs another name.
+        named = NAMED.get(self.name, {})
+        return {key: named.get(key, values) for key, values in legal.items()}
 
     def columns(self) -> dict[str, Any]:
         """The row without its name, as records keep it."""

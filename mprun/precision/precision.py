@@ -6,9 +6,9 @@ a step is taken. A mode is a choice of parts, never a subclass, so that the trai
 same for all of them. In a loop of one's own:
 
     precision.prepare(model, device)
-    for x, y in batches:
+    for step, (x, y) in enumerate(batches, start=1):
         optimizer.zero_grad()
-        precision.begin_step()
+        precision.begin_step(step)
         loss = loss_function(precision.forward(model, x), y)
         precision.backward(loss)
         skipped = precision.step(optimizer)
@@ -26,8 +26,8 @@ from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.buffers import BufferGuard, NoBufferGuard, guard_for
 from mprun.precision.caster import Caster
 from mprun.precision.clip import Clip
-from mprun.precision.convert import convert
-from mprun.precision.layers import keep_in_float32, resolve
+from mprun.precision.convert import accumulate_in, convert
+from mprun.precision.layers import LAYER_DTYPES, cast_at_borders, compute_in, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.policy import Policy, torch_dtype
 
@@ -41,7 +41,7 @@ class Precision:
         arithmetic: the region forward and backward passes run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
-        layers: module names or globs to the dtype they are kept in (float32).
+        layers: module names or globs to fp32, fp16 or bf16, the dtype each is kept in.
     """
 
     def __init__(
@@ -70,16 +70,40 @@ class Precision:
     ) -> nn.Module:
         """`model` on `device`, its parameters and floating buffers in the parameter dtype.
 
+        Layers named otherwise apart; gradients are accumulated in the policy's dtype.
+
         Raises:
-            ValueError: `layers` names no module, or names one twice.
+            ValueError: `layers` names no module, names one twice, or parts tied parameters.
         """
-        keep_in_float32(model, resolve(model, self._layers), device.type)
-        convert(model, device, torch_dtype(self.policy.param_dtype), memory_format)
+        named = {n: LAYER_DTYPES[d] for n, d in resolve(model, self._layers).items()}
+        stored = torch_dtype(self.policy.param_dtype)
+        if self.policy.casting == "none":
+            convert(model, device, stored, memory_format, named)
+            if named:
+                cast_at_borders(model)
+        else:
+            compute_in(model, named, device.type)
+            convert(model, device, stored, memory_format)
+        accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
         return model
 
-    def begin_step(self) -> None:
-        """An optimizer step's first forward pass is next."""
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """What floating inputs are converted to before they are sent to a device.
+
+        The parameters' where nothing casts (PyTorch's `model.half()` needs its inputs in float16
+        too); float32 where a caster takes over.
+        """
+        casts = self.policy.casting != "none"
+        return torch.float32 if casts else torch_dtype(self.policy.param_dtype)
+
+    def begin_step(self, step: int) -> None:
+        """The first forward pass of optimizer step number `step` is next.
+
+        The number decides the bits of stochastic rounding, so each step needs its own.
+        """
+        self.arithmetic.begin_step(step)
         self._guard.before()
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
@@ -95,6 +119,7 @@ class Precision:
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""
+        self.arithmetic.end_step()
         skipped = self.loss_scale.step(optimizer, self._clip)
         self._guard.after()
         return skipped

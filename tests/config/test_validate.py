@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mprun.build import build_optimizer
+from mprun.build import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import leaves
 from mprun.config.schema import OptimizerConfig, OptimizerName
 from mprun.config.validate import OPTIMIZER_FIELDS, RANGES, Range, check, get
 from mprun.errors import UsageError
+from mprun.optimizers import build_optimizer
 from mprun.speed import SpeedChoice
 
 LINEAR = compose(["recipe=linear"]).config
@@ -160,12 +161,17 @@ def test_a_parameter_the_optimizer_lacks_is_told(optimizer: str, field: str) -> 
     assert compose([name, parameter, parameter]).warnings == (sentence,)
 
 
+@pytest.mark.parametrize("implementation", ["forloop", "eager"])
 @pytest.mark.parametrize("optimizer", OptimizerName)
 @pytest.mark.parametrize("field", [k for k in vars(OPTIMIZER_DEFAULTS) if k != "name"])
-def test_the_optimizers_use_what_the_table_says(optimizer: OptimizerName, field: str) -> None:
+def test_the_optimizers_use_what_the_table_says(
+    optimizer: OptimizerName, field: str, implementation: str
+) -> None:
+    policy = build_policy(compose([]).config)
+
     def defaults(config: OptimizerConfig) -> dict[str, object]:
-        speed = SpeedChoice("contiguous", "forloop")
-        return build_optimizer(config, torch.nn.Linear(1, 1), 0.1, speed).defaults
+        speed = SpeedChoice("contiguous", implementation)
+        return build_optimizer(config, torch.nn.Linear(1, 1), 0.1, policy, speed, 0).defaults
 
     plain = replace(OPTIMIZER_DEFAULTS, name=optimizer)
     changed = replace(plain, **{field: 0.5})

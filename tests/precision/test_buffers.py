@@ -30,7 +30,7 @@ def step(model: nn.Module, x: Tensor, loss_factor: float = 1.0) -> Tensor:
     )
     precision.prepare(model, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    precision.begin_step()
+    precision.begin_step(1)
     precision.backward(precision.forward(model, x).sum() * loss_factor)
     skipped = precision.step(optimizer)
     assert skipped is not None

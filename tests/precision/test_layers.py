@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mprun.cli import main
-from mprun.precision.layers import keep_in_float32, resolve
+from mprun.precision.layers import compute_in, resolve
 
 
 def model() -> nn.Sequential:
@@ -42,7 +42,7 @@ def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> No
 
 def test_a_kept_module_computes_in_float32_inside_autocast() -> None:
     net = model()
-    keep_in_float32(net, {"2": "fp32"}, "cpu")
+    compute_in(net, {"2": torch.float32}, "cpu")
     seen: dict[int, torch.dtype] = {}
     for i in (0, 2):
         net[i].register_forward_hook(lambda m, a, out, i=i: seen.update({i: out.dtype}))
@@ -60,7 +60,7 @@ def test_it_equals_autocast_switched_off_by_hand() -> None:
         hidden = net[1](net[0](x))
         with torch.autocast("cpu", enabled=False):
             by_hand = net[2](hidden.float())
-    keep_in_float32(net, {"2": "fp32"}, "cpu")
+    compute_in(net, {"2": torch.float32}, "cpu")
     with torch.autocast("cpu", torch.bfloat16):
         ours = net(x)
     assert torch.equal(ours, by_hand)

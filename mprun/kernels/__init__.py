@@ -1,0 +1,128 @@
+"""Compiled loops for the CPU: stochastic rounding and optimizer steps in one pass over memory.
+
+Written out in PyTorch, a stochastic rounding is some fifteen passes over a tensor; one C loop that
+loads, computes, hashes, rounds and stores is bound by memory alone. The sources are small and
+compiled where they run, by the C compiler that is there, for the very processor (a quarter of a
+second), each combination of dtypes once; the result is kept in the user's cache folder. Where there
+is no compiler the PyTorch versions of the same operations do the work, several times slower, with
+the same bits: contraction to fused multiply-add and unsafe math are switched off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-std=c11",
+)
+# Tried in turn: with PyTorch's own OpenMP threads, already loaded; with the system's; without any.
+# Clang and older processors do not know every flag, hence the last try.
+VARIANTS = (
+    ("-mprefer-vector-width=512", "-fopenmp", "-nodefaultlibs", "-lc", "-lm"),
+    ("-mprefer-vector-width=512", "-fopenmp", "-lm"),
+    ("-lm",),
+)
+
+
+class NoCompilerError(Exception):
+    """There is no C compiler here, or it cannot compile for this machine; the text says why."""
+
+
+def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
+    """The library made of `source` (a file of this folder) with macros (None: without a value).
+
+    Raises:
+        NoCompilerError: see there.
+    """
+    return _load(
+        source, tuple(sorted(f"-D{k}" + (f"={v}" if v else "") for k, v in defines.items()))
+    )
+
+
+@lru_cache
+def why_not() -> str | None:
+    """Why nothing can be compiled here; None where it can. Tries it."""
+    try:
+        load("round.c", {"TO": "BF16"})
+    except NoCompilerError as error:
+        return str(error)
+    return None
+
+
+@cache
+def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
+    compiler = _compiler()
+    if os.environ.get("MPRUN_NO_COMPILER"):
+        raise NoCompilerError("MPRUN_NO_COMPILER is set")
+    if compiler is None:
+        raise NoCompilerError("no C compiler was found (CC, cc, gcc, clang)")
+    reasons = []
+    for variant in VARIANTS:
+        try:
+            return ctypes.CDLL(str(_compiled(compiler, source, (*FLAGS, *defines), variant)))
+        except (OSError, subprocess.SubprocessError) as error:
+            reasons.append(str(getattr(error, "stderr", None) or error).strip())
+    raise NoCompilerError(f"{compiler} cannot compile {source}: {reasons[-1].splitlines()[0]}")
+
+
+def _compiler() -> str | None:
+    """The C compiler of CC, or the first of the usual names."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+def _compiled(compiler: str, source: str, flags: tuple[str, ...], last: tuple[str, ...]) -> Path:
+    """The shared library, from the cache where it was made before."""
+    texts = [(SOURCES / name).read_text(encoding="utf-8") for name in ("formats.h", source)]
+    words = (*texts, compiler, *flags, *last, _processor())
+    name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:24]
+    folder = cache_folder()
+    made = folder / f"{Path(source).stem}-{name}.so"
+    if made.exists():
+        return made
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        out = Path(scratch) / made.name
+        command = [compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        out.replace(made)  # whole or not at all, should two runs compile at once
+    return made
+
+
+@lru_cache
+def cache_folder() -> Path:
+    """Where libraries are kept: XDG_CACHE_HOME or ~/.cache, else a new temporary folder."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
+    return folder
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        flags = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = platform.processor()
+    return f"{platform.machine()} {flags}"

@@ -1,0 +1,138 @@
+/* float32, float16 and bfloat16 in memory, and the roundings between them.
+
+The same operations as mprun/precision/rounding.py and random_bits.py, which explain them; results
+are equal bit for bit. Written without branches, so that compilers vectorise the loops. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef float F32;
+typedef uint16_t F16;
+typedef uint16_t BF16;
+
+static inline uint32_t pattern(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+static inline float number(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+static inline uint32_t choose(uint32_t condition, uint32_t yes, uint32_t no) {
+  uint32_t mask = -condition;
+  return (yes & mask) | (no & ~mask);
+}
+
+static inline uint32_t hash(uint32_t index, uint32_t low, uint32_t high) {
+  uint32_t word = (index ^ low) * 0x7feb352du;
+  word ^= word >> 15;
+  word = (word ^ high) * 0x846ca68bu;
+  return word ^ (word >> 16);
+}
+
+#define MAGNITUDE 0x7fffffffu
+#define INFINITE 0x7f800000u /* float32's infinity */
+#define QUANTUM 0x38800000u  /* 2^-14, float16's smallest normal */
+#define REBIAS (112u << 23)  /* between the exponents of float32 and float16 */
+
+#ifdef SATURATE
+#define TOP_F16 0x7bffu
+#define TOP_BF16 0x7f7fu
+#else
+#define TOP_F16 0x7c00u
+#define TOP_BF16 0x7f80u
+#endif
+
+/* ---- float32: stored as it is ---- */
+
+static inline float load_F32(F32 x) { return x; }
+static inline F32 nearest_F32(float x) { return x; }
+static inline F32 stochastic_F32(float x, uint32_t word) { return x; }
+
+/* ---- bfloat16 ---- */
+
+static inline float load_BF16(BF16 x) { return number((uint32_t)x << 16); }
+
+static inline BF16 finish_BF16(uint32_t bits, uint32_t rounded) {
+  uint32_t magnitude = bits & MAGNITUDE, sign = (bits >> 16) & 0x8000u;
+  rounded = choose((rounded >= TOP_BF16) & (magnitude < INFINITE), TOP_BF16, rounded);
+  rounded = choose(magnitude > INFINITE, 0x7fc0u, rounded);
+  return rounded | sign;
+}
+
+static inline BF16 nearest_BF16(float x) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
+  return finish_BF16(bits, (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16);
+}
+
+static inline BF16 stochastic_BF16(float x, uint32_t word) {
+  uint32_t bits = pattern(x);
+  return finish_BF16(bits, ((bits & MAGNITUDE) + (word >> 16)) >> 16);
+}
+
+static inline BF16 split_BF16(float x, int16_t *remainder) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
+  uint32_t finite = magnitude < INFINITE;
+  uint32_t rounded = (magnitude + choose(finite, 0x8000u, 0u)) >> 16;
+  *remainder = (int16_t)choose(finite, magnitude - (rounded << 16), 0u);
+  rounded = choose(magnitude > INFINITE, 0x7fc0u, rounded);
+  return rounded | ((bits >> 16) & 0x8000u);
+}
+
+static inline float merge_BF16(BF16 x, int16_t remainder) {
+  return number(((uint32_t)x << 16) + (uint32_t)(int32_t)remainder);
+}
+
+/* ---- float16 ---- */
+
+static inline float load_F16(F16 x) {
+  uint32_t bits = x, magnitude = (bits & 0x7fffu) << 13;
+  uint32_t normal = magnitude + REBIAS + choose(magnitude >= (31u << 23), REBIAS, 0u);
+  uint32_t small = pattern((float)(int32_t)(bits & 0x3ffu) * 0x1p-24f);
+  return number(choose(magnitude < (1u << 23), small, normal) | ((bits & 0x8000u) << 16));
+}
+
+static inline F16 finish_F16(uint32_t bits, uint32_t normal, uint32_t small) {
+  uint32_t magnitude = bits & MAGNITUDE;
+  uint32_t rounded = choose(magnitude < QUANTUM, small, normal);
+  rounded = choose((rounded >= TOP_F16) & (magnitude < INFINITE), TOP_F16, rounded);
+  rounded = choose(magnitude == INFINITE, 0x7c00u, rounded);
+  rounded = choose(magnitude > INFINITE, 0x7e00u, rounded);
+  return rounded | ((bits >> 16) & 0x8000u);
+}
+
+static inline F16 nearest_F16(float x) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
+  /* Adding 1/2 to a subnormal rounds it to a multiple of 2^-24, once. */
+  uint32_t small = pattern(number(magnitude) + 0.5f) - 0x3f000000u;
+  return finish_F16(bits, (magnitude - REBIAS + 0xfffu + ((magnitude >> 13) & 1u)) >> 13, small);
+}
+
+static inline F16 stochastic_F16(float x, uint32_t word) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE, add = word >> 19;
+  uint32_t small = (pattern(number(magnitude) + 0x1p-14f) + add - (113u << 23)) >> 13;
+  return finish_F16(bits, (magnitude - REBIAS + add) >> 13, small);
+}
+
+static inline F16 split_F16(float x, int16_t *remainder) {
+  F16 rounded = nearest_F16(x);
+  uint32_t wide = pattern(load_F16(rounded)) & MAGNITUDE, magnitude = pattern(x) & MAGNITUDE;
+  uint32_t small = pattern(number(magnitude) + 0x1p-14f) - pattern(number(wide) + 0x1p-14f);
+  uint32_t difference = choose(wide < QUANTUM, small, magnitude - wide);
+  *remainder = (int16_t)choose(wide < INFINITE, difference, 0u);
+  return rounded;
+}
+
+static inline float merge_F16(F16 x, int16_t remainder) {
+  uint32_t bits = pattern(load_F16(x)), wide = bits & MAGNITUDE, add = (uint32_t)(int32_t)remainder;
+  uint32_t small = pattern(number(pattern(number(wide) + 0x1p-14f) + add) - 0x1p-14f);
+  return number(choose(wide < QUANTUM, small, wide + add) | (bits & 0x80000000u));
+}
+
+#define PASTE(a, b) a##b
+#define NAME(a, b) PASTE(a, b)

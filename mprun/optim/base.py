@@ -1,0 +1,273 @@
+"""The optimizer step that keeps parameters and moments in 16 bits.
+
+A 16-bit parameter moved by small steps stands still: the update is below half the distance to its
+neighbour, and nearest rounding drops it, every time. Here a step is computed in float32 from what
+is stored and rounded once, on the way back, by one of three rules:
+
+    stochastic  to either neighbour, so that the mean is exact: small updates survive on average
+    kahan       to the nearest, and what was cut off is kept in 16 more bits (SGD's steps are then
+                bit for bit those of float32 parameters; 4 bytes a parameter, like one of those)
+    nearest     to the nearest
+
+Gradients may be scaled: `step` divides them by `grad_scale`, in float32 and in the same pass, the
+way PyTorch's fused optimizers do, so `torch.amp.GradScaler` works with float16 parameters too, but
+for its `unscale_`. `scaled_step` checks them for infinities and clips them as well.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mprun._torch import is_fake
+from mprun.optim import engines
+from mprun.optim.engines import ENGINES, Operands
+from mprun.optim.formulas import HYPERS, Storage
+from mprun.precision.random_bits import key
+from mprun.precision.rounding import OVERFLOWS
+
+ROUNDINGS = ("stochastic", "kahan", "nearest")
+MOMENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SITES = 3
+"""Results of a parameter's step that are rounded: the parameter and two moments."""
+
+
+class LowPrecisionOptimizer(Optimizer):
+    """The machinery; a subclass names its formula, its moments and its constants.
+
+    Args:
+        params: as for any optimizer; float32, float16 and bfloat16, each kept in its dtype.
+        defaults: the subclass's options.
+        rounding: stochastic, kahan or nearest; of parameters in 16 bits.
+        momentum_dtype: what the first moment is kept in.
+        variance_dtype: what the second moment is kept in.
+        overflow: infinity, or saturate at the largest finite number.
+        seed: of the random bits.
+        engine: c, inductor or eager; None for the fastest there is.
+
+    Raises:
+        ValueError: an option that is none of those.
+    """
+
+    formula: ClassVar[str]
+    first: ClassVar[str]
+    """What `state` calls the first moment."""
+    second: ClassVar[str | None] = None
+    """What it calls the second one, where there is one."""
+
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        rounding: str,
+        momentum_dtype: torch.dtype,
+        variance_dtype: torch.dtype,
+        overflow: str,
+        seed: int,
+        engine: str | None,
+    ) -> None:
+        _check("rounding", rounding, ROUNDINGS)
+        _check("momentum_dtype", momentum_dtype, MOMENT_DTYPES)
+        _check("variance_dtype", variance_dtype, MOMENT_DTYPES)
+        _check("overflow", overflow, OVERFLOWS)
+        _check("engine", engine, (None, *ENGINES))
+        if rounding == "kahan" and overflow == "saturate":
+            raise ValueError("overflow='saturate' with rounding='kahan'; legal is 'infinity'")
+        for name, value in defaults.items():
+            if isinstance(value, float | int) and value < 0:
+                raise ValueError(f"{name}={value}; legal is 0 or more")
+        defaults |= {
+            "rounding": rounding,
+            "momentum_dtype": momentum_dtype,
+            "variance_dtype": variance_dtype,
+            "overflow": overflow,
+            "seed": seed,
+            "attempts": 0,
+        }
+        self.engine = engine
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
+        """The formula's constants but the first; `step` counts from 1, a float or a tensor."""
+
+    def keeps_first(self, group: dict[str, Any]) -> bool:
+        """Whether the first moment is kept between steps."""
+        return True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; gradients are divided by `self.grad_scale` (a scalar tensor) where it is set,
+        and nothing is done where `self.found_inf` is set and not 0.
+
+        Returns:
+            What `closure`, which computes the loss anew, returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        self._step(None if scale is None else scale.double().reciprocal().float(), skip)
+        return loss
+
+    @torch.no_grad()
+    def scaled_step(self, scale: Tensor | None, max_norm: float | None = None) -> Tensor | None:
+        """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
+
+        Args:
+            scale: what the loss was multiplied by, a float32 scalar on the device; None for 1, and
+                for steps that are always taken.
+            max_norm: clip the unscaled gradients' global L2 norm to this.
+
+        Returns:
+            1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
+            None where `scale` is None.
+        """
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        gradients = [g for g in gradients if g is not None]
+        overflow = None if scale is None else not_finite(gradients, scale.device)
+        self.grad_scale, self.found_inf = scale, overflow
+        if max_norm is not None and gradients:
+            self.grad_scale = clipping_scale(gradients, scale, max_norm)
+        try:
+            self.step()
+        finally:
+            del self.grad_scale, self.found_inf
+        return overflow
+
+    def _step(self, factor: Tensor | None, skip: Tensor | None) -> None:
+        number = 0
+        for group in self.param_groups:
+            group["attempts"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._init_state(p, group)
+                    self._update(p, group, number, factor, skip)
+                number += 1
+
+    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        """State of a parameter's first step, and its step count."""
+        state = self.state[p]
+        if state:
+            return
+        if p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        if self.keeps_first(group):
+            state[self.first] = _zeros(p, group["momentum_dtype"])
+        if self.second is not None:
+            state[self._second_name(group)] = _zeros(p, group["variance_dtype"])
+        if self._storage(p, group).compensated:
+            state["remainder"] = _zeros(p, torch.int16)
+
+    def _second_name(self, group: dict[str, Any]) -> str:
+        low = group["variance_dtype"] != torch.float32
+        return f"{self.second}_root" if low else f"{self.second}"
+
+    def _storage(self, p: Tensor, group: dict[str, Any]) -> Storage:
+        if p.dtype not in MOMENT_DTYPES:
+            raise TypeError(
+                f"a parameter of {p.dtype}; legal: " + ", ".join(str(d) for d in MOMENT_DTYPES)
+            )
+        return Storage(
+            formula=self.formula,
+            param=p.dtype,
+            grad=p.dtype if p.grad is None else p.grad.dtype,
+            first=group["momentum_dtype"] if self.keeps_first(group) else None,
+            second=None if self.second is None else group["variance_dtype"],
+            rounding=group["rounding"],
+            saturate=group["overflow"] == "saturate",
+        )
+
+    def _update(
+        self,
+        p: Tensor,
+        group: dict[str, Any],
+        number: int,
+        factor: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        state, storage = self.state[p], self._storage(p, group)
+        engine = self.engine or engines.choose(p.device)
+        on_host = p.device.type == "cpu" and not is_fake(p)
+        if on_host and skip is not None:
+            if skip.item():
+                return
+            skip = None
+        if engine == "c" and is_fake(p):
+            return  # it allocates nothing
+        taken = 1 if skip is None else 1 - skip
+        state["step"] += taken
+        assert p.grad is not None
+        names = [self.first, self._second_name(group), "remainder"]
+        tensors = [p, p.grad, *(state.get(name) for name in names)]
+        flat = [None if x is None else x.contiguous().view(-1) for x in tensors]
+        keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
+        hyper = self._hyper(group, state["step"], factor, on_host)
+        engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
+        for tensor, worked_on in zip(tensors, flat, strict=True):
+            if tensor is not None and tensor is not p.grad and not tensor.is_contiguous():
+                assert worked_on is not None
+                tensor.copy_(worked_on.view(tensor.shape))
+
+    def _hyper(
+        self, group: dict[str, Any], step: Tensor, factor: Tensor | None, on_host: bool
+    ) -> Tensor:
+        """The formula's constants, computed in float64, as float32 [HYPERS] on the device."""
+        if on_host:
+            values = [1.0 if factor is None else factor.item(), *self.hyper(group, step.item())]
+            return torch.tensor([*values, *[0.0] * (HYPERS - len(values))], dtype=torch.float32)
+        wide = [1.0 if factor is None else factor, *self.hyper(group, step.double())]
+        wide += [0.0] * (HYPERS - len(wide))
+        made = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in wide]
+        return torch.stack([x.reshape(()) for x in made]).float()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from `state_dict`; moments keep the dtype they were saved in.
+
+        PyTorch's own method would cast them to the parameter's.
+        """
+        super().load_state_dict(state_dict)
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        here = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, here, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                self.state[p][name] = value.to(p.device, copy=True)
+
+
+def not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """1 where a gradient holds an infinity or NaN, else 0: a float32 scalar on `device`."""
+    largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in gradients]
+    if not largest:
+        return torch.zeros((), device=device)
+    return (~torch.isfinite(torch.stack(largest)).all()).float().to(device)
+
+
+def clipping_scale(gradients: Iterable[Tensor], scale: Tensor | None, max_norm: float) -> Tensor:
+    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more (float64).
+
+    Norms are summed in float32: in float16 the squares of a few hundred overflow.
+    """
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    total = torch.linalg.vector_norm(torch.stack(norms)).double()
+    divisor = torch.ones_like(total) if scale is None else scale.double()
+    wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
+    return wide
+
+
+def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(p.shape, dtype=dtype, device=p.device)
+
+
+def _check(name: str, value: object, legal: tuple[object, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name}={value!r}; legal: {', '.join(repr(x) for x in legal)}")

@@ -1,0 +1,220 @@
+"""Carrying a formula out over one tensor: in C, compiled by PyTorch, or in PyTorch block by block.
+
+    c         one pass over memory; CPUs with a C compiler
+    inductor  `torch.compile` of the PyTorch version; GPUs
+    eager     PyTorch, in blocks that stay in the cache; everywhere
+
+All give the same bits (Inductor's fused multiply-adds on a GPU apart).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun import kernels
+from mprun.optim.formulas import FORMULAS, Storage, root
+from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed
+from mprun.precision.rounding import merge, round_nearest, round_stochastic, split
+
+ENGINES = ("c", "inductor", "eager")
+EAGER_BLOCK = 2**16
+"""Elements the eager engine works on at a time; a few such blocks fit a core's cache."""
+SERIAL = 2**15
+"""Elements below which starting threads costs more than they save."""
+
+C_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+@dataclass
+class Operands:
+    """The flat tensors [n] of one parameter's step, updated in place."""
+
+    param: Tensor
+    grad: Tensor
+    first: Tensor | None
+    second: Tensor | None
+    remainder: Tensor | None
+
+    def part(self, start: int, stop: int) -> Operands:
+        """The elements from `start` to `stop`."""
+        parts = (self.param, self.grad, self.first, self.second, self.remainder)
+        return Operands(*(None if x is None else x[start:stop] for x in parts))  # type: ignore[arg-type]
+
+
+def choose(device: torch.device) -> str:
+    """The fastest engine there is."""
+    if device.type == "cuda":
+        return "inductor"
+    return "c" if device.type == "cpu" and kernels.why_not() is None else "eager"
+
+
+def run(
+    engine: str,
+    storage: Storage,
+    operands: Operands,
+    hyper: Tensor,
+    keys: tuple[Key, Key, Key],
+    skip: Tensor | None,
+) -> None:
+    """Update the operands.
+
+    Args:
+        engine: one of `ENGINES`.
+        storage: how the operands are stored.
+        operands: the tensors.
+        hyper: float32 [HYPERS], on the device.
+        keys: of parameter, first and second moment.
+        skip: float32 scalar on the device; nothing changes where it is not 0. The C engine's caller
+            looks at it before.
+    """
+    work = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}[engine]
+    for start in range(0, operands.param.numel(), BLOCK):
+        part = operands.part(start, start + BLOCK)
+        work(storage, part, hyper, tuple(k.at(start) for k in keys), skip)
+
+
+def _in_c(
+    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+) -> None:
+    count = operands.param.numel()
+    pointers = (operands.param, operands.grad, operands.first, operands.second, operands.remainder)
+    _library(storage)(
+        *(None if x is None else x.data_ptr() for x in pointers),
+        count,
+        0,
+        hyper.data_ptr(),
+        (ctypes.c_uint32 * 6)(*(word for key in keys for word in key)),
+        1 if count < SERIAL else torch.get_num_threads(),
+    )
+
+
+@cache
+def _library(storage: Storage) -> Callable[..., None]:
+    defines: dict[str, str | None] = {
+        "PARAM": C_TYPES[storage.param],
+        "GRAD": C_TYPES[storage.grad],
+        "FIRST": C_TYPES[storage.first or torch.float32],
+        "SECOND": C_TYPES[storage.second or torch.float32],
+        f"OPTIMIZER_{storage.formula.upper()}": None,
+    }
+    flags = {
+        f"RULE_{storage.rounding.upper()}": storage.param != torch.float32,
+        "FIRST_STOCHASTIC": storage.rounding != "nearest",
+        "HAS_FIRST": storage.first is not None,
+        "HAS_SECOND": storage.second is not None,
+        "ROOT": storage.root,
+        "SATURATE": storage.saturate,
+    }
+    defines.update({name: None for name, given in flags.items() if given})
+    update: Any = kernels.load("update.c", defines).update
+    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
+    update.restype = None
+    return update  # type: ignore[no-any-return]
+
+
+def _eagerly(
+    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+) -> None:
+    words = _words(keys, hyper.device)
+    for start, part in _blocks(operands):
+        index = torch.arange(
+            start, start + part.param.numel(), dtype=torch.int32, device=part.param.device
+        )
+        _update(storage, part, hyper, words, index, skip)
+
+
+def _blocks(operands: Operands) -> Iterator[tuple[int, Operands]]:
+    for start in range(0, operands.param.numel(), EAGER_BLOCK):
+        yield start, operands.part(start, start + EAGER_BLOCK)
+
+
+def _words(keys: tuple[Key, ...], device: torch.device) -> Tensor:
+    return torch.tensor([signed(w) for key in keys for w in key], dtype=torch.int32, device=device)
+
+
+def _update(
+    storage: Storage,
+    operands: Operands,
+    hyper: Tensor,
+    words: Tensor,
+    index: Tensor,
+    skip: Tensor | None,
+) -> None:
+    """The same as update.c's loop body, over a block."""
+    zero = torch.zeros((), dtype=torch.float32, device=hyper.device)
+    o = operands
+    old = o.param.float() if o.remainder is None else merge(o.param, o.remainder)
+    m = zero if o.first is None else o.first.float()
+    v = zero if o.second is None else o.second.float()
+    v = v * v if storage.root else v
+    w, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
+
+    def bits(site: int) -> Tensor:
+        return hash_bits(index, words[2 * site], words[2 * site + 1])
+
+    def keep(into: Tensor | None, x: Tensor, stochastic: bool, site: int) -> None:
+        if into is None:
+            return
+        if into.dtype != torch.float32:
+            overflow = "saturate" if storage.saturate else "infinity"
+            if stochastic:
+                x = round_stochastic(x, into.dtype, bits(site), overflow)
+            else:
+                x = round_nearest(x, into.dtype, overflow)
+        _put(into, x, skip)
+
+    if o.remainder is not None:
+        rounded, rest = split(w, o.param.dtype)
+        _put(o.param, rounded, skip)
+        _put(o.remainder, rest, skip)
+    else:
+        keep(o.param, w, storage.rounding == "stochastic", 0)
+    keep(o.first, m, storage.rounding != "nearest", 1)
+    keep(o.second, root(v) if storage.root else v, True, 2)
+
+
+def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:
+    into.copy_(x if skip is None else torch.where(skip == 0, x, into))
+
+
+def _by_inductor(
+    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+) -> None:
+    o = operands
+    _compiled(storage)(
+        o.param, o.grad, o.first, o.second, o.remainder, hyper, _words(keys, hyper.device), skip
+    )
+
+
+@cache
+def _compiled(storage: Storage) -> Callable[..., None]:
+    """A function compiled for one storage; its own code object, or they would share one cache."""
+
+    def update(
+        param: Tensor,
+        grad: Tensor,
+        first: Tensor | None,
+        second: Tensor | None,
+        remainder: Tensor | None,
+        hyper: Tensor,
+        words: Tensor,
+        skip: Tensor | None,
+    ) -> None:
+        index = torch.arange(param.numel(), dtype=torch.int32, device=param.device)
+        operands = Operands(param, grad, first, second, remainder)
+        _update(storage, operands, hyper, words, index, skip)
+
+    update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
+    _seen.append(storage)
+    return torch.compile(update, dynamic=True, fullgraph=True)
+
+
+_seen: list[Storage] = []

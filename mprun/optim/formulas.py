@@ -1,0 +1,85 @@
+"""What an optimizer computes for one element, in float32, and how its results are kept.
+
+A formula takes the parameter w, the gradient g and two moments m and v and returns their new
+values; the constants of a step come in `hyper`, whose first entry the gradient was already
+multiplied by. The order of operations is that of `mprun/kernels/update.c`, so that both give the
+same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+HYPERS = 9
+"""Entries of `hyper`; a formula that needs fewer leaves the rest at 0."""
+
+
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
+    m = m * h[1] + g * h[2]
+    v = v * h[3] + (g * g) * h[4]
+    return w * h[5] - h[6] * (m / (root(v) * h[7] + h[8])), m, v
+
+
+def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SGD with momentum, plain or Nesterov's (Sutskever et al., 2013, as in PyTorch)."""
+    g = g + w * h[1]
+    m = m * h[2] + g
+    return w - h[3] * (g * h[4] + m * h[5]), m, v
+
+
+def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """RMSprop (Hinton, lecture 6e, 2012), eps outside the root, momentum as in PyTorch."""
+    g = g + w * h[1]
+    v = v * h[2] + (g * g) * h[3]
+    m = m * h[4] + g / (root(v) + h[5])
+    return w - h[6] * m, m, v
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded as C's.
+
+    PyTorch's own on a CPU is a vector library's, off by one unit for one number in six.
+    """
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return x.double().sqrt().float()
+    return x.sqrt()
+
+
+FORMULAS: dict[str, Formula] = {"adamw": adamw, "sgd": sgd, "rmsprop": rmsprop}
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How parameters and moments of one tensor are stored, and how they get there."""
+
+    formula: str
+    param: torch.dtype
+    grad: torch.dtype
+    first: torch.dtype | None
+    """The first moment's dtype; None where the optimizer keeps none."""
+    second: torch.dtype | None
+    """The second moment's; in 16 bits its square root is kept: it needs half the exponents."""
+    rounding: str
+    """nearest, stochastic or kahan, of the parameters.
+
+    A first moment in 16 bits is rounded to nearest where the parameters are, else stochastically; a
+    second one always stochastically, because to nearest it never decays: 0.999 of a bfloat16 number
+    rounds back to it.
+    """
+    saturate: bool
+
+    @property
+    def root(self) -> bool:
+        """Whether the second moment is kept as its square root."""
+        return self.second is not None and self.second != torch.float32
+
+    @property
+    def compensated(self) -> bool:
+        """Whether a remainder is kept beside the parameter."""
+        return self.rounding == "kahan" and self.param != torch.float32

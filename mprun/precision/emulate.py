@@ -1,0 +1,254 @@
+"""16-bit arithmetic around float32: every result rounded, forward and backward.
+
+Hardware with stochastic rounding (Graphcore's IPU) applies it where a result leaves the arithmetic
+unit. On a CPU or GPU a 16-bit kernel's output is already rounded to nearest, and what it cut off is
+gone. So each op on 16-bit tensors is computed in float32, from inputs brought up exactly, and its
+result is rounded to 16 bits by mprun: in the forward pass, in the backward pass and where gradients
+are accumulated. Parameters, gradients and what is kept for the backward pass are really stored in
+16 bits between ops. Inside an op sums are float32's, unless the partials are float16 (`partials`).
+
+Rounding is stochastic during a training step. Outside of one (evaluation) it is to nearest, so that
+a model has one test accuracy.
+
+It is the format that is emulated and the width of the sums, not a hardware's bits. Ops that only
+move or select numbers are left alone: rounding their result would change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.precision.arithmetic import (
+    CONVOLUTION_BACKWARD,
+    CONVOLUTIONS,
+    Stepless,
+    Substitution,
+)
+from mprun.precision.partials import BLOCK, SUPPORTED, blocked
+from mprun.precision.random_bits import key
+from mprun.precision.rounding import round_nearest
+from mprun.precision.stochastic import stochastic
+
+aten = torch.ops.aten
+
+CONVOLUTION_OPS = frozenset({*CONVOLUTIONS, *CONVOLUTION_BACKWARD})
+
+LOW = (torch.float16, torch.bfloat16)
+SITE = 2**32
+"""Keeps the sites of results apart from those of optimizer updates."""
+
+# Results that are inputs, moved or selected: exact in the inputs' dtype.
+EXACT = frozenset(
+    {
+        aten._local_scalar_dense,
+        aten._unsafe_view,
+        aten.abs,
+        aten.amax,
+        aten.amin,
+        aten.cat,
+        aten.clamp_min,
+        aten.clone,
+        aten.constant_pad_nd,
+        aten.embedding,
+        aten.empty_like,
+        aten.fill_,
+        aten.flip,
+        aten.full_like,
+        aten.gather,
+        aten.index,
+        aten.index_select,
+        aten.masked_fill,
+        aten.masked_fill_,
+        aten.max,
+        aten.max_pool2d_with_indices,
+        aten.maximum,
+        aten.min,
+        aten.minimum,
+        aten.neg,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.new_zeros,
+        aten.ones_like,
+        aten.relu,
+        aten.relu_,
+        aten.roll,
+        aten.select_backward,
+        aten.slice_backward,
+        aten.sort,
+        aten.stack,
+        aten.threshold_backward,
+        aten.topk,
+        aten.tril,
+        aten.triu,
+        aten.where,
+        aten.zero_,
+        aten.zeros_like,
+    }
+)
+# Arguments an op writes to without its schema saying so.
+WRITES = {aten.native_batch_norm.default: (3, 4)}
+
+
+class Emulated16:
+    """The arithmetic: a region in which 16-bit results are rounded by mprun.
+
+    Args:
+        rounding: stochastic or nearest.
+        overflow: infinity or saturate.
+        partials: what matmuls and convolutions accumulate in: float32 or float16.
+        seed: of the random bits.
+    """
+
+    def __init__(self, rounding: str, overflow: str, partials: str, seed: int) -> None:
+        how = {"stochastic": "stochastically", "nearest": "to nearest"}[rounding]
+        every = Substitution(
+            "*", "float32", f"emulated: computed in float32, each result rounded {how} to 16 bits"
+        )
+        self.substitutions: tuple[Substitution, ...] = (every,)
+        if partials == "float16":
+            self.substitutions += partials_substitutions()
+        self._stochastic = rounding == "stochastic"
+        self._overflow = overflow
+        self._partials = partials == "float16"
+        self._seed = seed
+        self._step: int | None = None
+        self._site = 0
+
+    def begin_step(self, step: int) -> None:
+        """A training step begins: results are rounded with its bits."""
+        self._step, self._site = step, 0
+
+    def end_step(self) -> None:
+        """It ended."""
+        self._step = None
+
+    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` rounded to `dtype`."""
+        x = x.float()  # a float64 passes through float32
+        if self._step is None or not self._stochastic:
+            return round_nearest(x, dtype, self._overflow)
+        self._site += 1
+        return stochastic(x, dtype, key(self._seed, self._step, SITE, self._site), self._overflow)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        # A fused attention would hide its results from the mode.
+        with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self.round, self._partials):
+            yield
+
+
+def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
+    """What is said of float16 partials, for each op they apply to."""
+    reason = f"float16 partials: sums of {BLOCK} products in float32, added up in float16"
+    names = sorted(str(op).removesuffix(".default") for op in ops)
+    return tuple(Substitution(name, "float16", reason) for name in names)
+
+
+class BlockedConvolutions(Stepless):
+    """Native arithmetic but for float16 convolutions, whose partials are float16.
+
+    For GPUs: cuBLAS has a switch for matmuls (`backend_flags`), cuDNN has none.
+    """
+
+    def __init__(self) -> None:
+        self.substitutions: tuple[Substitution, ...] = partials_substitutions(CONVOLUTION_OPS)
+
+    def region(self) -> AbstractContextManager[object]:
+        return _BlockedMode()
+
+
+class _BlockedMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in CONVOLUTION_OPS or args[0].dtype != torch.float16:
+            return func(*args, **(kwargs or {}))
+        result = blocked(func, tree_map(_widen, args), Tensor.half, kwargs)
+        return tree_map(lambda x: x.half() if isinstance(x, Tensor) else x, result)
+
+
+class _EmulationMode(TorchDispatchMode):
+    def __init__(self, round_: Callable[[Tensor, torch.dtype], Tensor], partials: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._round = round_
+        self._partials = partials
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.is_view or func.overloadpacket in EXACT:
+            return func(*args, **kwargs)
+        if func is aten.copy_.default:
+            return self._copy(*args, **kwargs)
+        target = _target(args, kwargs)
+        if target is None:
+            return func(*args, **kwargs)
+        written = _written(func, args)
+        wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
+        if self._partials and func in SUPPORTED and target == torch.float16:
+            result = blocked(func, wide_args, lambda x: self._round(x, torch.float16), wide_kwargs)
+        else:
+            result = func(*wide_args, **wide_kwargs)
+        replaced = {}
+        for i in written:
+            args[i].copy_(self._rounded(wide_args[i], args[i].dtype))
+            replaced[id(wide_args[i])] = args[i]
+        if replaced and func._schema.is_mutable:
+            return tree_map(lambda x: replaced.get(id(x), x), result)
+        return tree_map(lambda x: self._rounded(x, target), result)
+
+    def _rounded(self, x: Any, dtype: torch.dtype) -> Any:
+        if isinstance(x, Tensor) and x.dtype == torch.float32 and dtype in LOW:
+            return self._round(x, dtype)
+        return x
+
+    def _copy(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if to.dtype in LOW and source.dtype != to.dtype and source.is_floating_point():
+            source = self._round(source.float(), to.dtype)
+        return to.copy_(source, non_blocking)
+
+
+def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype PyTorch would give the result, where 16-bit numbers take part; else None.
+
+    A dtype among the arguments decides; otherwise tensors are promoted, those without dimensions
+    counting only where there are no others.
+    """
+    leaves = tree_leaves((args, kwargs))
+    named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]
+    tensors = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    if not any(d in LOW for d in (*named, *(t.dtype for t in tensors))):
+        return None
+    if named:
+        return named[-1]
+    decisive = [t for t in tensors if t.dim()] or tensors
+    return reduce(torch.promote_types, (t.dtype for t in decisive))
+
+
+def _widen(x: Any) -> Any:
+    if isinstance(x, Tensor) and x.dtype in LOW:
+        return x.float()
+    return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
+
+
+def _written(func: Any, args: Any) -> tuple[int, ...]:
+    """Positions of 16-bit arguments the op writes to."""
+    schema = func._schema.arguments
+    marked = [
+        i for i, a in enumerate(schema[: len(args)]) if a.alias_info and a.alias_info.is_write
+    ]
+    positions = (*marked, *WRITES.get(func, ()))
+    return tuple(i for i in positions if isinstance(args[i], Tensor) and args[i].dtype in LOW)

@@ -1,0 +1,347 @@
+"""The dtype of partials: what a matmul or convolution adds its products up in.
+
+A matmul's output element is a sum of K products, and the sum has a dtype of its own, which need not
+be that of the inputs. Graphcore calls the running sums *partials*. Products of two float16 values
+are exact in float32 (11-bit significands give 22 bits); the question is what happens to their sum.
+CPU kernels keep it in float32. Hardware that can keep it in float16 is faster and loses digits.
+
+We emulate float16 partials by blocked accumulation. The K products are cut, in order, into blocks
+of 64, the last one shorter:
+
+    s_i = sum of the products in block i            in float32, by a float32 kernel
+    acc_0 = round16(s_0)
+    acc_i = round16(acc_(i-1) + s_i)                 added in float32, then rounded to float16
+
+Each rounding is off by at most 2^-11 of the partial at hand, so that the result is off by at most
+about K / 64 * 2^-11 * max |acc|. A partial beyond 65504 becomes infinite, and a block of less than
+1, half a unit there, adds nothing to a partial of 2048 or more.
+
+The trade-off: a chain after every product, instead of every block, would be 64 times longer, could
+not use a matmul kernel, and is not what hardware does that has short dot products inside. No
+particular machine's order of additions is claimed. Inside a block the order is the float32
+kernel's, whose roundings (2^-24) are far below float16's (2^-11): another kernel may give other
+bits where a partial lies next to a tie.
+
+Convolutions are matmuls of the weight with patches of the input, for every rank, stride, padding,
+dilation and number of groups:
+
+    forward           K runs over (input channels of the group, taps of the kernel)
+    input gradient    the transposed convolution: zeros between the gradient's elements, the weight
+                      flipped, then as forward; K runs over (output channels, taps)
+    weight gradient   K runs over (samples, output positions)
+    bias gradient     a sum of gradients, over (samples, output positions)
+
+Products with the zeros of padding and stuffing count towards the 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+
+aten = torch.ops.aten
+
+BLOCK = 64
+"""Products summed in float32 before the running sum is rounded."""
+
+SUPPORTED: frozenset[Any] = frozenset({*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD})
+"""The ops `blocked` computes."""
+
+Round = Callable[[Tensor], Tensor]
+"""float32 tensor to one of the same shape with values representable in float16, in any dtype."""
+
+# What is made at a time of block sums and of the patches they are computed from, in float32
+# elements: 32 MiB. A block, or a sample's patches in a weight gradient, may be larger by itself.
+_SCRATCH = 32 * 2**20 // 4
+
+
+def blocked(
+    op: Any, args: Sequence[Any], round_: Round, kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """The op's result with its sums of products accumulated in blocks.
+
+    For use below autograd, inside a dispatch mode.
+
+    Args:
+        op: one of `SUPPORTED`.
+        args: the op's arguments; float16 tensors are used as float32.
+        round_: rounds partials and what is added after them.
+        kwargs: the op's keyword arguments (`beta` and `alpha` are such).
+
+    Returns:
+        What the op returns, in float32: a tensor, or for a convolution's backward the gradients of
+        input, weight and bias, None where the op's mask says so. Values are as `round_` gives them.
+        beta * input + alpha * product, and a convolution's bias, are added to the finished sum in
+        float32, and the result rounded once more.
+
+    Raises:
+        NotImplementedError: `op` is not supported.
+        RuntimeError: the factors' sizes do not fit.
+    """
+    if op in MATMULS:
+        return _matmul(op, args, round_, **(kwargs or {}))
+    if op in CONVOLUTIONS:
+        return _convolution(args, round_)
+    if op in CONVOLUTION_BACKWARD:
+        return _convolution_backward(args, round_)
+    legal = ", ".join(sorted(map(str, SUPPORTED)))
+    raise NotImplementedError(f"no blocked accumulation for {op}; supported: {legal}")
+
+
+# ---- sums of products -------------------------------------------------------------------------
+
+
+class _Right(NamedTuple):
+    """A right factor, made a stretch of the reduction at a time: patches may be large."""
+
+    shape: tuple[int, int, int]
+    """[G, K, N]: G independent matmuls over K."""
+    rows: Callable[[int, int], Tensor]
+    """Rows i to j: float32 [G, j - i, N]."""
+
+
+def _given(b: Tensor) -> _Right:
+    """A right factor [G, K, N] that exists."""
+    groups, k, n = b.shape
+    return _Right((groups, k, n), lambda i, j: b[:, i:j])
+
+
+def _accumulate(left: Tensor, right: _Right, round_: Round) -> Tensor:
+    """`left` [G, M, K] times `right`, accumulated in blocks: float32 [G, M, N]."""
+    groups, m, k = left.shape
+    if right.shape[:2] != (groups, k):
+        raise RuntimeError(
+            f"factors of sizes {tuple(left.shape)} and {right.shape} cannot be multiplied"
+        )
+    sums = _block_sums(left, right)
+    if (first := next(sums, None)) is None:  # an empty sum
+        return left.new_zeros(groups, m, right.shape[2])
+    acc = round_(first).float()
+    for block_sum in sums:
+        acc = round_(acc + block_sum).float()
+    return acc
+
+
+def _block_sums(left: Tensor, right: _Right) -> Iterator[Tensor]:
+    """The blocks' sums in order, float32 [G, M, N] each, as many at a time as fit the scratch."""
+    groups, m, k = left.shape
+    n = right.shape[2]
+    per_block = groups * (m * n + BLOCK * (m + n))
+    stride = BLOCK * max(1, _SCRATCH // max(1, per_block))
+    for i in range(0, k, stride):
+        j = min(i + stride, k)
+        yield from _multiply(left[:, :, i:j], right.rows(i, j))
+
+
+def _multiply(a: Tensor, b: Tensor) -> Iterator[Tensor]:
+    """The blocks' sums of `a` [G, M, k] times `b` [G, k, N]."""
+    k = a.shape[2]
+    whole = k - k % BLOCK
+    if whole:
+        a_blocks = a[:, :, :whole].unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        b_blocks = b[:, :whole].unflatten(1, (-1, BLOCK))
+        yield from torch.matmul(a_blocks, b_blocks).unbind(1)
+    if whole < k:
+        yield torch.bmm(a[:, :, whole:], b[:, whole:])
+
+
+def _matmul(
+    op: Any, args: Sequence[Any], round_: Round, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    a, b = (args[i].float() for i in MATMULS[op])
+    if op is aten.addbmm.default:  # a sum over the batch too: one matmul with a longer reduction
+        a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
+    single = a.dim() == 2
+    if single:
+        a, b = a[None], b[None]
+    product = _accumulate(a, _given(b), round_)
+    if single:
+        product = product[0]
+    if op in (aten.mm.default, aten.bmm.default):
+        return product
+    total = alpha * product
+    if beta != 0:  # with 0 the input is ignored, NaN and all
+        total = beta * args[0].float() + total
+    return round_(total).float()
+
+
+# ---- convolutions -----------------------------------------------------------------------------
+
+
+class _Geometry(NamedTuple):
+    """How a kernel lies over its input, per spatial dimension.
+
+    Tap t at position p reads input element p * stride + t * dilation - padding, a zero outside. The
+    padding is that before the first element, and negative where elements are cut off. What is
+    needed after the last element follows from the number of positions.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
+    rank = weight.dim() - 2
+    # One value may stand for all dimensions.
+    stride, padding, dilation = (
+        tuple(v) * (rank if len(v) == 1 else 1) for v in (stride, padding, dilation)
+    )
+    return _Geometry(stride, padding, dilation, groups)
+
+
+def _convolution(args: Sequence[Any], round_: Round) -> Tensor:
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
+    x, weight = x.float(), weight.float()
+    at = _geometry(weight, stride, padding, dilation, groups)
+    if transposed:
+        result = _transposed(x, weight, at, _transposed_size(x, weight, at, output_padding), round_)
+    else:
+        result = _correlate(x, weight, at, _size(x, weight, at), round_)
+    if bias is None:
+        return result
+    return round_(result + bias.float().reshape(-1, *[1] * len(at.stride))).float()
+
+
+def _convolution_backward(
+    args: Sequence[Any], round_: Round
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    gradient, x, weight = (a.float() for a in args[:3])
+    _, stride, padding, dilation, transposed, _, groups, mask = args[3:]
+    at = _geometry(weight, stride, padding, dilation, groups)
+    of_input = of_weight = of_bias = None
+    if mask[0]:  # each kind of convolution is the other's gradient
+        backward = _correlate if transposed else _transposed
+        of_input = backward(gradient, weight, at, x.shape[2:], round_)
+    if mask[1]:
+        small, large = (x, gradient) if transposed else (gradient, x)
+        of_weight = _weight_gradient(small, large, weight.shape[2:], at, round_)
+    if mask[2]:
+        summands = _matrices(gradient, 1)
+        ones = gradient.new_ones(1, summands.shape[2], 1)
+        of_bias = _accumulate(summands, _given(ones), round_).flatten()
+    return of_input, of_weight, of_bias
+
+
+def _correlate(
+    x: Tensor, weight: Tensor, at: _Geometry, size: Sequence[int], round_: Round
+) -> Tensor:
+    """The convolution [B, O, size...] of `x` [B, C, ...] and `weight` [O, C / groups, taps...]."""
+    batch, out = x.shape[0], weight.shape[0]
+    left = weight.reshape(at.groups, out // at.groups, prod(weight.shape[1:]))
+    patches = _patches(x, weight.shape[2:], at, size)
+    channels, taps = patches.shape[1], prod(weight.shape[2:])
+
+    def rows(i: int, j: int) -> Tensor:
+        first, stop = i // taps, -(-j // taps)
+        made = patches[:, first:stop].flatten(-len(size) - 1).flatten(1, -2)
+        return made[:, i - first * taps : j - first * taps]
+
+    right = _Right((at.groups, channels * taps, batch * prod(size)), rows)
+    result = _accumulate(left, right, round_)
+    return result.reshape(out, batch, *size).transpose(0, 1).contiguous()
+
+
+def _transposed(
+    x: Tensor, weight: Tensor, at: _Geometry, size: Sequence[int], round_: Round
+) -> Tensor:
+    """The transposed convolution [B, O, size...] of `x` [B, C, ...], `weight` [C, O / groups, ...].
+
+    An input element is spread over the outputs it touches: output o takes weight tap t of input p
+    where o = p * stride + t * dilation - padding. With stride - 1 zeros stuffed between inputs this
+    reads input o + padding - t * dilation: a convolution of stride 1, its taps in reverse.
+    """
+    rank = len(size)
+    stuffed = x.new_zeros(*x.shape[:2], *_extent(x.shape[2:], at.stride))
+    elements: tuple[Any, ...] = (..., *[slice(None, None, s) for s in at.stride])
+    stuffed[elements] = x
+    flipped = weight.unflatten(0, (at.groups, -1)).transpose(1, 2).flatten(0, 1)
+    flipped = flipped.flip(tuple(range(2, 2 + rank)))
+    reach = _extent(weight.shape[2:], at.dilation)
+    before = tuple(r - 1 - p for r, p in zip(reach, at.padding, strict=True))
+    dense = _Geometry((1,) * rank, before, at.dilation, at.groups)
+    return _correlate(stuffed, flipped, dense, size, round_)
+
+
+def _weight_gradient(
+    small: Tensor, large: Tensor, kernel: Sequence[int], at: _Geometry, round_: Round
+) -> Tensor:
+    """The gradient of a weight [A, C / groups, kernel...].
+
+    Args:
+        small: [B, A, positions...], the side of the convolution with an element per position.
+        large: [B, C, space...], the side the kernel slides over.
+    """
+    patches = _patches(large, kernel, at, small.shape[2:])
+    batch, positions = small.shape[0], prod(small.shape[2:])
+    samples = len(kernel) + 2  # their dimension in the patches
+    columns = patches.shape[1] * prod(kernel)
+
+    def rows(i: int, j: int) -> Tensor:
+        first, stop = i // positions, -(-j // positions)
+        made = patches.narrow(samples, first, stop - first).flatten(samples).flatten(1, -2)
+        # Transposed without copying: patches are fastest made with positions innermost.
+        return made[:, :, i - first * positions : j - first * positions].transpose(1, 2)
+
+    right = _Right((at.groups, batch * positions, columns), rows)
+    result = _accumulate(_matrices(small, at.groups), right, round_)
+    return result.reshape(small.shape[1], patches.shape[1], *kernel)
+
+
+def _matrices(x: Tensor, groups: int) -> Tensor:
+    """`x` [B, C, space...] as [groups, C / groups, B * space]."""
+    channels = x.shape[1]
+    each = channels // groups
+    return x.transpose(0, 1).reshape(groups, each, x.shape[0] * prod(x.shape[2:]))
+
+
+def _patches(x: Tensor, kernel: Sequence[int], at: _Geometry, size: Sequence[int]) -> Tensor:
+    """What each tap reads at each position, a view: [groups, C / groups, kernel..., B, size...]"""
+    reach = _extent(kernel, at.dilation)
+    needed = [e + r - 1 for e, r in zip(_extent(size, at.stride), reach, strict=True)]
+    pad: list[int] = []
+    for n, have, before in zip(needed, x.shape[2:], at.padding, strict=True):
+        pad = [max(before, 0), max(n - have - before, 0), *pad]  # F.pad starts at the last
+    if any(pad):
+        x = F.pad(x, pad)
+    kept: tuple[Any, ...] = (..., *[slice(max(-before, 0), None) for before in at.padding])
+    x = x[kept]
+    batch, channels, *steps = x.stride()
+    each = x.shape[1] // at.groups
+    return x.as_strided(
+        (at.groups, each, *kernel, x.shape[0], *size),
+        (
+            *(each * channels, channels),
+            *(s * d for s, d in zip(steps, at.dilation, strict=True)),
+            batch,
+            *(s * d for s, d in zip(steps, at.stride, strict=True)),
+        ),
+    )
+
+
+def _extent(count: Sequence[int], step: Sequence[int]) -> tuple[int, ...]:
+    """The elements from the first to the last of `count` elements, `step` apart."""
+    return tuple((n - 1) * s + 1 for n, s in zip(count, step, strict=True))
+
+
+def _size(x: Tensor, weight: Tensor, at: _Geometry) -> tuple[int, ...]:
+    """The spatial size of a convolution's output (torch.nn.Conv2d)."""
+    reach = _extent(weight.shape[2:], at.dilation)
+    sides = zip(x.shape[2:], at.padding, reach, at.stride, strict=True)
+    return tuple((n + 2 * p - r) // s + 1 for n, p, r, s in sides)
+
+
+def _transposed_size(x: Tensor, weight: Tensor, at: _Geometry, extra: Any) -> tuple[int, ...]:
+    """The spatial size of a transposed convolution's output (torch.nn.ConvTranspose2d)."""
+    reach = _extent(weight.shape[2:], at.dilation)
+    extra = tuple(extra) * (len(reach) if len(extra) == 1 else 1)
+    sides = zip(_extent(x.shape[2:], at.stride), at.padding, reach, extra, strict=True)
+    return tuple(n - 2 * p + r - 1 + e for n, p, r, e in sides)

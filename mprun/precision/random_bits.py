@@ -1,0 +1,95 @@
+"""Random bits without a generator: a hash of where they are used.
+
+Stochastic rounding needs fresh bits for every element of every result. A generator's state would
+have to be saved, shared between replicas and advanced in the same order on every device. A
+counter-based hash has no state (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011): the bits are a function of
+
+    seed     the run's
+    step     the optimizer step
+    tensor   which tensor, a number
+    site     which of the tensor's results: parameter, momentum, ...
+    index    the element's index in the whole tensor, also where a shard holds a part of it
+
+so they are the same on every device, on every replica, and after resuming. The first four are mixed
+on the host into two 32-bit keys (splitmix64's finalizer: Steele et al., 2014); for each element
+
+    h = (index ^ low) * 0x7feb352d;  h ^= h >> 15;  h = (h ^ high) * 0x846ca68b;  h ^= h >> 16
+
+modulo 2^32, the multipliers being Wellons' ("hash-prospector", 2018). Two keys, so that the
+sequences of two tensors or steps are not shifted copies of each other. Not for cryptography.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MASK = 2**64 - 1
+BLOCK = 2**31
+"""Elements hashed with one key: an index has 31 bits, what is above them enters the key."""
+
+
+class Key(NamedTuple):
+    """What the bits of one result of one tensor at one step depend on; both below 2^32."""
+
+    low: int
+    high: int
+
+    def at(self, index: int) -> Key:
+        """The key of the elements from `index` on, a multiple of `BLOCK`."""
+        assert index % BLOCK == 0
+        return self if index == 0 else key(self.low, self.high, index // BLOCK)
+
+
+def key(*words: int) -> Key:
+    """Mix integers (seed, step, tensor, site) into a key; any change of one changes about half."""
+    state = 0
+    for word in words:
+        state = _splitmix(state ^ (word & MASK))
+    return Key(state & 0xFFFFFFFF, state >> 32)
+
+
+def _splitmix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
+    return state ^ (state >> 31)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as the int32 with the same bits."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def shift_right(word: Tensor, by: int) -> Tensor:
+    """int32 words shifted right with zeros coming in (torch's shift repeats the sign)."""
+    return (word >> by) & ((1 << (32 - by)) - 1)
+
+
+def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
+    """32 random bits (int32) for each int32 `index`; keys as ints of 32 bits or int32 tensors."""
+    low = signed(low) if isinstance(low, int) else low
+    high = signed(high) if isinstance(high, int) else high
+    word = (index ^ low) * 0x7FEB352D
+    word = word ^ shift_right(word, 15)
+    word = (word ^ high) * signed(0x846CA68B)
+    return word ^ shift_right(word, 16)
+
+
+def random_bits(key: Key, count: int, device: torch.device | str = "cpu", start: int = 0) -> Tensor:
+    """32 random bits for the elements `start` to `start + count` of a tensor, int32 [count]."""
+    parts = []
+    while count > 0:
+        block = start // BLOCK * BLOCK
+        length = min(count, block + BLOCK - start)
+        index = torch.arange(
+            start - block, start - block + length, dtype=torch.int32, device=device
+        )
+        parts.append(hash_bits(index, *key.at(block)))
+        start, count = start + length, count - length
+    if not parts:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

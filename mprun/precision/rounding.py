@@ -1,0 +1,136 @@
+"""Rounding float32 to 16 bits: to nearest, stochastically, or keeping what is cut off.
+
+A float32 is a sign, 8 bits of exponent and 23 of mantissa. Seen as an integer its magnitude grows
+with the number, and neighbours differ by one, across exponents too.
+
+**bfloat16** is the upper half: it keeps the exponent and 7 bits of mantissa, and its neighbours lie
+2^16 float32 patterns apart *everywhere*, subnormals included. To round stochastically, add a random
+16-bit integer r and clear the lower half: a number whose lower half is f is carried to the upper
+neighbour for exactly f of the 2^16 values of r, that is with probability f / 2^16, its distance to
+the lower neighbour, so the expected result is the number itself.
+
+**float16** keeps 10 bits of mantissa; among its *normals* (2^-14 and above) neighbours lie 2^13
+patterns apart, and 13 bits do the same. Its *subnormals* lie 2^-24 apart whatever the exponent: for
+2^-15 that is 2^14 float32 patterns, for 2^-16 2^15, and adding 13 bits would round to neighbours
+float16 does not have. So a number below 2^-14 has 2^-14 added first, which brings it into the
+binade whose spacing in float16 is 2^-24, rounded there with 13 bits, and 2^-14 taken off again. The
+addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
+2^-14th part of float16's spacing there; nothing below 2^-38 is ever rounded up.
+
+Signed zeros, infinities and NaN are kept. What rounds beyond the largest finite number (for
+float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes infinity,
+or with `saturate` that largest number, as on Graphcore's IPU; an infinity stays one in both.
+
+Stochastic rounding keeps what nearest loses on average (Croci et al., "Stochastic rounding:
+implementation, error analysis and applications", 2022). **Kahan**'s way (1965) loses nothing: what
+nearest rounding cut off is kept and added back next time. `split` keeps it in a 16-bit integer that
+counts the float32 patterns between the result and the number, so that `merge` gives the float32
+number back exactly (in float16's subnormals: to 2^-38).
+
+These are the functions the compiled kernels (`mprun/kernels`) are held to, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mprun.precision.random_bits import shift_right
+
+OVERFLOWS = ("infinity", "saturate")
+DTYPES = (torch.float16, torch.bfloat16)
+RANDOM_BITS = {torch.float16: 13, torch.bfloat16: 16}
+"""How many bits decide a stochastic rounding; they are the upper ones of the 32 given."""
+
+_MAGNITUDE = 0x7FFFFFFF
+_SIGN = -(2**31)
+_SMALLEST_NORMAL = 2.0**-14
+_QUANTUM_EXPONENT = 0x38800000
+"""The bit pattern of 2^-14."""
+
+
+def round_nearest(x: Tensor, dtype: torch.dtype, overflow: str = "infinity") -> Tensor:
+    """`x` (float32) to the nearest number of `dtype` (16 bits), ties to even: PyTorch's cast."""
+    return _saturated(x.to(dtype), x, overflow)
+
+
+def round_stochastic(
+    x: Tensor, dtype: torch.dtype, bits: Tensor, overflow: str = "infinity"
+) -> Tensor:
+    """`x` (float32) to one of its two neighbours in `dtype`, the nearer one with more chance.
+
+    Args:
+        x: float32, any shape.
+        dtype: float16 or bfloat16.
+        bits: int32 of that shape, 32 random bits each; the upper 13 (float16) or 16 are used.
+        overflow: infinity or saturate.
+
+    Returns:
+        The rounded numbers in `dtype`; a number of `dtype` is returned as it is.
+    """
+    word = shift_right(bits, 32 - RANDOM_BITS[dtype])
+    rounded = _truncated(x, word, 16) if dtype == torch.bfloat16 else _to_float16(x, word)
+    return _saturated(rounded.to(dtype), x, overflow)
+
+
+def _truncated(x: Tensor, word: Tensor, dropped: int) -> Tensor:
+    """`x` with `word` added to its pattern and the last `dropped` bits cleared."""
+    pattern = (x.view(torch.int32) + word) & -(1 << dropped)
+    # A NaN's pattern could be carried over the top into a number.
+    return torch.where(torch.isnan(x), x, pattern.view(torch.float32))
+
+
+def _to_float16(x: Tensor, word: Tensor) -> Tensor:
+    shift = _signed_quantum(x)
+    small = x.abs() < _SMALLEST_NORMAL
+    rounded = _truncated(torch.where(small, x + shift, x), word, 13)
+    # The difference is exact; a zero takes the sign back that the addition took from it.
+    return torch.where(small, torch.copysign((rounded - shift).abs(), x), rounded)
+
+
+def _signed_quantum(x: Tensor) -> Tensor:
+    """2^-14 with the sign of `x`."""
+    return ((x.view(torch.int32) & _SIGN) | _QUANTUM_EXPONENT).view(torch.float32)
+
+
+def _saturated(rounded: Tensor, x: Tensor, overflow: str) -> Tensor:
+    if overflow == "infinity":
+        return rounded
+    largest = torch.finfo(rounded.dtype).max
+    return torch.where(torch.isfinite(x), rounded.clamp(-largest, largest), rounded)
+
+
+def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`x` (float32) rounded to nearest, and what that cut off.
+
+    Returns:
+        The rounded numbers in `dtype` (ties away from zero in bfloat16, where the remainder of a
+        tie to even would not fit), and the remainders, int16, in float32 patterns. Where a finite
+        number rounds to infinity in float16 the remainder is 0, and it stays an infinity.
+    """
+    pattern = x.view(torch.int32)
+    if dtype == torch.bfloat16:
+        nearest = (pattern + 0x8000) & -0x10000
+        nearest = torch.where(torch.isfinite(x), nearest, pattern & -0x10000)
+        rounded = torch.where(torch.isnan(x), x, nearest.view(torch.float32)).to(dtype)
+        remainder = torch.where(torch.isfinite(x), pattern - nearest, 0)
+        return rounded, remainder.to(torch.int16)
+    rounded = x.to(dtype)
+    wide = rounded.float()
+    shift = _signed_quantum(x)
+    small = wide.abs() < _SMALLEST_NORMAL
+    remainder = torch.where(small, x + shift, x).view(torch.int32)
+    remainder = remainder - torch.where(small, wide + shift, wide).view(torch.int32)
+    return rounded, torch.where(torch.isfinite(wide), remainder, 0).to(torch.int16)
+
+
+def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 numbers that `split` took apart."""
+    wide = rounded.float()
+    if rounded.dtype == torch.bfloat16:
+        return (wide.view(torch.int32) + remainder).view(torch.float32)
+    shift = _signed_quantum(wide)
+    small = wide.abs() < _SMALLEST_NORMAL
+    near = torch.where(small, wide + shift, wide)
+    whole = (near.view(torch.int32) + remainder).view(torch.float32)
+    return torch.where(small, torch.copysign((whole - shift).abs(), wide), whole)

@@ -1,0 +1,65 @@
+"""Stochastic rounding of a whole tensor, by the fastest means there is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun import kernels
+from mprun.precision.random_bits import BLOCK, Key, random_bits
+from mprun.precision.rounding import round_stochastic
+
+C_TYPES = {torch.float16: "F16", torch.bfloat16: "BF16"}
+EAGER_BLOCK = 2**16
+"""Elements rounded at a time without a compiler: what stays in a core's cache."""
+SERIAL = 2**15
+"""Elements below which starting threads costs more than they save."""
+
+
+def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinity") -> Tensor:
+    """`x` (float32) stochastically rounded with the bits of `key`; the same bits on every path.
+
+    Args:
+        x: float32, any shape.
+        dtype: float16 or bfloat16.
+        key: see `random_bits`.
+        overflow: infinity or saturate.
+    """
+    x = x.contiguous()
+    rounded = torch.empty_like(x, dtype=dtype)
+    flat, out = x.view(-1), rounded.view(-1)
+    by = _in_c if x.device.type == "cpu" and kernels.why_not() is None else _eagerly
+    for start in range(0, flat.numel(), BLOCK):
+        stop = start + BLOCK
+        by(flat[start:stop], out[start:stop], key.at(start), overflow)
+    return rounded
+
+
+def _in_c(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+    threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
+    _kernel(out.dtype, overflow)(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads)
+
+
+@lru_cache
+def _kernel(dtype: torch.dtype, overflow: str) -> Callable[..., None]:
+    defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
+    if overflow == "saturate":
+        defines["SATURATE"] = None
+    made: Any = kernels.load("round.c", defines).round_stochastic
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    made.argtypes = [pointer, pointer, ctypes.c_int64, word, word, word, ctypes.c_int]
+    made.restype = None
+    return made  # type: ignore[no-any-return]
+
+
+def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+    block = EAGER_BLOCK if x.device.type == "cpu" else x.numel()
+    for start in range(0, x.numel(), block):
+        part = x[start : start + block]
+        bits = random_bits(key, part.numel(), x.device, start)
+        out[start : start + block] = round_stochastic(part, out.dtype, bits, overflow)
