@@ -47,6 +47,7 @@ ALLOWED = {
         "timing",
     },
     "checkpoint": {"record"},
+    "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}
 ALLOWED["summary"] = {"build", "environment", "record"}

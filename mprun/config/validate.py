@@ -82,6 +82,14 @@ RANGES = {
     "data.eval_limit": COUNT,
 }
 
+PATHS = {
+    "run.dir": "a folder",
+    "data.root": "a folder",
+    "run.resume": "a folder",
+    "precision.layers_file": "a file",
+    "train.init_from": "a folder or a file",
+}
+
 OPTIMIZER_FIELDS = {
     OptimizerName.sgd: {"name", "momentum", "weight_decay"},
     OptimizerName.rmsprop: {"name", "momentum", "weight_decay", "alpha", "eps"},
@@ -112,10 +120,10 @@ def check(config: Config) -> None:
             f"precision.layers with precision={config.precision.name}: TF32 is switched for the "
             "whole process, modules cannot be kept out of it; legal with an autocast mode"
         )
-    for key in ("run.dir", "data.root", "run.resume", "precision.layers_file"):
+    for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
-            raise UsageError(f"{key}={value!r}: the name of a folder, or null for the default")
+            raise UsageError(f"{key}={value!r}: the name of {kind}, or null for the default")
 
 
 def _check_length(config: Config) -> None:
