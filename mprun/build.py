@@ -66,6 +66,7 @@ from mprun.runner import Limits, Parts, Trainer
 from mprun.schedule import NoSchedule, Schedule, TorchSchedule
 from mprun.speed import SpeedChoice, choose
 from mprun.timing import clock_for
+from mprun.weights import DRAWN, Weights, load_weights, range_warning
 
 DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16
@@ -86,6 +87,8 @@ class Plan:
     lr: float
     layers: dict[str, str]
     """Modules kept in a dtype of their own: name to dtype."""
+    weights: Weights
+    """What the model begins with where it is not drawn (`DRAWN`)."""
     by_float32: str
     """Which float16 ops a CPU computes in float32 (`Float16ByFloat32`): none, backward or all."""
     warnings: tuple[str, ...]
@@ -142,13 +145,17 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     if by_float32 is None:
         by_float32 = choose_by_float32(config.speed.name, policy, execution, device)
     batch, capped = batch_sizes(config)
+    weights = DRAWN
+    if config.train.init_from is not None and not choices:  # a resumed run has its own
+        weights = load_weights(config.train.init_from, recipe, config.recipe.name)
     splits = load_data(recipe, data_request(config))
     if not len(splits.train):
         raise UsageError(f"{splits.name} has no training sample")
     name = config.recipe.name
     warnings = [f"{k} has no effect: recipe={name} does not use it" for k in recipe.ignores]
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
-    warnings += [text for text in (capped, splits.notice) if text is not None]
+    notices = (capped, splits.notice, range_warning(weights, policy, layers))
+    warnings += [text for text in notices if text is not None]
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
         config=config,
@@ -161,6 +168,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
         batch=batch,
         lr=lr,
         layers=layers,
+        weights=weights,
         by_float32=by_float32,
         warnings=tuple(warnings),
     )
@@ -420,11 +428,16 @@ def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.de
 
 
 def build_parts(chosen: Plan) -> Parts:
-    """Everything the loop runs on; weights are drawn on the CPU, in float32, from the seed."""
+    """Everything the loop runs on.
+
+    Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
+    """
     config, recipe, device = chosen.config, chosen.recipe, chosen.device
     torch.manual_seed(config.seed)
     precision = build_precision(chosen)
-    model = precision.prepare(recipe.model(), device, chosen.speed.torch_memory_format)
+    model = recipe.model()
+    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    model = precision.prepare(model, device, chosen.speed.torch_memory_format)
     optimizer = build_optimizer(
         config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
     )
@@ -486,6 +499,7 @@ def footprint(chosen: Plan) -> dict[str, int]:
                 splits=replace(splits, train=samples, validation=none, test=none),
                 execution="native",  # what a mode needs, not what emulating it takes
                 by_float32="none",
+                weights=DRAWN,  # fake tensors have no values to load into
             )
         )
         batch = next(parts.train.epoch(None))

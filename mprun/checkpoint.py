@@ -47,15 +47,32 @@ def load(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        state: dict[str, Any] = dict(torch.load(path, map_location="cpu", weights_only=True))
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # unpickling a damaged file raises almost anything
+        raise _no_checkpoint(path, error) from None
+    return checked(found, path)
+
+
+def checked(found: Any, path: Path) -> dict[str, Any]:
+    """What was read from `path` as a checkpoint that a run can go on from.
+
+    Raises:
+        UsageError: it is none, or a later version of mprun wrote it.
+    """
+    try:
+        state: dict[str, Any] = dict(found)
         later = state["format_version"] > FORMAT_VERSION
         missing = [] if later else [key for key in PARTS if key not in state]
-    except Exception as error:  # unpickling a damaged file raises almost anything
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"{path} is no checkpoint of mprun ({reason})") from None
+    except Exception as error:  # it can be anything
+        raise _no_checkpoint(path, error) from None
     if later:
         version = state["format_version"]
         raise UsageError(f"{path} has format {version}, this mprun reads up to {FORMAT_VERSION}")
     if missing:
         raise UsageError(f"{path} is no checkpoint of mprun (it lacks {', '.join(missing)})")
     return state
+
+
+def _no_checkpoint(path: Path, error: Exception) -> UsageError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return UsageError(f"{path} is no checkpoint of mprun ({reason})")

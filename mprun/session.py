@@ -111,6 +111,8 @@ class _Session:
         chosen, path = self._plan, self.folder.path
         for line in (*tables.header(self.summary), f"record: {path}"):
             self._say(line)
+        if chosen.weights.state:
+            self._say(f"weights: {chosen.config.train.init_from}")
         self._warn_if_slow()
         self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
         parts = build_parts(chosen)

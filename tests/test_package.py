@@ -50,6 +50,7 @@ ALLOWED = {
     },
     "checkpoint": {"record"},
     "optimizers": {"config", "optim", "precision", "speed"},
+    "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}
 ALLOWED["summary"] = {"build", "environment", "record"}

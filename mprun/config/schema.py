@@ -281,6 +281,8 @@ class TrainConfig:
     """Write a checkpoint every n steps; one is always written at the end and on a signal."""
     log_every: int = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
+    init_from: str | None = None
+    """Begin with the weights in a run's folder, checkpoint or state_dict file; null: drawn."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
 

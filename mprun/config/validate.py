@@ -82,6 +82,14 @@ RANGES = {
     "data.eval_limit": COUNT,
 }
 
+PATHS = {
+    "run.dir": "a folder",
+    "data.root": "a folder",
+    "run.resume": "a folder",
+    "precision.layers_file": "a file",
+    "train.init_from": "a folder or a file",
+}
+
 OPTIMIZER_FIELDS = {
     OptimizerName.sgd: {"name", "momentum", "weight_decay"},
     OptimizerName.rmsprop: {"name", "momentum", "weight_decay", "alpha", "eps"},
@@ -117,10 +125,10 @@ def check(config: Config) -> None:
             "precision.overflow=saturate with a dynamic loss scale, which looks for the overflows "
             "that saturation hides; legal: loss_scale=static, loss_scale=none"
         )
-    for key in ("run.dir", "data.root", "run.resume", "precision.layers_file"):
+    for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
-            raise UsageError(f"{key}={value!r}: the name of a folder, or null for the default")
+            raise UsageError(f"{key}={value!r}: the name of {kind}, or null for the default")
 
 
 def _check_length(config: Config) -> None:

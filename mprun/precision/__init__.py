@@ -24,6 +24,7 @@ from mprun.precision.loss_scale import (
 )
 from mprun.precision.policy import Policy
 from mprun.precision.precision import Precision
+from mprun.precision.range import Float16Loss, float16_loss
 
 __all__ = [
     "Arithmetic",
@@ -37,6 +38,7 @@ __all__ = [
     "Emulated16",
     "EmulatedTf32",
     "Float16ByFloat32",
+    "Float16Loss",
     "LossScale",
     "NativeArithmetic",
     "NoCaster",
@@ -47,6 +49,7 @@ __all__ = [
     "StaticLossScale",
     "accelerated",
     "backend_flags",
+    "float16_loss",
     "has_tf32",
     "round_to_tf32",
 ]

@@ -7,9 +7,12 @@ done on fake tensors, which the memory figures are taken on. Call it before an o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 def convert(
@@ -56,8 +59,8 @@ def convert(
     return model
 
 
-def dtype_of(path: str, layers: Mapping[str, torch.dtype], default: torch.dtype) -> torch.dtype:
-    """The dtype of the module at `path`: its own in `layers`, or its nearest parent's there."""
+def dtype_of(path: str, layers: Mapping[str, T], default: T) -> T:
+    """The dtype at `path`, a module or parameter: its own in `layers`, or the nearest parent's."""
     while path:
         if path in layers:
             return layers[path]

@@ -97,13 +97,21 @@ def test_a_schedule_needs_planned_steps(scheduler: str) -> None:
         assert compose([*by_time, "train.epochs=null", limit]).config.train.max_time_s == 1
 
 
-@pytest.mark.parametrize("key", ["run.dir", "data.root"])
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("run.dir", "a folder"),
+        ("data.root", "a folder"),
+        ("precision.layers_file", "a file"),
+        ("train.init_from", "a folder or a file"),
+    ],
+)
 @pytest.mark.parametrize("name", ["", "  ", "a\0b"])
-def test_a_folder_has_a_name(key: str, name: str) -> None:
+def test_a_path_has_a_name(key: str, kind: str, name: str) -> None:
     config = deepcopy(LINEAR)
     section, field = key.split(".")
     setattr(getattr(config, section), field, name)
-    with pytest.raises(UsageError, match=f"{key}=.*: the name of a folder, or null"):
+    with pytest.raises(UsageError, match=f"{key}=.*: the name of {kind}, or null"):
         check(config)
 
 
