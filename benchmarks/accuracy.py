@@ -4,7 +4,8 @@
 
 Runs `mprun` for every seed and mode in this process (same seed: same weights, same data order), and
 prints each accuracy, the step times, the difference paired by seed with its 95 % t interval, and
-last one JSON line. Records land in the folder given by --out.
+last one JSON line. Records land in the folder given by --out. A mode may bring overrides of its own:
+`--precision fp32,half_sr:loss_scale=static`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from mprun.record import Summary, read_summary
 
 def run(recipe: str, precision: str, seed: int, out: Path, overrides: list[str]) -> Summary:
     """One run; its summary."""
-    folder = out / f"{recipe}-{precision}-seed{seed}"
-    words = [f"recipe={recipe}", f"precision={precision}", f"seed={seed}", "data.source=real"]
+    mode, *own = precision.split(":")
+    folder = out / f"{recipe}-{mode}-seed{seed}"
+    words = [f"recipe={recipe}", f"precision={mode}", f"seed={seed}", "data.source=real", *own]
     if mprun([*words, f"run.dir='{folder}'", *overrides]) != 0:
         raise SystemExit(f"{folder} failed")
     return read_summary(folder)
