@@ -4,8 +4,8 @@
 
 Runs `mprun` for every seed and mode in this process (same seed: same weights, same data order), and
 prints each accuracy, the step times, the difference paired by seed with its 95 % t interval, and
-last one JSON line. Records land in the folder given by --out. A mode may bring overrides of its own:
-`--precision fp32,half_sr:loss_scale=static`.
+last one JSON line. Records land in the folder given by --out. A mode may bring overrides of its
+own: `--precision fp32,half_sr:loss_scale=static`.
 """
 
 from __future__ import annotations

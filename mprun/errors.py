@@ -42,3 +42,8 @@ def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
     found = nearest(word, known)
     return f"; did you mean '{found}'?" if found else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or "no message").splitlines()[0]

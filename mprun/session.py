@@ -18,8 +18,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mprun import checkpoint
-from mprun.build import Plan, build_parts, first_line, footprint
-from mprun.errors import EXIT_OK, MprunError, RunFailedError
+from mprun.build import Plan, build_parts, footprint
+from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.journal import Journal
 from mprun.loggers import build_logger
 from mprun.precision import backend_flags

@@ -67,14 +67,26 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
     ("recipe=null", ["'recipe=null'", "recipe is one of"]),
-    ("precision=", ["'precision='", "precision is one of bf16_mixed, fp16_mixed, fp32, tf32"]),
+    (
+        "precision=",
+        [
+            "'precision='",
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+        ],
+    ),
     (
         "precision={a: 1}",
-        ["'precision={a: 1}'", "precision is one of bf16_mixed, fp16_mixed, fp32, tf32"],
+        [
+            "'precision={a: 1}'",
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+        ],
     ),
     (
         "precision=[fp32]",
-        ["precision is one of bf16_mixed, fp16_mixed, fp32, tf32", "did you mean 'fp32'?"],
+        [
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+            "did you mean 'fp32'?",
+        ],
     ),
     ("recipe=../recipe/mnist", ["recipe is one of fashion_mnist, linear, mnist"]),
     ("recipe@x=mnist", ["'recipe@x=mnist'", "a group has one place; write recipe=..."]),

@@ -49,7 +49,6 @@ ALLOWED = {
         "timing",
     },
     "checkpoint": {"record"},
-    "optimizers": {"config", "optim", "precision", "speed"},
     "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}

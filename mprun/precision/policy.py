@@ -106,6 +106,15 @@ class Policy:
         """Whether anything is computed in 16 bits."""
         return self.compute_dtype != "float32"
 
+    @property
+    def input_dtype(self) -> str:
+        """What floating inputs are converted to before they are sent to a device.
+
+        The parameters' where nothing casts (PyTorch's `model.half()` needs its inputs in float16
+        too); float32 where a caster takes over.
+        """
+        return self.param_dtype if self.casting == "none" else "float32"
+
     def _legal(self) -> dict[str, tuple[Any, ...]]:
         parameters = FLOAT_DTYPES if self.casting == "none" else ("float32",)
         computes = (self.param_dtype,) if self.casting == "none" else LOW_DTYPES

@@ -88,16 +88,6 @@ class Precision:
         self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
         return model
 
-    @property
-    def input_dtype(self) -> torch.dtype:
-        """What floating inputs are converted to before they are sent to a device.
-
-        The parameters' where nothing casts (PyTorch's `model.half()` needs its inputs in float16
-        too); float32 where a caster takes over.
-        """
-        casts = self.policy.casting != "none"
-        return torch.float32 if casts else torch_dtype(self.policy.param_dtype)
-
     def begin_step(self, step: int) -> None:
         """The first forward pass of optimizer step number `step` is next.
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mprun.build import build_policy
+from mprun.build import build_optimizer
+from mprun.build.machine import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import leaves
 from mprun.config.schema import OptimizerConfig, OptimizerName
 from mprun.config.validate import OPTIMIZER_FIELDS, RANGES, Range, check, get
 from mprun.errors import UsageError
-from mprun.optimizers import build_optimizer
 from mprun.speed import SpeedChoice
 
 LINEAR = compose(["recipe=linear"]).config

@@ -1,0 +1,25 @@
+"""The composition root: from a checked configuration to the objects a run is made of.
+
+`plan` chooses, checks and loads; `build_parts` makes the objects. Everything a user can still get
+wrong here (a recipe's own fields, a device that is not there, data that cannot be had) raises
+`UsageError` before any folder is made.
+"""
+
+from mprun.build.footprint import footprint
+from mprun.build.optimizer import build_optimizer
+from mprun.build.parts import build_parts
+from mprun.build.plan import Plan, plan
+from mprun.build.precision import build_arithmetic, build_loss_scale, build_precision
+from mprun.build.recipe import load_recipe
+
+__all__ = [
+    "Plan",
+    "build_arithmetic",
+    "build_loss_scale",
+    "build_optimizer",
+    "build_parts",
+    "build_precision",
+    "footprint",
+    "load_recipe",
+    "plan",
+]

@@ -1,0 +1,47 @@
+"""The memory of a plan's training step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mprun._torch import FakeTensorMode
+from mprun.build.parts import build_parts
+from mprun.build.plan import Plan
+from mprun.data import TensorSet
+from mprun.numerics.footprint import measure
+from mprun.observer import NoObserver
+from mprun.runner import Trainer
+from mprun.weights import DRAWN
+
+
+def footprint(chosen: Plan) -> dict[str, int]:
+    """Bytes alive at the peak of one training step of this plan, by category, on fake tensors."""
+    splits, device = chosen.splits, chosen.device
+    rows = min(chosen.batch["effective"], len(splits.train))
+
+    def fake(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)
+
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        samples = TensorSet(fake(splits.train.inputs), fake(splits.train.targets))
+        none = samples.first(0)
+        parts = build_parts(
+            replace(
+                chosen,
+                splits=replace(splits, train=samples, validation=none, test=none),
+                execution="native",  # what a mode needs, not what emulating it takes
+                policy=replace(chosen.policy, partials_dtype="float32"),
+                by_float32="none",
+                weights=DRAWN,  # fake tensors have no values to load into
+            )
+        )
+        batch = next(parts.train.epoch(None))
+        trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+        return measure(
+            lambda: trainer.optimizer_step(batch),
+            parts.model,
+            parts.optimizer,
+            [batch.inputs, batch.targets],
+        )

@@ -1,0 +1,121 @@
+"""What depends on the machine: device, execution, kernels, and which layers go their own way."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from mprun._torch import FakeTensorMode
+from mprun.config import Config
+from mprun.config.schema import LayerDType
+from mprun.errors import UsageError, first_line
+from mprun.precision import Policy, accelerated, has_tf32
+from mprun.precision.convert import convert
+from mprun.precision.layers import LAYER_DTYPES, resolve
+from mprun.precision.policy import torch_dtype
+from mprun.recipe import Recipe
+
+
+def build_policy(config: Config) -> Policy:
+    """The policy a configuration's precision section describes."""
+    row: dict[str, Any] = {
+        k: v.name if isinstance(v, Enum) else v
+        for k, v in vars(config.precision).items()
+        if not k.startswith("layers")
+    }
+    try:
+        return Policy(**row)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device; `auto` is CUDA where there is one."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UsageError("device=cuda: PyTorch finds no CUDA device here; legal: auto, cpu")
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
+    """native or emulated: what was asked for, else native where that can be."""
+    can, reason = _executions(policy, device)
+    if wanted != "auto" and wanted not in can:
+        raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
+    return can[0] if wanted == "auto" else wanted
+
+
+def _executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+    """How a policy can be carried out, the best first, and why not otherwise."""
+    emulated, both = ("emulated",), ("native", "emulated")
+    if policy.rounding_scope == "all":
+        return emulated, (
+            "precision.rounding_scope=all rounds every result stochastically, and what a kernel "
+            "returns is already rounded to nearest"
+        )
+    if policy.partials_dtype == "float16" and device.type != "cuda":
+        return emulated, (
+            "precision.partials_dtype=float16: CPU kernels accumulate in float32 and have no switch"
+        )
+    if policy.tf32:
+        no = f"{device.type} here has no TensorFloat-32"
+        return (both, "") if has_tf32(device) else (emulated, no)
+    if policy.is_low:
+        return both, ""
+    no = f"precision={policy.name} runs natively on every device and has no emulation"
+    return ("native",), no
+
+
+def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, str]:
+    """`precision.layers` over `precision.layers_file`, each key resolved to modules' names.
+
+    On a fake model, which is brought to its dtypes to see whether that can be done.
+    """
+    wanted = {key: dtype.name for key, dtype in config.precision.layers.items()}
+    if config.precision.layers_file is not None:
+        wanted = {**_layers_file(Path(config.precision.layers_file)), **wanted}
+    if not wanted:
+        return {}
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        model = recipe.model()
+        try:
+            found = resolve(model, wanted)
+            if policy.casting == "none":
+                dtypes = {name: LAYER_DTYPES[dtype] for name, dtype in found.items()}
+                convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=dtypes)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return found
+
+
+def _layers_file(path: Path) -> dict[str, str]:
+    """The mapping in a file, checked: names to dtypes."""
+    legal = list(LayerDType.__members__)
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = first_line(error)
+        raise UsageError(f"precision.layers_file={path} cannot be read ({reason})") from None
+    if not isinstance(found, dict) or not all(v in legal for v in found.values()):
+        raise UsageError(
+            f"precision.layers_file={path}: a line for each module, 'name: dtype', "
+            f"with dtype one of {', '.join(legal)}"
+        )
+    return {str(key): value for key, value in found.items()}
+
+
+def choose_by_float32(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
+    """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
+
+    `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether float16
+    matmuls have instructions of their own here, which is measured.
+    """
+    native = execution == "native" and policy.compute_dtype == "float16"
+    if speed == "plain" or not native or device.type != "cpu":
+        return "none"
+    # Kernels with their own instructions run near float32's speed, reference loops 50 times slower.
+    return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"

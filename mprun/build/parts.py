@@ -1,0 +1,70 @@
+"""Everything the loop runs on."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+from mprun.build.optimizer import build_optimizer
+from mprun.build.plan import Plan
+from mprun.build.precision import build_precision
+from mprun.config.schema import Scheduler
+from mprun.data import Batches, Order, TensorSet
+from mprun.data.batches import place
+from mprun.precision.policy import torch_dtype
+from mprun.readings import readings_for
+from mprun.runner import Parts
+from mprun.schedule import NoSchedule, Schedule, TorchSchedule
+from mprun.timing import clock_for
+
+
+def build_parts(chosen: Plan) -> Parts:
+    """Everything the loop runs on.
+
+    Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
+    """
+    config, recipe, device = chosen.config, chosen.recipe, chosen.device
+    torch.manual_seed(config.seed)
+    precision = build_precision(chosen)
+    model = recipe.model()
+    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    model = precision.prepare(model, device, chosen.speed.torch_memory_format)
+    optimizer = build_optimizer(
+        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
+    )
+    input_dtype = torch_dtype(chosen.policy.input_dtype)
+    splits, batch = chosen.splits, chosen.batch
+    order = Order(len(splits.train), config.seed, splits.shuffle)
+
+    def batches(data: TensorSet, size: int) -> Batches:
+        def prepare(inputs: torch.Tensor) -> torch.Tensor:
+            return chosen.speed.inputs(recipe.prepare(inputs).to(input_dtype))
+
+        return Batches(place(data, device), size, prepare, device)
+
+    train = batches(splits.train, batch["effective"])
+    planned = chosen.limits.planned_steps(len(train))
+    return Parts(
+        recipe=recipe,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_schedule(config.train.scheduler, optimizer, planned),
+        precision=precision,
+        train=train,
+        order=order,
+        validation=batches(splits.validation, config.train.eval_batch_size),
+        test=batches(splits.test, config.train.eval_batch_size),
+        micro_batch=batch["micro"],
+        clock=clock_for(device),
+        readings=readings_for(device),
+    )
+
+
+def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> Schedule:
+    """The learning-rate schedule over the planned optimizer steps."""
+    if kind is Scheduler.none or steps is None:
+        return NoSchedule()
+    if kind is Scheduler.cosine:
+        return TorchSchedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return TorchSchedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))

@@ -1,0 +1,83 @@
+"""The parts that carry a policy out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mprun.build.plan import Plan
+from mprun.config import Config
+from mprun.config.validate import loss_scale_kind
+from mprun.precision import (
+    Arithmetic,
+    AutocastCaster,
+    BlockedConvolutions,
+    Caster,
+    ClipNorm,
+    DynamicLossScale,
+    DynamicRule,
+    Emulated16,
+    EmulatedTf32,
+    Float16ByFloat32,
+    LossScale,
+    NativeArithmetic,
+    NoCaster,
+    NoClip,
+    NoLossScale,
+    Precision,
+    StaticLossScale,
+)
+
+DEFAULT_STATIC = 1024.0
+DEFAULT_INITIAL = 2.0**16
+
+
+def build_precision(chosen: Plan) -> Precision:
+    """The parts that carry the policy out."""
+    policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
+    caster: Caster = NoCaster()
+    if policy.casting == "autocast":
+        caster = AutocastCaster(chosen.device.type, getattr(torch, policy.compute_dtype))
+    return Precision(
+        policy,
+        caster,
+        build_arithmetic(chosen),
+        build_loss_scale(chosen.config, chosen.layers, chosen.device),
+        NoClip() if clip_norm is None else ClipNorm(clip_norm),
+        layers=chosen.layers,
+    )
+
+
+def build_arithmetic(chosen: Plan) -> Arithmetic:
+    """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
+    if chosen.policy.tf32 and chosen.execution == "emulated":
+        return EmulatedTf32()
+    policy = chosen.policy
+    if chosen.execution == "emulated":
+        everywhere = policy.rounding_scope == "all"
+        return Emulated16(
+            policy.rounding if everywhere else "nearest",
+            policy.overflow,
+            policy.partials_dtype,
+            chosen.config.seed,
+        )
+    if policy.partials_dtype == "float16":
+        return BlockedConvolutions()
+    if chosen.by_float32 != "none":
+        return Float16ByFloat32(matmuls=chosen.by_float32 == "all")
+    return NativeArithmetic()
+
+
+def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
+    """The loss scale the configuration asks for, or the mode or one of its layers needs."""
+    scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
+    if kind == "static":
+        return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)
+    if kind == "dynamic":
+        rule = DynamicRule(
+            scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
+        )
+        initial = DEFAULT_INITIAL if scale.value is None else scale.value
+        return DynamicLossScale(initial, rule, device)
+    return NoLossScale()

@@ -1,0 +1,72 @@
+"""Loading a recipe: its class, the user's parameters, its data."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mprun.config.reference import describe_type
+from mprun.data import DataRequest, Splits
+from mprun.errors import UsageError, first_line, hint
+from mprun.recipe import Recipe
+
+
+def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
+    """The recipe's class with the user's parameters, each checked against its annotated type."""
+    kind = _import_recipe(target)
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for name, value in parameters.items():
+        if name not in known:
+            legal = ", ".join(f"recipe.model.{k}" for k in known)
+            raise UsageError(
+                f"'recipe.model.{name}={value}': {kind.__name__} has no such parameter"
+                f"{hint(name, known)}; legal: {legal}"
+            )
+    schema = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)  # the class is frozen, the values being merged are not
+    for name, value in parameters.items():
+        try:
+            OmegaConf.update(schema, name, value)
+        except OmegaConfBaseException:
+            wanted = describe_type(get_type_hints(kind)[name])
+            raise UsageError(f"'recipe.model.{name}={value}': {name} is {wanted}") from None
+    try:
+        recipe = OmegaConf.to_object(schema)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
+    assert isinstance(recipe, Recipe)
+    return recipe
+
+
+def _import_recipe(target: str) -> type[Recipe]:
+    """The class at an import path; a user's own module may lie in the current folder."""
+    module_name, _, class_name = target.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # the module is the user's: anything can be wrong with it
+        raise UsageError(
+            f"recipe.target={target} cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); write module.Class of a recipe that can be imported from here"
+        ) from None
+    if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
+        return kind
+    raise UsageError(f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe")
+
+
+def load_data(recipe: Recipe, request: DataRequest) -> Splits:
+    """The recipe's samples; what fails in a recipe's own code is said in one line."""
+    try:
+        return recipe.data(request)
+    except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the data of {type(recipe).__name__} cannot be made: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from None
