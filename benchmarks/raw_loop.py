@@ -6,28 +6,21 @@ Both loops run the same model, optimizer and batches in one process, taking turn
 that a machine whose speed drifts drifts for both. The figure is the ratio of mprun's median step
 time to the raw loop's, with a 95 % bootstrap interval over blocks; a step's time here is the whole
 loop's wall time divided by its steps, logging and metrics included. `speed=plain` on both sides.
-
-glibc gives memory at the top of its heap back to the system and faults it in again, or does not,
-depending on what small object happens to lie there: with several models in one process that is a
-lottery worth up to half a step (8,000 page faults a step in one loop and none in the other,
-changing sides with the length of the blocks). So it is switched off here, for both loops.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import random
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
 from mprun.build import Plan, build_parts, plan
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
@@ -36,9 +29,6 @@ from mprun.observer import NoObserver
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.runner import Limits, Trainer
-
-BLOCKS = 100
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -106,44 +96,16 @@ def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
-def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]:
-    """95 % bootstrap interval of a statistic of block indices."""
-    rng = random.Random(0)
-    found = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
-    return found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
-
-
 def compare(chosen: Plan, steps: int) -> dict[str, float]:
     """Alternate blocks of both loops; ratio of medians with its interval."""
-    raw, ours = raw_blocks(chosen, steps), mprun_blocks(chosen, steps)
-    next(raw), next(ours)
-    a: list[float] = []
-    b: list[float] = []
-    for block in range(BLOCKS):
-        pair = ((raw, a), (ours, b)) if block % 2 else ((ours, b), (raw, a))
-        for source, times in pair:
-            times.append(next(source))
-
-    def ratio(index: list[int]) -> float:
-        return statistics.median(b[i] for i in index) / statistics.median(a[i] for i in index)
-
-    low, high = interval(ratio, BLOCKS)
+    found = alternate(raw_blocks(chosen, steps), mprun_blocks(chosen, steps))
     return {
-        "raw_ms": statistics.median(a) * 1e3,
-        "mprun_ms": statistics.median(b) * 1e3,
-        "ratio": ratio(list(range(BLOCKS))),
-        "low": low,
-        "high": high,
+        "raw_ms": found.base_ms,
+        "mprun_ms": found.other_ms,
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
     }
-
-
-def keep_the_heap() -> None:
-    """Tell glibc to neither trim its heap nor map large blocks apart (mallopt(3))."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_max = -1, -4
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-        libc.mallopt(m_mmap_max, 0)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.journal import Journal
 from mprun.loggers import build_logger
 from mprun.precision import backend_flags
+from mprun.precision.layers import layer_rows
 from mprun.record import RunFolder, Status, Summary, dated_folder, read_summary
 from mprun.report import tables
 from mprun.report.progress import view_for
@@ -116,6 +117,9 @@ class _Session:
         self._warn_if_slow()
         self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
         parts = build_parts(chosen)
+        if chosen.layers:
+            rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
+            self._console.print(tables.layers(rows), highlight=False)
         planned = chosen.limits.planned_steps(len(parts.train))
         view = view_for(self._console, chosen.limits.epochs, planned)
         first_step = saved["trainer"]["step"] + 1 if saved is not None else None

@@ -86,7 +86,9 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     policy = machine.build_policy(config)
     kept = dict(choices or {})
     device = machine.choose_device(kept.get("device", config.device.name))
-    execution = machine.choose_execution(kept.get("execution", config.execution.name), policy, device)
+    execution = machine.choose_execution(
+        kept.get("execution", config.execution.name), policy, device
+    )
     optimizer = config.train.optimizer.name.name
     layers = machine.choose_layers(config, recipe, policy)
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)

@@ -1,7 +1,7 @@
 """Checks the types cannot express: ranges, combinations, and fields without effect.
 
 Ranges are data; a combination is a small function that raises. Legal values that depend on the
-machine or on a recipe's class are checked where those are known (`build.py`).
+machine or on a recipe's class are checked where those are known (`build/`).
 """
 
 from __future__ import annotations

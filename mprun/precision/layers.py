@@ -20,11 +20,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+from mprun.precision.convert import dtype_of
 
 
 def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
@@ -49,6 +51,34 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
                 f"precision.layers: no module is named '{key}'{meant}; legal: {', '.join(names)}"
             )
     return found
+
+
+class LayerRow(NamedTuple):
+    """A module with parameters of its own and its dtypes, by PyTorch's names."""
+
+    name: str
+    kind: str
+    parameters: str
+    compute: str
+
+
+def layer_rows(model: nn.Module, named: Mapping[str, str], compute: str) -> list[LayerRow]:
+    """The dtypes of a prepared model's layers.
+
+    Args:
+        model: the model.
+        named: module names to fp32, fp16 or bf16, as `resolve` gives them.
+        compute: what all other layers compute in.
+    """
+    dtypes = {name: str(LAYER_DTYPES[d]).removeprefix("torch.") for name, d in named.items()}
+    rows = []
+    for name, module in model.named_modules():
+        own = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+        if own is not None:
+            stored = str(own.dtype).removeprefix("torch.")
+            kind = type(module).__name__
+            rows.append(LayerRow(name, kind, stored, dtype_of(name, dtypes, compute)))
+    return rows
 
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

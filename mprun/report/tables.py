@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -35,7 +35,27 @@ def policy(row: PrecisionRow) -> str:
         f"parameters {row['param_dtype']}, compute {row['compute_dtype']}, "
         f"output {row['output_dtype']}, casting {row['casting']}"
     )
-    return text + (", tf32" if row["tf32"] else "")
+    of = {"update": "updates", "all": "every result"}[row["rounding_scope"]]
+    unusual = {
+        ", tf32": row["tf32"],
+        f", gradients {row['accum_dtype']}": row["param_dtype"] != "float32",
+        f", momentum {row['momentum_dtype']}": row["momentum_dtype"] != "float32",
+        f", variance {row['variance_dtype']}": row["variance_dtype"] != "float32",
+        f", partials {row['partials_dtype']}": row["partials_dtype"] != "float32",
+        f", {row['rounding']} rounding of {of}": row["rounding"] != "nearest",
+        ", saturating": row["overflow"] == "saturate",
+    }
+    return text + "".join(words for words, shown in unusual.items() if shown)
+
+
+def layers(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+    """The dtypes of a model's layers: name, kind, parameters, computation."""
+    table = Table(title="layers", title_justify="left")
+    for column in ("module", "kind", "parameters", "computes in"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def data_text(summary: Summary) -> str:

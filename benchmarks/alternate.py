@@ -1,0 +1,68 @@
+"""Comparing two pieces of work on a machine that drifts: turn by turn, ratio of medians, interval.
+
+glibc gives memory at the top of its heap back to the system and faults it in again, or does not,
+depending on what small object happens to lie there: with several models in one process that is a
+lottery worth up to half a step (8,000 page faults a step in one loop and none in the other,
+changing sides with the length of the blocks). So `keep_the_heap` switches it off, for both.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+BLOCKS = 100
+RESAMPLES = 2000
+
+
+class Ratio(NamedTuple):
+    """Medians of two alternating measurements, and their ratio with its 95 % interval."""
+
+    base_ms: float
+    other_ms: float
+    ratio: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.base_ms:8.3f} ms, {self.other_ms:8.3f} ms, "
+            f"ratio {self.ratio:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        )
+
+
+def alternate(base: Iterator[float], other: Iterator[float], blocks: int = BLOCKS) -> Ratio:
+    """Take a time in seconds from each in turn, the first of each dropped."""
+    next(base), next(other)
+    a: list[float] = []
+    b: list[float] = []
+    for block in range(blocks):
+        pair = ((base, a), (other, b)) if block % 2 else ((other, b), (base, a))
+        for source, times in pair:
+            times.append(next(source))
+
+    def ratio(index: list[int]) -> float:
+        return statistics.median(b[i] for i in index) / statistics.median(a[i] for i in index)
+
+    low, high = interval(ratio, blocks)
+    whole = ratio(list(range(blocks)))
+    return Ratio(statistics.median(a) * 1e3, statistics.median(b) * 1e3, whole, low, high)
+
+
+def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]:
+    """95 % bootstrap interval of a statistic of block indices."""
+    rng = random.Random(0)
+    found = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
+    return found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
+
+
+def keep_the_heap() -> None:
+    """Tell glibc to neither trim its heap nor map large blocks apart (mallopt(3))."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        m_trim_threshold, m_mmap_max = -1, -4
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_mmap_max, 0)

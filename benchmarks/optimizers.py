@@ -1,0 +1,92 @@
+"""AdamW over 16-bit parameters with stochastic rounding, against PyTorch's fused float32 AdamW.
+
+    python -m benchmarks.optimizers [--size N]
+
+One step over one tensor, the two taking turns in one process (`alternate.py`); with torchao
+installed, its AdamW with stochastic rounding (compiled, bfloat16 parameters) as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+
+import torch
+
+from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
+from mprun.environment import cpu_name, usable_cores
+from mprun.optim import AdamW
+from mprun.optim.engines import choose
+
+
+def times(step: Callable[[], object], device: torch.device) -> Iterator[float]:
+    """Seconds of one step after another."""
+    while True:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield time.perf_counter() - start
+
+
+def parameter(size: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """A parameter [size] with a gradient, both standard normal."""
+    p = torch.nn.Parameter(torch.randn(size, device=device).to(dtype))
+    p.grad = torch.randn(size, device=device).to(dtype)
+    return p
+
+
+def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is compared with fused float32 AdamW: a name and one step."""
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        for moments in (torch.float32, dtype):
+            kept = str(moments).removeprefix("torch.")
+            made = AdamW(
+                [parameter(size, dtype, device)], momentum_dtype=moments, variance_dtype=moments
+            )
+            yield f"{name}, moments {kept}, stochastic", made.step
+        nearest = AdamW([parameter(size, dtype, device)], rounding="nearest")
+        yield f"{name}, moments float32, nearest", nearest.step
+        kahan = AdamW([parameter(size, dtype, device)], rounding="kahan")
+        yield f"{name}, moments float32, kahan", kahan.step
+    if device.type == "cpu":
+        eager = AdamW([parameter(size, torch.bfloat16, device)], engine="eager")
+        yield "bfloat16, moments float32, stochastic, no compiler", eager.step
+    try:
+        from torchao.optim import _AdamW
+    except ImportError:
+        return
+    theirs = _AdamW([parameter(size, torch.bfloat16, device)], bf16_stochastic_round=True)
+    yield "torchao: bfloat16, moments bfloat16, stochastic", theirs.step
+
+
+def main() -> None:
+    """Print a line per candidate and, last, one JSON line."""
+    keep_the_heap()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=10_000_000)
+    size = parser.parse_args().size
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    print(
+        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}, engine {choose(device)}; {size} parameters, "
+        f"{BLOCKS} alternating steps"
+    )
+    rows = {}
+    for name, step in candidates(size, device):
+        fused = torch.optim.AdamW([parameter(size, torch.float32, device)], fused=True)
+        found = alternate(times(fused.step, device), times(step, device))
+        rows[name] = found._asdict()
+        print(f"{name:52} {found}", flush=True)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

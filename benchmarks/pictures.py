@@ -1,0 +1,110 @@
+"""The pictures in docs/, made from runs.
+
+    pip install 'mprun[pictures]'
+    python -m benchmarks.pictures --out docs/pictures
+
+`stochastic_rounding.png`: left, 10,000 bfloat16 parameters of 1 moved by 1e-4 a thousand times with
+each rounding rule; right, the training loss of `recipe=linear` in five modes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from mprun.cli import main as mprun
+from mprun.optim import SGD
+from mprun.precision.rounding import merge
+
+PARAMETERS, STEPS, UPDATE = 10_000, 1000, 1e-4
+COLOURS = {
+    "float32": "#000000",
+    "nearest": "#d55e00",
+    "stochastic": "#0072b2",
+    "kahan": "#009e73",
+}
+LOSSES = {
+    "fp32": ("#000000", "-"),
+    "bf16_true": ("#d55e00", "-"),
+    "bf16_sr": ("#0072b2", "--"),
+    "fp16_true": ("#e69f00", "-"),
+    "half_sr": ("#56b4e9", "--"),
+}
+
+
+def walk(rounding: str) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [STEPS + 1] of the parameters, remainders included."""
+    p = torch.nn.Parameter(torch.ones(PARAMETERS, dtype=torch.bfloat16))
+    p.grad_dtype = torch.float32
+    p.grad = torch.full((PARAMETERS,), -UPDATE)
+    optimizer = SGD([p], lr=1.0, rounding=rounding)
+    means, spreads = [1.0], [0.0]
+    for _ in range(STEPS):
+        optimizer.step()
+        state = optimizer.state[p]
+        now = merge(p.detach(), state["remainder"]) if "remainder" in state else p.detach().float()
+        means.append(now.double().mean().item())
+        spreads.append(now.double().std().item())
+    return torch.tensor(means), torch.tensor(spreads)
+
+
+def losses(precision: str, folder: Path) -> list[float]:
+    """The training loss of each step of `recipe=linear`."""
+    words = ["recipe=linear", f"precision={precision}", f"run.dir='{folder / precision}'"]
+    if mprun(words) != 0:
+        raise SystemExit(f"{precision} failed")
+    lines = (folder / precision / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [json.loads(line) for line in lines]
+    return [line["loss"] for line in steps if line["kind"] == "step"]
+
+
+def draw_walks(axes: Any) -> None:
+    """The left picture."""
+    axes.plot([0, STEPS], [1, 1 + STEPS * UPDATE], color=COLOURS["float32"], lw=3, alpha=0.3)
+    for rounding in ("nearest", "stochastic", "kahan"):
+        mean, spread = walk(rounding)
+        steps = torch.arange(STEPS + 1)
+        points = {"ls": "", "marker": "o", "markevery": 100} if rounding == "kahan" else {}
+        axes.plot(steps, mean, color=COLOURS[rounding], label=rounding, **points)
+        if rounding == "stochastic":
+            low, high = mean - spread, mean + spread
+            axes.fill_between(steps, low, high, color=COLOURS[rounding], alpha=0.15, lw=0)
+    axes.set_title("10,000 bfloat16 parameters of 1, 1e-4 added each step")
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean; band: one standard deviation")
+    axes.legend(title="rounding", frameon=False)
+
+
+def draw_losses(axes: Any) -> None:
+    """The right picture."""
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, (colour, style) in LOSSES.items():
+            found = losses(precision, Path(folder))
+            axes.plot(range(1, len(found) + 1), found, color=colour, ls=style, label=precision)
+    axes.set_title("recipe=linear, SGD at 1e-3, seed 0")
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    axes.legend(title="precision", frameon=False)
+
+
+def main() -> None:
+    """Draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    draw_walks(left)
+    draw_losses(right)
+    figure.savefig(out / "stochastic_rounding.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
