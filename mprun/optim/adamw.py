@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mprun.optim.base import Keep, LowPrecisionOptimizer
 
-from mprun.optim.base import LowPrecisionOptimizer
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` from Python 3.11 on
 
 
 class AdamW(LowPrecisionOptimizer):
     """`torch.optim.AdamW` that keeps parameters and moments in low dtypes.
 
-    eps is added in float32: float16 has no 1e-8. Arguments from `rounding` on as for
-    `LowPrecisionOptimizer`.
+    eps is added in float32: float16 has no 1e-8.
+
+    How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
     formula = "adamw"
@@ -27,25 +29,14 @@ class AdamW(LowPrecisionOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        *,
-        rounding: str = "stochastic",
-        momentum_dtype: torch.dtype = torch.float32,
-        variance_dtype: torch.dtype = torch.float32,
-        overflow: str = "infinity",
-        seed: int = 0,
-        engine: str | None = None,
+        **keep: Unpack[Keep],
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}; legal is 0 or more and below 1, each")
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            rounding=rounding,
-            momentum_dtype=momentum_dtype,
-            variance_dtype=variance_dtype,
-            overflow=overflow,
-            seed=seed,
-            engine=engine,
+            **keep,
         )
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -37,18 +37,30 @@ SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
 
 
+class Keep(TypedDict, total=False):
+    """How an optimizer keeps parameters and state; the options all of them share."""
+
+    rounding: str
+    """stochastic (the default), kahan or nearest; of parameters in 16 bits."""
+    momentum_dtype: torch.dtype
+    """What the first moment is kept in; float32 unless given."""
+    variance_dtype: torch.dtype
+    """What the second moment is kept in; float32 unless given."""
+    overflow: str
+    """infinity (the default), or saturate at the largest finite number."""
+    seed: int
+    """Of the random bits; 0 unless given."""
+    engine: str | None
+    """c, inductor or eager; None (the default) for the fastest there is."""
+
+
 class LowPrecisionOptimizer(Optimizer):
     """The machinery; a subclass names its formula, its moments and its constants.
 
     Args:
         params: as for any optimizer; float32, float16 and bfloat16, each kept in its dtype.
         defaults: the subclass's options.
-        rounding: stochastic, kahan or nearest; of parameters in 16 bits.
-        momentum_dtype: what the first moment is kept in.
-        variance_dtype: what the second moment is kept in.
-        overflow: infinity, or saturate at the largest finite number.
-        seed: of the random bits.
-        engine: c, inductor or eager; None for the fastest there is.
+        rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `Keep`.
 
     Raises:
         ValueError: an option that is none of those.
@@ -67,18 +79,20 @@ class LowPrecisionOptimizer(Optimizer):
         params: Any,
         defaults: dict[str, Any],
         *,
-        rounding: str,
-        momentum_dtype: torch.dtype,
-        variance_dtype: torch.dtype,
-        overflow: str,
-        seed: int,
-        engine: str | None,
+        rounding: str = "stochastic",
+        momentum_dtype: torch.dtype = torch.float32,
+        variance_dtype: torch.dtype = torch.float32,
+        overflow: str = "infinity",
+        seed: int = 0,
+        engine: str | None = None,
     ) -> None:
         _check("rounding", rounding, ROUNDINGS)
         _check("momentum_dtype", momentum_dtype, MOMENT_DTYPES)
         _check("variance_dtype", variance_dtype, MOMENT_DTYPES)
         _check("overflow", overflow, OVERFLOWS)
         _check("engine", engine, (None, *ENGINES))
+        if self.second is None and variance_dtype != torch.float32:
+            raise ValueError(f"variance_dtype: {type(self).__name__} keeps no second moment")
         if rounding == "kahan" and overflow == "saturate":
             raise ValueError("overflow='saturate' with rounding='kahan'; legal is 'infinity'")
         for name, value in defaults.items():

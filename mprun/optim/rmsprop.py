@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mprun.optim.base import Keep, LowPrecisionOptimizer
 
-from mprun.optim.base import LowPrecisionOptimizer
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` from Python 3.11 on
 
 
 class RMSprop(LowPrecisionOptimizer):
     """`torch.optim.RMSprop` that keeps parameters and moments in low dtypes.
 
-    Arguments from `rounding` on as for `LowPrecisionOptimizer`.
+    How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
     formula = "rmsprop"
@@ -27,13 +28,7 @@ class RMSprop(LowPrecisionOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         momentum: float = 0.0,
-        *,
-        rounding: str = "stochastic",
-        momentum_dtype: torch.dtype = torch.float32,
-        variance_dtype: torch.dtype = torch.float32,
-        overflow: str = "infinity",
-        seed: int = 0,
-        engine: str | None = None,
+        **keep: Unpack[Keep],
     ) -> None:
         super().__init__(
             params,
@@ -44,12 +39,7 @@ class RMSprop(LowPrecisionOptimizer):
                 "weight_decay": weight_decay,
                 "momentum": momentum,
             },
-            rounding=rounding,
-            momentum_dtype=momentum_dtype,
-            variance_dtype=variance_dtype,
-            overflow=overflow,
-            seed=seed,
-            engine=engine,
+            **keep,
         )
 
     def keeps_first(self, group: dict[str, Any]) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from mprun.optim.base import Keep, LowPrecisionOptimizer
 
-from mprun.optim.base import LowPrecisionOptimizer
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` from Python 3.11 on
 
 
 class SGD(LowPrecisionOptimizer):
     """`torch.optim.SGD` that keeps parameters and momentum in low dtypes.
 
-    Arguments from `rounding` on as for `LowPrecisionOptimizer`.
+    How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
     formula = "sgd"
@@ -25,22 +26,12 @@ class SGD(LowPrecisionOptimizer):
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        *,
-        rounding: str = "stochastic",
-        momentum_dtype: torch.dtype = torch.float32,
-        overflow: str = "infinity",
-        seed: int = 0,
-        engine: str | None = None,
+        **keep: Unpack[Keep],
     ) -> None:
         super().__init__(
             params,
             {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov},
-            rounding=rounding,
-            momentum_dtype=momentum_dtype,
-            variance_dtype=torch.float32,
-            overflow=overflow,
-            seed=seed,
-            engine=engine,
+            **keep,
         )
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
