@@ -5,12 +5,24 @@ Tried on PyTorch 2.11 and 2.15. A name that moves breaks here, and nowhere else.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 
-__all__ = ["FakeTensorMode", "in_backward", "is_fake", "step_unless", "unscale_and_check"]
+__all__ = [
+    "FakeTensorMode",
+    "in_backward",
+    "is_fake",
+    "load_hooks_run",
+    "step_unless",
+    "unscale_and_check",
+]
 
 
 def in_backward() -> bool:
@@ -55,3 +67,17 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
     return isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def load_hooks_run(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`state` as the hooks before `load_state_dict` leave it; they do not run again inside."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    for hook in hooks.values():
+        changed = hook(optimizer, state)
+        state = state if changed is None else changed
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield state
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks

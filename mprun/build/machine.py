@@ -75,7 +75,7 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
 
     On a fake model, which is brought to its dtypes to see whether that can be done.
     """
-    wanted = {key: dtype.name for key, dtype in config.precision.layers.items()}
+    wanted = {str(key): dtype.name for key, dtype in config.precision.layers.items()}
     if config.precision.layers_file is not None:
         wanted = {**_layers_file(Path(config.precision.layers_file)), **wanted}
     if not wanted:

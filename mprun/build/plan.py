@@ -14,6 +14,7 @@ from mprun.build.optimizer import engine_for, keeps_low_precision
 from mprun.build.recipe import load_data, load_recipe
 from mprun.config import Config
 from mprun.config.schema import LrRule
+from mprun.config.validate import SATURATES, loss_scale_kind
 from mprun.data import DataRequest, Splits
 from mprun.errors import UsageError
 from mprun.loggers import check_logger
@@ -91,6 +92,8 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     )
     optimizer = config.train.optimizer.name.name
     layers = machine.choose_layers(config, recipe, policy)
+    if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
+        raise UsageError(SATURATES)
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
     if choices:
         speed = SpeedChoice(kept["memory_format"], kept["optimizer_impl"])

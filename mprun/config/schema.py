@@ -173,7 +173,7 @@ class PrecisionConfig:
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
-    layers: dict[str, LayerDType] = field(default_factory=dict)
+    layers: dict[Any, LayerDType] = field(default_factory=dict)
     """Modules with a dtype of their own, by name or glob: {fc2: fp32, encoder.*: bf16}."""
     layers_file: str | None = None
     """A YAML file with such a mapping; precision.layers adds to it and wins."""

@@ -96,6 +96,11 @@ OPTIMIZER_FIELDS = {
     OptimizerName.adamw: {"name", "weight_decay", "beta1", "beta2", "eps"},
 }
 
+SATURATES = (
+    "precision.overflow=saturate with a dynamic loss scale, which looks for the overflows "
+    "that saturation hides; legal: loss_scale=static, loss_scale=none"
+)
+
 
 def get(config: Config, key: str) -> Any:
     """The value of a dotted key."""
@@ -121,10 +126,7 @@ def check(config: Config) -> None:
             "whole process, modules cannot be kept out of it; legal with every other mode"
         )
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
-        raise UsageError(
-            "precision.overflow=saturate with a dynamic loss scale, which looks for the overflows "
-            "that saturation hides; legal: loss_scale=static, loss_scale=none"
-        )
+        raise UsageError(SATURATES)
     for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):

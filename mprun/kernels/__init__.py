@@ -14,6 +14,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -68,10 +69,10 @@ def why_not() -> str | None:
 
 @cache
 def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
-    compiler = _compiler()
     if os.environ.get("MPRUN_NO_COMPILER"):
         raise NoCompilerError("MPRUN_NO_COMPILER is set")
-    if compiler is None:
+    compiler = _compiler()
+    if not compiler:
         raise NoCompilerError("no C compiler was found (CC, cc, gcc, clang)")
     reasons = []
     for variant in VARIANTS:
@@ -79,28 +80,31 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
             return ctypes.CDLL(str(_compiled(compiler, source, (*FLAGS, *defines), variant)))
         except (OSError, subprocess.SubprocessError) as error:
             reasons.append(str(getattr(error, "stderr", None) or error).strip())
-    raise NoCompilerError(f"{compiler} cannot compile {source}: {reasons[-1].splitlines()[0]}")
+    raise NoCompilerError(f"{compiler[0]} cannot compile {source}: {reasons[-1].splitlines()[0]}")
 
 
-def _compiler() -> str | None:
-    """The C compiler of CC, or the first of the usual names."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((path for name in names if (path := shutil.which(name))), None)
+def _compiler() -> tuple[str, ...]:
+    """The C compiler of CC with its arguments, or the first of the usual names; empty for none."""
+    given = shlex.split(os.environ.get("CC", ""))
+    commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
+    found = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
+    return next(found, ())
 
 
-def _compiled(compiler: str, source: str, flags: tuple[str, ...], last: tuple[str, ...]) -> Path:
+def _compiled(
+    compiler: tuple[str, ...], source: str, flags: tuple[str, ...], last: tuple[str, ...]
+) -> Path:
     """The shared library, from the cache where it was made before."""
     texts = [(SOURCES / name).read_text(encoding="utf-8") for name in ("formats.h", source)]
-    words = (*texts, compiler, *flags, *last, _processor())
+    words = (*texts, *compiler, *flags, *last, _processor())
     name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:24]
     folder = cache_folder()
     made = folder / f"{Path(source).stem}-{name}.so"
     if made.exists():
         return made
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         out = Path(scratch) / made.name
-        command = [compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
+        command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
         out.replace(made)  # whole or not at all, should two runs compile at once
     return made
@@ -113,6 +117,7 @@ def cache_folder() -> Path:
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
     except (OSError, RuntimeError):
         folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
     return folder

@@ -1,7 +1,7 @@
 /* float32, float16 and bfloat16 in memory, and the roundings between them.
 
 The same operations as mprun/precision/rounding.py and random_bits.py, which explain them; results
-are equal bit for bit. Written without branches, so that compilers vectorise the loops. */
+are equal bit for bit, but for what is inside a NaN. Written without branches, so that compilers vectorise the loops. */
 
 #include <math.h>
 #include <stdint.h>
@@ -29,10 +29,11 @@ static inline uint32_t choose(uint32_t condition, uint32_t yes, uint32_t no) {
 }
 
 static inline uint32_t hash(uint32_t index, uint32_t low, uint32_t high) {
-  uint32_t word = (index ^ low) * 0x7feb352du;
-  word ^= word >> 15;
-  word = (word ^ high) * 0x846ca68bu;
-  return word ^ (word >> 16);
+  uint32_t word = (index ^ low) * 0xed5ad4bbu;
+  word ^= word >> 11;
+  word = (word ^ high) * 0xac4c1b51u;
+  word = (word ^ (word >> 15)) * 0x31848babu;
+  return word ^ (word >> 14);
 }
 
 #define MAGNITUDE 0x7fffffffu

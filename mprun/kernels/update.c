@@ -3,7 +3,7 @@
 -DPARAM -DGRAD -DFIRST -DSECOND  how parameter, gradient and the two moments are stored
 -DRULE_...    how parameters are rounded: NEAREST, STOCHASTIC or KAHAN
 -DFIRST_...   how the first moment is: NEAREST or STOCHASTIC (the second one always is stochastic)
--DOPTIMIZER_...  ADAMW, SGD or RMSPROP; the formulas are those of mprun/optim, term by term
+-DOPTIMIZER_...  ADAMW, SGD, NESTEROV or RMSPROP; the formulas are those of mprun/optim, term by term
 -DHAS_FIRST, -DHAS_SECOND  whether there is such a moment; -DROOT: the second one is kept as its root
 
 `hyper` holds what the formula needs, its first entry the factor of the gradient; `keys` a pair of
@@ -43,8 +43,12 @@ void update(PARAM *restrict param, const GRAD *restrict grad, FIRST *restrict fi
     w = w * h5 - h6 * (m / (sqrtf(v) * h7 + h8));
 #elif defined(OPTIMIZER_SGD)
     g = g + w * h1;
+    m = m * h2 + g * h4;
+    w = w - h3 * m;
+#elif defined(OPTIMIZER_NESTEROV)
+    g = g + w * h1;
     m = m * h2 + g;
-    w = w - h3 * (g * h4 + m * h5);
+    w = w - h3 * (g + m * h2);
 #elif defined(OPTIMIZER_RMSPROP)
     g = g + w * h1;
     v = v * h2 + (g * g) * h3;

@@ -18,7 +18,6 @@ class AdamW(LowPrecisionOptimizer):
     How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
-    formula = "adamw"
     first = "exp_avg"
     second = "exp_avg_sq"
 
@@ -38,6 +37,9 @@ class AdamW(LowPrecisionOptimizer):
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             **keep,
         )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "adamw"
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         beta1, beta2 = group["betas"]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun._torch import is_fake
+from mprun._torch import is_fake, load_hooks_run
 from mprun.optim import engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
@@ -66,11 +66,11 @@ class LowPrecisionOptimizer(Optimizer):
         ValueError: an option that is none of those.
     """
 
-    formula: ClassVar[str]
     first: ClassVar[str]
     """What `state` calls the first moment."""
     second: ClassVar[str | None] = None
     """What it calls the second one, where there is one."""
+    engine: str | None = None
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
 
@@ -86,18 +86,7 @@ class LowPrecisionOptimizer(Optimizer):
         seed: int = 0,
         engine: str | None = None,
     ) -> None:
-        _check("rounding", rounding, ROUNDINGS)
-        _check("momentum_dtype", momentum_dtype, MOMENT_DTYPES)
-        _check("variance_dtype", variance_dtype, MOMENT_DTYPES)
-        _check("overflow", overflow, OVERFLOWS)
         _check("engine", engine, (None, *ENGINES))
-        if self.second is None and variance_dtype != torch.float32:
-            raise ValueError(f"variance_dtype: {type(self).__name__} keeps no second moment")
-        if rounding == "kahan" and overflow == "saturate":
-            raise ValueError("overflow='saturate' with rounding='kahan'; legal is 'infinity'")
-        for name, value in defaults.items():
-            if isinstance(value, float | int) and value < 0:
-                raise ValueError(f"{name}={value}; legal is 0 or more")
         defaults |= {
             "rounding": rounding,
             "momentum_dtype": momentum_dtype,
@@ -108,6 +97,36 @@ class LowPrecisionOptimizer(Optimizer):
         }
         self.engine = engine
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; raises `ValueError` as the constructor."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_options(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        _check("rounding", group["rounding"], ROUNDINGS)
+        _check("momentum_dtype", group["momentum_dtype"], MOMENT_DTYPES)
+        _check("variance_dtype", group["variance_dtype"], MOMENT_DTYPES)
+        _check("overflow", group["overflow"], OVERFLOWS)
+        if self.second is None and group["variance_dtype"] != torch.float32:
+            raise ValueError(f"variance_dtype: {type(self).__name__} keeps no second moment")
+        if group["rounding"] == "kahan" and group["overflow"] == "saturate":
+            raise ValueError("overflow='saturate' with rounding='kahan'; legal is 'infinity'")
+        for name, value in group.items():
+            if isinstance(value, float | int) and value < 0:
+                raise ValueError(f"{name}={value}; legal is 0 or more")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "engine": self.engine}
+
+    @abstractmethod
+    def formula_of(self, group: dict[str, Any]) -> str:
+        """The formula of a group, a key of `FORMULAS`."""
 
     @abstractmethod
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
@@ -147,7 +166,7 @@ class LowPrecisionOptimizer(Optimizer):
             None where `scale` is None.
         """
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        gradients = [g for g in gradients if g is not None]
+        gradients = [g for g in gradients if g is not None and g.numel()]
         overflow = None if scale is None else not_finite(gradients, scale.device)
         self.grad_scale, self.found_inf = scale, overflow
         if max_norm is not None and gradients:
@@ -164,38 +183,45 @@ class LowPrecisionOptimizer(Optimizer):
             group["attempts"] += 1
             for p in group["params"]:
                 if p.grad is not None:
-                    self._init_state(p, group)
                     self._update(p, group, number, factor, skip)
                 number += 1
 
-    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
-        """State of a parameter's first step, and its step count."""
+    def _complete_state(self, p: Tensor, group: dict[str, Any], storage: Storage) -> None:
+        """What a step needs and is not there yet: all of it at first, more after a change."""
+        wanted = {
+            self.first: storage.first,
+            self._second_name(group): storage.second,
+            "remainder": torch.int16 if storage.compensated else None,
+        }
         state = self.state[p]
-        if state:
-            return
-        if p.grad is not None and p.grad.is_sparse:
-            raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-        if self.keeps_first(group):
-            state[self.first] = _zeros(p, group["momentum_dtype"])
-        if self.second is not None:
-            state[self._second_name(group)] = _zeros(p, group["variance_dtype"])
-        if self._storage(p, group).compensated:
-            state["remainder"] = _zeros(p, torch.int16)
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        for name, dtype in wanted.items():
+            if dtype is not None and name not in state:
+                state[name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
 
     def _second_name(self, group: dict[str, Any]) -> str:
         low = group["variance_dtype"] != torch.float32
         return f"{self.second}_root" if low else f"{self.second}"
 
     def _storage(self, p: Tensor, group: dict[str, Any]) -> Storage:
-        if p.dtype not in MOMENT_DTYPES:
+        assert p.grad is not None
+        kind = type(self).__name__
+        if p.grad.is_sparse:
+            raise RuntimeError(f"{kind} does not take sparse gradients")
+        if hasattr(p, "to_local"):
             raise TypeError(
-                f"a parameter of {p.dtype}; legal: " + ", ".join(str(d) for d in MOMENT_DTYPES)
+                f"{kind} does not take sharded parameters (DTensor); legal: whole ones, on one "
+                "device or replicated (DistributedDataParallel)"
             )
+        for name, dtype in (("parameter", p.dtype), ("gradient", p.grad.dtype)):
+            if dtype not in MOMENT_DTYPES:
+                legal = ", ".join(str(d) for d in MOMENT_DTYPES)
+                raise TypeError(f"a {name} of {dtype}; legal: {legal}")
         return Storage(
-            formula=self.formula,
+            formula=self.formula_of(group),
             param=p.dtype,
-            grad=p.dtype if p.grad is None else p.grad.dtype,
+            grad=p.grad.dtype,
             first=group["momentum_dtype"] if self.keeps_first(group) else None,
             second=None if self.second is None else group["variance_dtype"],
             rounding=group["rounding"],
@@ -211,23 +237,31 @@ class LowPrecisionOptimizer(Optimizer):
         skip: Tensor | None,
     ) -> None:
         state, storage = self.state[p], self._storage(p, group)
+        self._complete_state(p, group, storage)
         engine = self.engine or engines.choose(p.device)
         on_host = p.device.type == "cpu" and not is_fake(p)
         if on_host and skip is not None:
             if skip.item():
                 return
             skip = None
-        if engine == "c" and is_fake(p):
-            return  # it allocates nothing
+        if is_fake(p) and engine != "eager":
+            return  # the compiled ones allocate nothing
         taken = 1 if skip is None else 1 - skip
         state["step"] += taken
         assert p.grad is not None
-        names = [self.first, self._second_name(group), "remainder"]
-        tensors = [p, p.grad, *(state.get(name) for name in names)]
+        tensors = [
+            p.detach(),
+            p.grad,
+            state[self.first] if storage.first else None,
+            state[self._second_name(group)] if storage.second else None,
+            state["remainder"] if storage.compensated else None,
+        ]
         flat = [None if x is None else x.contiguous().view(-1) for x in tensors]
         keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
         hyper = self._hyper(group, state["step"], factor, on_host)
         engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
+        if engine == "c":  # written to behind autograd's back
+            torch.autograd.graph.increment_version(p)
         for tensor, worked_on in zip(tensors, flat, strict=True):
             if tensor is not None and tensor is not p.grad and not tensor.is_contiguous():
                 assert worked_on is not None
@@ -250,7 +284,8 @@ class LowPrecisionOptimizer(Optimizer):
 
         PyTorch's own method would cast them to the parameter's.
         """
-        super().load_state_dict(state_dict)
+        with load_hooks_run(self, state_dict) as state_dict:
+            super().load_state_dict(state_dict)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, here, strict=True):
@@ -276,10 +311,6 @@ def clipping_scale(gradients: Iterable[Tensor], scale: Tensor | None, max_norm: 
     divisor = torch.ones_like(total) if scale is None else scale.double()
     wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
     return wide
-
-
-def _zeros(p: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(p.shape, dtype=dtype, device=p.device)
 
 
 def _check(name: str, value: object, legal: tuple[object, ...]) -> None:

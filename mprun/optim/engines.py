@@ -214,7 +214,9 @@ def _compiled(storage: Storage) -> Callable[..., None]:
 
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
     _seen.append(storage)
-    return torch.compile(update, dynamic=True, fullgraph=True)
+    # Without the option it leaves out a cast down and up again, which is the rounding.
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return torch.compile(update, dynamic=True, fullgraph=True, options=options)
 
 
 _seen: list[Storage] = []

@@ -14,26 +14,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Results = tuple[Tensor, Tensor, Tensor]
+Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
 HYPERS = 9
 """Entries of `hyper`; a formula that needs fewer leaves the rest at 0."""
 
 
-def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
     m = m * h[1] + g * h[2]
     v = v * h[3] + (g * g) * h[4]
     return w * h[5] - h[6] * (m / (root(v) * h[7] + h[8])), m, v
 
 
-def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SGD with momentum, plain or Nesterov's (Sutskever et al., 2013, as in PyTorch)."""
+def sgd(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """SGD with momentum, as in PyTorch."""
+    g = g + w * h[1]
+    m = m * h[2] + g * h[4]
+    return w - h[3] * m, m, v
+
+
+def nesterov(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
+    """SGD with Nesterov's momentum (Sutskever et al., 2013, as in PyTorch)."""
     g = g + w * h[1]
     m = m * h[2] + g
-    return w - h[3] * (g * h[4] + m * h[5]), m, v
+    return w - h[3] * (g + m * h[2]), m, v
 
 
-def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rmsprop(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """RMSprop (Hinton, lecture 6e, 2012), eps outside the root, momentum as in PyTorch."""
     g = g + w * h[1]
     v = v * h[2] + (g * g) * h[3]
@@ -51,7 +59,12 @@ def root(x: Tensor) -> Tensor:
     return x.sqrt()
 
 
-FORMULAS: dict[str, Formula] = {"adamw": adamw, "sgd": sgd, "rmsprop": rmsprop}
+FORMULAS: dict[str, Formula] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "nesterov": nesterov,
+    "rmsprop": rmsprop,
+}
 
 
 @dataclass(frozen=True)

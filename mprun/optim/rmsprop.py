@@ -16,7 +16,6 @@ class RMSprop(LowPrecisionOptimizer):
     How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
-    formula = "rmsprop"
     first = "momentum_buffer"
     second = "square_avg"
 
@@ -41,6 +40,9 @@ class RMSprop(LowPrecisionOptimizer):
             },
             **keep,
         )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "rmsprop"
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"])

@@ -16,7 +16,6 @@ class SGD(LowPrecisionOptimizer):
     How they are kept (`rounding`, `momentum_dtype`, ...): see `Keep`.
     """
 
-    formula = "sgd"
     first = "momentum_buffer"
 
     def __init__(
@@ -24,26 +23,35 @@ class SGD(LowPrecisionOptimizer):
         params: Any,
         lr: float = 1e-3,
         momentum: float = 0.0,
+        dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
         **keep: Unpack[Keep],
     ) -> None:
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov with momentum={momentum}, dampening={dampening}; legal is a momentum "
+                "above 0 without dampening"
+            )
         super().__init__(
             params,
-            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov},
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
             **keep,
         )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "nesterov" if group["nesterov"] else "sgd"
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"])
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
-        ahead = group["nesterov"]
-        momentum = group["momentum"]
-        return [
-            group["weight_decay"],
-            momentum,
-            float(group["lr"]),
-            1.0 if ahead else 0.0,
-            momentum if ahead else 1.0,
-        ]
+        # The first step takes the whole gradient for the momentum, as PyTorch's does.
+        kept = 1 - group["dampening"] * (step > 1)
+        return [group["weight_decay"], group["momentum"], float(group["lr"]), kept]

@@ -94,8 +94,21 @@ EXACT = frozenset(
         aten.zeros_like,
     }
 )
+# Numbers drawn, which rounding would carry over the end of their range.
+DRAWN = frozenset(
+    {
+        aten.bernoulli_,
+        aten.normal_,
+        aten.rand,
+        aten.rand_like,
+        aten.randn,
+        aten.randn_like,
+        aten.uniform_,
+    }
+)
+UNTOUCHED = EXACT | DRAWN
 # Arguments an op writes to without its schema saying so.
-WRITES = {aten.native_batch_norm.default: (3, 4)}
+WRITES = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
 
 class Emulated16:
@@ -141,9 +154,15 @@ class Emulated16:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        # A fused attention would hide its results from the mode.
-        with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self.round, self._partials):
-            yield
+        # A fused attention would hide its results from the mode, and so would one in float32.
+        cuda: Any = torch.backends.cuda
+        before = cuda.fp16_bf16_reduction_math_sdp_allowed()
+        cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        try:
+            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self.round, self._partials):
+                yield
+        finally:
+            cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
 def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
@@ -189,26 +208,27 @@ class _EmulationMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func.is_view or func.overloadpacket in EXACT:
+        moves = func.is_view or torch.Tag.inplace_view in func.tags
+        if moves or func.overloadpacket in UNTOUCHED:
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         target = _target(args, kwargs)
         if target is None:
             return func(*args, **kwargs)
-        written = _written(func, args)
         wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
         if self._partials and func in SUPPORTED and target == torch.float16:
             result = blocked(func, wide_args, lambda x: self._round(x, torch.float16), wide_kwargs)
         else:
             result = func(*wide_args, **wide_kwargs)
-        replaced = {}
-        for i in written:
-            args[i].copy_(self._rounded(wide_args[i], args[i].dtype))
-            replaced[id(wide_args[i])] = args[i]
-        if replaced and func._schema.is_mutable:
-            return tree_map(lambda x: replaced.get(id(x), x), result)
-        return tree_map(lambda x: self._rounded(x, target), result)
+        stored = {}
+        for low, wide in _written(func, (args, kwargs), (wide_args, wide_kwargs)):
+            stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
+
+        def finished(x: Any) -> Any:
+            return stored[id(x)] if id(x) in stored else self._rounded(x, target)
+
+        return tree_map(finished, result)
 
     def _rounded(self, x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, Tensor) and x.dtype == torch.float32 and dtype in LOW:
@@ -244,11 +264,22 @@ def _widen(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
 
 
-def _written(func: Any, args: Any) -> tuple[int, ...]:
-    """Positions of 16-bit arguments the op writes to."""
-    schema = func._schema.arguments
-    marked = [
-        i for i, a in enumerate(schema[: len(args)]) if a.alias_info and a.alias_info.is_write
-    ]
-    positions = (*marked, *WRITES.get(func, ()))
-    return tuple(i for i in positions if isinstance(args[i], Tensor) and args[i].dtype in LOW)
+Call = tuple[Any, Mapping[str, Any]]
+"""Positional and keyword arguments."""
+
+
+def _written(func: Any, call: Call, wide: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """The 16-bit tensors an op writes to, each with the float32 one written instead."""
+    for position, argument in enumerate(func._schema.arguments):
+        marked = argument.alias_info is not None and argument.alias_info.is_write
+        if not marked and argument.name not in WRITES.get(func, ()):
+            continue
+        pair = [_argument(x, position, argument.name) for x in (call, wide)]
+        for low, instead in zip(*map(tree_leaves, pair), strict=True):
+            if isinstance(low, Tensor) and low.dtype in LOW:
+                yield low, instead
+
+
+def _argument(call: Call, position: int, name: str) -> Any:
+    args, kwargs = call
+    return args[position] if position < len(args) else kwargs.get(name)

@@ -14,10 +14,13 @@ counter-based hash has no state (Salmon et al., "Parallel random numbers: as eas
 so they are the same on every device, on every replica, and after resuming. The first four are mixed
 on the host into two 32-bit keys (splitmix64's finalizer: Steele et al., 2014); for each element
 
-    h = (index ^ low) * 0x7feb352d;  h ^= h >> 15;  h = (h ^ high) * 0x846ca68b;  h ^= h >> 16
+    h = (index ^ low) * 0xed5ad4bb;  h ^= h >> 11
+    h = (h ^ high)    * 0xac4c1b51;  h ^= h >> 15
+    h = h             * 0x31848bab;  h ^= h >> 14
 
-modulo 2^32, the multipliers being Wellons' ("hash-prospector", 2018). Two keys, so that the
-sequences of two tensors or steps are not shifted copies of each other. Not for cryptography.
+modulo 2^32, the constants being those of Wellons' triple32 ("hash-prospector", 2018). Two keys, so
+that the sequences of two tensors or steps are not shifted copies of each other; three products,
+because with two the bits of elements 3072 apart are correlated. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -73,10 +76,11 @@ def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
     """32 random bits (int32) for each int32 `index`; keys as ints of 32 bits or int32 tensors."""
     low = signed(low) if isinstance(low, int) else low
     high = signed(high) if isinstance(high, int) else high
-    word = (index ^ low) * 0x7FEB352D
-    word = word ^ shift_right(word, 15)
-    word = (word ^ high) * signed(0x846CA68B)
-    return word ^ shift_right(word, 16)
+    word = (index ^ low) * signed(0xED5AD4BB)
+    word = word ^ shift_right(word, 11)
+    word = (word ^ high) * signed(0xAC4C1B51)
+    word = (word ^ shift_right(word, 15)) * 0x31848BAB
+    return word ^ shift_right(word, 14)
 
 
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu", start: int = 0) -> Tensor:

@@ -29,15 +29,21 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinit
         dtype: float16 or bfloat16.
         key: see `random_bits`.
         overflow: infinity or saturate.
+
+    Returns:
+        The rounded numbers, in the layout of `x` where it is dense; elements are counted as they
+        lie in memory.
     """
-    x = x.contiguous()
+    # With its dimensions in the order of its strides a dense tensor, however permuted, is flat.
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    x = x.permute(order).contiguous()
     rounded = torch.empty_like(x, dtype=dtype)
     flat, out = x.view(-1), rounded.view(-1)
     by = _in_c if x.device.type == "cpu" and kernels.why_not() is None else _eagerly
     for start in range(0, flat.numel(), BLOCK):
         stop = start + BLOCK
         by(flat[start:stop], out[start:stop], key.at(start), overflow)
-    return rounded
+    return rounded.permute([order.index(d) for d in range(len(order))])
 
 
 def _in_c(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:

@@ -1,0 +1,511 @@
+"""The compiled loops: the bits of the PyTorch versions, and what happens where nothing compiles."""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mprun import kernels
+from mprun.precision import random_bits as random_bits_module
+from mprun.precision import stochastic as stochastic_module
+from mprun.precision.random_bits import Key, key, random_bits
+from mprun.precision.rounding import (
+    DTYPES,
+    OVERFLOWS,
+    merge,
+    round_nearest,
+    round_stochastic,
+    split,
+)
+from mprun.precision.stochastic import SERIAL, stochastic
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
+EVERY_CASE = [(dtype, overflow) for dtype in DTYPES for overflow in OVERFLOWS]
+cases = pytest.mark.parametrize(("dtype", "overflow"), EVERY_CASE, ids=str)
+KEY = key(1, 2, 3, 0)
+
+
+def clear_caches() -> None:
+    for cached in (
+        *(kernels.why_not, kernels._load, kernels.cache_folder),
+        stochastic_module._kernel,
+    ):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """As in a new process with an empty cache folder; back to the old state afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
+    clear_caches()
+    yield monkeypatch
+    clear_caches()
+
+
+@pytest.fixture
+def compiled() -> None:
+    """Fails where there is a compiler that the loader cannot use, so that no test passes idly."""
+    assert kernels.why_not() is None
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit; of a NaN only that it is one: PyTorch's own casts differ in its payload."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert torch.equal(found.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(bits_of(found.contiguous())[number], bits_of(expected.contiguous())[number])
+
+
+def floats(patterns: Tensor) -> Tensor:
+    wide = patterns.to(torch.int64) & 0xFFFFFFFF
+    return (wide - ((wide >> 31) << 32)).to(torch.int32).view(torch.float32)
+
+
+def random_patterns(count: int, seed: int = 0) -> Tensor:
+    """Of all 2^32, NaNs among them."""
+    return floats(torch.randint(2**32, (count,), generator=torch.Generator().manual_seed(seed)))
+
+
+def edges() -> Tensor:
+    """At every exponent the mantissas where either dtype's bits or halves begin or end."""
+    mantissas = [0, 1, 2, 2**23 - 1]
+    for dropped in (13, 16):
+        half = 1 << (dropped - 1)
+        for kept in (0, 1, 2 ** (23 - dropped) - 1):
+            mantissas += [(kept << dropped) + by for by in (0, 1, half - 1, half, half + 1)]
+            mantissas += [(kept << dropped) + 2 * half - 1]
+    patterns = (torch.arange(256)[:, None] << 23) | torch.tensor(mantissas)
+    return torch.cat([floats(patterns.view(-1)), floats(patterns.view(-1) | 0x80000000)])
+
+
+def in_float16s_range(count: int) -> Tensor:
+    """Mostly what float16 can hold, its subnormals and its overflow included."""
+    generator = torch.Generator().manual_seed(1)
+    exponent = torch.randint(-42, 18, (count,), generator=generator)
+    return torch.ldexp(torch.randn(count, generator=generator), exponent)
+
+
+def by_pytorch(x: Tensor, dtype: torch.dtype, overflow: str, words: Key = KEY) -> Tensor:
+    bits = random_bits(words, x.numel()).view(x.shape)
+    return round_stochastic(x.contiguous(), dtype, bits, overflow)
+
+
+# ---- the same bits ----
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@cases
+def test_the_kernel_gives_the_bits_of_pytorch(dtype: torch.dtype, overflow: str) -> None:
+    x = torch.cat([random_patterns(1_000_000), in_float16s_range(1_000_000), edges()])
+    assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@cases
+@pytest.mark.parametrize("size", [0, 1, 15, 17, 100_003])
+def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int) -> None:
+    x = in_float16s_range(size)
+    assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@cases
+@given(
+    pattern=st.integers(min_value=0, max_value=2**32 - 1),
+    low=st.integers(min_value=0, max_value=2**32 - 1),
+    high=st.integers(min_value=0, max_value=2**32 - 1),
+)
+@example(pattern=0x387FFFFF, low=0, high=0)
+@example(pattern=0x477FFFFF, low=2**32 - 1, high=2**31)
+@example(pattern=0x7F7FFFFF, low=2**31, high=2**32 - 1)
+def test_any_pattern_with_any_key(
+    dtype: torch.dtype, overflow: str, pattern: int, low: int, high: int
+) -> None:
+    x = floats(torch.full((33,), pattern))
+    words = Key(low, high)
+    assert_same(stochastic(x, dtype, words, overflow), by_pytorch(x, dtype, overflow, words))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("view", "dense"),
+    [
+        (lambda x: x.view(300, 400).t(), True),
+        (lambda x: x.view(20, 30, 200).permute(2, 0, 1), True),
+        (lambda x: x.view(10, 10, 30, 40).to(memory_format=torch.channels_last), True),
+        (lambda x: x[7:], True),
+        (lambda x: x[0], True),
+        (lambda x: x[::3], False),
+        (lambda x: x.view(300, 400)[:, 5:17], False),
+        (lambda x: x.view(300, 400).t()[3:9], False),
+        (lambda x: x[:400].expand(100, 400), False),
+        (lambda x: x.view(2, 300, 200)[:, :0], False),
+    ],
+    ids=[
+        *("transposed", "permuted", "channels_last", "offset", "scalar"),
+        *("strided", "columns", "columns_transposed", "expanded", "empty"),
+    ],
+)
+@pytest.mark.parametrize("path", ["compiled", "eager"])
+def test_inputs_that_do_not_lie_in_one_piece(
+    dtype: torch.dtype,
+    view: Callable[[Tensor], Tensor],
+    dense: bool,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Elements are numbered as they lie in the result's memory: that of the input where dense."""
+    if path == "eager":
+        monkeypatch.setattr(kernels, "why_not", lambda: "not wanted")
+    whole = in_float16s_range(120_000)
+    before = whole.clone()
+    x = view(whole)
+    found = stochastic(x, dtype, KEY)
+    if dense:
+        assert found.stride() == x.stride()
+    order = sorted(range(x.dim()), key=found.stride, reverse=True)
+    in_memory = found.permute(order)
+    assert in_memory.is_contiguous()
+    assert_same(in_memory, by_pytorch(x.permute(order), dtype, "infinity"))
+    assert torch.equal(whole, before)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    try:
+        for size in (SERIAL - 1, SERIAL, 100_003):
+            x = in_float16s_range(size)
+            expected = by_pytorch(x, dtype, "infinity")
+            for threads in (1, 2, 3, 7):
+                torch.set_num_threads(threads)
+                assert_same(stochastic(x, dtype, KEY), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_tensors_of_several_blocks_take_the_key_of_each(
+    monkeypatch: pytest.MonkeyPatch, eager: bool
+) -> None:
+    """With blocks of 2^10 elements instead of 2^31, and eager parts that do not divide them."""
+    monkeypatch.setattr(random_bits_module, "BLOCK", 2**10)
+    monkeypatch.setattr(stochastic_module, "BLOCK", 2**10)
+    monkeypatch.setattr(stochastic_module, "EAGER_BLOCK", 300)
+    if eager:
+        monkeypatch.setattr(kernels, "why_not", lambda: "not here")
+    x = in_float16s_range(5_000)
+    assert_same(stochastic(x, torch.float16, KEY), by_pytorch(x, torch.float16, "infinity"))
+
+
+FORMATS = """
+#include "{header}"
+#define ALL(T)                                                                            \\
+  void all_##T(const float *from, int64_t n, T *nearest, float *loaded, T *rounded,       \\
+               int16_t *rest, float *merged) {{                                           \\
+    for (int64_t i = 0; i < n; i++) {{                                                    \\
+      nearest[i] = nearest_##T(from[i]);                                                  \\
+      loaded[i] = load_##T(nearest[i]);                                                   \\
+      rounded[i] = split_##T(from[i], rest + i);                                          \\
+      merged[i] = merge_##T(rounded[i], rest[i]);                                         \\
+    }}                                                                                    \\
+  }}
+ALL(F16)
+ALL(BF16)
+"""
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@cases
+def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
+    dtype: torch.dtype, overflow: str, tmp_path: Path
+) -> None:
+    """Nearest, loading, split and merge, which the optimizers' kernel is made of."""
+    source = tmp_path / "all.c"
+    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
+    # The loader takes sources of its own folder; an absolute path replaces that folder.
+    library = kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    x = torch.cat([random_patterns(500_000), in_float16s_range(500_000), edges(), every])
+    nearest, rounded = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=dtype)
+    loaded, merged = torch.empty_like(x), torch.empty_like(x)
+    rest = torch.empty_like(x, dtype=torch.int16)
+    function: Any = library[f"all_{stochastic_module.C_TYPES[dtype]}"]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (nearest, loaded, rounded, rest, merged)]
+    function(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), *pointers)
+
+    assert_same(nearest, round_nearest(x, dtype, overflow))
+    assert_same(loaded, nearest.float())
+    if overflow == "infinity":  # the only rule that split has
+        expected = split(x, dtype)
+        assert_same(rounded, expected[0])
+        assert torch.equal(rest, expected[1])
+        assert_same(merged, merge(*expected))
+
+
+# ---- without a compiler ----
+
+BROKEN = """#!/bin/sh
+echo "no space left for you" >&2
+echo "and more on a second line" >&2
+exit 1
+"""
+
+
+def assert_eager_with_the_same_bits(reason: str) -> None:
+    """`why_not` gives the reason, loading raises it, and rounding works all the same."""
+    why = kernels.why_not()
+    assert why is not None
+    assert reason in why
+    with pytest.raises(kernels.NoCompilerError, match=reason.split("(")[0]):
+        kernels.load("round.c", {"TO": "F16"})
+    x = torch.cat([in_float16s_range(150_000), edges()])  # more than one of the eager blocks
+    for dtype, overflow in EVERY_CASE:
+        assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
+
+
+def test_no_compiler_when_cc_names_none(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.setenv("CC", str(tmp_path / "nowhere" / "cc"))
+    assert_eager_with_the_same_bits("no C compiler was found (CC, cc, gcc, clang)")
+
+
+def test_no_compiler_on_an_empty_path(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fresh.delenv("CC", raising=False)
+    fresh.setenv("PATH", str(tmp_path))
+    assert_eager_with_the_same_bits("no C compiler was found (CC, cc, gcc, clang)")
+
+
+def test_no_compiler_when_it_is_not_wanted(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("MPRUN_NO_COMPILER", "1")
+    assert_eager_with_the_same_bits("MPRUN_NO_COMPILER is set")
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_compiler_that_fails_is_quoted(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = script(tmp_path / "broken-cc", BROKEN)
+    fresh.setenv("CC", str(compiler))
+    assert_eager_with_the_same_bits("no space left for you")
+    assert kernels.why_not() == f"{compiler} cannot compile round.c: no space left for you"
+    assert list(kernels.cache_folder().iterdir()) == []
+
+
+def test_a_compiler_that_fails_silently_is_named(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = script(tmp_path / "silent-cc", "#!/bin/sh\nexit 3\n")
+    fresh.setenv("CC", str(compiler))
+    assert_eager_with_the_same_bits("exit status 3")
+
+
+def test_a_compiler_that_writes_no_library_is_none(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It writes a text where the library should be: found when that is loaded."""
+    lying = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n'
+    compiler = script(tmp_path / "lying-cc", lying)
+    fresh.setenv("CC", str(compiler))
+    assert_eager_with_the_same_bits("cannot compile round.c")
+    nothing = script(tmp_path / "idle-cc", "#!/bin/sh\nexit 0\n")
+    fresh.setenv("CC", str(nothing))
+    clear_caches()
+    assert_eager_with_the_same_bits("cannot compile round.c")
+
+
+@needs_compiler
+def test_flags_that_a_compiler_does_not_know_are_left_out(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = (
+        "#!/bin/sh\n"
+        'case "$*" in *-mprefer-vector-width*|*-fopenmp*) echo unknown flag >&2; exit 1;; esac\n'
+        f'exec "{COMPILER}" "$@"\n'
+    )
+    fresh.setenv("CC", str(script(tmp_path / "old-cc", text)))
+    assert kernels.why_not() is None
+    x = in_float16s_range(100_003)
+    assert_same(
+        stochastic(x, torch.bfloat16, KEY), by_pytorch(x, torch.bfloat16, overflow="infinity")
+    )
+
+
+# ---- the cache ----
+
+
+def counting_compiler(folder: Path) -> tuple[Path, Callable[[], int]]:
+    """A compiler that writes a line to a file each time it runs, and how often that was."""
+    log = folder / "compiled.log"
+    text = f'#!/bin/sh\necho once >> "{log}"\nsleep 0.2\nexec "{COMPILER}" "$@"\n'
+
+    def count() -> int:
+        return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
+
+    return script(folder / "counting-cc", text), count
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_per_combination_and_kept(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler, count = counting_compiler(tmp_path)
+    fresh.setenv("CC", str(compiler))
+    first = kernels.load("round.c", {"TO": "BF16"})
+    once = count()
+    assert once >= 1
+    assert kernels.load("round.c", {"TO": "BF16"}) is first
+    clear_caches()  # as in the next process
+    kernels.load("round.c", {"TO": "BF16"})
+    assert count() == once
+    kernels.load("round.c", {"TO": "BF16", "SATURATE": None})
+    assert count() > once
+    folder = tmp_path / "cache" / "mprun" / "kernels"
+    assert kernels.cache_folder() == folder
+    # Nothing half-made is left.
+    assert all(file.suffix == ".so" for file in folder.iterdir())
+
+
+@needs_compiler
+def test_changed_sources_are_compiled_anew(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler, count = counting_compiler(tmp_path)
+    fresh.setenv("CC", str(compiler))
+    sources = tmp_path / "sources"
+    shutil.copytree(kernels.SOURCES, sources)
+    fresh.setattr(kernels, "SOURCES", sources)
+    kernels.load("round.c", {"TO": "F16"})
+    before = count()
+    header = sources / "formats.h"
+    header.write_text(header.read_text(encoding="utf-8") + "\n/* */\n", encoding="utf-8")
+    clear_caches()
+    kernels.load("round.c", {"TO": "F16"})
+    assert count() > before
+
+
+PROGRAM = """
+import ctypes, json, sys
+from mprun import kernels
+library = kernels.load("round.c", {"TO": "BF16"})
+count = 1000
+numbers = (ctypes.c_float * count)(*[1 + n / 997 for n in range(count)])
+out = (ctypes.c_uint16 * count)()
+words = [ctypes.c_uint32(word) for word in (0, 5, 7)]
+library.round_stochastic(numbers, out, ctypes.c_int64(count), *words, ctypes.c_int(1))
+print(json.dumps({"bits": list(out), "folder": str(kernels.cache_folder())}))
+"""
+
+
+def expected_of_program() -> list[int]:
+    x = torch.tensor([1 + n / 997 for n in range(1000)])
+    bits = bits_of(by_pytorch(x, torch.bfloat16, "infinity", Key(5, 7)))
+    return (bits.int() & 0xFFFF).tolist()
+
+
+def start_program(environment: dict[str, str]) -> subprocess.Popen[str]:
+    everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    everything.pop("MPRUN_NO_COMPILER", None)
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=everything,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@needs_compiler
+def test_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
+    """A compiler that waits makes them overlap; each loads a whole library, without torch too."""
+    compiler, count = counting_compiler(tmp_path)
+    environment = {"CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    processes = [start_program(environment) for _ in range(3)]
+    for process in processes:
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        assert json.loads(out)["bits"] == expected_of_program()
+    assert count() >= 2
+    folder = tmp_path / "cache" / "mprun" / "kernels"
+    assert all(file.suffix == ".so" for file in folder.iterdir())
+
+
+@pytest.fixture
+def scratch(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where temporary folders are made."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    fresh.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def assert_compiled_in(scratch: Path) -> None:
+    assert kernels.why_not() is None
+    assert kernels.cache_folder().parent == scratch
+    x = in_float16s_range(1000)
+    assert_same(stochastic(x, torch.float16, KEY), by_pytorch(x, torch.float16, "infinity"))
+
+
+@needs_compiler
+def test_a_cache_folder_that_cannot_be_made_is_replaced(
+    fresh: pytest.MonkeyPatch, tmp_path: Path, scratch: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert_compiled_in(scratch)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder closed to root as well")
+def test_a_cache_folder_that_is_there_but_takes_no_files_is_replaced(
+    tmp_path: Path, scratch: Path
+) -> None:
+    """As one that another user made; the root user may write to any, but not to /proc."""
+    (tmp_path / "cache" / "mprun").mkdir(parents=True)
+    (tmp_path / "cache" / "mprun" / "kernels").symlink_to("/proc/self")
+    assert_compiled_in(scratch)
+
+
+# ---- the package ----
+
+
+def test_the_sources_are_installed_with_the_package() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith('"mprun.kernels" = '))
+    patterns = json.loads(line.partition(" = ")[2])
+    names = [
+        path.name for path in kernels.SOURCES.iterdir() if path.is_file() and path.suffix != ".py"
+    ]
+    assert {"formats.h", "round.c"} <= set(names)
+    assert all(any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for name in names)
+    assert '"mprun.kernels",' in text

@@ -1,0 +1,243 @@
+"""The engines against each other: C, PyTorch block by block and Inductor give the same bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mprun import kernels
+from mprun.optim import LowPrecisionOptimizer, engines
+from mprun.optim.engines import Operands
+from mprun.optim.formulas import HYPERS, Storage
+from mprun.precision.random_bits import key
+from tests.optim import (
+    BRAIN,
+    DTYPES,
+    FLOAT,
+    HALF,
+    LOW,
+    MAKE,
+    RULES,
+    STORED,
+    give,
+    moment_options,
+    parameters,
+    same_bits,
+    unlike,
+    wide,
+)
+
+needs_c = pytest.mark.skipif(
+    kernels.why_not() is not None, reason=f"no compiled kernels: {kernels.why_not()}"
+)
+STEPS = 3
+BORDERS = (1, 17, 2**15 - 1, 2**15, 2**16 + 3)
+"""One, less than a vector, both sides of `SERIAL`, more than an `EAGER_BLOCK`."""
+
+
+def ran(
+    name: str,
+    engine: str,
+    stored: tuple[torch.dtype, torch.dtype],
+    options: dict[str, Any],
+    sizes: tuple[int, ...],
+) -> LowPrecisionOptimizer:
+    """An optimizer after some steps from state and gradients of every size and kind."""
+    dtype, grad_dtype = stored
+    made = parameters(wide(dtype, n, seed=n) for n in sizes)
+    optimizer = MAKE[name](made, **options, seed=5, engine=engine)
+    for step in range(STEPS):
+        for p in made:
+            give(p, wide(grad_dtype, p.numel(), seed=100 * step + p.numel()))
+        optimizer.step()
+        if step == 0:
+            widen(optimizer)
+    return optimizer
+
+
+def widen(optimizer: LowPrecisionOptimizer) -> None:
+    """Moments of every size: subnormals and infinities too."""
+    for state in optimizer.state.values():
+        for number, (entry, kept) in enumerate(sorted(state.items())):
+            if entry in ("step", "remainder"):
+                continue
+            values = wide(kept.dtype, kept.numel(), seed=7 + number)
+            kept.copy_(values if entry in ("exp_avg", "momentum_buffer") else values.abs())
+
+
+def moments_of(
+    name: str, row: int, rule: int
+) -> Iterator[tuple[torch.dtype, torch.dtype] | tuple[torch.dtype]]:
+    """Dtypes of the moments for one kind of storage and one rule.
+
+    Every first moment, with the second one of a Latin square: over all storages and rules each
+    combination of three of storage, rule, first and second moment comes up (a library is compiled
+    for each of these, a fifth of a second).
+    """
+    for number, first in enumerate(DTYPES):
+        yield first, DTYPES[(number + row + rule) % 3]
+
+
+@needs_c
+@pytest.mark.parametrize("row", range(len(STORED)), ids=lambda n: "-".join(map(str, STORED[n])))
+@pytest.mark.parametrize("name", MAKE)
+def test_c_and_eager_give_the_same_bits_for_every_storage_and_rule(name: str, row: int) -> None:
+    tried = set()
+    for number, (rounding, overflow) in enumerate(RULES):
+        for moments in moments_of(name, row, number):
+            options: dict[str, Any] = {"rounding": rounding, "overflow": overflow}
+            options |= moment_options(name, *moments)
+            if tuple(options.items()) in tried:
+                continue
+            tried.add(tuple(options.items()))
+            a, b = (ran(name, e, STORED[row], options, (1003,)) for e in ("c", "eager"))
+            assert unlike(a, b) == [], options
+    assert len(tried) == (5 if name == "sgd" else 15)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_c
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(
+    ("name", "stored", "rule", "moments"),
+    [
+        ("adamw", (BRAIN, BRAIN), "stochastic", (BRAIN, BRAIN)),
+        ("adamw", (HALF, FLOAT), "kahan", (HALF, FLOAT)),
+        ("rmsprop", (BRAIN, FLOAT), "stochastic", (FLOAT, HALF)),
+        ("rmsprop_momentum", (HALF, HALF), "stochastic", (BRAIN, HALF)),
+        ("sgd", (HALF, HALF), "stochastic", (FLOAT, FLOAT)),
+        ("sgd_nesterov", (FLOAT, FLOAT), "stochastic", (BRAIN, FLOAT)),
+    ],
+)
+def test_neither_sizes_nor_threads_change_a_bit(
+    name: str,
+    stored: tuple[torch.dtype, torch.dtype],
+    rule: str,
+    moments: tuple[torch.dtype, torch.dtype],
+) -> None:
+    options = {"rounding": rule, **moment_options(name, *moments)}
+    blocks = ran(name, "eager", stored, options, BORDERS)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        assert unlike(ran(name, "c", stored, options, BORDERS), blocks) == [], count
+
+
+@needs_c
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(MAKE)),
+    dtype=st.sampled_from(LOW),
+    size=st.integers(1, 300),
+    seed=st.integers(0, 2**63),
+    scale=st.floats(1e-30, 1e30),
+    lr=st.floats(0, 1e3),
+)
+def test_any_seed_scale_rate_and_size_give_the_same_bits(
+    name: str, dtype: torch.dtype, size: int, seed: int, scale: float, lr: float
+) -> None:
+    found = []
+    for engine in ("c", "eager"):
+        made = parameters([wide(dtype, size, seed=1)])
+        optimizer = MAKE[name](made, seed=seed, engine=engine)
+        optimizer.param_groups[0]["lr"] = lr
+        for step in range(2):
+            give(made[0], wide(dtype, size, seed=step))
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.step()
+        found.append(optimizer)
+    assert unlike(*found) == []
+
+
+def compiles_for_torch() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    return any(shutil.which(x) for x in (os.environ.get("CXX", ""), "g++", "clang++") if x)
+
+
+# Each case is compiled once, some ten seconds; sizes are dynamic.
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
+@pytest.mark.parametrize(
+    ("name", "stored", "options"),
+    [
+        (
+            "adamw",
+            (BRAIN, BRAIN),
+            {"rounding": "stochastic", "momentum_dtype": BRAIN, "variance_dtype": HALF},
+        ),
+        ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
+        ("sgd_nesterov", (BRAIN, FLOAT), {"rounding": "nearest", "overflow": "saturate"}),
+    ],
+)
+def test_inductor_gives_the_bits_of_eager(
+    name: str, stored: tuple[torch.dtype, torch.dtype], options: dict[str, Any]
+) -> None:
+    sizes = (1003, 2**15 + 3)
+    a, b = (ran(name, engine, stored, options, sizes) for engine in ("inductor", "eager"))
+    assert unlike(a, b) == []
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+def test_a_flag_on_the_device_keeps_everything_or_nothing(rounding: str) -> None:
+    """`skip`, which on a GPU is not looked at by the host."""
+    storage = Storage("adamw", BRAIN, BRAIN, BRAIN, HALF, rounding, False)
+
+    def operands() -> list[Tensor | None]:
+        made = [wide(dtype, 999, seed=n) for n, dtype in enumerate((BRAIN, BRAIN, BRAIN, HALF))]
+        return [*made, torch.zeros(999, dtype=torch.int16) if storage.compensated else None]
+
+    hyper = torch.linspace(0.1, 0.9, HYPERS)
+    keys = (key(1), key(2), key(3))
+    before, taken, skipped, plain = (operands() for _ in range(4))
+    engines.run("eager", storage, Operands(*skipped), hyper, keys, torch.tensor(1.0))  # type: ignore[arg-type]
+    engines.run("eager", storage, Operands(*taken), hyper, keys, torch.tensor(0.0))  # type: ignore[arg-type]
+    engines.run("eager", storage, Operands(*plain), hyper, keys, None)  # type: ignore[arg-type]
+    for old, kept, one, other in zip(before, skipped, taken, plain, strict=True):
+        if old is not None:
+            assert kept is not None
+            assert one is not None
+            assert other is not None
+            assert same_bits(old, kept)
+            assert same_bits(one, other)
+    assert before[0] is not None
+    assert taken[0] is not None
+    assert not same_bits(before[0], taken[0])
+
+
+def test_every_element_and_site_and_step_and_tensor_gets_bits_of_its_own() -> None:
+    """Alike elements, tensors and steps are rounded apart: no two of them share their bits."""
+    made = parameters([torch.ones(2000, dtype=BRAIN)] * 2)
+    optimizer = MAKE["sgd"](made, lr=2.0**-9, weight_decay=0.0, engine="eager")
+    moves = []
+    for _ in range(2):
+        before = [p.detach().clone() for p in made]
+        for p in made:
+            give(p, torch.ones(2000, dtype=BRAIN))
+        optimizer.step()
+        moves += [(b != p.detach()) for b, p in zip(before, made, strict=True)]
+    for number, a in enumerate(moves):
+        # Half a unit: each moves with probability 1/2, 4 standard errors of 2000 are 0.045.
+        assert abs(a.double().mean().item() - 0.5) < 0.045
+        for b in moves[:number]:
+            assert abs((a == b).double().mean().item() - 0.5) < 0.045
+
+
+def test_cpu_engine_is_c_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    assert engines.choose(torch.device("cpu")) == "c"
+    monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
+    assert engines.choose(torch.device("cpu")) == "eager"
+    assert engines.choose(torch.device("cuda")) == "inductor"

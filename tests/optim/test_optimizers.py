@@ -1,0 +1,965 @@
+"""The optimizers as PyTorch's: formulas, state, loss scaling, and what an Optimizer must do."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import math
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mprun import kernels
+from mprun.optim import SGD, AdamW, LowPrecisionOptimizer, RMSprop
+from mprun.precision import (
+    ClipNorm,
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NoClip,
+    NoLossScale,
+    StaticLossScale,
+)
+from mprun.precision.loss_scale import next_state
+from mprun.precision.rounding import merge, round_nearest
+from mprun.precision.update import ScaledOptimizer
+from tests.optim import (
+    BRAIN,
+    DTYPES,
+    FLOAT,
+    HALF,
+    LOW,
+    MAKE,
+    STORED,
+    generator,
+    give,
+    moment_options,
+    normal,
+    parameters,
+    same_bits,
+    unlike,
+)
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CPU = torch.device("cpu")
+ROUNDINGS = ("nearest", "stochastic", "kahan")
+EPS = 2.0**-24
+"""Half a unit of float32 at 1: the relative error of one operation."""
+
+ORACLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "adamw": (AdamW, torch.optim.AdamW, {"lr": 0.01}),
+    "adamw_options": (
+        *(AdamW, torch.optim.AdamW),
+        {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1},
+    ),
+    "sgd": (SGD, torch.optim.SGD, {"lr": 0.05}),
+    "sgd_momentum": (SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
+    "sgd_nesterov": (
+        *(SGD, torch.optim.SGD),
+        {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.01, "nesterov": True},
+    ),
+    "rmsprop": (RMSprop, torch.optim.RMSprop, {"lr": 0.01}),
+    "rmsprop_options": (
+        *(RMSprop, torch.optim.RMSprop),
+        {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.5},
+    ),
+}
+
+
+def state_of(optimizer: Any) -> list[dict[str, Tensor]]:
+    return [
+        {k: v.clone() for k, v in optimizer.state[p].items() if isinstance(v, Tensor)}
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+
+
+# ---- against torch.optim ----
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_float32_follows_torch_with_missing_gradients_and_a_scheduler(name: str) -> None:
+    """A parameter without a gradient keeps its own step count, on which bias correction hangs."""
+    ours, torchs, options = ORACLES[name]
+    shapes = [(7, 5), (13,), ()]
+    mine = parameters(normal(s, seed=n) for n, s in enumerate(shapes))
+    theirs = parameters(p.detach() for p in mine)
+    a, b = ours(mine, **options), torchs(theirs, **options)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(x, T_max=40) for x in (a, b)]
+    for step in range(50):
+        for n, (p, q) in enumerate(zip(mine, theirs, strict=True)):
+            gradient = None if (step + n) % 3 == 0 else normal(p.shape, seed=10 * step + n)
+            p.grad = gradient
+            q.grad = None if gradient is None else gradient.clone()
+        for x in (a, b, *schedules):
+            x.step()
+    # Some ten operations a step, each off by EPS of the parameter (below 4) or of its update, which
+    # momentum carries on up to ten times; of random sign, so 50 steps are well below 50 times that.
+    bound = 50 * 10 * EPS
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=bound, atol=bound)
+        assert (p - q).abs().max() < bound * 4
+        if "step" in b.state[q]:
+            assert a.state[p]["step"] == b.state[q]["step"]
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_defaults_are_torchs(name: str) -> None:
+    ours, torchs, _ = ORACLES[name]
+    mine, theirs = (inspect.signature(x).parameters for x in (ours, torchs))
+    for option in ("lr", "betas", "eps", "weight_decay", "momentum", "alpha", "nesterov"):
+        if option in theirs:
+            assert mine[option].default == theirs[option].default, option
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ORACLES)
+def test_nearest_is_a_float32_step_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Against torch's step on the upcast values, then a cast.
+
+    Both float32 results are within some 16 float32 units of each other, and cast to different
+    numbers only where the border between two 16-bit numbers lies between them: for 16 of the 2^13
+    float32 numbers (bfloat16: 2^16) per 16-bit one. Where parameter and update cancel, units of the
+    result are much smaller than those of the operands (below 4); hence twice that share, and an
+    absolute bound there.
+    """
+    ours, torchs, options = ORACLES[name]
+    (p,) = parameters([normal((20_000,), seed=1, dtype=dtype)])
+    (q,) = parameters([p.detach().float()])
+    a, b = ours([p], rounding="nearest", **options), torchs([q], **options)
+    differing, steps = 0, 20
+    for step in range(steps):
+        q.data.copy_(p.detach().float())
+        gradient = normal(p.shape, seed=100 + step, dtype=dtype)
+        p.grad, q.grad = gradient, gradient.float()
+        a.step()
+        b.step()
+        found, expected = p.detach(), q.detach().to(dtype)
+        units = found.view(torch.int16).int() - expected.view(torch.int16).int()
+        cancelled = (found.float() - expected.float()).abs() <= 16 * 4 * EPS
+        assert ((units.abs() <= 1) | cancelled).all()
+        differing += int((units != 0).sum())
+    share = 2 * 16 / 2 ** (13 if dtype == HALF else 16)
+    assert differing / (steps * p.numel()) < share
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(LOW),
+    exponent=st.integers(-100, 100),
+    lr=st.floats(1e-6, 0.02),
+    momentum=st.sampled_from([0.0, 0.9]),
+    nesterov=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    low_gradients=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_kahans_sgd_is_float32s_bit_for_bit(
+    dtype: torch.dtype,
+    exponent: int,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    low_gradients: bool,
+    seed: int,
+) -> None:
+    """bfloat16 at any size; float16 where the parameter stays normal (here in 1/4 to 4)."""
+    scale = 2.0**exponent if dtype == BRAIN else 1.0
+    start = torch.rand(500, generator=generator(seed)) + 0.8
+    start = (start * scale * torch.randn(500, generator=generator(seed)).sign()).to(dtype)
+    p, q = parameters([start, start.float()])
+    options = {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov and momentum > 0,
+        "weight_decay": weight_decay,
+    }
+    a, b = (SGD([x], rounding="kahan", engine="eager", **options) for x in (p, q))
+    for step in range(20):
+        gradient = (torch.rand(500, generator=generator(seed + step)) - 0.5) * 0.2 * scale
+        gradient = gradient.to(dtype) if low_gradients and dtype == BRAIN else gradient
+        give(p, gradient)
+        give(q, gradient.float())
+        a.step()
+        b.step()
+    assert same_bits(merge(p.detach(), a.state[p]["remainder"]), q.detach())
+    assert "remainder" not in b.state[q]
+
+
+def test_kahan_in_bfloat16_passes_through_zero_and_subnormals() -> None:
+    """Parameters that shrink to 0, change sign and come back: every float32 number on the way."""
+    tiny = torch.tensor([1e-38, -1e-38, 1e-40, 3e-45, 0.0, -0.0, 1.0, 3e38])
+    p, q = parameters([tiny.bfloat16(), tiny.bfloat16().float()])
+    a, b = SGD([p], lr=1.0, rounding="kahan"), SGD([q], lr=1.0)
+    sizes = torch.tensor([1e-39, 1e-38, 1e-41, 3e-45, 1e-42, 1e-44, 0.1, 1e36])
+    for step in range(200):
+        gradient = normal((8,), seed=step) * sizes
+        give(p, gradient)
+        give(q, gradient)
+        a.step()
+        b.step()
+        assert same_bits(merge(p.detach(), a.state[p]["remainder"]), q.detach())
+
+
+# ---- state ----
+
+
+def continued(
+    optimizer: LowPrecisionOptimizer, made: list[nn.Parameter], grad: torch.dtype, start: int
+) -> None:
+    for step in range(start, start + 3):
+        for n, p in enumerate(made):
+            give(p, normal(p.shape, seed=10 * step + n, dtype=grad))
+        optimizer.step()
+
+
+def reloaded(optimizer: LowPrecisionOptimizer, path: Path) -> dict[str, Any]:
+    torch.save(optimizer.state_dict(), path)
+    loaded: dict[str, Any] = torch.load(path, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("stored", STORED, ids=lambda s: f"{s[0]}-{s[1]}")
+@pytest.mark.parametrize("name", MAKE)
+def test_a_saved_state_continues_with_the_same_bits(
+    name: str, stored: tuple[torch.dtype, torch.dtype], tmp_path: Path
+) -> None:
+    tried = set()
+    for first, second, rounding in itertools.product(DTYPES, DTYPES, ROUNDINGS):
+        options = {"rounding": rounding, **moment_options(name, first, second)}
+        if tuple(options.items()) in tried:
+            continue
+        tried.add(tuple(options.items()))
+        made = parameters(normal((11,), seed=n, dtype=stored[0]) for n in range(2))
+        whole = MAKE[name](made, **options, seed=9, engine="eager")
+        continued(whole, made, stored[1], start=0)
+
+        resumed = parameters(p.detach() for p in made)
+        other = MAKE[name](resumed, engine="eager")
+        other.load_state_dict(reloaded(whole, tmp_path / "state.pt"))
+        assert unlike(whole, other) == []
+        dtypes = {k: v.dtype for k, v in other.state[resumed[0]].items()}
+        assert dtypes == {k: v.dtype for k, v in whole.state[made[0]].items()}
+        if rounding == "kahan" and stored[0] != FLOAT:
+            assert dtypes["remainder"] == torch.int16
+        continued(whole, made, stored[1], start=3)
+        continued(other, resumed, stored[1], start=3)
+        assert unlike(whole, other) == [], options
+
+
+def test_a_loaded_state_is_a_copy() -> None:
+    (p,) = parameters([normal((5,), 0)])
+    (q,) = parameters([normal((5,), 0)])
+    a, b = SGD([p], momentum=0.9), SGD([q], momentum=0.9)
+    continued(a, [p], FLOAT, 0)
+    b.load_state_dict(a.state_dict())
+    before = state_of(a)
+    continued(b, [q], FLOAT, 3)
+    assert all(torch.equal(before[0][k], v) for k, v in a.state[p].items())
+
+
+def test_a_load_hook_can_change_what_is_loaded() -> None:
+    """`Optimizer.load_state_dict` loads what its pre-hooks return."""
+    (p,) = parameters([normal((5,), 0)])
+    optimizer = SGD([p], momentum=0.9)
+    continued(optimizer, [p], FLOAT, 0)
+
+    def doubled(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["state"][0]["momentum_buffer"] *= 2
+        return state_dict
+
+    expected = 2 * optimizer.state[p]["momentum_buffer"]
+    optimizer.register_load_state_dict_pre_hook(doubled)
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_a_load_into_another_model_is_refused_and_changes_nothing(name: str) -> None:
+    made = parameters([normal((5,), 0)] * 2)
+    a, b = MAKE[name](made[:1]), MAKE[name](made)
+    with pytest.raises(ValueError, match="parameter group"):
+        b.load_state_dict(a.state_dict())
+    assert not b.state
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_copied_optimizer_goes_on_with_the_same_bits(how: str, rounding: str) -> None:
+    made = parameters([normal((50,), 0, BRAIN), normal((4, 3), 1, HALF)])
+    whole = AdamW(made, rounding=rounding, momentum_dtype=BRAIN, variance_dtype=HALF)
+    continued(whole, made, FLOAT, 0)
+    other = copy.deepcopy(whole) if how == "deepcopy" else pickle.loads(pickle.dumps(whole))
+    copied = other.param_groups[0]["params"]
+    assert copied[0] is not made[0]
+    continued(whole, made, FLOAT, 3)
+    continued(other, copied, FLOAT, 3)
+    assert unlike(whole, other) == []
+
+
+def test_groups_go_their_own_ways() -> None:
+    """Each group's options are those of an optimizer with that group alone."""
+    start = [normal((100,), n, BRAIN) for n in range(3)]
+    options: list[dict[str, Any]] = [
+        {"rounding": "nearest", "lr": 0.1},
+        {"rounding": "kahan", "momentum": 0.9, "momentum_dtype": HALF},
+        {"rounding": "nearest", "overflow": "saturate", "weight_decay": 0.1},
+    ]
+    together = parameters(start)
+    groups = [{"params": [p], **o} for p, o in zip(together, options, strict=True)]
+    optimizer = SGD(groups, engine="eager")
+    continued(optimizer, together, BRAIN, 0)
+    for n, option in enumerate(options):
+        (alone,) = parameters(start[n : n + 1])
+        other = SGD([alone], **option, engine="eager")
+        for step in range(3):
+            give(alone, normal(alone.shape, seed=10 * step + n, dtype=BRAIN))
+            other.step()
+        assert same_bits(together[n], alone)
+        assert optimizer.state[together[n]].keys() == other.state[alone].keys()
+
+
+def test_a_group_added_later_steps_and_is_saved(tmp_path: Path) -> None:
+    made = parameters([normal((20,), n, BRAIN) for n in range(2)])
+    optimizer = RMSprop(made[:1], seed=4)
+    give(made[0], normal((20,), 5, BRAIN))
+    optimizer.step()
+    optimizer.add_param_group({"params": made[1:], "rounding": "kahan", "lr": 0.5})
+    continued(optimizer, made, BRAIN, 0)
+    assert "remainder" in optimizer.state[made[1]]
+    assert "remainder" not in optimizer.state[made[0]]
+
+    resumed = parameters(p.detach() for p in made)
+    other = RMSprop([{"params": resumed[:1]}, {"params": resumed[1:]}])
+    other.load_state_dict(reloaded(optimizer, tmp_path / "state.pt"))
+    continued(optimizer, made, BRAIN, 3)
+    continued(other, resumed, BRAIN, 3)
+    assert unlike(optimizer, other) == []
+
+
+def turned_on_later(engine: str) -> None:
+    p, q = parameters([torch.ones(100)] * 2)
+    pairs: list[tuple[Any, Tensor]] = [(SGD([p], engine=engine), p), (torch.optim.SGD([q]), q)]
+    for optimizer, x in pairs:
+        for momentum in (0.0, 0.9, 0.9):
+            optimizer.param_groups[0]["momentum"] = momentum
+            x.grad = torch.ones(100)
+            optimizer.step()
+    torch.testing.assert_close(p, q)
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_momentum_may_be_turned_on_later() -> None:
+    """As in torch, where a buffer is made when it is first needed."""
+    turned_on_later("eager")
+
+
+@pytest.mark.skipif(kernels.why_not() is not None, reason="no compiled kernels")
+def test_momentum_may_be_turned_on_later_in_c() -> None:
+    """In a process of its own: C may read a moment that is not there, and end it."""
+    done = python("from tests.optim.test_optimizers import turned_on_later as f; f('c')")
+    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-500:]}"
+
+
+# ---- loss scale ----
+
+# Parameter, first and second moment are all in 16 bits, and rounded stochastically.
+SCALED: dict[str, dict[str, Any]] = {
+    name: moment_options(name, BRAIN, HALF) for name in MAKE if name != "sgd_nesterov"
+}
+
+
+@pytest.mark.parametrize("scale", [2.0**-3, 1.0, 2.0**10])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_power_of_two_changes_no_bit(name: str, dtype: torch.dtype, scale: float) -> None:
+    """Gradients of 2^-4 to 8 times 2^10 or 2^-3 stay normal in float16, so both are exact."""
+    found = []
+    for factor in (None, scale):
+        made = parameters(normal((200,), n, dtype) for n in range(2))
+        optimizer = MAKE[name](made, **SCALED[name], engine="eager")
+        for step in range(3):
+            for n, p in enumerate(made):
+                gradient = normal(p.shape, 10 * step + n).sign() * (
+                    torch.rand(p.shape, generator=generator(step + n)) * 7.9 + 2.0**-4
+                )
+                p.grad = gradient.to(dtype) * (factor or 1.0)
+            told = optimizer.scaled_step(None if factor is None else torch.tensor(factor))
+            assert told is None if factor is None else told.item() == 0
+        found.append(optimizer)
+    assert unlike(*found) == []
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_gradients_that_float16_cannot_hold_move_parameters(rounding: str) -> None:
+    true = 3e-9
+    assert torch.tensor(true, dtype=HALF) == 0
+    scale = torch.tensor(2.0**16)
+    (p,) = parameters([torch.ones(100, dtype=HALF)])
+    optimizer = AdamW([p], lr=0.05, weight_decay=0.0, rounding=rounding)
+    p.grad = torch.full((100,), true * 2**16, dtype=HALF)
+    skipped = optimizer.scaled_step(scale)
+    assert skipped is not None
+    assert skipped.item() == 0
+    # AdamW's first step is lr g / (|g| + eps); the scaled gradient is off by 2^-12, the parameter
+    # is rounded by 2^-11 at most.
+    expected = 1 - 0.05 * true / (true + 1e-8)
+    assert ((p.double() - expected).abs() < 2.0**-11).all()
+    assert (p < 1 - 0.01).all()
+
+
+@pytest.mark.parametrize("planted", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SCALED)
+def test_a_gradient_that_is_not_finite_skips_the_whole_step(
+    name: str, dtype: torch.dtype, planted: float
+) -> None:
+    made = parameters(normal((50,), n, dtype) for n in range(3))
+    optimizer = MAKE[name](made, **SCALED[name], engine="eager")
+    scale = torch.tensor(4.0)
+    for step in range(3):
+        before = [p.detach().clone() for p in made], state_of(optimizer)
+        for n, p in enumerate(made):
+            p.grad = normal(p.shape, seed=n, dtype=dtype)
+        skips = step == 1
+        if skips:
+            made[2].grad[7] = planted
+        told = optimizer.scaled_step(scale)
+        assert told is not None
+        assert told.dtype == FLOAT
+        assert told.item() == (1.0 if skips else 0.0)
+        for p, old, state in zip(made, *before, strict=True):
+            assert same_bits(p.detach(), old) == skips
+            if skips:
+                assert all(same_bits(optimizer.state[p][k], v) for k, v in state.items())
+    assert all(optimizer.state[p]["step"] == 2 for p in made)
+
+
+@pytest.mark.parametrize("planted", [math.inf, math.nan])
+def test_a_first_step_that_is_skipped_leaves_a_fresh_optimizer(planted: float) -> None:
+    (p,) = parameters([normal((50,), 0, BRAIN)])
+    old = p.detach().clone()
+    optimizer = AdamW([p])
+    p.grad = torch.full((50,), planted, dtype=BRAIN)
+    told = optimizer.scaled_step(torch.tensor(2.0))
+    assert told is not None
+    assert told.item() == 1
+    assert torch.equal(p, old)
+    assert all((value == 0).all() for value in optimizer.state[p].values())
+
+
+def test_a_skipped_step_uses_up_its_random_bits() -> None:
+    """The step after it is rounded otherwise than the skipped one would have been."""
+    found = []
+    for skips in (0, 1, 1, 2):
+        (p,) = parameters([torch.ones(5000, dtype=BRAIN)])
+        optimizer = SGD([p], lr=1.0, seed=1)
+        for _ in range(skips):
+            p.grad = torch.full((5000,), math.inf, dtype=BRAIN)
+            optimizer.scaled_step(torch.tensor(1.0))
+        p.grad = torch.full((5000,), 2.0**-9, dtype=BRAIN)
+        optimizer.scaled_step(torch.tensor(1.0))
+        found.append(p.detach() < 1)
+    none, one, again, two = found
+    assert torch.equal(one, again)
+    for a, b in ((none, one), (one, two), (none, two)):
+        # Half a unit: independent bits agree half the time; 4 standard errors of 5000 are 0.028.
+        assert abs((a == b).double().mean().item() - 0.5) < 0.03
+
+
+def test_steps_without_a_scale_are_always_taken() -> None:
+    (p,) = parameters([torch.ones(3)])
+    optimizer = SGD([p], lr=1.0)
+    p.grad = torch.tensor([1.0, 2.0, math.nan])
+    assert optimizer.scaled_step(None) is None
+    assert p[0] == 0
+    assert p[1] == -1
+    assert p[2].isnan()
+
+
+@pytest.mark.parametrize("name", ["sgd", "sgd_momentum", "sgd_nesterov"])
+def test_an_infinite_gradient_makes_of_a_parameter_what_torch_makes(name: str) -> None:
+    _, torchs, options = ORACLES[name]
+    p, q = parameters([torch.ones(2)] * 2)
+    for x, make in ((p, SGD), (q, torchs)):
+        x.grad = torch.tensor([math.inf, -math.inf])
+        make([x], **options).step()
+    assert torch.equal(q.detach(), torch.tensor([-math.inf, math.inf]))
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 1024.0, 3.3])
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("size", [0.01, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clipping_is_clip_grad_norms_on_float32_copies(
+    dtype: torch.dtype, size: float, max_norm: float, scale: float | None
+) -> None:
+    """At 50 the sum of float16 squares, 7.5 million, overflows (1024 times it, each gradient)."""
+    if scale == 1024.0 and size == 50.0 and dtype == HALF:
+        scale = 256.0  # 50 * 4.5 standard deviations fit
+    shapes = [(1000,), (40, 50)]
+    start = [torch.full(s, 1.0) for s in shapes]
+    mine = parameters(s.to(dtype) for s in start)
+    theirs = parameters(start)
+    ours = SGD(mine, lr=2.0**-10, rounding="kahan", engine="eager")
+    other = torch.optim.SGD(theirs, lr=2.0**-10)
+    for n, (p, q) in enumerate(zip(mine, theirs, strict=True)):
+        p.grad = (normal(p.shape, n) * size * (scale or 1.0)).to(dtype)
+        q.grad = p.grad.float() / (scale or 1.0)
+    assert all(p.grad.isfinite().all() for p in mine if p.grad is not None)
+    if dtype == HALF and size == 50.0:
+        assert sum((p.grad**2).sum() for p in mine if p.grad is not None).isinf()
+    nn.utils.clip_grad_norm_(theirs, max_norm)
+    other.step()
+    ours.scaled_step(None if scale is None else torch.tensor(scale), max_norm)
+    for p, q in zip(mine, theirs, strict=True):
+        merged = p.detach() if dtype == FLOAT else merge(p.detach(), ours.state[p]["remainder"])
+        # A norm summed in float32 is off by some units (1e-6) of an update of up to 0.25; the
+        # difference from 1 is itself rounded to 2^-24.
+        torch.testing.assert_close(merged, q.detach(), rtol=0, atol=0.25e-6 + 2 * EPS)
+
+
+def test_a_norm_that_passes_clips_no_bit() -> None:
+    found = []
+    for max_norm in (None, 1e6):
+        (p,) = parameters([normal((100,), 0, HALF)])
+        optimizer = AdamW([p])
+        p.grad = normal((100,), 1, HALF)
+        optimizer.scaled_step(torch.tensor(3.3), max_norm)
+        found.append(optimizer)
+    assert unlike(*found) == []
+
+
+def test_scaled_steps_take_empty_parameters_and_missing_gradients() -> None:
+    """A gradient without elements has no largest one; it is finite all the same."""
+    made = parameters([torch.ones(3), torch.ones(0), torch.ones(2)])
+    optimizer = SGD(made, lr=1.0)
+    made[0].grad, made[1].grad = torch.ones(3), torch.ones(0)
+    told = optimizer.scaled_step(torch.tensor(2.0), max_norm=10.0)
+    assert told is not None
+    assert told.item() == 0
+    assert torch.equal(made[0].detach(), torch.full((3,), 0.5))
+    assert torch.equal(made[2].detach(), torch.ones(2))
+
+
+def test_without_any_gradient_nothing_happens() -> None:
+    (p,) = parameters([torch.ones(3)])
+    optimizer = AdamW([p])
+    told = optimizer.scaled_step(torch.tensor(2.0), max_norm=1.0)
+    assert told is not None
+    assert told.item() == 0
+    assert not optimizer.state[p]
+    assert not hasattr(optimizer, "grad_scale")
+    assert not hasattr(optimizer, "found_inf")
+
+
+def half_model() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).to(HALF)
+    return model, normal((32, 8), 3, HALF)
+
+
+def test_grad_scaler_drives_float16_parameters() -> None:
+    """Its scale, step and update: the bits of mprun's dynamic scale, overflows skipped."""
+    pairs = []
+    for _ in range(2):
+        model, x = half_model()
+        pairs.append((model, AdamW(model.parameters(), lr=0.01, seed=2)))
+    (model, ours), (other, theirs) = pairs
+    rule = DynamicRule(interval=5, floor=0.0)
+    loss_scale = DynamicLossScale(2.0**20, rule, CPU)
+    scaler = torch.amp.GradScaler("cpu", 2.0**20, growth_interval=rule.interval)
+    skips = 0
+    for _ in range(30):
+        before = [p.detach().clone() for p in other.parameters()]
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+        loss_scale.scale(model(x).float().square().mean()).backward()
+        scaler.scale(other(x).float().square().mean()).backward()
+        told = loss_scale.step(ours, NoClip())
+        scaler.step(theirs)
+        scaler.update()
+        assert told is not None
+        unmoved = [torch.equal(p, q) for p, q in zip(before, other.parameters(), strict=True)]
+        assert all(unmoved) == any(unmoved) == bool(told.item())
+        assert scaler.get_scale() == loss_scale.tensor.item()
+        assert unlike(ours, theirs) == []
+        skips += all(unmoved)
+    assert 2 < skips < 20
+    assert not hasattr(theirs, "found_inf")
+
+
+def test_grad_scaler_unscales_float32_gradients_of_float16_parameters_for_clipping() -> None:
+    (p,) = parameters([torch.ones(100, dtype=HALF)])
+    p.grad_dtype = FLOAT
+    optimizer = SGD([p], lr=1.0, rounding="kahan")
+    scaler = torch.amp.GradScaler("cpu", 1024.0)
+    scaler.scale(torch.ones(()))
+    p.grad = torch.full((100,), 1024.0)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_([p], 1.0)
+    scaler.step(optimizer)
+    # 100 ones are clipped to 1/10 each, by 1 / (10 + 1e-6).
+    merged = merge(p.detach(), optimizer.state[p]["remainder"])
+    torch.testing.assert_close(merged, torch.full((100,), 0.9), rtol=0, atol=1e-6)
+
+
+def test_every_optimizer_is_a_scaled_one() -> None:
+    for make in MAKE.values():
+        assert isinstance(make(parameters([torch.ones(1)])), ScaledOptimizer)
+    assert not isinstance(torch.optim.SGD(parameters([torch.ones(1)])), ScaledOptimizer)
+
+
+LOSS_SCALES: dict[str, Callable[[], LossScale]] = {
+    "none": NoLossScale,
+    "static": lambda: StaticLossScale(256.0, CPU),
+    "dynamic": lambda: DynamicLossScale(256.0, DynamicRule(), CPU),
+}
+
+
+@pytest.mark.parametrize("clip", [NoClip(), ClipNorm(0.01)], ids=["free", "clipped"])
+@pytest.mark.parametrize("kind", LOSS_SCALES)
+def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: NoClip | ClipNorm) -> None:
+    """Against the same loss without a scale, in bfloat16, whose powers of two are all exact."""
+    found = []
+    for make in (NoLossScale, LOSS_SCALES[kind]):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4).to(BRAIN)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scale, x = make(), normal((16, 8), 1, BRAIN)
+        for _ in range(5):
+            optimizer.zero_grad()
+            scale.scale(model(x).float().square().mean()).backward()
+            told = scale.step(optimizer, clip)
+            assert told is None if scale.tensor is None else told is not None and told.item() == 0
+        found.append(optimizer)
+    # Clipping adds 1e-6 to the unscaled norm: the same factor, also from a scaled norm.
+    assert unlike(*found) == []
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.4])
+def test_a_thousand_steps_of_the_dynamic_scale_with_float16_parameters(rate: float) -> None:
+    rule = DynamicRule(interval=7, floor=2.0**-10)
+    overflows = (torch.rand(1000, generator=generator(1)) < rate).tolist()
+    (p,) = parameters([torch.ones(16, dtype=HALF)])
+    optimizer = SGD([p], lr=1e-4, momentum=0.9)
+    loss_scale = DynamicLossScale(1024.0, rule, CPU)
+    scale, tracker = torch.tensor(1024.0), torch.tensor(0, dtype=torch.int32)
+    for overflow in overflows:
+        p.grad = torch.full((16,), math.inf if overflow else 1.0, dtype=HALF)
+        told = loss_scale.step(optimizer, NoClip())
+        assert told is not None
+        assert told.item() == overflow
+        scale, tracker = next_state(scale, tracker, torch.tensor(float(overflow)), rule)
+        assert loss_scale.tensor.item() == scale.item()
+    assert optimizer.state[p]["step"] == 1000 - sum(overflows)
+    assert optimizer.param_groups[0]["attempts"] == 1000
+
+
+# ---- drop-in ----
+
+
+def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> None:
+    (p,) = parameters([torch.full((3,), 2.0)])
+    optimizer = SGD([p], lr=0.25)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 12.0
+    assert torch.equal(p.detach(), torch.ones(3))
+    assert optimizer.step() is None
+
+
+def test_zero_grad_sets_to_none_or_zero() -> None:
+    (p,) = parameters([torch.ones(3, dtype=BRAIN)])
+    optimizer = AdamW([p])
+    give(p, torch.ones(3))
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad is not None
+    assert torch.equal(p.grad, torch.zeros(3))
+    optimizer.zero_grad()
+    assert p.grad is None
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(3, dtype=BRAIN))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 3).contiguous().transpose(0, 3),
+    "every second": lambda x: torch.stack([x, x], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("engine", ["c", "eager"])
+@pytest.mark.parametrize("of_gradient", ["contiguous", *LAYOUTS])
+@pytest.mark.parametrize("of_parameter", ["contiguous", *LAYOUTS])
+def test_layouts_change_no_bit(of_parameter: str, of_gradient: str, engine: str) -> None:
+    if engine == "c" and kernels.why_not() is not None:
+        pytest.skip(f"no compiled kernels: {kernels.why_not()}")
+    shape = (4, 6, 3, 5)
+    plain, strided = (nn.Parameter(normal(shape, 0, BRAIN)) for _ in range(2))
+    strided.data = LAYOUTS.get(of_parameter, torch.clone)(strided.data)
+    assert strided.is_contiguous() == (of_parameter == "contiguous")
+    layout = strided.stride()
+    a, b = (AdamW([p], momentum_dtype=BRAIN, engine=engine) for p in (plain, strided))
+    for step in range(3):
+        gradient = normal(shape, 10 + step, BRAIN)
+        plain.grad = gradient
+        strided.grad = LAYOUTS.get(of_gradient, torch.clone)(gradient)
+        a.step()
+        b.step()
+    assert strided.stride() == layout
+    assert torch.equal(plain, strided)
+    for name, value in a.state[plain].items():
+        assert same_bits(value, b.state[strided][name])
+
+
+def test_an_expanded_gradient_is_read_as_it_looks() -> None:
+    (p,) = parameters([torch.ones(4, 3, dtype=BRAIN)])
+    p.grad = torch.tensor([1.0, 2.0, 3.0], dtype=BRAIN).expand(4, 3)
+    SGD([p], lr=2.0**-3).step()
+    assert torch.equal(p.detach(), (1 - torch.tensor([1.0, 2.0, 3.0]) / 8).bfloat16().expand(4, 3))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_empty_parameters_and_those_without_gradient_are_passed_over(name: str) -> None:
+    made = parameters([torch.ones(0, 3, dtype=BRAIN), torch.ones(2, dtype=BRAIN), torch.ones(2)])
+    optimizer = MAKE[name](made)
+    made[0].grad, made[2].grad = torch.ones(0, 3, dtype=BRAIN), torch.ones(2)
+    optimizer.step()
+    assert not optimizer.state[made[1]]
+    assert torch.equal(made[1].detach(), torch.ones(2, dtype=BRAIN))
+    assert (made[2] != 1).all()
+    assert optimizer.state[made[0]]["step"] == 1
+
+
+def test_a_parameter_without_gradient_does_not_change_the_others_bits() -> None:
+    """Random bits hang on a parameter's place, not on how many before it had a gradient."""
+    found = []
+    for first in (True, False):
+        made = parameters([torch.ones(1000, dtype=BRAIN)] * 2)
+        optimizer = SGD(made, lr=2.0**-9)
+        made[0].grad = torch.ones(1000, dtype=BRAIN) if first else None
+        made[1].grad = torch.ones(1000, dtype=BRAIN)
+        optimizer.step()
+        found.append(made[1].detach())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(("make", "name"), [(AdamW, "AdamW"), (SGD, "SGD"), (RMSprop, "RMSprop")])
+def test_sparse_gradients_are_refused(make: Any, name: str) -> None:
+    (p,) = parameters([torch.ones(4, 2)])
+    p.grad = torch.eye(4, 2).to_sparse()
+    with pytest.raises(RuntimeError, match=f"^{name} does not take sparse gradients$"):
+        make([p]).step()
+    assert torch.equal(p.detach(), torch.ones(4, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_a_parameter_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
+    (p,) = parameters([torch.ones(4, dtype=dtype)])
+    p.grad = torch.ones(4, dtype=dtype)
+    expected = f"a parameter of {dtype}; legal: torch.float32, torch.float16, torch.bfloat16"
+    with pytest.raises(TypeError) as error:
+        SGD([p]).step()
+    assert str(error.value) == expected
+    assert torch.equal(p.detach(), torch.ones(4, dtype=dtype))
+
+
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (
+        *(SGD, {"rounding": "up"}),
+        "rounding='up'; legal: 'stochastic', 'kahan', 'nearest'",
+    ),
+    (
+        *(SGD, {"momentum_dtype": torch.float64}),
+        "momentum_dtype=torch.float64; legal: torch.float32, torch.float16, torch.bfloat16",
+    ),
+    (
+        *(AdamW, {"variance_dtype": "float16"}),
+        "variance_dtype='float16'; legal: torch.float32, torch.float16, torch.bfloat16",
+    ),
+    (RMSprop, {"overflow": "wrap"}, "overflow='wrap'; legal: 'infinity', 'saturate'"),
+    (SGD, {"engine": "cuda"}, "engine='cuda'; legal: None, 'c', 'inductor', 'eager'"),
+    (
+        *(AdamW, {"rounding": "kahan", "overflow": "saturate"}),
+        "overflow='saturate' with rounding='kahan'; legal is 'infinity'",
+    ),
+    (SGD, {"variance_dtype": HALF}, "variance_dtype: SGD keeps no second moment"),
+    (SGD, {"lr": -0.1}, "lr=-0.1; legal is 0 or more"),
+    (SGD, {"momentum": -1}, "momentum=-1; legal is 0 or more"),
+    (RMSprop, {"alpha": -0.5}, "alpha=-0.5; legal is 0 or more"),
+    (AdamW, {"eps": -1e-8}, "eps=-1e-08; legal is 0 or more"),
+    (AdamW, {"weight_decay": -1.0}, "weight_decay=-1.0; legal is 0 or more"),
+    (AdamW, {"betas": (0.9, 1.0)}, "betas=(0.9, 1.0); legal is 0 or more and below 1, each"),
+    (AdamW, {"betas": (-0.1, 0.9)}, "betas=(-0.1, 0.9); legal is 0 or more and below 1, each"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "text"), BAD, ids=[b[2][:28] for b in BAD])
+def test_options_that_are_none_are_refused(make: Any, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole text is compared
+        make(parameters([torch.ones(1)]), **options)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rounding": "stochastik"},
+        {"overflow": "wrap"},
+        {"rounding": "kahan", "overflow": "saturate"},
+        {"momentum_dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_options_of_a_group_are_refused_too(options: dict[str, Any]) -> None:
+    """A misspelt rounding must not become another one silently: in a group, or in one added."""
+    first, second = parameters([torch.ones(3, dtype=BRAIN)] * 2)
+    with pytest.raises(ValueError, match="legal"):
+        SGD([{"params": [first], **options}])
+    optimizer = SGD([first])
+    with pytest.raises(ValueError, match="legal"):
+        optimizer.add_param_group({"params": [second], **options})
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_schedulers_change_the_rate_of_the_next_step(name: str) -> None:
+    (p,) = parameters([torch.ones(10, dtype=BRAIN)])
+    optimizer = MAKE[name]([p])
+    before = optimizer.param_groups[0]["lr"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 2 else 0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()"
+        rates, moved = [], []
+        for _ in range(3):
+            old = p.detach().clone()
+            p.grad = torch.ones(10, dtype=BRAIN)
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.scaled_step(torch.tensor(1.0))
+            moved.append(not torch.equal(old, p.detach()))
+            schedule.step()
+    assert rates == [before, before, 0.0]
+    assert moved == [True, True, False]
+
+
+def test_one_cycle_moves_rate_and_momentum_as_with_torch() -> None:
+    p, q = parameters([normal((50,), 0)] * 2)
+    pairs: list[Any] = [SGD([p], momentum=0.9), torch.optim.SGD([q], momentum=0.9)]
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30) for o in pairs]
+    for step in range(30):
+        p.grad = normal((50,), step)
+        q.grad = p.grad.clone()
+        for x in (*pairs, *schedules[: 2 if step < 29 else 0]):
+            x.step()
+    # 30 steps of a few operations each, on numbers of size 1.
+    torch.testing.assert_close(p, q, rtol=0, atol=30 * 10 * EPS)
+
+
+def test_a_rate_in_a_tensor_is_a_rate() -> None:
+    p, q = parameters([torch.ones(5, dtype=BRAIN)] * 2)
+    for x, lr in ((p, 0.125), (q, torch.tensor(0.125))):
+        x.grad = torch.ones(5, dtype=BRAIN)
+        SGD([x], lr=lr).step()  # type: ignore[arg-type]
+    assert torch.equal(p, q)
+
+
+def test_step_hooks_are_called() -> None:
+    (p,) = parameters([torch.ones(3)])
+    optimizer = AdamW([p])
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    p.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.scaled_step(torch.tensor(1.0))
+    assert called == ["before", "after"] * 2
+
+
+def test_steps_leave_no_graph_and_no_gradient_behind() -> None:
+    (p,) = parameters([torch.ones(3, dtype=BRAIN)])
+    optimizer = AdamW([p], momentum_dtype=BRAIN)
+    gradient = torch.ones(3, dtype=BRAIN)
+    p.grad = gradient
+    optimizer.step()
+    assert p.is_leaf
+    assert p.requires_grad
+    assert p.grad is gradient
+    assert torch.equal(gradient, torch.ones(3, dtype=BRAIN))
+    assert not any(value.requires_grad for value in optimizer.state[p].values())
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_saturating_parameters_stop_at_the_largest(name: str, dtype: torch.dtype) -> None:
+    """Three quarters of a unit above it, which nearest rounding takes to the infinity."""
+    largest = torch.finfo(dtype).max
+    unit = 2.0**5 if dtype == HALF else 2.0**120
+    options = {"lr": 0.75 * unit, "weight_decay": 0.0, "rounding": "nearest"}
+    for overflow, expected in (("saturate", largest), ("infinity", math.inf)):
+        (p,) = parameters([torch.full((4,), largest, dtype=dtype)])
+        optimizer = MAKE[name]([p], **options, overflow=overflow)
+        p.grad = torch.full((4,), -1.0, dtype=dtype)
+        optimizer.step()
+        assert torch.equal(p.detach().float(), torch.full((4,), expected))
+
+
+def test_float16_rounds_its_moments_root_where_squares_underflow() -> None:
+    """A gradient of 1e-5 has a square of 1e-10, nothing in float16; its root is kept."""
+    (p,) = parameters([torch.ones(1000)])
+    optimizer = AdamW([p], variance_dtype=HALF, betas=(0.9, 0.9))
+    p.grad = torch.full((1000,), 1e-5)
+    optimizer.step()
+    assert torch.tensor(1e-10, dtype=HALF) == 0
+    exact = 0.1**0.5 * 1e-5
+    root = optimizer.state[p]["exp_avg_sq_root"].double()
+    # Subnormals of float16 lie 2^-24 apart; 1000 of them are rounded with a mean error of some
+    # hundredths of that.
+    assert ((root - exact).abs() < 2.0**-24).all()
+    assert abs(root.mean().item() - exact) < 4 * 0.5 * 2.0**-24 / 1000**0.5
+    assert torch.equal(round_nearest(root.float(), HALF).double(), root)
+
+
+IMPORTED = """
+import sys
+import mprun.optim
+print("\\n".join(sorted(sys.modules)))
+"""
+
+
+def test_importing_it_brings_torch_and_the_numerics_only() -> None:
+    done = python(IMPORTED)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.split()
+    parts = {n.split(".")[1] for n in names if n.startswith("mprun.")}
+    assert parts == {"optim", "precision", "kernels", "_torch"}
+    assert "torch" in names
+    assert not {"hydra", "omegaconf", "rich", "torchvision"} & set(names)

@@ -1,0 +1,567 @@
+"""The modes with 16-bit parameters: what is kept in which dtype, layers of their own, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.build import Plan, build_loss_scale, build_parts, plan
+from mprun.config import compose
+from mprun.errors import UsageError
+from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
+from mprun.runner import Parts
+
+CPU = torch.device("cpu")
+TRUE_HALF = {
+    "fp16_true": torch.float16,
+    "bf16_true": torch.bfloat16,
+    "half_sr": torch.float16,
+    "bf16_sr": torch.bfloat16,
+    "half_sr_full": torch.float16,
+}
+NATIVE = [name for name in TRUE_HALF if name != "half_sr_full"]
+EXECUTIONS = [*((n, "native") for n in NATIVE), *((n, "emulated") for n in TRUE_HALF)]
+
+LINEAR = ["recipe=linear", "recipe.model.in_features=12", "recipe.model.out_features=6"]
+MNIST = ["recipe=mnist", "recipe.model.units=16", "data.source=generated", "data.train_limit=64"]
+MNIST += ["data.eval_limit=16", "train.batch_size=8", "device=cpu"]
+FASHION = ["recipe=fashion_mnist", "recipe.model.image_size=16", "data.source=generated"]
+FASHION += ["data.train_limit=16", "data.eval_limit=16", "train.batch_size=8", "device=cpu"]
+RECIPES = {"linear": LINEAR, "mnist": MNIST, "fashion_mnist": FASHION}
+
+
+def planned(*words: str) -> Plan:
+    composed = compose(words)
+    return plan(composed.config, composed.given)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        planned(*words)
+    return str(caught.value)
+
+
+class Step:
+    """The forward and backward pass of a run's first step, and what was kept between the two."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.kept: list[Tensor] = []
+        self.batch = next(parts.train.epoch(None))
+        parts.precision.begin_step(1)
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
+            self.output = parts.precision.forward(parts.model, self.batch.inputs)
+        self.loss = parts.recipe.loss(self.output, self.batch.targets)
+        parts.precision.backward(self.loss)
+        self.gradients = {name: p.grad for name, p in parts.model.named_parameters()}
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            self.kept.append(tensor)
+        return tensor
+
+
+# ---- a whole model -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("mode", "execution"), EXECUTIONS)
+def test_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not(
+    mode: str, execution: str, recipe: str
+) -> None:
+    dtype = TRUE_HALF[mode]
+    parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}", f"execution={execution}"))
+    step = Step(parts)
+    assert {p.dtype for p in parts.model.parameters()} == {dtype}
+    assert {g.dtype for g in step.gradients.values() if g is not None} == {dtype}
+    assert all(g is not None and g.any() for g in step.gradients.values())
+    assert step.output.dtype == step.loss.dtype == torch.float32
+    assert bool(step.loss.isfinite())
+    # FashionMNIST's log-softmax is asked for in float32, and keeps its result.
+    wide = [x for x in step.kept if x.dtype != dtype]
+    assert [x.shape for x in wide] == ([(8, 10)] if recipe == "fashion_mnist" else [])
+    assert len(step.kept) > len(wide)
+
+
+@pytest.mark.parametrize(("mode", "execution"), EXECUTIONS)
+def test_gradients_can_be_accumulated_in_float32(mode: str, execution: str) -> None:
+    words = [*MNIST, f"precision={mode}", f"execution={execution}"]
+    parts = build_parts(planned(*words, "precision.accum_dtype=float32"))
+    step = Step(parts)
+    assert {p.dtype for p in parts.model.parameters()} == {TRUE_HALF[mode]}
+    assert {g.dtype for g in step.gradients.values() if g is not None} == {torch.float32}
+    before = {n: p.detach().clone() for n, p in parts.model.named_parameters()}
+    parts.precision.step(parts.optimizer)
+    assert any(not torch.equal(p, before[n]) for n, p in parts.model.named_parameters())
+    parts.optimizer.zero_grad()
+    Step(parts)
+    assert {p.grad.dtype for p in parts.model.parameters() if p.grad is not None} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_the_output_can_be_left_in_16_bits(mode: str) -> None:
+    dtype = TRUE_HALF[mode]
+    name = str(dtype).removeprefix("torch.")
+    parts = build_parts(planned(*MNIST, f"precision={mode}", f"precision.output_dtype={name}"))
+    step = Step(parts)
+    assert step.output.dtype == step.loss.dtype == dtype
+    assert all(g is not None and g.dtype == dtype for g in step.gradients.values())
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
+    parts = build_parts(planned(*MNIST, f"precision={mode}"))
+    batch = next(iter(parts.test))
+    with torch.no_grad():
+        found = [parts.precision.forward(parts.model, batch.inputs) for _ in range(2)]
+    assert torch.equal(found[0], found[1])
+
+
+def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
+    exact = build_parts(planned(*MNIST, "precision=fp32")).model.state_dict()
+    for mode, dtype in TRUE_HALF.items():
+        model = build_parts(planned(*MNIST, f"precision={mode}")).model
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, exact[name].to(dtype)), (mode, name)
+
+
+# ---- inputs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str) -> None:
+    parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
+    for batches in (parts.train, parts.validation, parts.test):
+        assert {b.inputs.dtype for b in batches} <= {TRUE_HALF[mode]}
+    stored = {"linear": TRUE_HALF[mode]}.get(recipe, torch.uint8)
+    assert parts.train.data.inputs.dtype == stored
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_mixed", "fp16_mixed"])
+@pytest.mark.parametrize("recipe", ["linear", "mnist"])
+def test_inputs_stay_float32_where_something_else_casts(recipe: str, mode: str) -> None:
+    parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
+    assert next(parts.train.epoch(None)).inputs.dtype == torch.float32
+
+
+def test_targets_keep_their_dtype() -> None:
+    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).targets.dtype == (
+        torch.float32
+    )
+    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).targets.dtype == (
+        torch.int64
+    )
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_stored_floating_samples_take_half_the_memory(mode: str) -> None:
+    samples, width, targets = 64, 12, 6
+    for name, size in (("fp32", 4), (mode, 2)):
+        parts = build_parts(planned(*LINEAR, f"precision={name}"))
+        assert parts.train.data.nbytes == samples * (width * size + targets * 4)
+
+
+# ---- layers in a dtype of their own ------------------------------------------------------------
+
+
+class Watched:
+    """Dtypes of modules' inputs, outputs and parameters in a training step."""
+
+    def __init__(self, parts: Parts, names: Sequence[str]) -> None:
+        self.inputs: dict[str, torch.dtype] = {}
+        self.outputs: dict[str, torch.dtype] = {}
+        self.parameters: dict[str, torch.dtype] = {}
+        for name in names:
+            module = parts.model.get_submodule(name)
+            module.register_forward_hook(self._hook(name))
+            self.parameters[name] = module.weight.dtype
+        self.step = Step(parts)
+
+    def _hook(self, name: str) -> object:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            self.inputs[name], self.outputs[name] = inputs[0].dtype, output.dtype
+
+        return hook
+
+
+@pytest.mark.parametrize("execution", ["native", "emulated"])
+@pytest.mark.parametrize("mode", ["fp16_true", "bf16_true", "bf16_sr", "half_sr"])
+def test_layers_are_stored_and_computed_in_their_own_dtype(mode: str, execution: str) -> None:
+    words = [*FASHION, f"precision={mode}", f"execution={execution}"]
+    words.append("precision.layers={conv2: fp32, norm: bf16, fc1: fp16, fc2: fp32}")
+    parts = build_parts(planned(*words))
+    names = ("conv1", "conv2", "norm", "fc1", "fc2")
+    watched = Watched(parts, names)
+    expected = {
+        "conv1": TRUE_HALF[mode],
+        "conv2": torch.float32,
+        "norm": torch.bfloat16,
+        "fc1": torch.float16,
+        "fc2": torch.float32,
+    }
+    assert watched.parameters == watched.outputs == expected
+    for name, gradient in watched.step.gradients.items():
+        assert gradient is not None
+        assert gradient.dtype == expected[name.split(".")[0]]
+    # A layer is handed what the one before it computed in, and casts at its border.
+    assert watched.inputs["conv1"] == TRUE_HALF[mode]
+    assert watched.inputs["conv2"] == TRUE_HALF[mode]
+    assert watched.inputs["norm"] == torch.float32
+    assert watched.inputs["fc1"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("layers", ["{fc1: fp16, fc2: bf16}", "{fc*: bf16}"])
+def test_16_bit_layers_in_a_float32_model(layers: str) -> None:
+    parts = build_parts(planned(*FASHION, "precision=fp32", f"precision.layers={layers}"))
+    watched = Watched(parts, ("conv1", "fc1", "fc2"))
+    first = torch.float16 if "fp16" in layers else torch.bfloat16
+    assert watched.outputs == {"conv1": torch.float32, "fc1": first, "fc2": torch.bfloat16}
+    assert watched.parameters == watched.outputs
+    before = parts.model.fc1.weight.detach().clone()
+    parts.precision.step(parts.optimizer)
+    assert parts.model.fc1.weight.dtype == first
+    assert not torch.equal(parts.model.fc1.weight, before)
+
+
+def test_a_layer_kept_in_float32_equals_the_cast_by_hand() -> None:
+    parts = build_parts(planned(*FASHION, "precision=bf16_true", "precision.layers={fc1: fp32}"))
+    seen: list[Tensor] = []
+    model = parts.model
+    model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
+    model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
+    batch = next(iter(parts.train))
+    with torch.no_grad():
+        parts.precision.forward(model, batch.inputs)
+    normed, found = seen
+    by_hand = torch.addmm(model.fc1.bias, normed.flatten(1).float(), model.fc1.weight.t())
+    assert model.fc1.weight.dtype == torch.float32
+    assert torch.equal(found, by_hand)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.body(self.stem(x)))
+        return found
+
+
+def prepared(mode: str, model: nn.Module, layers: dict[str, str]) -> Precision:
+    policy = planned(*LINEAR, f"precision={mode}").policy
+    precision = Precision(
+        policy, NoCaster(), NativeArithmetic(), NoLossScale(), NoClip(), layers=layers
+    )
+    precision.prepare(model, CPU)
+    return precision
+
+
+def test_a_module_inside_a_kept_one_is_kept_unless_named_itself() -> None:
+    model = Nested()
+    precision = prepared("half_sr", model, {"body": "fp32", "body.1.0": "bf16"})
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if name.endswith("weight")}
+    assert dtypes == {
+        "stem.weight": torch.float16,
+        "body.0.weight": torch.float32,
+        "body.1.0.weight": torch.bfloat16,
+        "body.1.1.weight": torch.float32,
+        "head.weight": torch.float16,
+    }
+    output = precision.forward(model, torch.randn(3, 4).half())
+    precision.backward(output.square().sum())
+    assert {n: p.grad.dtype for n, p in model.named_parameters() if p.grad is not None} == {
+        n: p.dtype for n, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("layers", [{"head": "fp32"}, {"stem": "bf16", "head": "fp32"}])
+def test_a_tied_parameter_in_two_dtypes_is_an_error(layers: dict[str, str]) -> None:
+    model = Nested()
+    model.head = nn.Linear(4, 4)
+    model.head.weight = model.stem.weight
+    with pytest.raises(ValueError, match=r"precision\.layers: 'head\.weight' is tied"):
+        prepared("half_sr", model, layers)
+
+
+def test_tied_parameters_in_one_dtype_stay_tied() -> None:
+    model = Nested()
+    model.head = nn.Linear(4, 4)
+    model.head.weight = model.stem.weight
+    prepared("half_sr", model, {"stem": "fp32", "head": "fp32"})
+    assert model.head.weight is model.stem.weight
+    assert model.head.weight.dtype == torch.float32
+    assert model.body[0].weight.dtype == torch.float16
+
+
+TIED = """
+from dataclasses import dataclass
+import torch
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Recipe
+
+@dataclass(frozen=True)
+class Tied(Recipe):
+    def model(self):
+        model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2), "last": torch.nn.Linear(2, 2)})
+        model["last"].weight = model["first"].weight
+        return model
+    def data(self, request):
+        part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 2))
+        return Splits("zeros", "generated", part, part.first(0), part.first(0))
+    def loss(self, output, target):
+        return output.sum()
+"""
+
+
+def test_a_tied_parameter_in_two_dtypes_is_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("tied_recipe.py").write_text(TIED, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    words = ["recipe=linear", "recipe.target=tied_recipe.Tied", "precision=bf16_sr"]
+    words += ["recipe.model.in_features=1"]
+    assert "no such parameter" in refusal(*words)
+    folder = Path("conf/recipe")
+    folder.mkdir(parents=True)
+    (folder / "tied.yaml").write_text(
+        "# @package _global_\n# Tied\nrecipe: {name: tied, target: tied_recipe.Tied}\n"
+        "train: {epochs: 1, batch_size: 4, eval_batch_size: 4, lr: 0.1, optimizer: {name: sgd}}\n",
+        encoding="utf-8",
+    )
+    own = ["recipe=tied", "precision=bf16_sr"]
+    composed = compose([*own, "precision.layers={last: fp32}"], Path("conf"))
+    with pytest.raises(UsageError, match=r"'last\.weight' is tied to a parameter of another dtype"):
+        plan(composed.config, composed.given)
+
+
+def test_a_float16_layer_in_bf16_mixed_computes_in_float16() -> None:
+    words = [*FASHION, "precision=bf16_mixed", "precision.layers={fc1: fp16, conv2: fp32}"]
+    watched = Watched(build_parts(planned(*words)), ("conv1", "conv2", "fc1", "fc2"))
+    assert watched.outputs == {
+        "conv1": torch.bfloat16,
+        "conv2": torch.float32,
+        "fc1": torch.float16,
+        "fc2": torch.bfloat16,
+    }
+    assert set(watched.parameters.values()) == {torch.float32}  # autocast leaves them alone
+    assert all(g is not None and g.dtype == torch.float32 for g in watched.step.gradients.values())
+
+
+def test_a_float16_layer_in_bf16_mixed_equals_autocast_by_hand() -> None:
+    words = [*FASHION, "precision=bf16_mixed", "precision.layers={fc1: fp16}"]
+    parts = build_parts(planned(*words))
+    seen: list[Tensor] = []
+    model = parts.model
+    model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
+    model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
+    with torch.no_grad():
+        parts.precision.forward(model, next(iter(parts.train)).inputs)
+    normed, found = seen
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        by_hand = torch.nn.functional.linear(
+            normed.flatten(1).half(), model.fc1.weight, model.fc1.bias
+        )
+    assert found.dtype == torch.float16
+    assert torch.equal(found, by_hand)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ["precision.layers.0=fp32", "precision.layers.4=bf16"],
+        ["precision.layers={0: fp32, 4: bf16}"],
+    ],
+    ids=["fields", "mapping"],
+)
+def test_layers_of_a_sequential_are_named_by_number(layers: list[str]) -> None:
+    parts = build_parts(planned(*MNIST, "precision=half_sr", *layers))
+    assert [parts.model[i].weight.dtype for i in (0, 2, 4)] == [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ]
+    assert Step(parts).output.dtype == torch.float32
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+REFUSED: list[tuple[list[str], list[str]]] = [
+    (
+        ["precision=half_sr_full", "precision.name=own", "precision.rounding=nearest"],
+        ["precision.rounding_scope=all with precision=own", "legal is update"],
+    ),
+    (
+        ["precision=fp16_true", "precision.rounding_scope=all"],
+        ["precision.rounding_scope=all with precision=fp16_true", "legal is update"],
+    ),
+    (
+        ["precision=fp32", "precision.rounding_scope=all"],
+        ["precision.rounding_scope=all", "legal is update"],
+    ),
+    (
+        ["precision=half_sr_full", "execution=native"],
+        [
+            "execution=native: precision.rounding_scope=all rounds every result stochastically",
+            "what a kernel returns is already rounded to nearest",
+            "legal: auto, emulated",
+        ],
+    ),
+    (
+        ["precision=bf16_true", "precision.partials_dtype=float16"],
+        ["precision.partials_dtype=float16 with precision=bf16_true", "legal is float32"],
+    ),
+    (
+        ["precision=bf16_sr", "precision.partials_dtype=float16", "execution=emulated"],
+        ["precision.partials_dtype=float16", "legal is float32"],
+    ),
+    (
+        ["precision=half_sr", "precision.partials_dtype=bfloat16"],
+        ["precision.partials_dtype=bfloat16", "legal is float32, float16"],
+    ),
+    (
+        ["precision=half_sr", "precision.partials_dtype=float16", "execution=native", "device=cpu"],
+        [
+            "execution=native: precision.partials_dtype=float16",
+            "CPU kernels accumulate in float32 and have no switch",
+            "legal: auto, emulated",
+        ],
+    ),
+    (
+        ["precision=half_sr", "precision.overflow=saturate"],
+        ["precision.overflow=saturate with a dynamic loss scale", "loss_scale=static"],
+    ),
+    (
+        [
+            *("precision=fp16_true", "precision.rounding=kahan", "precision.overflow=saturate"),
+            "loss_scale=static",
+        ],
+        ["precision.overflow=saturate with precision=fp16_true", "legal is infinity"],
+    ),
+    (
+        ["precision=half_sr", "precision.accum_dtype=bfloat16"],
+        ["precision.accum_dtype=bfloat16 with precision=half_sr", "legal is float16, float32"],
+    ),
+    (
+        ["precision=bf16_true", "precision.accum_dtype=float16"],
+        ["precision.accum_dtype=float16", "legal is bfloat16, float32"],
+    ),
+    (
+        ["precision=fp32", "precision.accum_dtype=float16"],
+        ["precision.accum_dtype=float16", "legal is float32"],
+    ),
+    (
+        ["precision=bf16_mixed", "precision.param_dtype=bfloat16"],
+        ["precision.param_dtype=bfloat16 with precision=bf16_mixed", "legal is float32"],
+    ),
+    (
+        ["precision=half_sr", "precision.output_dtype=bfloat16"],
+        ["precision.output_dtype=bfloat16", "legal is float32, float16"],
+    ),
+    (
+        ["precision=half_sr", "precision.compute_dtype=float32"],
+        ["precision.compute_dtype=float32", "legal is float16"],
+    ),
+    # Names that fix columns
+    (["precision=half_sr", "precision.rounding=nearest"], ["legal is stochastic"]),
+    (["precision=bf16_sr", "precision.rounding=kahan"], ["legal is stochastic"]),
+    (["precision=fp16_true", "precision.rounding=stochastic"], ["legal is nearest, kahan"]),
+    (["precision=bf16_true", "precision.param_dtype=float16"], ["legal is bfloat16"]),
+    (["precision=half_sr", "precision.param_dtype=float32"], ["legal is float16"]),
+    (["precision=half_sr_full", "precision.rounding_scope=update"], ["legal is all"]),
+    (["precision=half_sr", "precision.casting=autocast"], ["precision.casting=autocast"]),
+    (["precision=half_sr", "precision.tf32=true"], ["precision.tf32=true", "legal is false"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"), REFUSED, ids=lambda x: " ".join(x) if "=" in x[0] else ""
+)
+def test_a_combination_that_is_not_carried_out_is_refused_with_what_is(
+    words: list[str], texts: list[str]
+) -> None:
+    message = refusal(*LINEAR, *words)
+    for text in texts:
+        assert text in message
+
+
+def test_saturation_is_refused_where_a_file_names_a_float16_layer() -> None:
+    """The loss scale is dynamic then, whichever way the layer was named."""
+    Path("layers.yaml").write_text("fc1: fp16\n", encoding="utf-8")
+    words = [*FASHION, "precision=bf16_sr", "precision.overflow=saturate"]
+    assert "with a dynamic loss scale" in refusal(*words, "precision.layers={fc1: fp16}")
+    assert "with a dynamic loss scale" in refusal(*words, "precision.layers_file=layers.yaml")
+
+
+LEGAL = [
+    ["precision=half_sr", "precision.name=own", "precision.rounding=nearest"],
+    ["precision=half_sr", "precision.name=own", "precision.rounding_scope=all"],
+    ["precision=half_sr", "precision.overflow=saturate", "loss_scale=static"],
+    ["precision=bf16_sr", "precision.overflow=saturate"],
+    ["precision=half_sr", "precision.partials_dtype=float16"],
+    ["precision=fp16_mixed", "precision.partials_dtype=float16"],
+    ["precision=bf16_true", "precision.rounding=kahan"],
+    ["precision=half_sr_full", "precision.momentum_dtype=bfloat16"],
+]
+
+
+@pytest.mark.parametrize("words", LEGAL, ids=" ".join)
+def test_these_are_legal(words: list[str]) -> None:
+    planned(*LINEAR, *words)
+
+
+# ---- loss scale --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["precision=fp16_true"], "dynamic"),
+        (["precision=half_sr"], "dynamic"),
+        (["precision=half_sr_full"], "dynamic"),
+        (["precision=fp16_mixed"], "dynamic"),
+        (["precision=bf16_true"], "none"),
+        (["precision=bf16_sr"], "none"),
+        (["precision=bf16_mixed"], "none"),
+        (["precision=fp32"], "none"),
+        (["precision=fp32", "precision.layers={fc1: fp16}"], "dynamic"),
+        (["precision=fp32", "precision.layers={fc1: bf16}"], "none"),
+        (["precision=bf16_sr", "precision.layers={fc1: fp16}"], "dynamic"),
+        (["precision=bf16_mixed", "precision.layers={fc1: fp16}"], "dynamic"),
+        (["precision=half_sr", "loss_scale=none"], "none"),
+        (["precision=half_sr", "loss_scale=static"], "static"),
+        (["precision=bf16_sr", "loss_scale=dynamic"], "dynamic"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else x,
+)
+def test_the_automatic_loss_scale_is_what_the_dtypes_need(words: list[str], kind: str) -> None:
+    chosen = planned(*FASHION, *words)
+    assert build_loss_scale(chosen.config, chosen.layers, CPU).kind == kind
+    assert build_parts(chosen).precision.loss_scale.kind == kind
+
+
+def test_a_float16_layer_named_in_a_file_is_scaled_too() -> None:
+    Path("layers.yaml").write_text("fc1: fp16\n", encoding="utf-8")
+    chosen = planned(*FASHION, "precision=fp32", "precision.layers_file=layers.yaml")
+    assert build_parts(chosen).precision.loss_scale.kind == "dynamic"
+
+
+def test_a_scaled_loss_gives_scaled_gradients_that_the_step_takes_back() -> None:
+    def weights(*words: str) -> Tensor:
+        parts = build_parts(planned(*LINEAR, "precision=fp16_true", "train.lr=0.5", *words))
+        parts.optimizer.zero_grad()
+        Step(parts)
+        parts.precision.step(parts.optimizer)
+        return parts.model.weight.detach()
+
+    plain = weights("loss_scale=none")
+    for scale in ("1", "64", "1024"):
+        scaled = weights("loss_scale=static", f"loss_scale.value={scale}")
+        # A power of two moves no digit where nothing is subnormal; what was, gains some.
+        torch.testing.assert_close(scaled, plain, rtol=2**-10, atol=2**-20)
