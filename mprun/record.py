@@ -221,6 +221,8 @@ def variant_hash(resolved: Mapping[str, Any]) -> str:
     config.get("data", {}).pop("root", None)
     for key in ("log_every", "checkpoint_every_steps"):
         config.get("train", {}).pop(key, None)
+    for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
+        config.get("op_lists", {}).pop(key, None)  # the names in the files stay
     text = json.dumps(config, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

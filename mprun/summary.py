@@ -85,5 +85,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
 
 def variant_label(chosen: Plan) -> str:
     """A short name for tables: the mode, and what was changed about it."""
-    factor = chosen.config.batch.factor
-    return chosen.policy.name + (f" x{factor}" if factor > 1 else "")
+    factor, lists = chosen.config.batch.factor, chosen.config.op_lists
+    files = (lists.lower_file, lists.fp32_file, lists.promote_file)
+    label = chosen.policy.name + (f"+{lists.name}" if chosen.op_lists else "")
+    return label + ("+files" if any(files) else "") + (f" x{factor}" if factor > 1 else "")

@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = {
     "errors": set(),
     "_torch": set(),
-    "config": set(),
+    "op_list_file": set(),
+    "config": {"op_list_file"},
     "help": {"config"},
     "kernels": set(),
-    "precision": {"_torch", "kernels"},
+    "precision": {"_torch", "kernels", "op_list_file"},
     "optim": {"_torch", "kernels", "precision"},
     "data": set(),
     "record": set(),
@@ -58,7 +59,7 @@ ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "config", "help", "record", "report", "stop")
+NO_TORCH = ("errors", "op_list_file", "config", "help", "record", "report", "stop")
 
 
 def imports_of(path: Path) -> set[str]:

@@ -11,11 +11,12 @@ import yaml  # type: ignore[import-untyped]
 
 from mprun._torch import FakeTensorMode
 from mprun.config import Config
-from mprun.config.schema import LayerDType
+from mprun.config.schema import Casting, LayerDType, OpListsConfig, Unlisted
 from mprun.errors import UsageError, first_line
 from mprun.precision import Policy, accelerated, has_tf32
 from mprun.precision.convert import convert
 from mprun.precision.layers import LAYER_DTYPES, resolve
+from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 
@@ -90,6 +91,40 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
         except ValueError as error:
             raise UsageError(str(error)) from None
     return found
+
+
+def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLists | None:
+    """The op lists for a device, or None where nothing is cast by name.
+
+    Args:
+        config: the configuration; its lists hold the names in the user's files already.
+        device: PyTorch's own lists differ between devices.
+        resumed: whether the run goes on; the files may be gone.
+
+    Raises:
+        UsageError: an op on two lists; with `op_lists.strict`, a name no op has.
+    """
+    if config.precision.casting is not Casting.op_lists:
+        return None
+    section = config.op_lists
+    lower, fp32, promote = (_entries(section, kind, device, resumed) for kind in KINDS)
+    try:
+        first_input = section.unlisted is Unlisted.first_input
+        found = op_lists(lower, fp32, promote, first_input)
+    except ValueError as error:
+        raise UsageError(f"op_lists: {error}") from None
+    if section.strict and found.unknown:
+        raise UsageError(f"op_lists.strict=true: {'; '.join(map(str, found.unknown))}")
+    return found
+
+
+def _entries(section: OpListsConfig, kind: str, device: torch.device, resumed: bool) -> list[Entry]:
+    path = getattr(section, f"{kind}_file")
+    if path is not None and not resumed:
+        return read_list(Path(path), kind)
+    own = getattr(section, f"{device.type}_{kind}", None)
+    names = getattr(section, kind) if own is None else own
+    return [Entry(name, path or f"op_lists={section.name}") for name in names]
 
 
 def _layers_file(path: Path) -> dict[str, str]:

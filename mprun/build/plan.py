@@ -19,6 +19,7 @@ from mprun.data import DataRequest, Splits
 from mprun.errors import UsageError
 from mprun.loggers import check_logger
 from mprun.precision import Policy
+from mprun.precision.op_lists import OpLists
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.record import BatchRow
@@ -42,6 +43,8 @@ class Plan:
     lr: float
     layers: dict[str, str]
     """Modules kept in a dtype of their own: name to dtype."""
+    op_lists: OpLists | None
+    """Ops cast by name, or None."""
     weights: Weights
     """What the model begins with where it is not drawn (`DRAWN`)."""
     by_float32: str
@@ -92,6 +95,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     )
     optimizer = config.train.optimizer.name.name
     layers = machine.choose_layers(config, recipe, policy)
+    op_lists = machine.choose_op_lists(config, device, resumed=bool(choices))
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
@@ -115,6 +119,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
     notices = (capped, splits.notice, range_warning(weights, policy, layers))
     warnings += [text for text in notices if text is not None]
+    warnings += [str(unknown) for unknown in (op_lists.unknown if op_lists else ())]
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
         config=config,
@@ -127,6 +132,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
         batch=batch,
         lr=lr,
         layers=layers,
+        op_lists=op_lists,
         weights=weights,
         by_float32=by_float32,
         warnings=tuple(warnings),

@@ -25,28 +25,44 @@ from mprun.precision import (
     NoCaster,
     NoClip,
     NoLossScale,
+    OpListCaster,
     Precision,
     StaticLossScale,
 )
+from mprun.precision.op_lists import Watcher
+from mprun.precision.policy import torch_dtype
 
 DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16
 
 
-def build_precision(chosen: Plan) -> Precision:
-    """The parts that carry the policy out."""
+def build_precision(chosen: Plan, watcher: Watcher | None = None) -> Precision:
+    """The parts that carry the policy out.
+
+    Args:
+        chosen: the plan.
+        watcher: is told what op lists do, op by op; None for nobody.
+    """
     policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
-    caster: Caster = NoCaster()
-    if policy.casting == "autocast":
-        caster = AutocastCaster(chosen.device.type, getattr(torch, policy.compute_dtype))
     return Precision(
         policy,
-        caster,
+        build_caster(chosen, watcher),
         build_arithmetic(chosen),
         build_loss_scale(chosen.config, chosen.layers, chosen.device),
         NoClip() if clip_norm is None else ClipNorm(clip_norm),
         layers=chosen.layers,
     )
+
+
+def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
+    """What decides the dtypes of ops."""
+    device, dtype = chosen.device.type, torch_dtype(chosen.policy.compute_dtype)
+    if chosen.op_lists is not None:
+        several = chosen.batch["accumulate"] > 1
+        return OpListCaster(chosen.op_lists, dtype, device, keep=several, watcher=watcher)
+    if chosen.policy.casting == "autocast":
+        return AutocastCaster(device, dtype)
+    return NoCaster()
 
 
 def build_arithmetic(chosen: Plan) -> Arithmetic:

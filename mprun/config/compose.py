@@ -31,6 +31,7 @@ from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
+from mprun.op_list_file import KINDS, read_list
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
@@ -77,15 +78,38 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
             raw = _compose([*map(for_hydra, parsed), *extra], parsed)
         else:
             raw = resumed(str(resume), parsed)
-    return to_composed(raw, parsed)
+    return to_composed(raw, parsed, new=resume is None)
 
 
-def to_composed(raw: DictConfig, parsed: Sequence[Override] = ()) -> Composed:
-    """What Hydra composed as a checked configuration; `parsed` are the overrides behind it."""
+def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = True) -> Composed:
+    """What Hydra composed as a checked configuration.
+
+    Args:
+        raw: what it composed.
+        parsed: the overrides behind it.
+        new: whether op-list files are read; a run that goes on has their names in its own.
+    """
     config, resolved = _to_config(raw, list(parsed))
     given = tuple(o.key_or_group for o in parsed)
     check(config)
+    if new:
+        _read_op_lists(config, resolved)
     return Composed(config, resolved, given, tuple(without_effect(config, given)))
+
+
+def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
+    """Put the names in the user's files in the place of the shipped ones, on every device."""
+    for kind in KINDS:
+        path = getattr(config.op_lists, f"{kind}_file")
+        if path is None:
+            continue
+        try:
+            names = [entry.text for entry in read_list(Path(path), kind)]
+        except ValueError as error:
+            raise UsageError(f"op_lists.{kind}_file: {error}") from None
+        for key, value in ((kind, names), (f"cuda_{kind}", None)):
+            setattr(config.op_lists, key, value)
+            resolved["op_lists"][key] = value
 
 
 def search_path(folder: Path) -> str:

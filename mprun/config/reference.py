@@ -68,6 +68,8 @@ def describe_type(kind: Any) -> str:
         return " or ".join(inner) + (", or null" if NoneType in get_args(kind) else "")
     if isinstance(kind, EnumMeta):
         return "one of " + ", ".join(enum_names(kind))
+    if get_origin(kind) is list:
+        return "a list [name, ...]"
     if get_origin(kind) is dict:
         return f"a mapping {{name: {describe_type(get_args(kind)[1])}, ...}}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -99,7 +101,8 @@ def walk(cls: type = Config, prefix: str = "") -> Iterator[Field]:
         if is_dataclass(kind):
             yield from walk(kind, f"{key}.")  # type: ignore[arg-type]
         else:
-            default = item.default if item.default is not NO_DEFAULT else {}
+            made = item.default_factory
+            default = item.default if made is NO_DEFAULT else made()
             yield Field(key, kind, default, docs.get(item.name, ""))
 
 

@@ -24,10 +24,18 @@ class DType(Enum):
 
 
 class Casting(Enum):
-    """How an op's dtype is decided: not at all, or by PyTorch's autocast."""
+    """How an op's dtype is decided: not at all, by PyTorch's autocast, or by op lists."""
 
     none = "none"
     autocast = "autocast"
+    op_lists = "op_lists"
+
+
+class Unlisted(Enum):
+    """How an op on no list runs: in the dtype of its first input, or as PyTorch promotes."""
+
+    first_input = "first_input"
+    as_it_is = "as_it_is"
 
 
 class Rounding(Enum):
@@ -156,7 +164,7 @@ class PrecisionConfig:
     output_dtype: DType = MISSING
     """Dtype the model's outputs are cast to before the loss."""
     casting: Casting = MISSING
-    """How ops get their dtype: none (parameters' own) or autocast."""
+    """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Rounding = MISSING
     """Rounding of parameters and optimizer state kept in 16 bits: nearest, stochastic or kahan."""
     rounding_scope: RoundingScope = MISSING
@@ -185,6 +193,30 @@ class OpListsConfig:
 
     name: str = MISSING
     """The chosen lists."""
+    lower: list[str] = field(default_factory=list)
+    """Ops that compute in the mode's 16-bit dtype."""
+    fp32: list[str] = field(default_factory=list)
+    """Ops that compute in float32."""
+    promote: list[str] = field(default_factory=list)
+    """Ops that compute in the widest dtype among their inputs."""
+    cuda_lower: list[str] | None = None
+    """The first list on CUDA, where it differs."""
+    cuda_fp32: list[str] | None = None
+    """The second list on CUDA, where it differs."""
+    cuda_promote: list[str] | None = None
+    """The third list on CUDA, where it differs."""
+    unlisted: Unlisted = Unlisted.first_input
+    """Ops on no list: first_input (cast to its dtype) or as_it_is (PyTorch's own promotion)."""
+    lower_file: str | None = None
+    """A file that replaces the first list: one op per line, or YAML."""
+    fp32_file: str | None = None
+    """A file that replaces the second list."""
+    promote_file: str | None = None
+    """A file that replaces the third list."""
+    strict: bool = False
+    """Whether a name no op has is an error instead of a warning."""
+    verbose: bool = False
+    """Log each distinct cast once."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ from functools import reduce
 from typing import Any
 
 from mprun.config.schema import (
+    Casting,
     Config,
     DataFallback,
     DataSource,
@@ -88,6 +89,9 @@ PATHS = {
     "run.resume": "a folder",
     "precision.layers_file": "a file",
     "train.init_from": "a folder or a file",
+    "op_lists.lower_file": "a file",
+    "op_lists.fp32_file": "a file",
+    "op_lists.promote_file": "a file",
 }
 
 OPTIMIZER_FIELDS = {
@@ -127,10 +131,36 @@ def check(config: Config) -> None:
         )
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
+    _check_op_lists(config)
     for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
             raise UsageError(f"{key}={value!r}: the name of {kind}, or null for the default")
+
+
+def _check_op_lists(config: Config) -> None:
+    lists, precision = config.op_lists, config.precision
+    by_lists = precision.casting is Casting.op_lists
+    if by_lists and precision.compute_dtype is DType.float32:
+        raise UsageError(
+            f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
+            "float32 and a 16-bit dtype; legal: precision=bf16_mixed, precision=fp16_mixed"
+        )
+    if by_lists and lists.name == "none":
+        raise UsageError(
+            "precision.casting=op_lists with op_lists=none; legal: op_lists=hmp, or other lists"
+        )
+    if not by_lists and lists.name != "none":
+        raise UsageError(
+            f"op_lists={lists.name} with precision.casting={precision.casting.name}; "
+            "legal: precision.casting=op_lists"
+        )
+    given = [key for key in ("lower_file", "fp32_file", "promote_file") if getattr(lists, key)]
+    if given and not by_lists:
+        raise UsageError(
+            f"op_lists.{given[0]} with op_lists=none: a file takes the place of one of several "
+            "lists; choose the others, for example op_lists=hmp"
+        )
 
 
 def _check_length(config: Config) -> None:
@@ -179,6 +209,9 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.data.fallback is DataFallback.none and source is DataSource.real:
         yield "data.fallback", "data.source=real never falls back"
     yield from _precision_reasons(config)
+    if config.op_lists.name == "none":
+        for key in ("strict", "verbose", "unlisted"):
+            yield f"op_lists.{key}", "op_lists=none casts no op by name"
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     optimizer = config.train.optimizer

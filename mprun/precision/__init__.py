@@ -11,7 +11,7 @@ from mprun.precision.arithmetic import (
     NativeArithmetic,
     round_to_tf32,
 )
-from mprun.precision.caster import AutocastCaster, Caster, NoCaster
+from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.execution import accelerated, backend_flags, has_tf32
@@ -22,6 +22,7 @@ from mprun.precision.loss_scale import (
     NoLossScale,
     StaticLossScale,
 )
+from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.precision import Precision
 from mprun.precision.range import Float16Loss, float16_loss
@@ -44,12 +45,16 @@ __all__ = [
     "NoCaster",
     "NoClip",
     "NoLossScale",
+    "OpListCaster",
+    "OpLists",
     "Policy",
     "Precision",
     "StaticLossScale",
     "accelerated",
     "backend_flags",
+    "disable_casts",
     "float16_loss",
     "has_tf32",
+    "op_lists",
     "round_to_tf32",
 ]

@@ -7,17 +7,34 @@ and the optimizer step are outside.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
+
+from mprun.precision.op_lists.casts import Casts
+from mprun.precision.op_lists.lists import OpLists
+from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
+
+Region = AbstractContextManager[object]
 
 
 class Caster(Protocol):
     """Gives the region a forward pass runs in."""
 
-    def region(self) -> AbstractContextManager[object]:
-        """A new region; regions of one caster do not nest."""
+    def region(self) -> Region:
+        """A new region."""
+
+    def recomputation(self) -> Region:
+        """A region for the backward pass: forward code that is run again there is cast in it."""
+
+    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+        """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
+
+    def end_step(self) -> None:
+        """A training step's gradients are there."""
 
 
 class NoCaster:
@@ -25,8 +42,17 @@ class NoCaster:
 
     _nothing = nullcontext()
 
-    def region(self) -> AbstractContextManager[object]:
+    def region(self) -> Region:
         return self._nothing
+
+    def recomputation(self) -> Region:
+        return self._nothing
+
+    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+        return nullcontext
+
+    def end_step(self) -> None:
+        pass
 
 
 class AutocastCaster:
@@ -37,9 +63,77 @@ class AutocastCaster:
         dtype: bfloat16 or float16, what listed ops compute in.
     """
 
+    _nothing = nullcontext()
+
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type = device_type
         self._dtype = dtype
 
-    def region(self) -> AbstractContextManager[object]:
+    def region(self) -> Region:
         return torch.autocast(self._device_type, self._dtype)
+
+    def recomputation(self) -> Region:
+        return self._nothing  # checkpointing brings autocast back itself
+
+    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+        if dtype == torch.float32:
+            return disable_casts
+        # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
+        return lambda: torch.autocast(self._device_type, dtype, cache_enabled=False)
+
+    def end_step(self) -> None:
+        pass
+
+
+class OpListCaster:
+    """Op lists decide, by the rules of `op_lists/rules.py`, the same on every device.
+
+    Args:
+        lists: which op is on which list.
+        dtype: bfloat16 or float16, what ops of the lower list compute in.
+        device_type: "cpu" or "cuda", whose kernels run.
+        keep: keep cast weights until `end_step`, for steps of several forward passes.
+        watcher: is told of each op and each cast.
+    """
+
+    def __init__(
+        self,
+        lists: OpLists,
+        dtype: torch.dtype,
+        device_type: str = "cpu",
+        keep: bool = False,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._casts = Casts()
+        self._keep = keep
+        self._depth = 0
+        self._make = partial(
+            Table, lists, casts=self._casts, device_type=device_type, watcher=watcher
+        )
+        self._tables = {dtype: self._make(dtype=dtype)}
+        self._table = self._tables[dtype]
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """A new region; inside another one it holds instead of that one."""
+        self._depth += 1
+        try:
+            with region(self._table):
+                yield
+        finally:
+            self._depth -= 1
+            if not self._depth and not (self._keep and torch.is_grad_enabled()):
+                self._casts.forget()
+
+    def recomputation(self) -> Region:
+        return self.region()
+
+    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+        if dtype == torch.float32:
+            return disable_casts
+        if dtype not in self._tables:
+            self._tables[dtype] = self._make(dtype=dtype)
+        return lambda: region(self._tables[dtype])
+
+    def end_step(self) -> None:
+        self._casts.forget()

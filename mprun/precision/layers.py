@@ -6,8 +6,8 @@ the mode's dtypes come from:
 
     casting none      the module's parameters are stored in that dtype, and it computes in it;
                       every layer casts its inputs to the dtype of its own parameters
-    casting autocast  parameters stay float32; fp32 switches autocast off inside the module, fp16
-                      and bf16 make it cast to that dtype
+    casting autocast, parameters stay float32; fp32 switches casts off inside the module, fp16 and
+    op_lists          bf16 make them go to that dtype
 
 A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
 name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module
@@ -85,21 +85,20 @@ LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bflo
 """What a layer can be kept in, by the names users write."""
 
 
-def compute_in(model: nn.Module, named: Mapping[str, torch.dtype], device_type: str) -> None:
-    """Make modules compute in a dtype of their own inside an autocast region.
+def compute_in(
+    model: nn.Module,
+    named: Mapping[str, torch.dtype],
+    layer_region: Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]],
+) -> None:
+    """Make modules compute in a dtype of their own where a caster decides; parameters stay.
 
-    Parameters stay as they are. float32: autocast is off inside, and 16-bit inputs are cast up; 16
-    bits: autocast goes to that dtype instead.
+    Args:
+        model: the model.
+        named: module name to its dtype, which its floating inputs are cast to.
+        layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
     for name, dtype in named.items():
-        _wrap(model.get_submodule(name), _region(dtype, device_type), dtype)
-
-
-def _region(dtype: torch.dtype, device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    if dtype == torch.float32:
-        return lambda: torch.autocast(device_type, enabled=False)
-    # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
-    return lambda: torch.autocast(device_type, dtype, cache_enabled=False)
+        _wrap(model.get_submodule(name), layer_region(dtype), dtype)
 
 
 def cast_at_borders(model: nn.Module) -> None:

@@ -41,8 +41,8 @@ _FP32: dict[str, tuple[Any, ...]] = {"casting": ("none",), "param_dtype": ("floa
 NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp32": {**_FP32, "tf32": (False,)},
     "tf32": {**_FP32, "tf32": (True,)},
-    "bf16_mixed": {"casting": ("autocast",), "compute_dtype": ("bfloat16",)},
-    "fp16_mixed": {"casting": ("autocast",), "compute_dtype": ("float16",)},
+    "bf16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("bfloat16",)},
+    "fp16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("float16",)},
     "bf16_true": _true("bfloat16", "nearest", "kahan"),
     "fp16_true": _true("float16", "nearest", "kahan"),
     "bf16_sr": _true("bfloat16", "stochastic"),
@@ -74,7 +74,7 @@ class Policy:
     output_dtype: str
     """The model's outputs as the loss sees them."""
     casting: str
-    """none, or autocast to `compute_dtype`."""
+    """none; or ops are cast to `compute_dtype` by autocast or by op_lists."""
     rounding: str
     """nearest, stochastic or kahan, of parameters and optimizer state kept in 16 bits."""
     rounding_scope: str
@@ -120,7 +120,7 @@ class Policy:
         computes = (self.param_dtype,) if self.casting == "none" else LOW_DTYPES
         everywhere = self.is_low and self.rounding == "stochastic"
         legal = {
-            "casting": ("none", "autocast"),
+            "casting": ("none", "autocast", "op_lists"),
             "param_dtype": parameters,
             "compute_dtype": computes,
             "output_dtype": tuple(dict.fromkeys(("float32", self.compute_dtype))),

@@ -29,6 +29,7 @@ from mprun.precision.clip import Clip
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.layers import LAYER_DTYPES, cast_at_borders, compute_in, resolve
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import Policy, torch_dtype
 
 
@@ -82,7 +83,7 @@ class Precision:
             if named:
                 cast_at_borders(model)
         else:
-            compute_in(model, named, device.type)
+            compute_in(model, named, self._caster.layer_region)
             convert(model, device, stored, memory_format)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
@@ -104,12 +105,15 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Add the (scaled) loss's gradients to the parameters' `grad`."""
-        with self.arithmetic.region():
-            self.loss_scale.scale(loss).backward()
+        scaled = self.loss_scale.scale(loss)
+        with self.arithmetic.region(), self._caster.recomputation():
+            scaled.backward()
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""
         self.arithmetic.end_step()
-        skipped = self.loss_scale.step(optimizer, self._clip)
+        self._caster.end_step()
+        with disable_casts():
+            skipped = self.loss_scale.step(optimizer, self._clip)
         self._guard.after()
         return skipped

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mprun.cli import main
+from mprun.precision.caster import AutocastCaster
 from mprun.precision.layers import compute_in, resolve
 
 
@@ -42,7 +43,7 @@ def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> No
 
 def test_a_kept_module_computes_in_float32_inside_autocast() -> None:
     net = model()
-    compute_in(net, {"2": torch.float32}, "cpu")
+    compute_in(net, {"2": torch.float32}, AutocastCaster("cpu", torch.bfloat16).layer_region)
     seen: dict[int, torch.dtype] = {}
     for i in (0, 2):
         net[i].register_forward_hook(lambda m, a, out, i=i: seen.update({i: out.dtype}))
@@ -60,7 +61,7 @@ def test_it_equals_autocast_switched_off_by_hand() -> None:
         hidden = net[1](net[0](x))
         with torch.autocast("cpu", enabled=False):
             by_hand = net[2](hidden.float())
-    compute_in(net, {"2": torch.float32}, "cpu")
+    compute_in(net, {"2": torch.float32}, AutocastCaster("cpu", torch.bfloat16).layer_region)
     with torch.autocast("cpu", torch.bfloat16):
         ours = net(x)
     assert torch.equal(ours, by_hand)

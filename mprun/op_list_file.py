@@ -1,0 +1,96 @@
+"""Files of op lists: names of ops, one per line or in YAML.
+
+The text format is that of Habana's HMP, one name per line; blank lines, comments after `#`,
+Windows line ends and a byte-order mark are allowed. A file that ends in .yaml or .yml holds a list
+of names, or a mapping of such lists by `lower`, `fp32` and `promote`. Reading one runs no code, and
+needs no torch: whether an op has that name is asked later (`precision/op_lists/`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+KINDS = ("lower", "fp32", "promote")
+"""The lists: lower dtype, float32, widest of the inputs."""
+
+
+class Entry(NamedTuple):
+    """A name as it was written, and where."""
+
+    text: str
+    where: str
+    """`file:line`, or the name of the lists it ships with."""
+
+
+LONGEST_NAME = 200
+
+
+def read_list(path: Path, kind: str) -> list[Entry]:
+    """The names in a file.
+
+    Args:
+        path: text, one name per line; or YAML, by the ending .yaml or .yml.
+        kind: which of `KINDS` is taken from a YAML mapping.
+
+    Raises:
+        ValueError: the file cannot be read or holds something else than names; with file and line.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}:{line}: not text (UTF-8); a list has one op per line") from None
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(path, text, kind)
+    return list(_from_text(path, text))
+
+
+def _from_text(path: Path, text: str) -> Iterable[Entry]:
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
+        name = line.partition("#")[0].strip()
+        if name:
+            yield Entry(_checked(name, f"{path}:{number}"), f"{path}:{number}")
+
+
+def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise ValueError(f"{path}:{line}: not YAML ({getattr(error, 'problem', error)})") from None
+    if isinstance(node, yaml.MappingNode):
+        sections = {key.value: value for key, value in node.value}
+        if kind not in sections:
+            raise ValueError(
+                f"{path}: there is no '{kind}' in it; legal: a list of names, or a mapping with "
+                f"{', '.join(KINDS)}"
+            )
+        node = sections[kind]
+    if node is None:
+        return []
+    if not isinstance(node, yaml.SequenceNode):
+        raise ValueError(f"{path}:{node.start_mark.line + 1}: not a list of names")
+    return [_yaml_entry(path, item) for item in node.value]
+
+
+def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
+    where = f"{path}:{item.start_mark.line + 1}"
+    if not isinstance(item, yaml.ScalarNode):
+        raise ValueError(f"{where}: not a name")
+    return Entry(_checked(item.value.strip(), where), where)
+
+
+def _checked(name: str, where: str) -> str:
+    """`name`, if it can be one: an op's name has neither blanks nor control characters."""
+    if not name.isprintable() or len(name.split()) != 1 or len(name) > LONGEST_NAME:
+        shown = repr(name if len(name) <= 40 else name[:40] + "...")
+        raise ValueError(f"{where}: {shown} is no name of an op; a list has one op per line")
+    return name

@@ -1,0 +1,18 @@
+"""Op lists: ops cast by name, with the rules of Habana's HMP, on any device."""
+
+from mprun.op_list_file import KINDS, Entry, read_list
+from mprun.precision.op_lists.lists import OpLists, Unknown, op_lists
+from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
+
+__all__ = [
+    "KINDS",
+    "Entry",
+    "OpLists",
+    "Table",
+    "Unknown",
+    "Watcher",
+    "disable_casts",
+    "op_lists",
+    "read_list",
+    "region",
+]

@@ -1,0 +1,92 @@
+"""Op lists: which ops compute in the lower dtype, in float32, in the widest of their inputs.
+
+A list is data: names, one to an op, from a configuration or a file (`mprun/op_list_file.py`). A
+name nobody knows is kept aside with the nearest known one, to be reported; an op on two lists is an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import NamedTuple
+
+from mprun.op_list_file import KINDS, Entry
+from mprun.precision.op_lists.names import known, spelled
+
+
+class Unknown(NamedTuple):
+    """A name no op answers to."""
+
+    entry: Entry
+    nearest: str | None
+
+    def __str__(self) -> str:
+        meant = f"; did you mean '{self.nearest}'?" if self.nearest else ""
+        return f"{self.entry.where}: no op is named '{self.entry.text}'{meant}"
+
+
+@dataclass(frozen=True)
+class OpLists:
+    """Lists with their names brought to canonical ones (`names.py`)."""
+
+    rules: Mapping[str, str]
+    """Canonical name to `lower`, `fp32` or `promote`."""
+    first_input: bool
+    """Whether an op on no list casts its inputs to the dtype of the first one, or PyTorch's own
+    promotion is left to it."""
+    unknown: tuple[Unknown, ...] = field(default=())
+    """Names that were left out."""
+
+
+def op_lists(
+    lower: Iterable[Entry | str],
+    fp32: Iterable[Entry | str],
+    promote: Iterable[Entry | str] = (),
+    first_input: bool = True,
+) -> OpLists:
+    """Lists from names.
+
+    A name on `promote` that is on another list too is that other list's (HMP: the two lists take
+    precedence over the third).
+
+    Args:
+        lower: ops that compute in the lower dtype.
+        fp32: ops that compute in float32.
+        promote: ops that compute in the widest dtype among their inputs.
+        first_input: what becomes of an op on no list, see `OpLists`.
+
+    Raises:
+        ValueError: one op is on both `lower` and `fp32`; the message names both entries.
+    """
+    found: dict[str, tuple[str, Entry]] = {}
+    unknown: list[Unknown] = []
+    for kind, names in zip(KINDS, (lower, fp32, promote), strict=True):
+        for item in names:
+            entry = Entry(item, f"{kind} list") if isinstance(item, str) else item
+            canonical = spelled(entry.text)
+            if not any(name in known() for name in canonical):
+                unknown.append(Unknown(entry, _nearest(entry.text)))
+            for name in canonical:
+                _put(found, name, kind, entry)
+    rules = {name: kind for name, (kind, _) in found.items() if name in known()}
+    distinct = {u.entry.text: u for u in reversed(unknown)}
+    return OpLists(rules, first_input, tuple(reversed(distinct.values())))
+
+
+def _put(found: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
+    before = found.setdefault(name, (kind, entry))
+    if before[0] != kind and kind != "promote":
+        other = before[1]
+        same = "" if other.text == entry.text else f" and '{other.text}', the same op"
+        raise ValueError(
+            f"'{entry.text}'{same}: on the {before[0]} list ({other.where}) and on the {kind} list "
+            f"({entry.where}); an op is on one of them: take it off the other, or bring both files"
+        )
+
+
+def _nearest(text: str) -> str | None:
+    (name, *_) = spelled(text)
+    near = get_close_matches(name, known(), n=1)
+    return near[0] if near else None

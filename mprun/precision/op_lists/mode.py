@@ -1,0 +1,256 @@
+"""Op lists at work: a region in which each call of PyTorch is cast by its rule.
+
+A `TorchFunctionMode` sees every call from Python (functions, methods, operators, modules through
+the functions they call) before autograd does, so casts are part of the graph and gradients of
+float32 weights are float32. Below autograd it would be too late; in PyTorch's dispatcher, where
+torch.autocast sits, kernels can be replaced, but Inductor's cache does not notice.
+
+PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
+(`F.multi_head_attention_forward`) would hide the ops inside it: its body is run with the mode on.
+
+The backward pass follows the dtypes of the forward one; Python code in it (custom autograd
+functions, hooks) is not cast. One thing is: activation checkpointing runs forward code again there,
+and must cast it as before. What tells it from the rest is that it records a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from mprun._torch import in_backward
+from mprun.op_list_file import KINDS
+from mprun.precision.op_lists import rules
+from mprun.precision.op_lists.casts import Casts
+from mprun.precision.op_lists.lists import OpLists
+from mprun.precision.op_lists.names import INNER, name_of
+from mprun.precision.op_lists.rules import Function, Handler
+
+
+class Watcher(Protocol):
+    """Is told which op runs by which rule, and which casts that takes."""
+
+    def op(self, name: str, rule: str) -> AbstractContextManager[object]:
+        """The op `name`, decided by `rule`, runs while this is entered."""
+
+    def cast(self, have: torch.dtype, want: torch.dtype) -> None:
+        """An input of the op that runs goes from `have` to `want`."""
+
+
+class Table:
+    """A handler for each function, made from lists and a dtype.
+
+    Args:
+        lists: which op is on which list.
+        dtype: what ops of the lower list compute in: bfloat16 or float16.
+        casts: does the casts.
+        device_type: cpu or cuda, whose kernels will run.
+        watcher: is told; None for nobody.
+    """
+
+    def __init__(
+        self,
+        lists: OpLists,
+        dtype: torch.dtype,
+        casts: Casts,
+        device_type: str,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.lists = lists
+        self.dtype = dtype
+        self._watcher = watcher
+        self._same_dtype = rules.SAME_DTYPE_ON_CUDA if device_type == "cuda" else frozenset()
+        cast = casts.to if watcher is None else _told(casts, watcher)
+        self._mutated = rules.mutated(cast)
+        self._activation = {
+            "lower": rules.activation_to(cast, dtype),
+            "fp32": rules.activation_to(cast, torch.float32),
+        }
+        self._by_rule = {
+            "lower": rules.to_dtype(cast, dtype),
+            "fp32": rules.to_dtype(cast, torch.float32),
+            "promote": rules.promote(cast),
+            "first input": rules.first_input(cast),
+            "as it is": rules.plain,
+        }
+        self.handlers: dict[Function, Handler] = {f: self.make(f) for f in _functions()}
+
+    def rule(self, name: str) -> str:
+        """The rule of an op: its list, or what holds for ops on none."""
+        for candidate in (name, *INNER.get(name, ())):
+            if (kind := self.lists.rules.get(candidate)) is not None:
+                return kind
+        return "first input" if self.lists.first_input else "as it is"
+
+    def make(self, function: Function) -> Handler:
+        """The handler of a function."""
+        name = name_of(function)
+        if name in ("backward", "grad") and isinstance(function, types.FunctionType):
+            return _inside(function)  # so that recomputation is seen
+        if name is None or name in rules.UNCAST or name.startswith(("_foreach_", "is_", "sym_")):
+            return rules.plain
+        if name.endswith("_") and not name.startswith("_"):
+            return self._watched(name, "mutated", self._mutated)
+        rule = self.rule(name)
+        listed = rule in KINDS
+        if not listed and isinstance(function, types.FunctionType):
+            return _inside(function)
+        if name in rules.NORMS:
+            return self._watched(name, rule, self._norm(name, rule))
+        handler = self._by_rule[rule]
+        if isinstance(function, types.FunctionType):
+            handler = rules.unless_mutating(handler, self._mutated)
+        return self._watched(name, rule, handler)
+
+    def _norm(self, name: str, rule: str) -> Handler:
+        """The activation alone is cast, but where that cannot be or float32 is wanted of all."""
+        whole = rule == "fp32" or name in self._same_dtype
+        if whole and name not in rules.WRITES_STATISTICS:
+            return self._by_rule[rule]
+        return self._activation.get(rule, rules.plain)
+
+    def _watched(self, name: str, rule: str, handler: Handler) -> Handler:
+        watcher = self._watcher
+        if watcher is None or rule == "as it is":
+            return handler
+
+        def telling(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with watcher.op(name, rule):
+                return handler(function, args, kwargs)
+
+        return telling
+
+
+def _told(casts: Casts, watcher: Watcher) -> Callable[..., Any]:
+    """`casts.to` that tells the watcher of what is really cast."""
+
+    def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result = casts.to(x, dtype)
+        if result is not x:
+            watcher.cast(x.dtype, dtype)
+        return result
+
+    return cast
+
+
+@functools.cache
+def _functions() -> tuple[Function, ...]:
+    """Every function a mode can see, so that a table is whole before anything is traced."""
+    found = (f for functions in get_overridable_functions().values() for f in functions)
+    return tuple(dict.fromkeys(f for f in found if callable(f)))
+
+
+def _inside(function: types.FunctionType) -> Handler:
+    """Runs the body of a Python function with the mode on.
+
+    Such a function begins by asking whether a mode is there and handing itself to it; its copy is
+    told there is none.
+    """
+    answers = {name: _no for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **answers},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        mode = _here.mode
+        if mode is None or mode.inside is function:  # it came back: nothing inside handed itself on
+            return function(*args, **kwargs)
+        before, mode.inside = mode.inside, function
+        try:
+            with mode:
+                return copy(*args, **kwargs)
+        finally:
+            mode.inside = before
+
+    return handler
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+class _Mode(TorchFunctionMode):
+    """Hands each call to its handler in the table of the innermost region."""
+
+    def __init__(self, table: Table | None) -> None:
+        super().__init__()
+        self.table = table
+        self.inside: Function | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        table = self.table
+        if table is None or not (torch.is_grad_enabled() or _casts_without_graph()):
+            return func(*args, **(kwargs or {}))
+        handler = table.handlers.get(func)
+        if handler is None:
+            if torch.compiler.is_compiling():
+                return func(*args, **(kwargs or {}))
+            handler = table.handlers[func] = table.make(func)
+        return handler(func, args, kwargs or {})
+
+
+def _casts_without_graph() -> bool:
+    """Whether this is evaluation, not the backward pass; asked where no graph is recorded."""
+    return torch.compiler.is_compiling() or not in_backward()
+
+
+class _Here(threading.local):
+    mode: _Mode | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def region(table: Table | None) -> Iterator[None]:
+    """Calls are cast by `table` inside; the innermost region alone holds; None casts nothing."""
+    mode = _here.mode
+    if mode is not None:
+        before, mode.table = mode.table, table
+        try:
+            yield
+        finally:
+            mode.table = before
+        return
+    _here.mode = _Mode(table)
+    try:
+        with _here.mode:
+            yield
+    finally:
+        _here.mode = None
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """A context manager and decorator: inside, nothing is cast, by op lists or by autocast.
+
+    Ops run in the dtype of their inputs, as PyTorch has it without mixed precision; bring the
+    inputs to one dtype where an op needs that:
+
+        with disable_casts():
+            q, r = torch.linalg.qr(x.float())
+
+        @disable_casts()
+        def penalty(weights): ...
+    """
+    on = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
+    with ExitStack() as stack:
+        if _here.mode is not None:
+            stack.enter_context(region(None))
+        for device_type in on:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield

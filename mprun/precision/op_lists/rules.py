@@ -1,0 +1,177 @@
+"""The cast rules: what becomes of an op's floating inputs before it runs.
+
+    mutated      an argument the op writes into is never cast; the others go to its dtype (HMP: an
+                 op whose output and first input share storage runs in the dtype of the first)
+    lower, fp32  the op is on that list: its inputs go to the lower dtype, or to float32
+    promote      its inputs go to the widest dtype among them (float16 with bfloat16: float32)
+    first input  on no list: its inputs go to the dtype of the first floating one
+    as it is     on no list of lists that leave such ops to PyTorch's own type promotion
+
+The first that applies holds, in this order. float64, integer and bool tensors are never cast, and a
+listed op with a float64 input is left alone: whoever brings float64 wants it. Normalisations take
+their activation in the lower dtype and their weights as they are, which are few and matter; running
+statistics are written into and never cast.
+
+A rule becomes a *handler*, which calls the op in place of the caller. Source of the rules: Habana,
+"Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun.precision.op_lists.casts import CASTABLE, Cast, widest
+
+Function = Callable[..., Any]
+Handler = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Calls a function with its arguments, cast as a rule says."""
+
+NORMS = frozenset(("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm"))
+WRITES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
+"""Their further arguments hold running statistics, which they write into."""
+
+SAME_DTYPE_ON_CUDA = frozenset(("layer_norm", "group_norm"))
+"""CUDA's kernels of these take weights in the activation's dtype alone."""
+
+UNCAST = frozenset(
+    (
+        *("to", "type", "type_as", "copy_", "set_", "_to_copy", "_foreach_copy_", "clone"),
+        *("view_as", "reshape_as", "expand_as", "resize_as_", "resize_as_sparse_"),
+        *("result_type", "promote_types", "can_cast", "is_same_size", "_assert"),
+        *("equal", "allclose", "isclose", "data_ptr", "getitem", "setitem"),
+        *("backward", "detach", "detach_", "requires_grad_", "retain_grad", "register_hook"),
+    )
+)
+"""No computations: these are about dtypes or shapes, or copy between dtypes on purpose."""
+
+
+def plain(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Nothing is cast."""
+    return function(*args, **kwargs)
+
+
+def to_dtype(cast: Cast, dtype: torch.dtype) -> Handler:
+    """Every floating input goes to `dtype`."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if _is_left_alone(args, kwargs):
+            return function(*args, **kwargs)
+        new = [_cast(a, dtype, cast) for a in args]
+        if kwargs:
+            kwargs = {k: _cast(v, dtype, cast) for k, v in kwargs.items()}
+        return function(*new, **kwargs)
+
+    return handler
+
+
+def activation_to(cast: Cast, dtype: torch.dtype) -> Handler:
+    """The first input alone goes to `dtype`."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if args:
+            return function(_cast(args[0], dtype, cast), *args[1:], **kwargs)
+        return function(**{**kwargs, "input": _cast(kwargs["input"], dtype, cast)})
+
+    return handler
+
+
+def promote(cast: Cast) -> Handler:
+    """Every floating input goes to the widest dtype among them."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        dtypes = {x.dtype for x in _tensors((*args, *kwargs.values())) if x.is_floating_point()}
+        if len(dtypes) < 2 or not dtypes <= _KNOWN_WIDTHS or kwargs.get("out") is not None:
+            return function(*args, **kwargs)
+        return _called_in(widest(dtypes), cast, function, args, kwargs)
+
+    return handler
+
+
+def first_input(cast: Cast) -> Handler:
+    """Every floating input goes to the dtype of the first one."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        first = None
+        for x in _tensors((*args, *kwargs.values()) if kwargs else args):
+            dtype = x.dtype
+            if first is None:
+                first = dtype if dtype.is_floating_point else None
+            elif dtype is not first and dtype in CASTABLE and kwargs.get("out") is None:
+                return _called_in(first, cast, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    return handler
+
+
+def mutated(cast: Cast) -> Handler:
+    """The first argument is written into: the others go to its dtype."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        target = args[0] if args else kwargs.get("input")
+        if not isinstance(target, Tensor) or not target.is_floating_point():
+            return function(*args, **kwargs)
+        dtype = target.dtype
+        rest = [_cast(a, dtype, cast) for a in args[1:]]
+        if kwargs:
+            kwargs = {k: v if v is target else _cast(v, dtype, cast) for k, v in kwargs.items()}
+        return function(*args[:1], *rest, **kwargs)
+
+    return handler
+
+
+def unless_mutating(handler: Handler, writes: Handler) -> Handler:
+    """`writes` where the call says `inplace=True` or `max_norm` (which writes to the weights)."""
+
+    def chosen(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs.get("inplace"):
+            return writes(function, args, kwargs)
+        if kwargs.get("max_norm") is not None:
+            return function(*args, **kwargs)
+        return handler(function, args, kwargs)
+
+    return chosen
+
+
+_KNOWN_WIDTHS = CASTABLE | {torch.float64}
+
+
+def _called_in(
+    dtype: torch.dtype, cast: Cast, function: Function, args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    new = [_cast(a, dtype, cast) for a in args]
+    return function(*new, **{k: _cast(v, dtype, cast) for k, v in kwargs.items()})
+
+
+def _cast(value: Any, dtype: torch.dtype, cast: Cast) -> Any:
+    """`value` with the floating tensors in it in `dtype`."""
+    if isinstance(value, Tensor):
+        return cast(value, dtype)
+    if isinstance(value, list | tuple) and any(isinstance(v, Tensor | list | tuple) for v in value):
+        inside = [_cast(v, dtype, cast) for v in value]
+        if isinstance(value, list):
+            return inside
+        return type(value)(*inside) if hasattr(value, "_fields") else tuple(inside)
+    return value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _is_left_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a listed op is: one with a float64 input, or with a tensor to write into."""
+    if kwargs and (kwargs.get("out") is not None or _has_float64(kwargs.values())):
+        return True
+    return _has_float64(args)
+
+
+def _has_float64(values: Any) -> bool:
+    return any(x.dtype is torch.float64 for x in _tensors(values))
