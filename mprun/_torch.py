@@ -17,9 +17,11 @@ from torch.optim import Optimizer
 
 __all__ = [
     "FakeTensorMode",
+    "backward_node",
     "in_backward",
     "is_fake",
     "load_hooks_run",
+    "next_node",
     "step_unless",
     "unscale_and_check",
 ]
@@ -28,6 +30,17 @@ __all__ = [
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
     return torch._C._current_autograd_node() is not None
+
+
+def backward_node() -> int | None:
+    """The number of the autograd node that runs in the calling thread, None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def next_node() -> int:
+    """The number the next autograd node of the calling thread will get."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mprun import checkpoint
-from mprun.build import Plan, build_parts, footprint
+from mprun.build import Plan, build_caster, build_parts, build_precision, footprint
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.journal import Journal
 from mprun.loggers import build_logger
-from mprun.precision import backend_flags
+from mprun.precision import Precision, backend_flags
 from mprun.precision.layers import layer_rows
+from mprun.precision.op_lists import CastLog
 from mprun.record import RunFolder, Status, Summary, dated_folder, read_summary
 from mprun.report import tables
 from mprun.report.progress import view_for
@@ -116,7 +117,7 @@ class _Session:
             self._say(f"weights: {chosen.config.train.init_from}")
         self._warn_if_slow()
         self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
-        parts = build_parts(chosen)
+        parts = build_parts(chosen, self._precision())
         if chosen.layers:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
             self._console.print(tables.layers(rows), highlight=False)
@@ -177,6 +178,12 @@ class _Session:
                 f"warning: {name} matmuls are slower than float32 on this machine: "
                 "this run shows accuracy, not speed"
             )
+
+    def _precision(self) -> Precision:
+        """The plan's, which tells of its casts where that is wished."""
+        chosen = self._plan
+        told = chosen.op_lists is not None and chosen.config.op_lists.verbose
+        return build_precision(chosen, build_caster(chosen, CastLog(self._say) if told else None))
 
     def _footprint(self) -> dict[str, int]:
         try:

@@ -36,7 +36,7 @@ ALLOWED = {
     "observer": {"record"},
     "loggers": {"observer", "record"},
     "recipe": {"data"},
-    "numerics": {"_torch"},
+    "numerics": {"_torch", "precision"},
     "environment": {"precision", "record"},
     "runner": {
         "data",
@@ -57,6 +57,7 @@ ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["train_command"] = set(ALLOWED)
+ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = ("errors", "op_list_file", "config", "help", "record", "report", "stop")

@@ -9,12 +9,19 @@ from mprun.build.footprint import footprint
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan, plan
-from mprun.build.precision import build_arithmetic, build_loss_scale, build_precision
+from mprun.build.precision import (
+    build_arithmetic,
+    build_caster,
+    build_loss_scale,
+    build_precision,
+)
 from mprun.build.recipe import load_recipe
+from mprun.build.trace import trace_step
 
 __all__ = [
     "Plan",
     "build_arithmetic",
+    "build_caster",
     "build_loss_scale",
     "build_optimizer",
     "build_parts",
@@ -22,4 +29,5 @@ __all__ = [
     "footprint",
     "load_recipe",
     "plan",
+    "trace_step",
 ]

@@ -107,7 +107,7 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     if config.precision.casting is not Casting.op_lists:
         return None
     section = config.op_lists
-    lower, fp32, promote = (_entries(section, kind, device, resumed) for kind in KINDS)
+    lower, fp32, promote = (entries(section, kind, device, resumed) for kind in KINDS)
     try:
         first_input = section.unlisted is Unlisted.first_input
         found = op_lists(lower, fp32, promote, first_input)
@@ -118,7 +118,10 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     return found
 
 
-def _entries(section: OpListsConfig, kind: str, device: torch.device, resumed: bool) -> list[Entry]:
+def entries(
+    section: OpListsConfig, kind: str, device: torch.device, resumed: bool = False
+) -> list[Entry]:
+    """The names on one list for a device, with where each is from."""
     path = getattr(section, f"{kind}_file")
     if path is not None and not resumed:
         return read_list(Path(path), kind)

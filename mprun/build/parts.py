@@ -12,6 +12,7 @@ from mprun.build.precision import build_precision
 from mprun.config.schema import Scheduler
 from mprun.data import Batches, Order, TensorSet
 from mprun.data.batches import place
+from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
 from mprun.readings import readings_for
 from mprun.runner import Parts
@@ -19,14 +20,14 @@ from mprun.schedule import NoSchedule, Schedule, TorchSchedule
 from mprun.timing import clock_for
 
 
-def build_parts(chosen: Plan) -> Parts:
-    """Everything the loop runs on.
+def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
+    """Everything the loop runs on, with the plan's precision unless one is given.
 
     Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
     """
     config, recipe, device = chosen.config, chosen.recipe, chosen.device
     torch.manual_seed(config.seed)
-    precision = build_precision(chosen)
+    precision = precision or build_precision(chosen)
     model = recipe.model()
     chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
     model = precision.prepare(model, device, chosen.speed.torch_memory_format)

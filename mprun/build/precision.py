@@ -36,18 +36,15 @@ DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16
 
 
-def build_precision(chosen: Plan, watcher: Watcher | None = None) -> Precision:
-    """The parts that carry the policy out.
-
-    Args:
-        chosen: the plan.
-        watcher: is told what op lists do, op by op; None for nobody.
-    """
+def build_precision(
+    chosen: Plan, caster: Caster | None = None, arithmetic: Arithmetic | None = None
+) -> Precision:
+    """The parts that carry the policy out, the plan's own unless others are given."""
     policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
     return Precision(
         policy,
-        build_caster(chosen, watcher),
-        build_arithmetic(chosen),
+        caster or build_caster(chosen),
+        arithmetic or build_arithmetic(chosen),
         build_loss_scale(chosen.config, chosen.layers, chosen.device),
         NoClip() if clip_norm is None else ClipNorm(clip_norm),
         layers=chosen.layers,
@@ -55,7 +52,7 @@ def build_precision(chosen: Plan, watcher: Watcher | None = None) -> Precision:
 
 
 def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
-    """What decides the dtypes of ops."""
+    """What decides the dtypes of ops; `watcher` is told what op lists do."""
     device, dtype = chosen.device.type, torch_dtype(chosen.policy.compute_dtype)
     if chosen.op_lists is not None:
         several = chosen.batch["accumulate"] > 1

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_map
 
 from mprun.precision.convert import dtype_of
@@ -113,6 +114,16 @@ def cast_at_borders(model: nn.Module) -> None:
             _wrap(module, nullcontext, floating[0])
 
 
+def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a layer's dtype, at its border; told from a model's own casts by function modes."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(to_layer, (x,), x, dtype)
+    return x.to(dtype)
+
+
+to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
+
+
 def _wrap(
     module: nn.Module, region: Callable[[], AbstractContextManager[object]], dtype: torch.dtype
 ) -> None:
@@ -120,7 +131,7 @@ def _wrap(
 
     def cast(value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.dtype in LAYER_DTYPES.values()
-        return value.to(dtype) if floating else value
+        return to_layer(value, dtype) if floating else value
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with region():

@@ -2,10 +2,12 @@
 
 from mprun.op_list_file import KINDS, Entry, read_list
 from mprun.precision.op_lists.lists import OpLists, Unknown, op_lists
+from mprun.precision.op_lists.log import CastLog
 from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
 
 __all__ = [
     "KINDS",
+    "CastLog",
     "Entry",
     "OpLists",
     "Table",

@@ -92,22 +92,21 @@ class Table:
     def make(self, function: Function) -> Handler:
         """The handler of a function."""
         name = name_of(function)
+        if (said := getattr(function, "cast_rule", None)) is not None or name in rules.EXPLICIT:
+            return self._watched(name or function.__name__, said or "explicit", rules.plain)
         if name in ("backward", "grad") and isinstance(function, types.FunctionType):
-            return _inside(function)  # so that recomputation is seen
+            return _inside(function, rules.plain)  # so that recomputation is seen
         if name is None or name in rules.UNCAST or name.startswith(("_foreach_", "is_", "sym_")):
             return rules.plain
         if name.endswith("_") and not name.startswith("_"):
-            return self._watched(name, "mutated", self._mutated)
+            return self._watched(name, "in-place", self._mutated)
         rule = self.rule(name)
-        listed = rule in KINDS
-        if not listed and isinstance(function, types.FunctionType):
-            return _inside(function)
-        if name in rules.NORMS:
-            return self._watched(name, rule, self._norm(name, rule))
-        handler = self._by_rule[rule]
-        if isinstance(function, types.FunctionType):
+        in_python = isinstance(function, types.FunctionType)
+        handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
+        if in_python:
             handler = rules.unless_mutating(handler, self._mutated)
-        return self._watched(name, rule, handler)
+        handler = self._watched(name, rule, handler)
+        return _inside(function, handler) if in_python and rule not in KINDS else handler
 
     def _norm(self, name: str, rule: str) -> Handler:
         """The activation alone is cast, but where that cannot be or float32 is wanted of all."""
@@ -118,7 +117,7 @@ class Table:
 
     def _watched(self, name: str, rule: str, handler: Handler) -> Handler:
         watcher = self._watcher
-        if watcher is None or rule == "as it is":
+        if watcher is None:
             return handler
 
         def telling(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -147,11 +146,16 @@ def _functions() -> tuple[Function, ...]:
     return tuple(dict.fromkeys(f for f in found if callable(f)))
 
 
-def _inside(function: types.FunctionType) -> Handler:
+def _inside(function: Any, whole: Handler) -> Handler:
     """Runs the body of a Python function with the mode on.
 
     Such a function begins by asking whether a mode is there and handing itself to it; its copy is
     told there is none.
+
+    Args:
+        function: the function.
+        whole: the handler for a body that hands the function itself on again, whose inside cannot
+            be seen.
     """
     answers = {name: _no for name in function.__globals__ if name.startswith("has_torch_function")}
     copy = types.FunctionType(
@@ -165,8 +169,8 @@ def _inside(function: types.FunctionType) -> Handler:
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         mode = _here.mode
-        if mode is None or mode.inside is function:  # it came back: nothing inside handed itself on
-            return function(*args, **kwargs)
+        if mode is None or mode.inside is function:
+            return whole(function, args, kwargs)
         before, mode.inside = mode.inside, function
         try:
             with mode:
@@ -232,6 +236,11 @@ def region(table: Table | None) -> Iterator[None]:
             yield
     finally:
         _here.mode = None
+
+
+def casts_are_off() -> bool:
+    """Whether the calling thread is in a region in which nothing is cast by op lists."""
+    return _here.mode is not None and _here.mode.table is None
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The cast rules: what becomes of an op's floating inputs before it runs.
 
-    mutated      an argument the op writes into is never cast; the others go to its dtype (HMP: an
+    in-place     an argument the op writes into is never cast; the others go to its dtype (HMP: an
                  op whose output and first input share storage runs in the dtype of the first)
     lower, fp32  the op is on that list: its inputs go to the lower dtype, or to float32
     promote      its inputs go to the widest dtype among them (float16 with bfloat16: float32)
@@ -37,9 +37,12 @@ WRITES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
 SAME_DTYPE_ON_CUDA = frozenset(("layer_norm", "group_norm"))
 """CUDA's kernels of these take weights in the activation's dtype alone."""
 
+EXPLICIT = frozenset(("to", "type", "type_as", "float", "half", "bfloat16", "double"))
+"""Casts that a model's code asks for."""
+
 UNCAST = frozenset(
     (
-        *("to", "type", "type_as", "copy_", "set_", "_to_copy", "_foreach_copy_", "clone"),
+        *("copy_", "set_", "_to_copy", "_foreach_copy_", "clone"),
         *("view_as", "reshape_as", "expand_as", "resize_as_", "resize_as_sparse_"),
         *("result_type", "promote_types", "can_cast", "is_same_size", "_assert"),
         *("equal", "allclose", "isclose", "data_ptr", "getitem", "setitem"),

@@ -1,0 +1,196 @@
+"""Every op of a training step, as it runs: what later tools build on.
+
+A `TorchDispatchMode` sees each op below autograd and autocast, casts included. What it cannot see
+is why the op runs, so three things are told alongside:
+
+    module   hooks keep the path of the module whose forward pass runs; an op of the backward pass
+             has the path of the forward op whose gradient it computes. Autograd numbers its nodes
+             as they are made: the number is read when a forward op runs, and again from the node
+             that runs in the backward pass
+    phase    forward (of the model), backward, optimizer, or other (loss, loss scale, clipping)
+    call     the Python call that led to the op, where a caller keeps track of it (`Calls`)
+
+Times are of the op's kernel and the dispatcher, not of the Python code around it; on CUDA the
+device is waited for before and after, so they add up to more than a step that overlaps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mprun._torch import backward_node, next_node
+
+PHASES = ("forward", "backward", "optimizer", "other")
+
+
+class Value(NamedTuple):
+    """A tensor an op took or made."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    memory: tuple[int, int, int]
+    """Storage, offset and version: equal for two live values that are the same numbers."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One op that ran."""
+
+    name: str
+    """ATen's, without the overload: `addmm`."""
+    phase: str
+    """One of `PHASES`."""
+    module: str
+    """The path of the module, empty outside of the model."""
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    began_s: float
+    """By `time.perf_counter`."""
+    time_s: float
+    is_view: bool
+    """Whether it only looks at its input in another way."""
+    call: Any
+    """What `call` gave when it ran."""
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it copies a tensor into another dtype."""
+        copies = self.name == "_to_copy" and len(self.inputs) == 1
+        return copies and self.inputs[0].dtype != self.outputs[0].dtype
+
+
+class Observer(TorchDispatchMode):
+    """Tells of each op while it is entered.
+
+    Args:
+        tell: is called after each op.
+        call: gives what is to be kept as an op's `call`.
+        synchronize: waits for the device; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Op], None],
+        call: Callable[[], Any] = lambda: None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+        self._call = call
+        self._wait = synchronize or _no_wait
+        self._paths: list[str] = []
+        self._module_of: dict[int, str] = {}
+        self._optimizing = False
+        self._muted = False
+        self._held: list[Any] = []
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Stand above the dispatch modes entered so far: their own ops are not told."""
+        with self:
+            yield
+
+    @contextmanager
+    def following(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
+        with ExitStack() as stack:
+            for path, module in model.named_modules():
+                enter, leave = self._hooks(path)
+                for handle in (
+                    module.register_forward_pre_hook(enter, prepend=True),
+                    module.register_forward_hook(leave, always_call=True),
+                ):
+                    stack.callback(handle.remove)
+            for register, active in (
+                (optimizer.register_step_pre_hook, True),
+                (optimizer.register_step_post_hook, False),
+            ):
+                stack.callback(register(self._on_step(active)).remove)
+            try:
+                yield
+            finally:
+                self._held.clear()
+
+    def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(*_: object) -> None:
+            self._paths.append(path)
+
+        def leave(*_: object) -> None:
+            self._paths.pop()
+
+        return enter, leave
+
+    def _on_step(self, active: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            self._optimizing = active
+
+        return hook
+
+    def _where(self) -> tuple[str, str]:
+        """Phase and module of the op that runs next."""
+        node = backward_node()
+        if self._paths:  # forward code, run again in the backward pass or not
+            path = self._paths[-1]
+            if torch.is_grad_enabled():
+                self._module_of.setdefault(next_node() - 1, path)
+            return "forward", path
+        if node is not None:
+            return "backward", self._module_of.get(node, "")
+        return ("optimizer" if self._optimizing else "other"), ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._muted:
+            return func(*args, **kwargs)
+        phase, module = self._where()
+        inputs = tuple(_values((args, kwargs)))
+        self._wait()
+        began = time.perf_counter()
+        self._muted = True  # of what a mode below makes of the op
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self._muted = False
+        self._wait()
+        took = time.perf_counter() - began
+        name = func.overloadpacket.__name__
+        outputs = tuple(_values(result))
+        op = Op(name, phase, module, inputs, outputs, began, took, _is_view(func), self._call())
+        if not inputs and not outputs:  # a profiler's mark
+            return result
+        if op.is_cast:  # memory that is freed would be given out again, and casts mixed up
+            self._held += [x.untyped_storage() for x in (args[0], result)]
+        self._tell(op)
+        return result
+
+
+def _values(tree: Any) -> Iterable[Value]:
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor):
+            version = 0 if x.is_inference() else x._version
+            memory = (x.untyped_storage()._cdata, int(x.storage_offset()), version)
+            yield Value(x.dtype, tuple(x.shape), x.numel() * x.element_size(), memory)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    aliases = (r.alias_info for r in func._schema.returns)
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+def _no_wait() -> None:
+    pass

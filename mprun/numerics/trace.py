@@ -1,0 +1,349 @@
+"""One training step taken apart: every op, its dtypes, the rule that decided, what casts cost.
+
+    op         what Python called, or in the backward pass and the optimizer what ATen ran
+    rule       why it ran in that dtype: its list, promotion, in-place, first input, a layer's own
+               dtype, casts disabled, autocast's list, or nothing ("as it is")
+    casts      the copies into another dtype that were made for it
+    redundant  casts of a tensor that was cast to the same dtype before, and casts back to the dtype
+               a tensor came from: the second is what a list that alternates between dtypes costs
+
+The rules are told by the caster itself where op lists decide. Where autocast does, the same lists
+as data (`op_lists=native`) say which of them an op is on; that they agree with autocast is tested.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from mprun.numerics.observe import Observer, Op, Value
+from mprun.precision import Arithmetic, Caster
+from mprun.precision.op_lists import OpLists, Table, region
+from mprun.precision.op_lists.casts import Casts
+from mprun.precision.op_lists.mode import casts_are_off
+
+LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
+"""How the rules of lists are called in a trace; the others go by their own names."""
+
+
+class Call(NamedTuple):
+    """A Python call that ran ops."""
+
+    number: int
+    name: str
+    rule: str
+
+
+class Calls:
+    """Follows which Python call runs, and by which rule: the watcher of op lists.
+
+    Args:
+        prefix: put before the rule of a list, for lists that stand for autocast's.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._stack: list[Call] = []
+        self._count = 0
+
+    @contextmanager
+    def op(self, name: str, rule: str) -> Iterator[None]:
+        self._count += 1
+        listed = self._prefix + rule if self._prefix else LISTED.get(rule, rule)
+        label = listed if rule in (*LISTED, "promote") else rule
+        self._stack.append(Call(self._count, name, label))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    def cast(self, have: torch.dtype, want: torch.dtype) -> None:
+        """The observer sees the cast itself."""
+
+    def current(self) -> Call | None:
+        """The call whose ops run now."""
+        if self._stack:
+            return self._stack[-1]
+        return Call(0, "", "disabled") if casts_are_off() else None
+
+
+class LabelledCaster:
+    """A caster whose ops are told to a watcher by lists that cast nothing.
+
+    Args:
+        caster: what really decides.
+        lists: the lists that say what it decides.
+        calls: is told.
+    """
+
+    def __init__(self, caster: Caster, lists: OpLists, calls: Calls) -> None:
+        self._caster = caster
+        self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with self._caster.region(), region(self._table):
+            yield
+
+    def recomputation(self) -> AbstractContextManager[object]:
+        return self._caster.recomputation()
+
+    def layer_region(self, dtype: torch.dtype) -> Callable[[], AbstractContextManager[object]]:
+        return self._caster.layer_region(dtype)
+
+    def end_step(self) -> None:
+        self._caster.end_step()
+
+
+class _NoCasts(Casts):
+    def to(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x
+
+
+class ObservedArithmetic:
+    """An arithmetic whose own ops an observer does not see: those of the model are.
+
+    Args:
+        inner: the arithmetic.
+        observer: stands above it in its regions.
+    """
+
+    def __init__(self, inner: Arithmetic, observer: Observer) -> None:
+        self._inner = inner
+        self._observer = observer
+        self.substitutions = inner.substitutions
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with self._inner.region(), self._observer.region():
+            yield
+
+    def begin_step(self, step: int) -> None:
+        self._inner.begin_step(step)
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+
+@dataclass
+class CastRow:
+    """A cast that was made."""
+
+    have: str
+    want: str
+    nbytes: int
+    """Bytes read and written."""
+    time_s: float
+    redundant: str | None
+    """`cast twice`, `cast back`, or None."""
+
+
+@dataclass
+class Row:
+    """A call, or an op outside of any, with the casts made for it."""
+
+    op: str
+    phase: str
+    module: str
+    rule: str
+    dtypes_in: tuple[str, ...]
+    dtypes_out: tuple[str, ...]
+    began_s: float
+    time_s: float
+    """Of its ops, casts not among them."""
+    kernels: tuple[str, ...]
+    casts: list[CastRow] = field(default_factory=list)
+
+    @property
+    def cast_time_s(self) -> float:
+        """Of its casts."""
+        return sum(c.time_s for c in self.casts)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step's rows in the order they ran."""
+
+    rows: list[Row]
+
+    @property
+    def casts(self) -> list[CastRow]:
+        """All casts of the step."""
+        return [cast for row in self.rows for cast in row.casts]
+
+    @property
+    def time_s(self) -> float:
+        """Of all ops and casts."""
+        return sum(row.time_s + row.cast_time_s for row in self.rows)
+
+    @property
+    def cast_time_s(self) -> float:
+        """Of all casts."""
+        return sum(row.cast_time_s for row in self.rows)
+
+    def by_dtype(self) -> dict[str, tuple[int, float]]:
+        """Output dtype to number and seconds of the calls that gave it."""
+        found: dict[str, tuple[int, float]] = {}
+        for row in self.rows:
+            if row.kernels:
+                for dtype in row.dtypes_out[:1]:
+                    count, time_s = found.get(dtype, (0, 0.0))
+                    found[dtype] = (count + 1, time_s + row.time_s)
+        return found
+
+    def as_dict(self, step_time_s: float) -> dict[str, Any]:
+        """Totals and rows as JSON has them; times in milliseconds.
+
+        Args:
+            step_time_s: of a step that is not traced, which the share of casts is of.
+        """
+        totals = {
+            "time_ms": self.time_s * 1e3,
+            "by_dtype": {k: [n, s * 1e3] for k, (n, s) in self.by_dtype().items()},
+            "casts": len(self.casts),
+            "cast_bytes": sum(c.nbytes for c in self.casts),
+            "cast_time_ms": self.cast_time_s * 1e3,
+            "cast_share": self.cast_time_s / step_time_s,
+            "redundant": dict(self.redundant()),
+        }
+        return {"totals": totals, "rows": [_row_dict(row) for row in self.rows]}
+
+    def redundant(self) -> Counter[str]:
+        """How many casts are redundant, by kind."""
+        return Counter(c.redundant for c in self.casts if c.redundant)
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    return {
+        "op": row.op,
+        "phase": row.phase,
+        "module": row.module,
+        "rule": row.rule,
+        "dtypes_in": list(row.dtypes_in),
+        "dtypes_out": list(row.dtypes_out),
+        "kernels": list(row.kernels),
+        "began_ms": row.began_s * 1e3,
+        "time_ms": row.time_s * 1e3,
+        "cast_time_ms": row.cast_time_s * 1e3,
+        "casts": [
+            {
+                "from": c.have,
+                "to": c.want,
+                "bytes": c.nbytes,
+                "time_ms": c.time_s * 1e3,
+                "redundant": c.redundant,
+            }
+            for c in row.casts
+        ],
+    }
+
+
+def trace(ops: Sequence[Op], layers: Iterable[str] = ()) -> Trace:
+    """The rows of a step.
+
+    Args:
+        ops: what an `Observer` told, with `Calls.current` as its `call`.
+        layers: names of modules with a dtype of their own.
+    """
+    redundant = _redundant(ops)
+    own = tuple(layers)
+    rows = []
+    numbered = enumerate(ops)
+    for _, group in groupby(numbered, key=lambda item: _group(*item)):
+        members = list(group)
+        row = _row([op for _, op in members], own)
+        row.casts = [_cast_row(op, redundant.get(i)) for i, op in members if op.is_cast]
+        if row.kernels or row.casts:
+            rows.append(row)
+    return Trace(rows)
+
+
+def _group(index: int, op: Op) -> tuple[int, int]:
+    """What keeps the ops of one call together and all others apart."""
+    number = op.call.number if op.call is not None else 0
+    return (number, 0) if number and op.phase == "forward" else (0, index)
+
+
+def _row(ops: list[Op], layers: tuple[str, ...]) -> Row:
+    first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
+    called = first.phase == "forward" and first.call is not None and first.call.number
+    name = first.call.name if called else computing[0].name if computing else "cast"
+    made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
+    return Row(
+        op=name,
+        phase=first.phase,
+        module=first.module,
+        rule=_rule(first, layers),
+        dtypes_in=_dtypes(v for op in computing for v in op.inputs) if computing else (),
+        dtypes_out=_dtypes(made),
+        began_s=first.began_s,
+        time_s=sum(op.time_s for op in ops if not op.is_cast),
+        kernels=tuple(op.name for op in computing),
+    )
+
+
+def _rule(op: Op, layers: tuple[str, ...]) -> str:
+    if op.phase == "backward":
+        return "follows forward"
+    if op.phase == "optimizer":
+        return "disabled"
+    if op.call is None or op.phase == "other":
+        return "outside"
+    kept = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
+    return "layer policy" if op.call.rule == "disabled" and kept else str(op.call.rule)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtypes(values: Iterable[Value]) -> tuple[str, ...]:
+    names = (_name(v.dtype) for v in values if v.dtype.is_floating_point)
+    return tuple(dict.fromkeys(names))
+
+
+def _cast_row(op: Op, redundant: str | None) -> CastRow:
+    have, want = op.inputs[0], op.outputs[0]
+    nbytes = have.nbytes + want.nbytes
+    return CastRow(_name(have.dtype), _name(want.dtype), nbytes, op.time_s, redundant)
+
+
+def _redundant(ops: Sequence[Op]) -> dict[int, str]:
+    """Index of a cast to why it is redundant."""
+    made: set[tuple[Any, ...]] = set()
+    came_from: dict[int, torch.dtype] = {}
+    found = {}
+    for i, op in enumerate(ops):
+        if not op.is_cast:
+            continue
+        have, want = op.inputs[0], op.outputs[0]
+        key = (have.memory, have.shape, have.dtype, want.dtype)
+        if came_from.get(have.memory[0]) == want.dtype:
+            found[i] = "cast back"
+        elif key in made:
+            found[i] = "cast twice"
+        made.add(key)
+        came_from[want.memory[0]] = have.dtype
+    return found
+
+
+def typical(traces: Sequence[Trace]) -> Trace:
+    """The last trace with the median time of each row and cast, where all ran the same ops."""
+    last = traces[-1]
+    alike = [t for t in traces if _shape(t) == _shape(last)]
+    for n, row in enumerate(last.rows):
+        row.time_s = median(t.rows[n].time_s for t in alike)
+        for m, cast in enumerate(row.casts):
+            cast.time_s = median(t.rows[n].casts[m].time_s for t in alike)
+    return last
+
+
+def _shape(t: Trace) -> list[tuple[str, str, int]]:
+    return [(row.op, row.module, len(row.casts)) for row in t.rows]

@@ -1,0 +1,94 @@
+"""`mprun trace`: one training step, op by op, and what its casts cost.
+
+    mprun trace recipe=mnist op_lists=hmp
+
+Takes the overrides of a run. Prints the step, and leaves in the run's folder `trace.json`, the same
+whole, and `trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mprun.errors import EXIT_OK, UsageError
+from mprun.train_command import parse
+
+if TYPE_CHECKING:
+    from mprun.config import Composed
+
+SCHEMA_VERSION = 1
+
+
+def trace_command(words: Sequence[str]) -> int:
+    """Run `mprun trace` with what follows these words; the exit status.
+
+    Raises:
+        UsageError: anything wrong with the overrides, or a folder that holds something already.
+    """
+    arguments = parse(words)
+    if arguments.multirun or arguments.show_config:
+        raise UsageError("mprun trace takes one step of one configuration; leave out the option")
+    from mprun.config import compose
+
+    composed = compose(arguments.overrides, arguments.config_dir)
+    if composed.config.run.resume is not None:
+        raise UsageError(
+            "mprun trace begins anew: leave out run.resume; train.init_from takes a run's weights"
+        )
+    return _trace(composed)
+
+
+def _trace(composed: Composed) -> int:
+    from mprun.build import plan, trace_step
+    from mprun.precision import backend_flags
+    from mprun.report import tables
+    from mprun.report.trace import chrome, step_table, totals
+    from mprun.summary import initial_summary
+
+    chosen = plan(composed.config, composed.given)
+    console, errors = tables.stdout_console(), tables.stderr_console()
+    for warning in (*composed.warnings, *chosen.warnings):
+        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    summary = initial_summary(chosen, composed.resolved)
+    for line in tables.header(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    folder = _new_folder(composed.config.run.dir)
+    with backend_flags(chosen.policy, chosen.native_tf32):
+        step, step_time_s = trace_step(chosen)
+    kept = ("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
+    found: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        **{key: summary[key] for key in kept},  # type: ignore[literal-required]
+        "step_time_ms": step_time_s * 1e3,
+        **step.as_dict(step_time_s),
+    }
+    for name, data in (("trace.json", found), ("trace.chrome.json", chrome(found))):
+        (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
+    console.print(step_table(found), highlight=False)
+    console.print(totals(found), highlight=False)
+    if chosen.execution == "emulated" or summary["substitutions"]:
+        console.print(
+            "note: ops that mprun computes itself (emulated or substituted) are shown as the model "
+            "has them; casts inside them are not counted",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(f"written: {folder}/trace.json, trace.chrome.json", markup=False, soft_wrap=True)
+    return EXIT_OK
+
+
+def _new_folder(wanted: str | None) -> Path:
+    from mprun.record import dated_folder
+
+    folder = dated_folder() if wanted is None else Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = next(folder.iterdir(), None)
+    except OSError as error:
+        raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
+    if taken is not None:
+        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
+    return folder
