@@ -107,7 +107,7 @@ class Precision:
         """Add the (scaled) loss's gradients to the parameters' `grad`."""
         scaled = self.loss_scale.scale(loss)
         with self.arithmetic.region(), self._caster.recomputation():
-            scaled.backward()
+            torch.autograd.backward(scaled)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""

@@ -28,9 +28,10 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from mprun._torch import in_backward
 from mprun.op_list_file import KINDS
 from mprun.precision.op_lists import rules
+from mprun.precision.op_lists.bodies import OPERATORS, calls_of
 from mprun.precision.op_lists.casts import Casts
 from mprun.precision.op_lists.lists import OpLists
-from mprun.precision.op_lists.names import INNER, name_of
+from mprun.precision.op_lists.names import INNER, name_of, spelled
 from mprun.precision.op_lists.rules import Function, Handler
 
 
@@ -106,7 +107,17 @@ class Table:
         if in_python:
             handler = rules.unless_mutating(handler, self._mutated)
         handler = self._watched(name, rule, handler)
-        return _inside(function, handler) if in_python and rule not in KINDS else handler
+        if in_python and rule not in KINDS and self._hides_listed(function, name):
+            return _inside(function, handler)
+        return handler
+
+    def _hides_listed(self, function: Any, name: str) -> bool:
+        """Whether the body of a Python function may call an op of a list other than itself."""
+        called = calls_of(function)
+        if OPERATORS in called:
+            return True
+        inner = {canonical for word in called for canonical in spelled(word)}
+        return any(self.rule(op) in KINDS for op in inner - {name, f"{name}_"})
 
     def _norm(self, name: str, rule: str) -> Handler:
         """The activation alone is cast, but where that cannot be or float32 is wanted of all."""

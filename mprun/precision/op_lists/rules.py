@@ -61,7 +61,7 @@ def to_dtype(cast: Cast, dtype: torch.dtype) -> Handler:
     """Every floating input goes to `dtype`."""
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if _is_left_alone(args, kwargs):
+        if _has_float64(args) or (kwargs and _is_left_alone(kwargs)):
             return function(*args, **kwargs)
         new = [_cast(a, dtype, cast) for a in args]
         if kwargs:
@@ -169,12 +169,16 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _is_left_alone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a listed op is: one with a float64 input, or with a tensor to write into."""
-    if kwargs and (kwargs.get("out") is not None or _has_float64(kwargs.values())):
-        return True
-    return _has_float64(args)
+def _is_left_alone(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a listed op is: one with a tensor to write into, or with a float64 input."""
+    return kwargs.get("out") is not None or _has_float64(kwargs.values())
 
 
 def _has_float64(values: Any) -> bool:
-    return any(x.dtype is torch.float64 for x in _tensors(values))
+    for value in values:  # a loop, as this runs before every listed op
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float64:
+                return True
+        elif isinstance(value, list | tuple) and _has_float64(value):
+            return True
+    return False

@@ -1,0 +1,82 @@
+"""A training step with op lists against torch.autocast: eager, and compiled.
+
+    python -m benchmarks.op_lists [--steps N] [--only eager|compiled]
+
+mprun's step on one batch (`Trainer.optimizer_step`), `speed=plain`, the two taking turns block by
+block (`alternate.py`). `native` casts what autocast casts, so its ratio is the cost of deciding in
+Python; `hmp` casts other ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from datetime import date
+
+import torch
+
+from benchmarks.alternate import alternate, keep_the_heap
+from mprun.build import build_parts, plan
+from mprun.config import compose
+from mprun.environment import cpu_name, usable_cores
+from mprun.observer import NoObserver
+from mprun.precision import backend_flags
+from mprun.runner import Trainer
+
+CASES = (("mnist", 128), ("fashion_mnist", 64))
+LISTS = ("native", "hmp")
+BLOCKS = 60
+
+
+def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) -> Iterator[float]:
+    """Seconds per step, block after block, after one that warms up."""
+    words = [f"recipe={recipe}", f"train.batch_size={batch}", "precision=bf16_mixed", "device=cpu"]
+    words += [f"op_lists={lists}", "speed=plain", "data.train_limit=1200"]
+    chosen = plan(compose(words).config, ())
+    parts = build_parts(chosen)
+    if compiled:
+        parts.model = torch.compile(parts.model)  # type: ignore[assignment]
+    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    taken = next(parts.train.epoch(None))
+    for block in itertools.count():
+        with backend_flags(chosen.policy):
+            start = time.perf_counter()
+            for _ in range(steps):
+                trainer.optimizer_step(taken)
+            took = (time.perf_counter() - start) / steps
+        if block:
+            yield took
+
+
+def main() -> None:
+    """Print a line per case and, last, one JSON line."""
+    keep_the_heap()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=8, help="steps per block")
+    parser.add_argument("--only", choices=("eager", "compiled"))
+    options = parser.parse_args()
+    print(
+        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}; {BLOCKS} alternating blocks of {options.steps} steps"
+    )
+    rows = {}
+    for compiled in (False, True):
+        how = "compiled" if compiled else "eager"
+        if options.only not in (None, how):
+            continue
+        for (recipe, batch), lists in itertools.product(CASES, LISTS):
+            base, ours = (
+                step_times(recipe, batch, each, compiled, options.steps) for each in ("none", lists)
+            )
+            found = alternate(base, ours, blocks=BLOCKS)
+            name = f"{recipe} at {batch}, {how}, {lists}"
+            rows[name] = found._asdict()
+            print(f"{name:40} {found}", flush=True)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
