@@ -83,6 +83,26 @@ def test_convert_keeps_tied_parameters_tied_and_integers_integer() -> None:
     assert sum(1 for _ in model.parameters()) == 5
 
 
+class TwoNames(nn.Module):
+    """One weight and one buffer, each under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Parameter(torch.randn(3, 3))
+        self.decode = self.encode
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("inverse", self.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_convert_keeps_two_names_of_one_tensor_in_a_module(dtype: torch.dtype) -> None:
+    model = convert(TwoNames(), CPU, dtype)
+    assert model.decode is model.encode
+    assert model.inverse is model.scale
+    assert model.encode.dtype == model.scale.dtype == dtype
+    assert sum(1 for _ in model.parameters()) == 1
+
+
 def test_convert_keeps_values_and_sets_the_memory_format() -> None:
     model = nn.Conv2d(3, 4, 3)
     before = model.weight.detach().clone()
