@@ -107,6 +107,22 @@ DRAWN = frozenset(
     }
 )
 UNTOUCHED = EXACT | DRAWN
+# Normalizations and their gradients: the first result is like the first argument, the others
+# (statistics, gradients of weights) are promoted. So float32 weights leave 16-bit numbers 16 bits.
+NORMS = frozenset(
+    {
+        aten.cudnn_batch_norm,
+        aten.cudnn_batch_norm_backward,
+        aten.miopen_batch_norm,
+        aten.miopen_batch_norm_backward,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+    }
+)
 # Arguments an op writes to without its schema saying so.
 WRITES = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
@@ -221,14 +237,17 @@ class _EmulationMode(TorchDispatchMode):
             result = blocked(func, wide_args, lambda x: self._round(x, torch.float16), wide_kwargs)
         else:
             result = func(*wide_args, **wide_kwargs)
-        stored = {}
+        stored: dict[int, Tensor] = {}
         for low, wide in _written(func, (args, kwargs), (wide_args, wide_kwargs)):
             stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
 
-        def finished(x: Any) -> Any:
-            return stored[id(x)] if id(x) in stored else self._rounded(x, target)
+        def finished(x: Any, dtype: torch.dtype) -> Any:
+            return stored[id(x)] if id(x) in stored else self._rounded(x, dtype)
 
-        return tree_map(finished, result)
+        if func.overloadpacket in NORMS:
+            first, *others = result
+            return (finished(first, args[0].dtype), *(finished(x, target) for x in others))
+        return tree_map(lambda x: finished(x, target), result)
 
     def _rounded(self, x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, Tensor) and x.dtype == torch.float32 and dtype in LOW:
@@ -245,7 +264,7 @@ def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype PyTorch would give the result, where 16-bit numbers take part; else None.
 
     A dtype among the arguments decides; otherwise tensors are promoted, those without dimensions
-    counting only where there are no others.
+    counting only where there are no others. Of an op in `NORMS`, all results but the first.
     """
     leaves = tree_leaves((args, kwargs))
     named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]

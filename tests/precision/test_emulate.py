@@ -233,6 +233,60 @@ def test_running_statistics_are_updated_in_16_bits(dtype: torch.dtype) -> None:
     assert ours.num_batches_tracked.item() == 5
 
 
+NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "batch_norm": (lambda: nn.BatchNorm2d(6), (4, 6, 5, 5)),
+    "batch_norm_without_weights": (lambda: nn.BatchNorm2d(6, affine=False), (4, 6, 5, 5)),
+    "group_norm": (lambda: nn.GroupNorm(3, 6), (4, 6, 5, 5)),
+    "layer_norm": (lambda: nn.LayerNorm(24), (7, 24)),
+    "layer_norm_without_bias": (lambda: nn.LayerNorm(24, bias=False), (7, 24)),
+    "layer_norm_without_weights": (lambda: nn.LayerNorm(24, elementwise_affine=False), (7, 24)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 5)),
+    "instance_norm_without_weights": (lambda: nn.InstanceNorm2d(6), (4, 6, 5, 5)),
+    "rms_norm": (lambda: nn.RMSNorm(24), (7, 24)),
+}
+
+
+class Normed:
+    """One forward and backward pass of a normalization of 16-bit numbers with float32 weights."""
+
+    def __init__(self, name: str, dtype: torch.dtype, train: bool, emulate: bool) -> None:
+        make, shape = NORMS[name]
+        layer = make().train(train)
+        x = (2 + 3 * normal(*shape)).to(dtype).requires_grad_()
+        self.kept: list[Tensor] = []
+        region = emulated().region if emulate else nullcontext
+        with (
+            region(),
+            torch.autocast("cpu", dtype),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t),
+        ):
+            output: Tensor = layer(x)
+        with region():
+            output.backward(normal(*shape, seed=3).to(output.dtype))
+        gradients = [x.grad, *(p.grad for p in layer.parameters())]
+        self.results = [output, *(g for g in gradients if g is not None), *layer.buffers()]
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.kept.append(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_with_float32_weights_give_native_dtypes(
+    name: str, dtype: torch.dtype, train: bool
+) -> None:
+    """As autocast computes them on a CPU; values are off by a few roundings as those above."""
+    ours, native = (Normed(name, dtype, train, emulate) for emulate in (True, False))
+    assert ours.results[0].dtype == dtype
+    assert [x.dtype for x in ours.results] == [x.dtype for x in native.results]
+    assert [x.dtype for x in ours.kept] == [x.dtype for x in native.kept]
+    floor = DB_PER_BIT * SIGNIFICAND[dtype] - 15
+    for mine, expected in zip(ours.results, native.results, strict=True):
+        assert sqnr_db(mine, expected) > floor
+
+
 # ---- single ops --------------------------------------------------------------------------------
 
 Op = Callable[..., Tensor]
