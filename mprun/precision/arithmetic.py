@@ -28,13 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Each op with the positions of the arguments that enter its products.
+# Each op with the positions of the arguments that enter its products. A vector is a matrix of one
+# column: `A @ v` gets what `A @ v[:, None]` does, even where a GPU's routine for it would not.
 MATMULS: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
     aten.addbmm.default: (1, 2),
+    aten.mv.default: (0, 1),
+    aten.addmv.default: (1, 2),
+    aten.dot.default: (0, 1),
+    aten.vdot.default: (0, 1),
 }
 CONVOLUTIONS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1)}
 CONVOLUTION_BACKWARD: dict[Any, tuple[int, ...]] = {aten.convolution_backward.default: (0, 1, 2)}

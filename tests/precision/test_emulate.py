@@ -854,6 +854,8 @@ def test_partials_stagnate_in_float16_forward(partials: str, expected: float) ->
     x, w = STAGNATING.half()[None], torch.ones(3, K).half()
     with emulated(partials=partials).region():
         assert torch.mm(x, w.T).tolist() == [[expected] * 3]
+        assert (w @ x[0]).tolist() == F.linear(x[0], w).tolist() == [expected] * 3
+        assert torch.dot(x[0], w[0]).item() == expected
         assert F.linear(x, w, torch.zeros(3).half()).tolist() == [[expected] * 3]
         assert F.conv1d(x[None], w[:, None]).flatten().tolist() == [expected] * 3
         assert torch.bmm(x[None], w.T[None]).flatten().tolist() == [expected] * 3
