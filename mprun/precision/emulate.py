@@ -11,12 +11,13 @@ Rounding is stochastic during a training step. Outside of one (evaluation) it is
 a model has one test accuracy.
 
 It is the format that is emulated and the width of the sums, not a hardware's bits. Ops that only
-move or select numbers are left alone: rounding their result would change nothing.
+move or select numbers are left alone: rounding their result would change nothing. Mixed dtypes are
+promoted where PyTorch's kernels promote, and refused where they refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
 from typing import Any
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mprun.precision.arithmetic import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
+    MATMULS,
     Stepless,
     Substitution,
 )
@@ -121,6 +123,35 @@ NORMS = frozenset(
         aten.native_group_norm_backward,
         aten.native_layer_norm,
         aten.native_layer_norm_backward,
+    }
+)
+# Ops whose kernels take floating arguments of one dtype alone, and would promote in float32.
+UNPROMOTED = frozenset(
+    {
+        *(op.overloadpacket for op in (*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD)),
+        aten._embedding_bag,
+        aten._embedding_bag_forward_only,
+        aten._cudnn_rnn,
+        aten._thnn_fused_gru_cell,
+        aten._thnn_fused_lstm_cell,
+        aten.addbmm_,
+        aten.addmm_,
+        aten.addmv_,
+        aten.baddbmm_,
+        aten.grid_sampler_2d,
+        aten.grid_sampler_3d,
+        aten.index_add,
+        aten.index_add_,
+        aten.index_put,
+        aten.index_put_,
+        aten.linalg_cross,
+        aten.masked_scatter,
+        aten.masked_scatter_,
+        aten.mkldnn_rnn_layer,
+        aten.scatter,
+        aten.scatter_,
+        aten.scatter_add,
+        aten.scatter_add_,
     }
 )
 # Arguments an op writes to without its schema saying so.
@@ -229,7 +260,7 @@ class _EmulationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
-        target = _target(args, kwargs)
+        target = _target(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)
         wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
@@ -260,11 +291,14 @@ class _EmulationMode(TorchDispatchMode):
         return to.copy_(source, non_blocking)
 
 
-def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _target(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype PyTorch would give the result, where 16-bit numbers take part; else None.
 
     A dtype among the arguments decides; otherwise tensors are promoted, those without dimensions
     counting only where there are no others. Of an op in `NORMS`, all results but the first.
+
+    Raises:
+        RuntimeError: dtypes are mixed that the op's own kernel does not take together.
     """
     leaves = tree_leaves((args, kwargs))
     named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]
@@ -273,8 +307,19 @@ def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
         return None
     if named:
         return named[-1]
+    _check_mixed(func.overloadpacket, [t.dtype for t in tensors])
     decisive = [t for t in tensors if t.dim()] or tensors
     return reduce(torch.promote_types, (t.dtype for t in decisive))
+
+
+def _check_mixed(op: Any, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse floating arguments' dtypes as kernels do: computed in float32, all would be taken."""
+    refused = len(set(dtypes)) > 1 and op in UNPROMOTED
+    if op in NORMS:
+        refused = not {*dtypes} <= {dtypes[0], torch.float32}
+    if refused:
+        names = " and ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes))
+        raise RuntimeError(f"{op}: floating arguments of one dtype are needed; got {names}")
 
 
 def _widen(x: Any) -> Any:

@@ -542,6 +542,69 @@ def test_mixed_and_explicit_dtypes_give_native_dtypes(name: str, dtype: torch.dt
     torch.testing.assert_close(found, native, rtol=unit, atol=0.1 * unit)
 
 
+def float32(*shape: int) -> Tensor:
+    return torch.full(shape, 0.1)
+
+
+# What native kernels refuse; `x` is [7, 24] in 16 bits.
+UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
+    "mm": lambda x: x @ float32(24, 5),
+    "mm other 16 bits": lambda x: x.half() @ x.bfloat16().T,
+    "mm float64": lambda x: x.double() @ x.T,
+    "addmm": lambda x: torch.addmm(float32(7, 7), x, x.T),
+    "addmm_": lambda x: float32(7, 7).addmm_(x, x.T),
+    "bmm": lambda x: x[None] @ float32(1, 24, 5),
+    "baddbmm": lambda x: torch.baddbmm(float32(1, 7, 7), x[None], x.T[None]),
+    "mv": lambda x: x @ float32(24),
+    "addmv": lambda x: torch.addmv(float32(7), x, x[0]),
+    "dot": lambda x: torch.dot(x[0], float32(24)),
+    "linear": lambda x: F.linear(float32(7, 24), x),
+    "linear bias": lambda x: F.linear(x, x, float32(7)),
+    "conv1d": lambda x: F.conv1d(x[None], float32(2, 7, 3)),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], float32(7, 2, 3)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, float32(24, 5)),
+    "lstm": lambda x: nn.LSTM(24, 4).to(x.dtype)(x, (float32(1, 4), float32(1, 4))),
+    "gru_cell": lambda x: nn.GRUCell(24, 4).to(x.dtype)(x, float32(7, 4)),
+    "attention": lambda x: nn.MultiheadAttention(24, 2).to(x.dtype)(*[float32(7, 24)] * 3),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], float32(1, 3, 3, 2), align_corners=False),
+    "embedding_bag": lambda x: F.embedding_bag(
+        torch.tensor([[0, 1]]), x, mode="sum", per_sample_weights=float32(1, 2)
+    ),
+    "cross": lambda x: torch.linalg.cross(x[:, :3], float32(7, 3)),
+    "index_add": lambda x: x.index_add(0, torch.tensor([0]), float32(1, 24)),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), float32(24)),
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, float32(7, 24)),
+    "scatter": lambda x: x.scatter(0, torch.zeros(1, 24).long(), float32(1, 24)),
+    "scatter_add": lambda x: x.scatter_add(0, torch.zeros(1, 24).long(), float32(1, 24)),
+    "layer_norm": lambda x: F.layer_norm(float32(7, 24), (24,), x[0], x[0]),
+    "group_norm": lambda x: F.group_norm(float32(7, 24), 3, x[0], x[0]),
+    "batch_norm": lambda x: nn.BatchNorm1d(24).to(x.dtype)(float32(7, 24)),
+    "batch_norm eval": lambda x: nn.BatchNorm1d(24).to(x.dtype).eval()(float32(7, 24)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+@pytest.mark.parametrize("name", UNPROMOTED)
+def test_what_native_kernels_do_not_promote_is_refused(name: str, dtype: torch.dtype) -> None:
+    x = A.to(dtype)
+    with pytest.raises(RuntimeError):
+        UNPROMOTED[name](x)
+    with emulated().region(), pytest.raises(RuntimeError):
+        UNPROMOTED[name](x)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+def test_one_float32_tensor_does_not_make_a_model_float32(dtype: torch.dtype) -> None:
+    """The sum is promoted, as it is natively; the layer after it is where PyTorch objects."""
+    first, second = nn.Linear(16, 8).to(dtype), nn.Linear(8, 4).to(dtype)
+    x = normal(*VECTORS).to(dtype)
+    with emulated().region():
+        hidden = first(x) + torch.sin(torch.arange(8.0))
+        assert hidden.dtype == torch.float32
+        with pytest.raises(RuntimeError, match=r"one dtype are needed; got .*float32"):
+            second(hidden)
+
+
 def test_what_has_no_16_bit_number_is_untouched() -> None:
     numbers, flags, words = A.clone(), A > 0, torch.arange(24)
     arithmetic = emulated("stochastic")
