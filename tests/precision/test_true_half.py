@@ -58,7 +58,7 @@ class Step:
         parts.precision.begin_step(1)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
             self.output = parts.precision.forward(parts.model, self.batch.inputs)
-        self.loss = parts.recipe.loss(self.output, self.batch.targets)
+        self.loss = parts.precision.loss(parts.recipe.loss, self.output, self.batch.targets)
         parts.precision.backward(self.loss)
         self.gradients = {name: p.grad for name, p in parts.model.named_parameters()}
 
