@@ -8,16 +8,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensorMode",
+    "dispatch_modes",
     "in_backward",
+    "in_recomputation",
     "is_fake",
     "load_hooks_run",
     "step_unless",
@@ -28,6 +33,20 @@ __all__ = [
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
     return torch._C._current_autograd_node() is not None
+
+
+def in_recomputation() -> bool:
+    """Whether the calling thread is inside a backward pass that recomputes a forward pass."""
+    if not (in_backward() and torch.is_grad_enabled()):
+        return False
+    # Gradients of gradients are computed so too, but not by code of that module.
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(None))
+    return torch.utils.checkpoint.__file__ in files
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes ops of the calling thread go through, the outermost first."""
+    return _get_current_dispatch_mode_stack()
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:

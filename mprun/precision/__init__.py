@@ -13,7 +13,7 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
-from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.execution import accelerated, backend_flags, has_tf32
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -52,4 +52,5 @@ __all__ = [
     "float16_loss",
     "has_tf32",
     "round_to_tf32",
+    "same_rounding",
 ]

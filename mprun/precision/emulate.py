@@ -17,8 +17,9 @@ promoted where PyTorch's kernels promote, and refused where they refuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mprun._torch import dispatch_modes, in_recomputation
 from mprun.precision.arithmetic import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
@@ -45,6 +47,11 @@ aten = torch.ops.aten
 CONVOLUTION_OPS = frozenset({*CONVOLUTIONS, *CONVOLUTION_BACKWARD})
 
 LOW = (torch.float16, torch.bfloat16)
+RECOMPUTED = (
+    "torch.utils.checkpoint recomputes stochastically rounded activations with other random bits: "
+    "the gradients are not those of the forward pass; use "
+    "checkpoint(..., use_reentrant=False, context_fn=mprun.precision.same_rounding)"
+)
 SITE = 2**32
 """Keeps the sites of results apart from those of optimizer updates."""
 
@@ -182,6 +189,7 @@ class Emulated16:
         self._seed = seed
         self._step: int | None = None
         self._site = 0
+        self._warns = True  # of results recomputed with other bits
 
     def begin_step(self, step: int) -> None:
         """A training step begins: results are rounded with its bits."""
@@ -196,8 +204,21 @@ class Emulated16:
         x = x.float()  # a float64 passes through float32
         if self._step is None or not self._stochastic:
             return round_nearest(x, dtype, self._overflow)
+        if self._warns and in_recomputation():
+            self._warns = False
+            warnings.warn(RECOMPUTED, stacklevel=2)
         self._site += 1
         return stochastic(x, dtype, key(self._seed, self._step, SITE, self._site), self._overflow)
+
+    def repetition(self) -> AbstractContextManager[object]:
+        """A region, for later, whose results get the bits of those that follow now."""
+        return _Repetition(self, self._site)
+
+    def swap_count(self, site: int, warns: bool) -> tuple[int, bool]:
+        """Count results from `site` on, warn of recomputed ones or not; what was so before."""
+        before = self._site, self._warns
+        self._site, self._warns = site, warns
+        return before
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -206,10 +227,45 @@ class Emulated16:
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
         cuda.allow_fp16_bf16_reduction_math_sdp(True)
         try:
-            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self.round, self._partials):
+            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self, self._partials):
                 yield
         finally:
             cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+class _Repetition:
+    """Rounds with the bits of an earlier region's results; can be entered again (not nested)."""
+
+    def __init__(self, arithmetic: Emulated16, site: int) -> None:
+        self._arithmetic = arithmetic
+        self._site = site
+
+    def __enter__(self) -> None:
+        self._before = self._arithmetic.swap_count(self._site, warns=False)
+
+    def __exit__(self, *_: object) -> None:
+        self._arithmetic.swap_count(*self._before)
+
+
+def same_rounding() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Makes `torch.utils.checkpoint` recompute activations with the random bits they had.
+
+    For its argument `context_fn`; under other arithmetic it does nothing:
+
+        checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
+
+    The gradients are then bit for bit those without checkpointing. Without it the recomputed
+    activations are rounded anew, and the gradients belong to another forward pass than the loss.
+    Where autocast casts a weight that several blocks share, the cast it keeps from the first block
+    is not repeated, and the bits of the others differ.
+
+    Returns:
+        The regions of the forward pass and of its recomputation.
+    """
+    for mode in dispatch_modes():
+        if isinstance(mode, _EmulationMode):
+            return nullcontext(), mode.arithmetic.repetition()
+    return nullcontext(), nullcontext()
 
 
 def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
@@ -246,9 +302,10 @@ class _BlockedMode(TorchDispatchMode):
 
 
 class _EmulationMode(TorchDispatchMode):
-    def __init__(self, round_: Callable[[Tensor, torch.dtype], Tensor], partials: bool) -> None:
+    def __init__(self, arithmetic: Emulated16, partials: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._round = round_
+        self.arithmetic = arithmetic
+        self._round = arithmetic.round
         self._partials = partials
 
     def __torch_dispatch__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import Emulated16
+from mprun.precision import Emulated16, same_rounding
 from mprun.precision.convert import accumulate_in
 from mprun.precision.emulate import EXACT, partials_substitutions
 
@@ -789,6 +791,100 @@ def test_forward_and_backward_are_the_same_bits_again() -> None:
     assert all(torch.equal(x, y) for x, y in zip(gradients(), again, strict=True))
     nearest = Trained("conv", torch.float16, emulated()).gradients
     assert not torch.equal(again[0], nearest["0.weight"])
+
+
+class Blocks(nn.Module):
+    """Three blocks, each checkpointed by `run`, the last one inside another one."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        block = [nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 24)]
+        self.first, self.second, self.third = (
+            nn.Sequential(*copy.deepcopy(block)) for _ in range(3)
+        )
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator).half() / 5
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(self.second, self.run(self.first, x) * 0.3) * 0.3
+        return self.run(lambda x: self.run(self.third, x + 0.1) * 0.3, x)
+
+    def gradients(self, arithmetic: Emulated16) -> list[Tensor]:
+        torch.manual_seed(2)
+        self.zero_grad()
+        x = A.half().requires_grad_()
+        arithmetic.begin_step(5)
+        with arithmetic.region():
+            loss = self(x).float().square().sum()
+            loss.backward()
+        return [loss, *(p.grad for p in (x, *self.parameters()) if p.grad is not None)]
+
+
+def recomputed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
+    return found
+
+
+@pytest.mark.parametrize("partials", ["float32", "float16"])
+def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
+    arithmetic = emulated("stochastic", partials=partials)
+    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Blocks(recomputed).gradients(arithmetic)
+    assert len(found) == len(expected) == 14
+    for mine, plain in zip(found, expected, strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_recomputed_with_other_bits_are_warned_of_once(reentrant: bool) -> None:
+    arithmetic = emulated("stochastic")
+    blocks = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    with pytest.warns(UserWarning, match="context_fn=mprun.precision.same_rounding") as told:
+        found = [blocks.gradients(arithmetic) for _ in range(2)]
+    assert sum("same_rounding" in str(x.message) for x in told) == 1
+    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
+    assert torch.equal(found[0][0], expected[0])  # the loss
+    assert not all(torch.equal(x, y) for x, y in zip(found[0], expected, strict=True))
+
+
+def test_a_second_backward_pass_recomputes_the_same_activations() -> None:
+    arithmetic, saved = emulated("stochastic"), []
+    x = A.half().requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        x = (x * 0.3).exp()
+        saved.append(x.detach())
+        return x * x
+
+    arithmetic.begin_step(1)
+    with arithmetic.region():
+        loss = recomputed(block, x).float().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert len(saved) == 3
+    assert torch.equal(saved[0], saved[1])
+    assert torch.equal(saved[0], saved[2])
+
+
+def test_nothing_is_warned_of_where_nothing_is_rounded_anew() -> None:
+    nearest = emulated("nearest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=False))
+        found = plain.gradients(nearest)
+        expected = Blocks(recomputed).gradients(nearest)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        recomputed(nn.Linear(24, 3), A.requires_grad_(False)).sum().backward()  # native
+        arithmetic = emulated("stochastic")
+        arithmetic.begin_step(1)
+        x = A.half().requires_grad_()
+        with arithmetic.region():  # the gradient of a gradient is no recomputation
+            (slope,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+            slope.sum().backward()
 
 
 def test_outside_a_step_rounding_is_to_nearest() -> None:
