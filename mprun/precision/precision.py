@@ -38,7 +38,7 @@ class Precision:
     Args:
         policy: the mode.
         caster: the region the forward pass runs in.
-        arithmetic: the region forward and backward passes run in.
+        arithmetic: the region forward pass, loss and backward pass run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
         layers: module names or globs to fp32, fp16 or bf16, the dtype each is kept in.
