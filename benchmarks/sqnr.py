@@ -31,7 +31,8 @@ def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
         parts = build_parts(chosen)
         batch = next(parts.train.epoch(None))
         output = parts.precision.forward(parts.model, batch.inputs)
-        parts.precision.backward(parts.recipe.loss(output, batch.targets))
+        loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
+        parts.precision.backward(loss)
     scale = parts.precision.loss_scale.tensor
     factor = 1.0 if scale is None else scale.item()
     gradients = [

@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensorMode",
     "backward_node",
+    "dispatch_modes",
     "in_backward",
+    "in_recomputation",
     "is_fake",
     "load_hooks_run",
     "next_node",
@@ -41,6 +46,20 @@ def backward_node() -> int | None:
 def next_node() -> int:
     """The number the next autograd node of the calling thread will get."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def in_recomputation() -> bool:
+    """Whether the calling thread is inside a backward pass that recomputes a forward pass."""
+    if not (in_backward() and torch.is_grad_enabled()):
+        return False
+    # Gradients of gradients are computed so too, but not by code of that module.
+    files = (frame.f_code.co_filename for frame, _ in walk_stack(None))
+    return torch.utils.checkpoint.__file__ in files
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes ops of the calling thread go through, the outermost first."""
+    return _get_current_dispatch_mode_stack()
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:

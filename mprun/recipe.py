@@ -41,7 +41,10 @@ class Recipe(ABC):
         """
 
     def prepare(self, inputs: Tensor) -> Tensor:
-        """A stored batch [B, ...] as the model's float32 input; as it is unless overridden."""
+        """A stored batch [B, ...] as the model's input, float32 or, like token ids, integer.
+
+        As it is unless overridden. Floating inputs are then brought to the mode's dtype.
+        """
         return inputs
 
     @abstractmethod

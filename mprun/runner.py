@@ -270,9 +270,8 @@ class Trainer:
         parts.precision.begin_step(self.step + 1)
         for x, y in self._micro_batches(batch):
             output = parts.precision.forward(parts.model, x)
-            loss = parts.recipe.loss(output, y)
-            if len(y) != batch.size:  # a micro-batch counts by its share of the samples
-                loss = loss * (len(y) / batch.size)
+            share = len(y) / batch.size  # a micro-batch counts by its share of the samples
+            loss = parts.precision.loss(parts.recipe.loss, output, y, share)
             parts.precision.backward(loss)
             losses.append(loss.detach())
             outputs.append(output.detach())
@@ -355,7 +354,7 @@ class Trainer:
         with torch.no_grad():
             for batch in batches:
                 output = parts.precision.forward(parts.model, batch.inputs)
-                loss = parts.recipe.loss(output, batch.targets)
+                loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
                 readings.put(Scalars(loss, parts.recipe.correct(output, batch.targets)))
                 sizes.append(batch.size)
                 if readings.full:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -102,6 +104,37 @@ def trainer(
         return stop_at is not None and asked[0] >= stop_at
 
     return Trainer(parts, limits or Limits(2, None, None), log, stop), log
+
+
+class Watched(NativeArithmetic):
+    """Knows whether its region is entered."""
+
+    inside = False
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_losses_are_computed_with_the_mode_s_arithmetic(
+    micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _ = trainer(micro=micro, limits=Limits(1, None, None))
+    arithmetic, inside, plain = Watched(), [], Tiny.loss
+
+    def loss(self: Tiny, output: Tensor, target: Tensor) -> Tensor:
+        inside.append(arithmetic.inside)
+        return plain(self, output, target)
+
+    monkeypatch.setattr(Tiny, "loss", loss)
+    training.parts.precision.arithmetic = arithmetic
+    training.fit()  # which validates too
+    training.evaluate(training.parts.test)
+    assert len(inside) == (5 if micro == 4 else 3) + 2 * 3
+    assert all(inside)
 
 
 def test_epochs_steps_and_time_each_end_the_run() -> None:

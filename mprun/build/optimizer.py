@@ -11,15 +11,17 @@ from torch.optim import Optimizer
 
 from mprun import optim
 from mprun.config.schema import OptimizerConfig, OptimizerName
+from mprun.config.validate import kept_moments
 from mprun.optim import engines
 from mprun.precision import Policy
 from mprun.precision.policy import torch_dtype
 from mprun.speed import SpeedChoice
 
 
-def keeps_low_precision(policy: Policy, layers: Mapping[str, str]) -> bool:
-    """Whether anything an optimizer writes is kept in 16 bits: parameters, layers or moments."""
-    stored = {policy.param_dtype, policy.momentum_dtype, policy.variance_dtype}
+def keeps_low_precision(policy: Policy, layers: Mapping[str, str], config: OptimizerConfig) -> bool:
+    """Whether anything the optimizer writes is kept in 16 bits: parameters, layers or moments."""
+    moments = {getattr(policy, f"{moment}_dtype") for moment in kept_moments(config)}
+    stored = {policy.param_dtype, *moments}
     low_layers = policy.casting == "none" and any(dtype != "fp32" for dtype in layers.values())
     return low_layers or stored != {"float32"}
 

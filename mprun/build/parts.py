@@ -40,7 +40,10 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
 
     def batches(data: TensorSet, size: int) -> Batches:
         def prepare(inputs: torch.Tensor) -> torch.Tensor:
-            return chosen.speed.inputs(recipe.prepare(inputs).to(input_dtype))
+            inputs = recipe.prepare(inputs)
+            if inputs.is_floating_point():  # token ids stay whole numbers
+                inputs = inputs.to(input_dtype)
+            return chosen.speed.inputs(inputs)
 
         return Batches(place(data, device), size, prepare, device)
 

@@ -101,7 +101,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
     if choices:
         speed = SpeedChoice(kept["memory_format"], kept["optimizer_impl"])
-    if keeps_low_precision(policy, layers):
+    if keeps_low_precision(policy, layers, config.train.optimizer):
         engine = engine_for(config.speed.name, device, kept.get("optimizer_impl"))
         speed = replace(speed, optimizer_impl=engine)
     by_float32 = kept.get("by_float32")

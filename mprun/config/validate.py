@@ -18,9 +18,13 @@ from mprun.config.schema import (
     DataFallback,
     DataSource,
     DType,
+    Execution,
+    LayerDType,
     LossScaleKind,
+    OptimizerConfig,
     OptimizerName,
     Overflow,
+    RoundingScope,
     Scheduler,
 )
 from mprun.errors import UsageError
@@ -226,6 +230,48 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("growth_factor", "backoff_factor", "growth_interval", "floor", "value"):
         if kind == "none" or (kind == "static" and name != "value"):
             yield f"loss_scale.{name}", f"the loss scale of this run is {kind}"
-    if config.precision.compute_dtype is DType.float32 and not config.precision.layers:
-        for name in ("rounding", "overflow"):
-            yield f"precision.{name}", f"precision={config.precision.name} keeps nothing in 16 bits"
+    optimizer, kept = config.train.optimizer, stored_low(config)
+    nothing = f"precision={config.precision.name} keeps nothing in 16 bits"
+    if config.precision.rounding_scope is RoundingScope.update and kept <= {"variance"}:
+        always = "a second moment in 16 bits is always rounded stochastically"
+        yield "precision.rounding", always if kept else nothing
+    if not kept and not _may_emulate_low(config):
+        yield "precision.overflow", f"{nothing}, and native kernels never saturate"
+    moments = kept_moments(optimizer)
+    if "momentum" not in moments:
+        yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
+    if "variance" not in moments:
+        yield "precision.variance_dtype", f"{optimizer.name.name} keeps no second moment"
+
+
+def kept_moments(optimizer: OptimizerConfig) -> set[str]:
+    """The moments an optimizer keeps between steps: "momentum", "variance", both or none."""
+    if optimizer.name is OptimizerName.adamw:
+        return {"momentum", "variance"}
+    second = {"variance"} if optimizer.name is OptimizerName.rmsprop else set()
+    return second | ({"momentum"} if optimizer.momentum else set())
+
+
+def stored_low(config: Config) -> set[str]:
+    """What is kept in 16 bits between steps, of "parameters", "momentum" and "variance".
+
+    What a file of layers says is not known here: it may keep parameters so.
+    """
+    row = config.precision
+    low = {m for m in kept_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
+    layers = row.layers_file is not None or {*row.layers.values()} - {LayerDType.fp32}
+    if _is_low(row.param_dtype) or (row.casting is Casting.none and layers):
+        low.add("parameters")
+    return low
+
+
+def _may_emulate_low(config: Config) -> bool:
+    """Whether 16-bit arithmetic is emulated; for float16 partials that depends on the device."""
+    row = config.precision
+    partials = config.execution is Execution.auto and row.partials_dtype is DType.float16
+    wanted = config.execution is Execution.emulated or row.rounding_scope is RoundingScope.all
+    return _is_low(row.compute_dtype) and (wanted or partials)
+
+
+def _is_low(dtype: DType) -> bool:
+    return dtype is not DType.float32

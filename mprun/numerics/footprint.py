@@ -141,7 +141,8 @@ def _hooks(tracker: _Tracker, model: nn.Module, optimizer: torch.optim.Optimizer
 
         return hook
 
-    handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in model.parameters()]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    handles = [p.register_post_accumulate_grad_hook(on_gradient) for p in trained]
     handles.append(optimizer.register_step_pre_hook(on_step(True)))
     handles.append(optimizer.register_step_post_hook(on_step(False)))
     try:

@@ -13,7 +13,7 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
-from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.execution import accelerated, backend_flags, has_tf32
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -57,4 +57,5 @@ __all__ = [
     "has_tf32",
     "op_lists",
     "round_to_tf32",
+    "same_rounding",
 ]

@@ -1,8 +1,8 @@
 """Whose arithmetic an op is computed with: PyTorch's kernel, or mprun's stand-in around float32.
 
-An arithmetic is a region, entered for the forward and for the backward pass. The native one does
-nothing. The others are dispatch modes: they see each op after autocast has cast its inputs, in the
-forward and in the backward pass, and change those in their table.
+An arithmetic is a region, entered for the forward pass, the loss and the backward pass. The native
+one does nothing. The others are dispatch modes: they see each op after autocast has cast its
+inputs, forward and backward, and change those in their table.
 
 TensorFloat-32 (NVIDIA, "TensorFloat-32 in the A100 GPU"): matmuls and convolutions take float32
 inputs rounded to a 10-bit mantissa, 8-bit exponent as float32, products and sums in float32. Where
@@ -28,13 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
-# Each op with the positions of the arguments that enter its products.
+# Each op with the positions of the arguments that enter its products. A vector is a matrix of one
+# column: `A @ v` gets what `A @ v[:, None]` does, even where a GPU's routine for it would not.
 MATMULS: dict[Any, tuple[int, ...]] = {
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),
     aten.addmm.default: (1, 2),
     aten.baddbmm.default: (1, 2),
     aten.addbmm.default: (1, 2),
+    aten.mv.default: (0, 1),
+    aten.addmv.default: (1, 2),
+    aten.dot.default: (0, 1),
+    aten.vdot.default: (0, 1),
 }
 CONVOLUTIONS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1)}
 CONVOLUTION_BACKWARD: dict[Any, tuple[int, ...]] = {aten.convolution_backward.default: (0, 1, 2)}
@@ -62,7 +67,7 @@ class Substitution(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """Gives the region forward and backward passes run in."""
+    """Gives the region forward pass, loss and backward pass run in."""
 
     substitutions: tuple[Substitution, ...]
     """Ops computed otherwise than their kernel would, for the record."""

@@ -51,8 +51,8 @@ def convert(
 
     for path, module in model.named_modules():
         wanted = dtype_of(path, layers or {}, dtype)
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for name, tensor in own:
+        every = {"recurse": False, "remove_duplicate": False}  # each name of a tied one too
+        for name, tensor in [*module.named_parameters(**every), *module.named_buffers(**every)]:
             setattr(module, name, converted(tensor, wanted, f"{path}.{name}"))
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()

@@ -11,13 +11,15 @@ Rounding is stochastic during a training step. Outside of one (evaluation) it is
 a model has one test accuracy.
 
 It is the format that is emulated and the width of the sums, not a hardware's bits. Ops that only
-move or select numbers are left alone: rounding their result would change nothing.
+move or select numbers are left alone: rounding their result would change nothing. Mixed dtypes are
+promoted where PyTorch's kernels promote, and refused where they refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from typing import Any
 
@@ -27,9 +29,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mprun._torch import dispatch_modes, in_recomputation
 from mprun.precision.arithmetic import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
+    MATMULS,
     Stepless,
     Substitution,
 )
@@ -43,6 +47,11 @@ aten = torch.ops.aten
 CONVOLUTION_OPS = frozenset({*CONVOLUTIONS, *CONVOLUTION_BACKWARD})
 
 LOW = (torch.float16, torch.bfloat16)
+RECOMPUTED = (
+    "torch.utils.checkpoint recomputes stochastically rounded activations with other random bits: "
+    "the gradients are not those of the forward pass; use "
+    "checkpoint(..., use_reentrant=False, context_fn=mprun.precision.same_rounding)"
+)
 SITE = 2**32
 """Keeps the sites of results apart from those of optimizer updates."""
 
@@ -107,6 +116,51 @@ DRAWN = frozenset(
     }
 )
 UNTOUCHED = EXACT | DRAWN
+# Normalizations and their gradients: the first result is like the first argument, the others
+# (statistics, gradients of weights) are promoted. So float32 weights leave 16-bit numbers 16 bits.
+NORMS = frozenset(
+    {
+        aten.cudnn_batch_norm,
+        aten.cudnn_batch_norm_backward,
+        aten.miopen_batch_norm,
+        aten.miopen_batch_norm_backward,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+    }
+)
+# Ops whose kernels take floating arguments of one dtype alone, and would promote in float32.
+UNPROMOTED = frozenset(
+    {
+        *(op.overloadpacket for op in (*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD)),
+        aten._embedding_bag,
+        aten._embedding_bag_forward_only,
+        aten._cudnn_rnn,
+        aten._thnn_fused_gru_cell,
+        aten._thnn_fused_lstm_cell,
+        aten.addbmm_,
+        aten.addmm_,
+        aten.addmv_,
+        aten.baddbmm_,
+        aten.grid_sampler_2d,
+        aten.grid_sampler_3d,
+        aten.index_add,
+        aten.index_add_,
+        aten.index_put,
+        aten.index_put_,
+        aten.linalg_cross,
+        aten.masked_scatter,
+        aten.masked_scatter_,
+        aten.mkldnn_rnn_layer,
+        aten.scatter,
+        aten.scatter_,
+        aten.scatter_add,
+        aten.scatter_add_,
+    }
+)
 # Arguments an op writes to without its schema saying so.
 WRITES = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
@@ -135,6 +189,7 @@ class Emulated16:
         self._seed = seed
         self._step: int | None = None
         self._site = 0
+        self._warns = True  # of results recomputed with other bits
 
     def begin_step(self, step: int) -> None:
         """A training step begins: results are rounded with its bits."""
@@ -149,8 +204,21 @@ class Emulated16:
         x = x.float()  # a float64 passes through float32
         if self._step is None or not self._stochastic:
             return round_nearest(x, dtype, self._overflow)
+        if self._warns and in_recomputation():
+            self._warns = False
+            warnings.warn(RECOMPUTED, stacklevel=2)
         self._site += 1
         return stochastic(x, dtype, key(self._seed, self._step, SITE, self._site), self._overflow)
+
+    def repetition(self) -> AbstractContextManager[object]:
+        """A region, for later, whose results get the bits of those that follow now."""
+        return _Repetition(self, self._site)
+
+    def swap_count(self, site: int, warns: bool) -> tuple[int, bool]:
+        """Count results from `site` on, warn of recomputed ones or not; what was so before."""
+        before = self._site, self._warns
+        self._site, self._warns = site, warns
+        return before
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -159,10 +227,45 @@ class Emulated16:
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
         cuda.allow_fp16_bf16_reduction_math_sdp(True)
         try:
-            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self.round, self._partials):
+            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self, self._partials):
                 yield
         finally:
             cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+class _Repetition:
+    """Rounds with the bits of an earlier region's results; can be entered again (not nested)."""
+
+    def __init__(self, arithmetic: Emulated16, site: int) -> None:
+        self._arithmetic = arithmetic
+        self._site = site
+
+    def __enter__(self) -> None:
+        self._before = self._arithmetic.swap_count(self._site, warns=False)
+
+    def __exit__(self, *_: object) -> None:
+        self._arithmetic.swap_count(*self._before)
+
+
+def same_rounding() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Makes `torch.utils.checkpoint` recompute activations with the random bits they had.
+
+    For its argument `context_fn`; under other arithmetic it does nothing:
+
+        checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
+
+    The gradients are then bit for bit those without checkpointing. Without it the recomputed
+    activations are rounded anew, and the gradients belong to another forward pass than the loss.
+    Where autocast casts a weight that several blocks share, the cast it keeps from the first block
+    is not repeated, and the bits of the others differ.
+
+    Returns:
+        The regions of the forward pass and of its recomputation.
+    """
+    for mode in dispatch_modes():
+        if isinstance(mode, _EmulationMode):
+            return nullcontext(), mode.arithmetic.repetition()
+    return nullcontext(), nullcontext()
 
 
 def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
@@ -199,9 +302,10 @@ class _BlockedMode(TorchDispatchMode):
 
 
 class _EmulationMode(TorchDispatchMode):
-    def __init__(self, round_: Callable[[Tensor, torch.dtype], Tensor], partials: bool) -> None:
+    def __init__(self, arithmetic: Emulated16, partials: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._round = round_
+        self.arithmetic = arithmetic
+        self._round = arithmetic.round
         self._partials = partials
 
     def __torch_dispatch__(
@@ -213,7 +317,7 @@ class _EmulationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
-        target = _target(args, kwargs)
+        target = _target(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)
         wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
@@ -221,14 +325,17 @@ class _EmulationMode(TorchDispatchMode):
             result = blocked(func, wide_args, lambda x: self._round(x, torch.float16), wide_kwargs)
         else:
             result = func(*wide_args, **wide_kwargs)
-        stored = {}
+        stored: dict[int, Tensor] = {}
         for low, wide in _written(func, (args, kwargs), (wide_args, wide_kwargs)):
             stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
 
-        def finished(x: Any) -> Any:
-            return stored[id(x)] if id(x) in stored else self._rounded(x, target)
+        def finished(x: Any, dtype: torch.dtype) -> Any:
+            return stored[id(x)] if id(x) in stored else self._rounded(x, dtype)
 
-        return tree_map(finished, result)
+        if func.overloadpacket in NORMS:
+            first, *others = result
+            return (finished(first, args[0].dtype), *(finished(x, target) for x in others))
+        return tree_map(lambda x: finished(x, target), result)
 
     def _rounded(self, x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, Tensor) and x.dtype == torch.float32 and dtype in LOW:
@@ -241,11 +348,14 @@ class _EmulationMode(TorchDispatchMode):
         return to.copy_(source, non_blocking)
 
 
-def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
+def _target(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
     """The dtype PyTorch would give the result, where 16-bit numbers take part; else None.
 
     A dtype among the arguments decides; otherwise tensors are promoted, those without dimensions
-    counting only where there are no others.
+    counting only where there are no others. Of an op in `NORMS`, all results but the first.
+
+    Raises:
+        RuntimeError: dtypes are mixed that the op's own kernel does not take together.
     """
     leaves = tree_leaves((args, kwargs))
     named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]
@@ -254,8 +364,19 @@ def _target(args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:
         return None
     if named:
         return named[-1]
+    _check_mixed(func.overloadpacket, [t.dtype for t in tensors])
     decisive = [t for t in tensors if t.dim()] or tensors
     return reduce(torch.promote_types, (t.dtype for t in decisive))
+
+
+def _check_mixed(op: Any, dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse floating arguments' dtypes as kernels do: computed in float32, all would be taken."""
+    refused = len(set(dtypes)) > 1 and op in UNPROMOTED
+    if op in NORMS:
+        refused = not {*dtypes} <= {dtypes[0], torch.float32}
+    if refused:
+        names = " and ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes))
+        raise RuntimeError(f"{op}: floating arguments of one dtype are needed; got {names}")
 
 
 def _widen(x: Any) -> Any:

@@ -158,13 +158,15 @@ def _matmul(
     a, b = (args[i].float() for i in MATMULS[op])
     if op is aten.addbmm.default:  # a sum over the batch too: one matmul with a longer reduction
         a, b = a.transpose(0, 1).flatten(1), b.flatten(0, 1)
-    single = a.dim() == 2
-    if single:
+    shape = (*a.shape[:-1], *(b.shape[-1:] if b.dim() > 1 else ()))
+    if a.dim() == 1:
+        a = a[None]
+    if b.dim() == 1:
+        b = b[:, None]
+    if a.dim() == 2:
         a, b = a[None], b[None]
-    product = _accumulate(a, _given(b), round_)
-    if single:
-        product = product[0]
-    if op in (aten.mm.default, aten.bmm.default):
+    product = _accumulate(a, _given(b), round_).reshape(shape)
+    if MATMULS[op] == (0, 1):  # nothing is added
         return product
     total = alpha * product
     if beta != 0:  # with 0 the input is ignored, NaN and all

@@ -9,14 +9,14 @@ same for all of them. In a loop of one's own:
     for step, (x, y) in enumerate(batches, start=1):
         optimizer.zero_grad()
         precision.begin_step(step)
-        loss = loss_function(precision.forward(model, x), y)
+        loss = precision.loss(loss_function, precision.forward(model, x), y)
         precision.backward(loss)
         skipped = precision.step(optimizer)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Precision:
     Args:
         policy: the mode.
         caster: the region the forward pass runs in.
-        arithmetic: the region forward and backward passes run in.
+        arithmetic: the region forward pass, loss and backward pass run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
         layers: module names or globs to fp32, fp16 or bf16, the dtype each is kept in.
@@ -99,9 +99,26 @@ class Precision:
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """The model's output in the policy's output dtype (float32 unless it says otherwise)."""
-        with self.arithmetic.region(), self._caster.region():
-            output: Tensor = model(inputs)
-        return output.to(self._output_dtype)
+        with self.arithmetic.region():
+            with self._caster.region():
+                output: Tensor = model(inputs)
+            return output.to(self._output_dtype)
+
+    def loss(
+        self,
+        function: Callable[[Tensor, Tensor], Tensor],
+        output: Tensor,
+        target: Tensor,
+        share: float = 1,
+    ) -> Tensor:
+        """`share` of the loss `function(output, target)`, a scalar.
+
+        Not cast, but with the arithmetic of the rest: an output in 16 bits has its loss computed in
+        16 bits, which where they are emulated are rounded like every other result.
+        """
+        with self.arithmetic.region():
+            loss = function(output, target)
+            return loss if share == 1 else loss * share
 
     def backward(self, loss: Tensor) -> None:
         """Add the (scaled) loss's gradients to the parameters' `grad`."""

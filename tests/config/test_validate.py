@@ -161,6 +161,77 @@ def test_a_field_without_effect_is_told(overrides: list[str], sentence: str) -> 
     assert compose(overrides).warnings == (sentence,)
 
 
+def nothing_kept(mode: str) -> str:
+    return f"precision={mode} keeps nothing in 16 bits"
+
+
+ALWAYS = "a second moment in 16 bits is always rounded stochastically"
+NO_FIRST = "without train.optimizer.momentum no first moment is kept"
+SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rmsprop", "adamw"))
+LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        (["precision=fp32"], "rounding=stochastic", nothing_kept("fp32")),
+        (["precision=fp32", LAYER], "rounding=stochastic", nothing_kept("fp32")),
+        (["precision=tf32"], "rounding=kahan", nothing_kept("tf32")),
+        (["precision=bf16_mixed"], "rounding=kahan", nothing_kept("bf16_mixed")),
+        (["precision=bf16_mixed"], "rounding=stochastic", nothing_kept("bf16_mixed")),
+        (["precision=bf16_mixed", LOW_LAYER], "rounding=kahan", nothing_kept("bf16_mixed")),
+        (
+            ["precision=bf16_mixed", "execution=emulated"],
+            "rounding=stochastic",
+            nothing_kept("bf16_mixed"),
+        ),
+        ([*ADAMW, "precision.variance_dtype=float16"], "rounding=stochastic", ALWAYS),
+        (["precision=fp32"], "overflow=saturate", nothing_kept("fp32")),
+        (
+            ["precision=fp16_mixed", "loss_scale=static"],
+            "overflow=saturate",
+            nothing_kept("fp16_mixed"),
+        ),
+        (
+            ["precision=fp16_mixed", "loss_scale=none", "execution=native"],
+            "overflow=saturate",
+            nothing_kept("fp16_mixed"),
+        ),
+        (SGD, "momentum_dtype=float16", NO_FIRST),
+        (RMSPROP, "momentum_dtype=bfloat16", NO_FIRST),
+        (SGD, "variance_dtype=float16", "sgd keeps no second moment"),
+        ([*SGD, "precision=bf16_true"], "variance_dtype=float16", "sgd keeps no second moment"),
+    ],
+)
+def test_a_precision_field_without_effect_is_told(words: list[str], key: str, reason: str) -> None:
+    if key.startswith("overflow"):
+        reason += ", and native kernels never saturate"
+    sentence = f"precision.{key.split('=')[0]} has no effect: {reason}"
+    assert compose(["recipe=linear", *words, f"precision.{key}"]).warnings == (sentence,)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=bf16_true", "precision.rounding=kahan"],
+        ["precision=fp32", LOW_LAYER, "precision.rounding=stochastic"],
+        ["precision=fp32", "precision.layers_file=layers.yaml", "precision.rounding=stochastic"],
+        [*ADAMW, "precision.momentum_dtype=bfloat16", "precision.rounding=stochastic"],
+        [*ADAMW, "precision=bf16_mixed", "precision.momentum_dtype=bfloat16"],
+        ["precision.momentum_dtype=float16", "train.optimizer.momentum=0.9"],
+        [*RMSPROP, "precision.variance_dtype=float16", "precision.overflow=saturate"],
+        ["precision=bf16_mixed", "precision.rounding=stochastic", "precision.rounding_scope=all"],
+        ["precision=half_sr", "loss_scale=static", "precision.overflow=saturate"],
+        *(
+            ["precision=fp16_mixed", "loss_scale=static", "precision.overflow=saturate", word]
+            for word in ("execution=emulated", "precision.partials_dtype=float16")
+        ),
+    ],
+)
+def test_a_precision_field_with_effect_is_not(words: list[str]) -> None:
+    assert compose(["recipe=linear", *words]).warnings == ()
+
+
 @pytest.mark.parametrize(("optimizer", "field"), UNUSED)
 def test_a_parameter_the_optimizer_lacks_is_told(optimizer: str, field: str) -> None:
     name, parameter = f"train.optimizer.name={optimizer}", f"train.optimizer.{field}=0.5"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from mprun.build import footprint, plan
 from mprun.config import compose
+from mprun.numerics.footprint import measure
 
 PARAMETERS = (1024 * 512 + 512) * 4
 INPUTS = 64 * 1024 * 4
@@ -73,3 +75,18 @@ def test_measuring_leaves_the_random_numbers_of_the_run_alone() -> None:
     before = torch.get_rng_state()
     linear()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_frozen_parameter_has_no_gradient() -> None:
+    model = nn.Linear(8, 4)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    found = measure(step, model, optimizer)
+    assert found["parameters"] == (8 * 4 + 4) * 4
+    assert found["gradients"] == 8 * 4 * 4

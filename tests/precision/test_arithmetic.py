@@ -96,6 +96,20 @@ def test_a_product_is_that_of_exactly_rounded_inputs() -> None:
     assert torch.equal(found, exact_tf32(a) @ exact_tf32(b))
 
 
+def test_products_with_vectors_are_rounded_as_those_with_matrices() -> None:
+    torch.manual_seed(0)
+    a, v, c = torch.randn(8, 64), torch.randn(64), torch.randn(8)
+    with EmulatedTf32().region():
+        column = (a @ v[:, None])[:, 0]
+        products = [a @ v, torch.dot(a[0], v), torch.vdot(a[0], v), torch.addmv(c, a, v)]
+    wide = exact_tf32(a).double() @ exact_tf32(v).double()
+    for found, expected in zip(products, [wide, wide[0], wide[0], c + wide], strict=True):
+        # float32 sums of 64 products: off by some 64 * 2^-24, TF32's rounding by 2^-11.
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2**-14)
+    torch.testing.assert_close(products[0], column, rtol=0, atol=2**-14)
+    assert not torch.allclose(a @ v, column, rtol=0, atol=2**-14)  # what rounding changes
+
+
 def test_fused_attention_does_not_escape() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
@@ -115,6 +129,8 @@ OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         torch.ops.aten.addmm.default,
         (half(8, seed=0), half(4, 32, seed=1), half(32, 8, seed=2)),
     ),
+    "mv": (torch.ops.aten.mv.default, (half(8, 32, seed=0), half(32, seed=1))),
+    "dot": (torch.ops.aten.dot.default, (half(32, seed=0), half(32, seed=1))),
     "bmm": (torch.ops.aten.bmm.default, (half(2, 8, 16, seed=0), half(2, 16, 8, seed=1))),
     "convolution": (
         torch.ops.aten.convolution.default,

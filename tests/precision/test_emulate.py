@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import Emulated16
+from mprun.precision import Emulated16, same_rounding
 from mprun.precision.convert import accumulate_in
 from mprun.precision.emulate import EXACT, partials_substitutions
 
@@ -231,6 +233,60 @@ def test_running_statistics_are_updated_in_16_bits(dtype: torch.dtype) -> None:
         evaluated = ours.eval()(x)
     assert evaluated.dtype == dtype
     assert ours.num_batches_tracked.item() == 5
+
+
+NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "batch_norm": (lambda: nn.BatchNorm2d(6), (4, 6, 5, 5)),
+    "batch_norm_without_weights": (lambda: nn.BatchNorm2d(6, affine=False), (4, 6, 5, 5)),
+    "group_norm": (lambda: nn.GroupNorm(3, 6), (4, 6, 5, 5)),
+    "layer_norm": (lambda: nn.LayerNorm(24), (7, 24)),
+    "layer_norm_without_bias": (lambda: nn.LayerNorm(24, bias=False), (7, 24)),
+    "layer_norm_without_weights": (lambda: nn.LayerNorm(24, elementwise_affine=False), (7, 24)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(6, affine=True), (4, 6, 5, 5)),
+    "instance_norm_without_weights": (lambda: nn.InstanceNorm2d(6), (4, 6, 5, 5)),
+    "rms_norm": (lambda: nn.RMSNorm(24), (7, 24)),
+}
+
+
+class Normed:
+    """One forward and backward pass of a normalization of 16-bit numbers with float32 weights."""
+
+    def __init__(self, name: str, dtype: torch.dtype, train: bool, emulate: bool) -> None:
+        make, shape = NORMS[name]
+        layer = make().train(train)
+        x = (2 + 3 * normal(*shape)).to(dtype).requires_grad_()
+        self.kept: list[Tensor] = []
+        region = emulated().region if emulate else nullcontext
+        with (
+            region(),
+            torch.autocast("cpu", dtype),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t),
+        ):
+            output: Tensor = layer(x)
+        with region():
+            output.backward(normal(*shape, seed=3).to(output.dtype))
+        gradients = [x.grad, *(p.grad for p in layer.parameters())]
+        self.results = [output, *(g for g in gradients if g is not None), *layer.buffers()]
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.kept.append(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_with_float32_weights_give_native_dtypes(
+    name: str, dtype: torch.dtype, train: bool
+) -> None:
+    """As autocast computes them on a CPU; values are off by a few roundings as those above."""
+    ours, native = (Normed(name, dtype, train, emulate) for emulate in (True, False))
+    assert ours.results[0].dtype == dtype
+    assert [x.dtype for x in ours.results] == [x.dtype for x in native.results]
+    assert [x.dtype for x in ours.kept] == [x.dtype for x in native.kept]
+    floor = DB_PER_BIT * SIGNIFICAND[dtype] - 15
+    for mine, expected in zip(ours.results, native.results, strict=True):
+        assert sqnr_db(mine, expected) > floor
 
 
 # ---- single ops --------------------------------------------------------------------------------
@@ -488,6 +544,69 @@ def test_mixed_and_explicit_dtypes_give_native_dtypes(name: str, dtype: torch.dt
     torch.testing.assert_close(found, native, rtol=unit, atol=0.1 * unit)
 
 
+def float32(*shape: int) -> Tensor:
+    return torch.full(shape, 0.1)
+
+
+# What native kernels refuse; `x` is [7, 24] in 16 bits.
+UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
+    "mm": lambda x: x @ float32(24, 5),
+    "mm other 16 bits": lambda x: x.half() @ x.bfloat16().T,
+    "mm float64": lambda x: x.double() @ x.T,
+    "addmm": lambda x: torch.addmm(float32(7, 7), x, x.T),
+    "addmm_": lambda x: float32(7, 7).addmm_(x, x.T),
+    "bmm": lambda x: x[None] @ float32(1, 24, 5),
+    "baddbmm": lambda x: torch.baddbmm(float32(1, 7, 7), x[None], x.T[None]),
+    "mv": lambda x: x @ float32(24),
+    "addmv": lambda x: torch.addmv(float32(7), x, x[0]),
+    "dot": lambda x: torch.dot(x[0], float32(24)),
+    "linear": lambda x: F.linear(float32(7, 24), x),
+    "linear bias": lambda x: F.linear(x, x, float32(7)),
+    "conv1d": lambda x: F.conv1d(x[None], float32(2, 7, 3)),
+    "conv_transpose1d": lambda x: F.conv_transpose1d(x[None], float32(7, 2, 3)),
+    "einsum": lambda x: torch.einsum("ij,jk->ik", x, float32(24, 5)),
+    "lstm": lambda x: nn.LSTM(24, 4).to(x.dtype)(x, (float32(1, 4), float32(1, 4))),
+    "gru_cell": lambda x: nn.GRUCell(24, 4).to(x.dtype)(x, float32(7, 4)),
+    "attention": lambda x: nn.MultiheadAttention(24, 2).to(x.dtype)(*[float32(7, 24)] * 3),
+    "grid_sample": lambda x: F.grid_sample(x[None, None], float32(1, 3, 3, 2), align_corners=False),
+    "embedding_bag": lambda x: F.embedding_bag(
+        torch.tensor([[0, 1]]), x, mode="sum", per_sample_weights=float32(1, 2)
+    ),
+    "cross": lambda x: torch.linalg.cross(x[:, :3], float32(7, 3)),
+    "index_add": lambda x: x.index_add(0, torch.tensor([0]), float32(1, 24)),
+    "index_put": lambda x: x.index_put((torch.tensor([0]),), float32(24)),
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, float32(7, 24)),
+    "scatter": lambda x: x.scatter(0, torch.zeros(1, 24).long(), float32(1, 24)),
+    "scatter_add": lambda x: x.scatter_add(0, torch.zeros(1, 24).long(), float32(1, 24)),
+    "layer_norm": lambda x: F.layer_norm(float32(7, 24), (24,), x[0], x[0]),
+    "group_norm": lambda x: F.group_norm(float32(7, 24), 3, x[0], x[0]),
+    "batch_norm": lambda x: nn.BatchNorm1d(24).to(x.dtype)(float32(7, 24)),
+    "batch_norm eval": lambda x: nn.BatchNorm1d(24).to(x.dtype).eval()(float32(7, 24)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+@pytest.mark.parametrize("name", UNPROMOTED)
+def test_what_native_kernels_do_not_promote_is_refused(name: str, dtype: torch.dtype) -> None:
+    x = A.to(dtype)
+    with pytest.raises(RuntimeError):
+        UNPROMOTED[name](x)
+    with emulated().region(), pytest.raises(RuntimeError):
+        UNPROMOTED[name](x)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=short)
+def test_one_float32_tensor_does_not_make_a_model_float32(dtype: torch.dtype) -> None:
+    """The sum is promoted, as it is natively; the layer after it is where PyTorch objects."""
+    first, second = nn.Linear(16, 8).to(dtype), nn.Linear(8, 4).to(dtype)
+    x = normal(*VECTORS).to(dtype)
+    with emulated().region():
+        hidden = first(x) + torch.sin(torch.arange(8.0))
+        assert hidden.dtype == torch.float32
+        with pytest.raises(RuntimeError, match=r"one dtype are needed; got .*float32"):
+            second(hidden)
+
+
 def test_what_has_no_16_bit_number_is_untouched() -> None:
     numbers, flags, words = A.clone(), A > 0, torch.arange(24)
     arithmetic = emulated("stochastic")
@@ -674,6 +793,100 @@ def test_forward_and_backward_are_the_same_bits_again() -> None:
     assert not torch.equal(again[0], nearest["0.weight"])
 
 
+class Blocks(nn.Module):
+    """Three blocks, each checkpointed by `run`, the last one inside another one."""
+
+    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        block = [nn.Linear(24, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, 24)]
+        self.first, self.second, self.third = (
+            nn.Sequential(*copy.deepcopy(block)) for _ in range(3)
+        )
+        for p in self.parameters():
+            p.data = torch.randn(p.shape, generator=generator).half() / 5
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(self.second, self.run(self.first, x) * 0.3) * 0.3
+        return self.run(lambda x: self.run(self.third, x + 0.1) * 0.3, x)
+
+    def gradients(self, arithmetic: Emulated16) -> list[Tensor]:
+        torch.manual_seed(2)
+        self.zero_grad()
+        x = A.half().requires_grad_()
+        arithmetic.begin_step(5)
+        with arithmetic.region():
+            loss = self(x).float().square().sum()
+            loss.backward()
+        return [loss, *(p.grad for p in (x, *self.parameters()) if p.grad is not None)]
+
+
+def recomputed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    found: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=same_rounding)
+    return found
+
+
+@pytest.mark.parametrize("partials", ["float32", "float16"])
+def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
+    arithmetic = emulated("stochastic", partials=partials)
+    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Blocks(recomputed).gradients(arithmetic)
+    assert len(found) == len(expected) == 14
+    for mine, plain in zip(found, expected, strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activations_recomputed_with_other_bits_are_warned_of_once(reentrant: bool) -> None:
+    arithmetic = emulated("stochastic")
+    blocks = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    with pytest.warns(UserWarning, match="context_fn=mprun.precision.same_rounding") as told:
+        found = [blocks.gradients(arithmetic) for _ in range(2)]
+    assert sum("same_rounding" in str(x.message) for x in told) == 1
+    expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
+    assert torch.equal(found[0][0], expected[0])  # the loss
+    assert not all(torch.equal(x, y) for x, y in zip(found[0], expected, strict=True))
+
+
+def test_a_second_backward_pass_recomputes_the_same_activations() -> None:
+    arithmetic, saved = emulated("stochastic"), []
+    x = A.half().requires_grad_()
+
+    def block(x: Tensor) -> Tensor:
+        x = (x * 0.3).exp()
+        saved.append(x.detach())
+        return x * x
+
+    arithmetic.begin_step(1)
+    with arithmetic.region():
+        loss = recomputed(block, x).float().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert len(saved) == 3
+    assert torch.equal(saved[0], saved[1])
+    assert torch.equal(saved[0], saved[2])
+
+
+def test_nothing_is_warned_of_where_nothing_is_rounded_anew() -> None:
+    nearest = emulated("nearest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=False))
+        found = plain.gradients(nearest)
+        expected = Blocks(recomputed).gradients(nearest)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        recomputed(nn.Linear(24, 3), A.requires_grad_(False)).sum().backward()  # native
+        arithmetic = emulated("stochastic")
+        arithmetic.begin_step(1)
+        x = A.half().requires_grad_()
+        with arithmetic.region():  # the gradient of a gradient is no recomputation
+            (slope,) = torch.autograd.grad((x * x * x).sum(), x, create_graph=True)
+            slope.sum().backward()
+
+
 def test_outside_a_step_rounding_is_to_nearest() -> None:
     a, b = A.half(), B.half()
     arithmetic, expected = emulated("stochastic"), (A.half().float() * B.half().float()).half()
@@ -800,6 +1013,8 @@ def test_partials_stagnate_in_float16_forward(partials: str, expected: float) ->
     x, w = STAGNATING.half()[None], torch.ones(3, K).half()
     with emulated(partials=partials).region():
         assert torch.mm(x, w.T).tolist() == [[expected] * 3]
+        assert (w @ x[0]).tolist() == F.linear(x[0], w).tolist() == [expected] * 3
+        assert torch.dot(x[0], w[0]).item() == expected
         assert F.linear(x, w, torch.zeros(3).half()).tolist() == [[expected] * 3]
         assert F.conv1d(x[None], w[:, None]).flatten().tolist() == [expected] * 3
         assert torch.bmm(x[None], w.T[None]).flatten().tolist() == [expected] * 3

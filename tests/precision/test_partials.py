@@ -93,6 +93,10 @@ def matmul_args(k: int, make: Any = normal) -> dict[str, tuple[Any, tuple[Tensor
         "addmm": (aten.addmm.default, (make(4, seed=5), a, b)),
         "baddbmm": (aten.baddbmm.default, (make(2, 1, 4, seed=6), many_a, many_b)),
         "addbmm": (aten.addbmm.default, (make(3, 4, seed=7), many_a, many_b)),
+        "mv": (aten.mv.default, (a, b[:, 0])),
+        "addmv": (aten.addmv.default, (make(3, seed=8), a, b[:, 0])),
+        "dot": (aten.dot.default, (a[0], b[:, 0])),
+        "vdot": (aten.vdot.default, (a[0], b[:, 0])),
     }
 
 
@@ -128,6 +132,20 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     op, args = made["addbmm"]
     long = naive(torch.cat(list(many_a), 1), torch.cat(list(many_b), 0))
     assert torch.equal(blocked(op, args, half), (args[0] + long).half().float())
+
+
+@pytest.mark.parametrize("k", [0, 1, 64, 200])
+def test_products_with_vectors_are_those_with_matrices_of_one_column(k: int) -> None:
+    made = matmul_args(k, on_grid)
+    a, v = made["mv"][1]
+    column = blocked(aten.mm.default, (a, v[:, None]), half)
+    assert torch.equal(blocked(*made["mv"], half), column[:, 0])
+    assert torch.equal(blocked(*made["dot"], half), column[0, 0])
+    assert torch.equal(blocked(*made["vdot"], half), column[0, 0])
+    op, (added, *factors) = made["addmv"]
+    scale = {"beta": 0.5, "alpha": 2}
+    expected = (0.5 * added + 2 * column[:, 0]).half().float()
+    assert torch.equal(blocked(op, (added, *factors), half, scale), expected)
 
 
 def test_partials_round_where_a_single_rounding_would_not() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from mprun.precision import (
     AutocastCaster,
     ClipNorm,
+    Emulated16,
     NativeArithmetic,
     NoCaster,
     NoClip,
@@ -66,6 +67,38 @@ def test_output_dtype_can_be_left_as_computed() -> None:
     assert ours.forward(model, torch.randn(2, 4)).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("overflow", ["infinity", "saturate"])
+def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
+    """Told by saturation, which native kernels do not have."""
+    row = replace(policy("fp16_mixed"), output_dtype="float16", overflow=overflow)
+    arithmetic = Emulated16("nearest", overflow, "float32", seed=0)
+    ours = Precision(row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), NoClip())
+    largest = 65504.0 if overflow == "saturate" else torch.inf
+
+    output = ours.forward(nn.Identity(), torch.tensor([1e6, 1.0]))
+    assert output.dtype == torch.float16
+    assert output.tolist() == [largest, 1.0]
+
+    output, target = torch.full((2,), 300.0).half(), torch.zeros(2).half()
+    loss = ours.loss(nn.functional.mse_loss, output, target)
+    assert loss.dtype == torch.float16
+    assert loss.item() == largest
+    assert ours.loss(nn.functional.mse_loss, output / 300, target, share=0.5).item() == 0.5
+
+
+def test_a_16_bit_loss_is_rounded_stochastically_in_training() -> None:
+    row = replace(policy("half_sr_full"), output_dtype="float16")
+    arithmetic = Emulated16("stochastic", "infinity", "float32", seed=0)
+    ours = Precision(row, NoCaster(), arithmetic, NoLossScale(), NoClip())
+    output, target = torch.full((1,), 1.0).half(), torch.zeros(1).half()
+    found = []
+    for step in range(64):
+        ours.begin_step(step)
+        found.append(ours.loss(nn.functional.mse_loss, output, target, share=1 / 3).item())
+    third = torch.tensor(1 / 3).half()
+    assert set(found) == {third.item(), torch.nextafter(third, torch.ones(()).half()).item()}
+
+
 def test_casting_ends_with_the_forward_pass() -> None:
     ours, model = precision("bf16_mixed"), Spy()
     ours.forward(model, torch.randn(2, 4))
@@ -81,6 +114,26 @@ def test_convert_keeps_tied_parameters_tied_and_integers_integer() -> None:
     assert model[2].running_mean.dtype == torch.float16
     assert model[2].num_batches_tracked.dtype == torch.int64
     assert sum(1 for _ in model.parameters()) == 5
+
+
+class TwoNames(nn.Module):
+    """One weight and one buffer, each under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode = nn.Parameter(torch.randn(3, 3))
+        self.decode = self.encode
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("inverse", self.scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_convert_keeps_two_names_of_one_tensor_in_a_module(dtype: torch.dtype) -> None:
+    model = convert(TwoNames(), CPU, dtype)
+    assert model.decode is model.encode
+    assert model.inverse is model.scale
+    assert model.encode.dtype == model.scale.dtype == dtype
+    assert sum(1 for _ in model.parameters()) == 1
 
 
 def test_convert_keeps_values_and_sets_the_memory_format() -> None:

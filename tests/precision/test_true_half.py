@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from mprun.build import Plan, build_loss_scale, build_parts, plan
+from mprun.build.plan import data_request
 from mprun.config import compose
+from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
+from mprun.recipe import Classification
 from mprun.runner import Parts
 
 CPU = torch.device("cpu")
@@ -54,7 +58,7 @@ class Step:
         parts.precision.begin_step(1)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
             self.output = parts.precision.forward(parts.model, self.batch.inputs)
-        self.loss = parts.recipe.loss(self.output, self.batch.targets)
+        self.loss = parts.precision.loss(parts.recipe.loss, self.output, self.batch.targets)
         parts.precision.backward(self.loss)
         self.gradients = {name: p.grad for name, p in parts.model.named_parameters()}
 
@@ -84,6 +88,33 @@ def test_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not(
     wide = [x for x in step.kept if x.dtype != dtype]
     assert [x.shape for x in wide] == ([(8, 10)] if recipe == "fashion_mnist" else [])
     assert len(step.kept) > len(wide)
+
+
+@dataclass(frozen=True)
+class Tokens(Classification):
+    """Two classes of four token ids."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(9, 5), nn.Flatten(), nn.Linear(20, 2))
+
+    def data(self, request: DataRequest) -> Splits:
+        ids = torch.arange(32).view(8, 4) % 9
+        part = TensorSet(ids, torch.arange(8) % 2)
+        return Splits("tokens", "generated", part, part.first(0), part.first(0))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "bf16_true", "half_sr_full"])
+def test_integer_inputs_stay_integer(mode: str) -> None:
+    chosen = planned(*LINEAR, f"precision={mode}", "device=cpu")
+    recipe = Tokens()
+    splits = recipe.data(data_request(chosen.config))
+    parts = build_parts(replace(chosen, recipe=recipe, splits=splits))
+    step = Step(parts)
+    assert step.batch.inputs.dtype == torch.int64
+    assert bool(step.loss.isfinite())
 
 
 @pytest.mark.parametrize(("mode", "execution"), EXECUTIONS)
@@ -118,6 +149,13 @@ def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
     with torch.no_grad():
         found = [parts.precision.forward(parts.model, batch.inputs) for _ in range(2)]
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("moment", ["momentum", "variance"])
+def test_the_dtype_of_a_moment_that_is_not_kept_changes_no_optimizer(moment: str) -> None:
+    words = [*LINEAR, "train.optimizer.name=sgd", "device=cpu"]
+    parts = build_parts(planned(*words, "precision=fp32", f"precision.{moment}_dtype=float16"))
+    assert type(parts.optimizer) is torch.optim.SGD
 
 
 def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
