@@ -25,6 +25,11 @@ COMMON = (
     "train.log_every",
     "train.checkpoint_every_steps",
     "precision.layers",
+    "op_lists.lower_file",
+    "op_lists.fp32_file",
+    "op_lists.promote_file",
+    "op_lists.strict",
+    "op_lists.verbose",
     "loss_scale.value",
     "data.source",
     "data.root",
@@ -40,6 +45,7 @@ what it buys.
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
   mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
   mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
+  mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=outputs/DATE/TIME        (go on where a run stopped)
 """
 
