@@ -16,12 +16,14 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensorMode",
     "backward_node",
     "dispatch_modes",
+    "function_modes",
     "in_backward",
     "in_recomputation",
     "is_fake",
@@ -35,6 +37,15 @@ __all__ = [
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
     return torch._C._current_autograd_node() is not None
+
+
+def function_modes() -> list[TorchFunctionMode]:
+    """The function modes calls of this thread go through, the outermost first.
+
+    A thread that autograd runs a device's backward pass on has those of the thread that called it.
+    """
+    modes: list[TorchFunctionMode] = _get_current_function_mode_stack()
+    return modes
 
 
 def backward_node() -> int | None:

@@ -27,7 +27,6 @@ from mprun.numerics.observe import Observer, Op, Value
 from mprun.precision import Arithmetic, Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.casts import Casts
-from mprun.precision.op_lists.mode import casts_are_off
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
 """How the rules of lists are called in a trace; the others go by their own names."""
@@ -69,9 +68,7 @@ class Calls:
 
     def current(self) -> Call | None:
         """The call whose ops run now."""
-        if self._stack:
-            return self._stack[-1]
-        return Call(0, "", "disabled") if casts_are_off() else None
+        return self._stack[-1] if self._stack else None
 
 
 class LabelledCaster:

@@ -134,7 +134,8 @@ def _wrap(
         return to_layer(value, dtype) if floating else value
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
         with region():
-            return inner(*tree_map(cast, args), **tree_map(cast, kwargs))
+            return inner(*args, **kwargs)
 
     module.forward = forward

@@ -16,7 +16,6 @@ and must cast it as before. What tells it from the rest is that it records a gra
 from __future__ import annotations
 
 import functools
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from mprun._torch import in_backward
+from mprun._torch import function_modes, in_backward
 from mprun.op_list_file import KINDS
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.bodies import OPERATORS, calls_of
@@ -81,7 +80,7 @@ class Table:
             "first input": rules.first_input(cast),
             "as it is": rules.plain,
         }
-        self.handlers: dict[Function, Handler] = {f: self.make(f) for f in _functions()}
+        self.handlers: dict[Function, Handler | _Inside] = {f: self.make(f) for f in _functions()}
 
     def rule(self, name: str) -> str:
         """The rule of an op: its list, or what holds for ops on none."""
@@ -90,7 +89,7 @@ class Table:
                 return kind
         return "first input" if self.lists.first_input else "as it is"
 
-    def make(self, function: Function) -> Handler:
+    def make(self, function: Function) -> Handler | _Inside:
         """The handler of a function."""
         name = name_of(function)
         if (said := getattr(function, "cast_rule", None)) is not None or name in rules.EXPLICIT:
@@ -118,6 +117,13 @@ class Table:
             return True
         inner = {canonical for word in called for canonical in spelled(word)}
         return any(self.rule(op) in KINDS for op in inner - {name, f"{name}_"})
+
+    def off(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function where casts are disabled."""
+        if self._watcher is None:
+            return function(*args, **kwargs)
+        with self._watcher.op(name_of(function) or "", "disabled"):
+            return function(*args, **kwargs)
 
     def _norm(self, name: str, rule: str) -> Handler:
         """The activation alone is cast, but where that cannot be or float32 is wanted of all."""
@@ -157,7 +163,34 @@ def _functions() -> tuple[Function, ...]:
     return tuple(dict.fromkeys(f for f in found if callable(f)))
 
 
-def _inside(function: Any, whole: Handler) -> Handler:
+class _Inside:
+    """A handler that runs the body of a Python function with the mode on.
+
+    Args:
+        body: a copy of the function that does not hand itself to modes.
+        whole: the handler where the body hands the function itself on again: its inside cannot be
+            seen.
+    """
+
+    def __init__(self, body: Function, whole: Handler) -> None:
+        self._body = body
+        self._whole = whole
+
+    def run(
+        self, mode: _Mode, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call `function`, handed on by `mode`."""
+        if mode.inside is function:
+            return self._whole(function, args, kwargs)
+        before, mode.inside = mode.inside, function
+        try:
+            with mode:
+                return self._body(*args, **kwargs)
+        finally:
+            mode.inside = before
+
+
+def _inside(function: Any, whole: Handler) -> _Inside:
     """Runs the body of a Python function with the mode on.
 
     Such a function begins by asking whether a mode is there and handing itself to it; its copy is
@@ -178,18 +211,7 @@ def _inside(function: Any, whole: Handler) -> Handler:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
 
-    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        mode = _here.mode
-        if mode is None or mode.inside is function:
-            return whole(function, args, kwargs)
-        before, mode.inside = mode.inside, function
-        try:
-            with mode:
-                return copy(*args, **kwargs)
-        finally:
-            mode.inside = before
-
-    return handler
+    return _Inside(copy, whole)
 
 
 def _no(*_: object) -> bool:
@@ -199,22 +221,27 @@ def _no(*_: object) -> bool:
 class _Mode(TorchFunctionMode):
     """Hands each call to its handler in the table of the innermost region."""
 
-    def __init__(self, table: Table | None) -> None:
+    def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
+        self.off = False
         self.inside: Function | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         table = self.table
-        if table is None or not (torch.is_grad_enabled() or _casts_without_graph()):
+        if self.off:
+            return table.off(func, args, kwargs or {})
+        if not (torch.is_grad_enabled() or _casts_without_graph()):
             return func(*args, **(kwargs or {}))
         handler = table.handlers.get(func)
         if handler is None:
             if torch.compiler.is_compiling():
                 return func(*args, **(kwargs or {}))
             handler = table.handlers[func] = table.make(func)
+        if isinstance(handler, _Inside):
+            return handler.run(self, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
 
 
@@ -223,35 +250,35 @@ def _casts_without_graph() -> bool:
     return torch.compiler.is_compiling() or not in_backward()
 
 
-class _Here(threading.local):
-    mode: _Mode | None = None
-
-
-_here = _Here()
+def _current() -> _Mode | None:
+    """The mode the calling thread is in."""
+    return next((m for m in reversed(function_modes()) if isinstance(m, _Mode)), None)
 
 
 @contextmanager
-def region(table: Table | None) -> Iterator[None]:
-    """Calls are cast by `table` inside; the innermost region alone holds; None casts nothing."""
-    mode = _here.mode
-    if mode is not None:
-        before, mode.table = mode.table, table
-        try:
+def region(table: Table) -> Iterator[None]:
+    """Calls are cast by `table` inside; of regions in one another the innermost holds."""
+    mode = _current()
+    if mode is None:
+        with _Mode(table):
             yield
-        finally:
-            mode.table = before
         return
-    _here.mode = _Mode(table)
+    before = mode.table, mode.off
+    mode.table, mode.off = table, False
     try:
-        with _here.mode:
-            yield
+        yield
     finally:
-        _here.mode = None
+        mode.table, mode.off = before
 
 
-def casts_are_off() -> bool:
-    """Whether the calling thread is in a region in which nothing is cast by op lists."""
-    return _here.mode is not None and _here.mode.table is None
+@contextmanager
+def _off(mode: _Mode) -> Iterator[None]:
+    """Nothing is cast by `mode` inside."""
+    before, mode.off = mode.off, True
+    try:
+        yield
+    finally:
+        mode.off = before
 
 
 @contextmanager
@@ -269,8 +296,8 @@ def disable_casts() -> Iterator[None]:
     """
     on = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
     with ExitStack() as stack:
-        if _here.mode is not None:
-            stack.enter_context(region(None))
+        if (mode := _current()) is not None:
+            stack.enter_context(_off(mode))
         for device_type in on:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
