@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
 def step_table(found: Mapping[str, Any]) -> Table:
     """A row for each call and each op outside of one, in the order they ran."""
-    table = Table(title="one training step", title_justify="left")
+    table = Table(title="one training step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
     for column in ("phase", "module", "op", "rule", "in", "out", "casts"):
-        table.add_column(column, overflow="fold")
-    for column in ("time", "of casts"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("phase", "rule", "out"))
+    for column in ("ms", "casts ms"):
         table.add_column(column, justify="right", no_wrap=True)
     for row, count in _merged(found["rows"]):
         table.add_row(
