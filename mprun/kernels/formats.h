@@ -86,7 +86,9 @@ static inline BF16 split_BF16(float x, int16_t *remainder) {
 }
 
 static inline float merge_BF16(BF16 x, int16_t remainder) {
-  return number(((uint32_t)x << 16) + (uint32_t)(int32_t)remainder);
+  uint32_t wide = (uint32_t)x << 16, magnitude = wide & MAGNITUDE;
+  uint32_t whole = magnitude + (uint32_t)(int32_t)remainder; /* a huge one where below zero */
+  return number(choose(whole > INFINITE, magnitude, whole) | (wide & ~MAGNITUDE));
 }
 
 /* ---- float16 ---- */
@@ -131,8 +133,10 @@ static inline F16 split_F16(float x, int16_t *remainder) {
 
 static inline float merge_F16(F16 x, int16_t remainder) {
   uint32_t bits = pattern(load_F16(x)), wide = bits & MAGNITUDE, add = (uint32_t)(int32_t)remainder;
+  /* Below zero it has a sign, and so is a huge one here. */
   uint32_t small = pattern(number(pattern(number(wide) + 0x1p-14f) + add) - 0x1p-14f);
-  return number(choose(wide < QUANTUM, small, wide + add) | (bits & 0x80000000u));
+  uint32_t whole = choose(wide < QUANTUM, small, wide + add);
+  return number(choose((whole > INFINITE) | (wide >= INFINITE), wide, whole) | (bits & ~MAGNITUDE));
 }
 
 #define PASTE(a, b) a##b

@@ -239,10 +239,20 @@ FORMATS = """
       rounded[i] = split_##T(from[i], rest + i);                                          \\
       merged[i] = merge_##T(rounded[i], rest[i]);                                         \\
     }}                                                                                    \\
+  }}                                                                                      \\
+  void merge_all_##T(const T *rounded, const int16_t *rest, int64_t n, float *merged) {{  \\
+    for (int64_t i = 0; i < n; i++) merged[i] = merge_##T(rounded[i], rest[i]);           \\
   }}
 ALL(F16)
 ALL(BF16)
 """
+
+
+def formats(folder: Path, overflow: str) -> ctypes.CDLL:
+    source = folder / "all.c"
+    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
+    # The loader takes sources of its own folder; an absolute path replaces that folder.
+    return kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
 
 
 @needs_compiler
@@ -252,10 +262,7 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
     dtype: torch.dtype, overflow: str, tmp_path: Path
 ) -> None:
     """Nearest, loading, split and merge, which the optimizers' kernel is made of."""
-    source = tmp_path / "all.c"
-    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
-    # The loader takes sources of its own folder; an absolute path replaces that folder.
-    library = kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
+    library = formats(tmp_path, overflow)
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     x = torch.cat([random_patterns(500_000), in_float16s_range(500_000), edges(), every])
     nearest, rounded = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=dtype)
@@ -272,6 +279,21 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
         assert_same(rounded, expected[0])
         assert torch.equal(rest, expected[1])
         assert_same(merged, merge(*expected))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Every number of the dtype, sixteen times, with remainders that are not its own."""
+    rounded = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).repeat(16)
+    generator = torch.Generator().manual_seed(3)
+    rest = torch.randint(-(2**15), 2**15, rounded.shape, generator=generator, dtype=torch.int16)
+    merged = torch.empty(rounded.shape)
+    function: Any = formats(tmp_path, "infinity")[f"merge_all_{stochastic_module.C_TYPES[dtype]}"]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (rounded, rest, merged)]
+    function(*pointers[:2], ctypes.c_int64(rest.numel()), pointers[2])
+    assert_same(merged, merge(rounded.view(dtype), rest))
 
 
 # ---- without a compiler ----

@@ -214,6 +214,39 @@ def test_kahan_in_bfloat16_passes_through_zero_and_subnormals() -> None:
         assert same_bits(merge(p.detach(), a.state[p]["remainder"]), q.detach())
 
 
+def pruned(p: Tensor) -> None:
+    p.mul_(torch.arange(p.numel()) % 2)
+
+
+def clamped(p: Tensor) -> None:
+    p.clamp_(max=0)
+
+
+def exchanged(p: Tensor) -> None:
+    p.copy_(torch.where(p.float() > 0, 0.0, math.inf))
+
+
+@pytest.mark.parametrize("change", [pruned, clamped, exchanged])
+@pytest.mark.parametrize("dtype", LOW)
+def test_kahans_parameters_may_be_written_by_others(
+    dtype: torch.dtype, change: Callable[[Tensor], None]
+) -> None:
+    """A zero with a remainder below it is a zero, not the NaN those bits would add up to."""
+    found = []
+    for engine in ("eager", None):
+        (p,) = parameters([normal((1000,), 0, dtype)])
+        optimizer = AdamW([p], lr=0.01, rounding="kahan", engine=engine)
+        for step in range(6):
+            p.grad = normal(p.shape, step, dtype)
+            optimizer.step()
+            assert not p.isnan().any()
+            with torch.no_grad():
+                change(p)
+            assert (optimizer.state[p]["remainder"][p == 0] < 0).any()
+        found.append(optimizer)
+    assert unlike(*found) == []
+
+
 # ---- state ----
 
 
