@@ -280,17 +280,50 @@ class LowPrecisionOptimizer(Optimizer):
         return torch.stack([x.reshape(()) for x in made]).float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`; moments keep the dtype they were saved in.
+        """Continue from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
 
-        PyTorch's own method would cast them to the parameter's.
+        Moments keep the dtype they were saved in (PyTorch's own method would cast them to the
+        parameter's) until the step, which takes them to that of the options. Options that
+        `state_dict` does not have stay as they are.
+
+        Raises:
+            ValueError: groups or parameters are not as many, or an option of `torch.optim` changes
+                the formula.
         """
         with load_hooks_run(self, state_dict) as state_dict:
-            super().load_state_dict(state_dict)
+            _check_saved(state_dict)
+            before = [dict(group) for group in self.param_groups]
+            # A hook, and the first one, so that the others find the state whole.
+            whole = self.register_load_state_dict_post_hook(
+                lambda _: self._make_whole(state_dict, before), prepend=True
+            )
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                whole.remove()
+
+    def _make_whole(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        """The loaded state, with the options of the groups `before` and moments as saved."""
+        for group, old in zip(self.param_groups, before, strict=True):
+            for name, value in old.items():
+                group.setdefault(name, value)
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         here = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, here, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+            values = state_dict["state"].get(index, {})
+            state = {k: torch.as_tensor(v) for k, v in values.items() if v is not None}
+            if state and "step" not in state:  # torch.optim.SGD counts none; it was not the first
+                state["step"] = torch.ones(())
+            if index in state_dict["state"]:
+                self.state[p] = {k: v.to(p.device, copy=True) for k, v in state.items()}
+
+
+def _check_saved(state_dict: dict[str, Any]) -> None:
+    """Raises `ValueError` for an option of `torch.optim` that is none here and changes steps."""
+    for group in state_dict["param_groups"]:
+        for name in ("amsgrad", "centered", "maximize"):
+            if group.get(name):
+                raise ValueError(f"{name}={group[name]} in the state; legal is False")
 
 
 def not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:

@@ -70,6 +70,8 @@ ORACLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         *(SGD, torch.optim.SGD),
         {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.01, "nesterov": True},
     ),
+    "sgd_dampened": (SGD, torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
+    "sgd_dampening_nothing": (SGD, torch.optim.SGD, {"lr": 0.05, "dampening": 0.5}),
     "rmsprop": (RMSprop, torch.optim.RMSprop, {"lr": 0.01}),
     "rmsprop_options": (
         *(RMSprop, torch.optim.RMSprop),
@@ -319,6 +321,63 @@ def test_a_load_hook_can_change_what_is_loaded() -> None:
     optimizer.register_load_state_dict_pre_hook(doubled)
     optimizer.load_state_dict(optimizer.state_dict())
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
+@pytest.mark.parametrize("name", ORACLES)
+def test_a_state_of_torchs_optimizer_is_continued(name: str, rounding: str) -> None:
+    """As torch goes on itself; options that torch does not have stay those given here."""
+    ours, torchs, options = ORACLES[name]
+    theirs = parameters([normal((50,), 0), normal((4, 3), 1)])
+    before = torchs(theirs, **options)
+    for step in range(6):
+        if step == 3:
+            mine = parameters(p.detach() for p in theirs)
+            after = ours(mine, lr=1.0, rounding=rounding, seed=3)
+            after.load_state_dict(before.state_dict())
+            (group,) = after.param_groups
+            assert (group["rounding"], group["seed"]) == (rounding, 3)
+            assert group["lr"] == options["lr"]
+        for n, p in enumerate(theirs):
+            p.grad = normal(p.shape, 10 * step + n)
+        before.step()
+        if step >= 3:
+            for p, q in zip(mine, theirs, strict=True):
+                p.grad = q.grad
+            after.step()
+    bound = 3 * 10 * EPS
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=bound, atol=4 * bound)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torchs", "option"),
+    [
+        (AdamW, torch.optim.AdamW, "amsgrad"),
+        (RMSprop, torch.optim.RMSprop, "centered"),
+        (SGD, torch.optim.SGD, "maximize"),
+    ],
+)
+def test_a_state_of_another_formula_is_refused(ours: Any, torchs: Any, option: str) -> None:
+    p, q = parameters([torch.ones(3)] * 2)
+    optimizer = ours([p])
+    with pytest.raises(ValueError, match=f"^{option}=True in the state; legal is False$"):
+        optimizer.load_state_dict(torchs([q], **{option: True}).state_dict())
+    assert option not in optimizer.param_groups[0]
+
+
+def test_hooks_after_a_load_find_the_moments_as_they_were_saved() -> None:
+    (p,) = parameters([normal((5,), 0, BRAIN)])
+    optimizer = AdamW([p])
+    continued(optimizer, [p], FLOAT, 0)
+    expected = state_of(optimizer)[0]
+    found: list[dict[str, Tensor]] = []
+    optimizer.register_load_state_dict_post_hook(lambda o: found.extend(state_of(o)))
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert len(found) == 2
+    for state in found:
+        assert all(same_bits(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("name", MAKE)
