@@ -51,7 +51,10 @@ class Keep(TypedDict, total=False):
     seed: int
     """Of the random bits; 0 unless given."""
     engine: str | None
-    """c, inductor or eager; None (the default) for the fastest there is."""
+    """c, inductor or eager; None (the default) for the fastest there is.
+
+    One that is named must do: c without a compiler is an error of the step.
+    """
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -238,7 +241,7 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         state, storage = self.state[p], self._storage(p, group)
         self._complete_state(p, group, storage)
-        engine = self.engine or engines.choose(p.device)
+        engine = self.engine or engines.choose(p.device, storage)
         on_host = p.device.type == "cpu" and not is_fake(p)
         if on_host and skip is not None:
             if skip.item():

@@ -48,11 +48,18 @@ class Operands:
         return Operands(*(None if x is None else x[start:stop] for x in parts))  # type: ignore[arg-type]
 
 
-def choose(device: torch.device) -> str:
-    """The fastest engine there is."""
+def choose(device: torch.device, storage: Storage | None = None) -> str:
+    """The fastest engine there is; for `storage`, where it is given: each has a kernel in C."""
     if device.type == "cuda":
         return "inductor"
-    return "c" if device.type == "cpu" and kernels.why_not() is None else "eager"
+    if device.type != "cpu" or kernels.why_not() is not None:
+        return "eager"
+    return "c" if storage is None or _compiles(storage) else "eager"
+
+
+@cache
+def _compiles(storage: Storage) -> bool:
+    return kernels.load_or_warn("update.c", _defines(storage)) is not None
 
 
 def run(
@@ -73,6 +80,9 @@ def run(
         keys: of parameter, first and second moment.
         skip: float32 scalar on the device; nothing changes where it is not 0. The C engine's caller
             looks at it before.
+
+    Raises:
+        NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
     work = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}[engine]
     for start in range(0, operands.param.numel(), BLOCK):
@@ -97,6 +107,15 @@ def _in_c(
 
 @cache
 def _library(storage: Storage) -> Callable[..., None]:
+    update: Any = kernels.load("update.c", _defines(storage)).update
+    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
+    update.restype = None
+    return update  # type: ignore[no-any-return]
+
+
+def _defines(storage: Storage) -> dict[str, str | None]:
+    """The macros of update.c."""
     defines: dict[str, str | None] = {
         "PARAM": C_TYPES[storage.param],
         "GRAD": C_TYPES[storage.grad],
@@ -112,12 +131,7 @@ def _library(storage: Storage) -> Callable[..., None]:
         "ROOT": storage.root,
         "SATURATE": storage.saturate,
     }
-    defines.update({name: None for name, given in flags.items() if given})
-    update: Any = kernels.load("update.c", defines).update
-    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
-    update.restype = None
-    return update  # type: ignore[no-any-return]
+    return defines | {name: None for name, given in flags.items() if given}
 
 
 def _eagerly(
