@@ -43,9 +43,15 @@ class Keep(TypedDict, total=False):
     rounding: str
     """stochastic (the default), kahan or nearest; of parameters in 16 bits."""
     momentum_dtype: torch.dtype
-    """What the first moment is kept in; float32 unless given."""
+    """What the first moment is kept in; float32 unless given.
+
+    In float16 AdamW's is kept times 64, and so up to 1023.5: see `formulas.SCALE`.
+    """
     variance_dtype: torch.dtype
-    """What the second moment is kept in; float32 unless given."""
+    """What the second moment is kept in; float32 unless given.
+
+    In 16 bits its square root is kept, in float16 64 times that.
+    """
     overflow: str
     """infinity (the default), or saturate at the largest finite number."""
     seed: int

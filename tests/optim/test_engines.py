@@ -176,10 +176,14 @@ def compiles_for_torch() -> bool:
         (
             "adamw",
             (BRAIN, BRAIN),
-            {"rounding": "stochastic", "momentum_dtype": BRAIN, "variance_dtype": HALF},
+            {"rounding": "stochastic", "momentum_dtype": HALF, "variance_dtype": HALF},
         ),
         ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
-        ("sgd_nesterov", (BRAIN, FLOAT), {"rounding": "nearest", "overflow": "saturate"}),
+        (
+            "sgd_nesterov",
+            (BRAIN, FLOAT),
+            {"rounding": "nearest", "overflow": "saturate", "momentum_dtype": BRAIN},
+        ),
     ],
 )
 def test_inductor_gives_the_bits_of_eager(

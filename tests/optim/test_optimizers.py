@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mprun import kernels
 from mprun.optim import SGD, AdamW, LowPrecisionOptimizer, RMSprop
+from mprun.optim.formulas import SCALE
 from mprun.precision import (
     ClipNorm,
     DynamicLossScale,
@@ -1032,12 +1033,68 @@ def test_float16_rounds_its_moments_root_where_squares_underflow() -> None:
     optimizer.step()
     assert torch.tensor(1e-10, dtype=HALF) == 0
     exact = 0.1**0.5 * 1e-5
-    root = optimizer.state[p]["exp_avg_sq_root"].double()
-    # Subnormals of float16 lie 2^-24 apart; 1000 of them are rounded with a mean error of some
-    # hundredths of that.
-    assert ((root - exact).abs() < 2.0**-24).all()
-    assert abs(root.mean().item() - exact) < 4 * 0.5 * 2.0**-24 / 1000**0.5
-    assert torch.equal(round_nearest(root.float(), HALF).double(), root)
+    kept = optimizer.state[p]["exp_avg_sq_root"].double()
+    # Between 2^-13 and 2^-12, where 64 times the root is, float16 numbers lie 2^-23 apart; 1000 of
+    # them are rounded with a mean error of some hundredths of that.
+    assert 2.0**-13 < SCALE * exact < 2.0**-12
+    assert ((kept - SCALE * exact).abs() < 2.0**-23).all()
+    assert abs(kept.mean().item() - SCALE * exact) < 4 * 0.5 * 2.0**-23 / 1000**0.5
+    assert torch.equal(round_nearest(kept.float(), HALF).double(), kept)
+
+
+QUOTIENTS: dict[str, Callable[[nn.Parameter, torch.dtype, str | None], LowPrecisionOptimizer]] = {
+    "adamw": lambda p, dtype, engine: AdamW(
+        *([p], 1.0), weight_decay=0, momentum_dtype=dtype, variance_dtype=dtype, engine=engine
+    ),
+    "rmsprop": lambda p, dtype, engine: RMSprop([p], 1.0, variance_dtype=dtype, engine=engine),
+}
+
+
+@pytest.mark.parametrize("engine", ["eager", None])
+@pytest.mark.parametrize("size", [1e3, 1.0, 1e-4, 1e-6, 1e-7, 1e-8])
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_updates_with_float16_moments_are_as_large_as_with_float32s(
+    name: str, size: float, engine: str | None
+) -> None:
+    """They are quotients: one whose denominator was lost would be as large as can be.
+
+    At 1e-8 a unit of the kept moments, 2^-30, is a tenth of them; elsewhere it is less.
+    """
+    moves = []
+    for dtype in (FLOAT, HALF):
+        (p,) = parameters([torch.zeros(1000)])
+        optimizer = QUOTIENTS[name](p, dtype, engine)
+        moved = []
+        for step in range(200):
+            p.grad = normal((1000,), step) * size
+            p.data.zero_()
+            optimizer.step()
+            moved.append(p.detach().abs())
+        moves.append(torch.stack(moved).double())
+    wide, low = moves
+    ratio = low.mean(1) / wide.mean(1)
+    bound = 0.15 if size == 1e-8 else 0.03
+    assert ((ratio - 1).abs() < bound).all(), (ratio.min(), ratio.max())
+    assert low.max() < 1.6 * wide.max()
+
+
+@pytest.mark.parametrize("engine", ["eager", None])
+@pytest.mark.parametrize("size", [1e4, 1e10, 1e18])
+@pytest.mark.parametrize("name", QUOTIENTS)
+def test_float16_moments_that_are_too_large_stay_at_the_largest(
+    name: str, size: float, engine: str | None
+) -> None:
+    (p,) = parameters([torch.zeros(1000)])
+    optimizer = QUOTIENTS[name](p, HALF, engine)
+    for step in range(20):
+        p.grad = normal((1000,), step) * size
+        p.data.zero_()
+        optimizer.step()
+        # The largest quotient there is: that of a gradient of which nothing was known before.
+        assert (p.detach().abs() < 10.1).all()
+    root = optimizer.state[p][f"{optimizer.second}_root"]
+    assert (root <= torch.finfo(HALF).max).all()
+    assert (root == torch.finfo(HALF).max).any()
 
 
 IMPORTED = """
