@@ -28,6 +28,11 @@ larger ones stay rather than become infinite. The C kernels have it as format S1
 """
 
 
+def scale(dtype: torch.dtype | None) -> float:
+    """What a moment of a quotient is multiplied by where it is kept in `dtype`."""
+    return SCALE if dtype == torch.float16 else 1.0
+
+
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
     """AdamW (Loshchilov and Hutter, "Decoupled weight decay regularization", 2019)."""
     m = m * h[1] + g * h[2]
@@ -101,12 +106,12 @@ class Storage:
     @property
     def first_scale(self) -> float:
         """What the first moment is multiplied by where it is kept."""
-        return SCALE if self.formula == "adamw" and self.first == torch.float16 else 1.0
+        return scale(self.first) if self.formula == "adamw" else 1.0
 
     @property
     def second_scale(self) -> float:
         """What the second moment's root is."""
-        return SCALE if self.second == torch.float16 else 1.0
+        return scale(self.second)
 
     @property
     def root(self) -> bool:

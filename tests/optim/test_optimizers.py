@@ -477,6 +477,113 @@ def test_momentum_may_be_turned_on_later_in_c() -> None:
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-500:]}"
 
 
+def changes_of_dtype() -> list[Any]:
+    pairs = itertools.permutations(DTYPES, 2)
+    return [pytest.param(a, b, id=f"{a}-{b}".replace("torch.", "")) for a, b in pairs]
+
+
+@pytest.mark.parametrize("engine", ["eager", None])
+@pytest.mark.parametrize(("before", "after"), changes_of_dtype())
+@pytest.mark.parametrize("name", ["adamw", "rmsprop_momentum", "sgd_momentum"])
+def test_moments_are_carried_over_to_other_dtypes(
+    name: str, before: torch.dtype, after: torch.dtype, engine: str | None
+) -> None:
+    """A change of the options after many steps is no step into another state.
+
+    Against float32 moments throughout: each rounding is off by 2^-8 (bfloat16), its stochastic ones
+    by twice that, for the five steps that follow.
+    """
+    found = []
+    for change in (False, True):
+        (p,) = parameters([normal((500,), 0)])
+        options = moment_options(name, before, before) if change else {}
+        if "momentum_dtype" in options or name == "rmsprop_momentum":
+            options["momentum_dtype"] = before if change else FLOAT
+        optimizer = MAKE[name]([p], **options, engine=engine)
+        for step in range(25):
+            if change and step == 20:
+                for option in options:
+                    optimizer.param_groups[0][option] = after
+            p.grad = normal((500,), step) * 0.1 + 0.05
+            optimizer.step()
+            if step == 19:
+                start = p.detach().clone()
+        found.append(p.detach() - start)
+        if change:
+            kept = {k: v for k, v in optimizer.state[p].items() if k != "step"}
+            assert {v.dtype for v in kept.values()} == {after}
+            assert len(kept) == (1 if name == "sgd_momentum" else 2)
+    expected, moved = found
+    error = (moved - expected).norm() / expected.norm()
+    assert error < 0.05
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_state_of_torchs_with_16_bit_moments_is_continued(dtype: torch.dtype) -> None:
+    """Theirs are neither scaled nor roots."""
+    p, q = parameters([normal((500,), 0, dtype)] * 2)
+    theirs = torch.optim.AdamW([q], lr=0.01)
+    for step in range(10):
+        q.grad = normal((500,), step, dtype)
+        theirs.step()
+    ours = AdamW([p], rounding="kahan", momentum_dtype=dtype, variance_dtype=dtype)
+    ours.load_state_dict(theirs.state_dict())
+    p.grad = normal((500,), 10, dtype)
+    ours.step()
+    state, scale = ours.state[p], SCALE if dtype == HALF else 1
+    expected = 0.9 * theirs.state[q]["exp_avg"].float() + 0.1 * p.grad.float()
+    square = 0.999 * theirs.state[q]["exp_avg_sq"].float() + 0.001 * p.grad.float() ** 2
+    # Rounded twice, on the way in and after the step.
+    bound = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(state["exp_avg"].float() / scale, expected, rtol=bound, atol=bound)
+    found = state["exp_avg_sq_root"].float() / scale
+    torch.testing.assert_close(found, square.sqrt(), rtol=bound, atol=1e-4)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("name", MAKE)
+def test_a_state_of_another_shape_is_refused(name: str, rounding: str) -> None:
+    """Before any engine reads beyond its end."""
+    p, q = parameters([torch.ones(10, dtype=BRAIN), torch.ones(100_000, dtype=BRAIN)])
+    small, large = (MAKE[name]([x], rounding=rounding) for x in (p, q))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    small.step()
+    large.load_state_dict(small.state_dict())
+    if len(small.state[p]) == 1:  # a step count alone fits any shape
+        large.step()
+        return
+    with pytest.raises(ValueError, match=r"of shape \(10,\) for a parameter of \(100000,\); legal"):
+        large.step()
+    assert torch.equal(q.detach(), torch.ones(100_000, dtype=BRAIN))
+
+
+def test_a_parameter_cut_short_is_refused_until_state_and_gradient_are() -> None:
+    (p,) = parameters([torch.ones(10)])
+    optimizer = AdamW([p])
+    p.grad = torch.ones(10)
+    optimizer.step()
+    p.data = p.data[:4].clone()
+    with pytest.raises(
+        ValueError, match=r"a gradient of shape \(10,\) on cpu for a param.*zero_grad"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    p.grad = torch.ones(4)
+    with pytest.raises(
+        ValueError, match=r"exp_avg of shape \(10,\) .* clear the optimizer's state"
+    ):
+        optimizer.step()
+    optimizer.state.clear()
+    optimizer.step()
+
+
+def test_c_is_refused_where_there_is_no_memory_of_the_cpu() -> None:
+    p = nn.Parameter(torch.ones(10, device="meta"))
+    p.grad = torch.ones(10, device="meta")
+    with pytest.raises(ValueError, match="engine='c' for a parameter on meta; legal there: None"):
+        AdamW([p], engine="c").step()
+
+
 # ---- loss scale ----
 
 # Parameter, first and second moment are all in 16 bits, and rounded stochastically.
