@@ -10,6 +10,7 @@ the same bits: contraction to fused multiply-add and unsafe math are switched of
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -18,6 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -40,6 +42,8 @@ VARIANTS = (
     ("-mprefer-vector-width=512", "-fopenmp", "-lm"),
     ("-lm",),
 )
+PATIENCE_S = 60
+"""How long a compiler may take; it needs a quarter of a second."""
 
 
 class NoCompilerError(Exception):
@@ -50,11 +54,23 @@ def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
     """The library made of `source` (a file of this folder) with macros (None: without a value).
 
     Raises:
-        NoCompilerError: see there.
+        NoCompilerError: see there. A process tries each library once.
     """
-    return _load(
-        source, tuple(sorted(f"-D{k}" + (f"={v}" if v else "") for k, v in defines.items()))
-    )
+    words = (f"-D{name}" + (f"={value}" if value else "") for name, value in defines.items())
+    made = _load(source, tuple(sorted(words)))
+    if isinstance(made, str):
+        raise NoCompilerError(made)
+    return made
+
+
+def load_or_warn(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL | None:
+    """As `load`, but None and a warning where there is none: one of them may fail, late."""
+    try:
+        return load(source, defines)
+    except NoCompilerError as error:
+        text = f"{error}; PyTorch does its work, several times slower, with the same bits"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return None
 
 
 @lru_cache
@@ -68,23 +84,34 @@ def why_not() -> str | None:
 
 
 @cache
-def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
+def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
+    """The library, or why there is none."""
     if os.environ.get("MPRUN_NO_COMPILER"):
-        raise NoCompilerError("MPRUN_NO_COMPILER is set")
-    compiler = _compiler()
+        return "MPRUN_NO_COMPILER is set"
+    try:
+        compiler = _compiler()
+    except ValueError as error:
+        return f"CC={os.environ['CC']} is no command line: {error}"
     if not compiler:
-        raise NoCompilerError("no C compiler was found (CC, cc, gcc, clang)")
-    reasons = []
+        return "no C compiler was found (CC, cc, gcc, clang)"
+    reason = ""
     for variant in VARIANTS:
         try:
             return ctypes.CDLL(str(_compiled(compiler, source, (*FLAGS, *defines), variant)))
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {PATIENCE_S} s"
+            break  # other flags would not make it faster
         except (OSError, subprocess.SubprocessError) as error:
-            reasons.append(str(getattr(error, "stderr", None) or error).strip())
-    raise NoCompilerError(f"{compiler[0]} cannot compile {source}: {reasons[-1].splitlines()[0]}")
+            reason = str(getattr(error, "stderr", None) or error).strip() or "no message"
+    return f"{compiler[0]} cannot compile {source}: {reason.splitlines()[0]}"
 
 
 def _compiler() -> tuple[str, ...]:
-    """The C compiler of CC with its arguments, or the first of the usual names; empty for none."""
+    """The C compiler of CC with its arguments, or the first of the usual names; empty for none.
+
+    Raises:
+        ValueError: CC has a quotation that does not end.
+    """
     given = shlex.split(os.environ.get("CC", ""))
     commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
     found = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
@@ -102,17 +129,25 @@ def _compiled(
     made = folder / f"{Path(source).stem}-{name}.so"
     if made.exists():
         return made
+    folder.mkdir(parents=True, exist_ok=True)  # someone may have emptied the cache meanwhile
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         out = Path(scratch) / made.name
         command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+        subprocess.run(
+            command,
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE_S,
+        )
         out.replace(made)  # whole or not at all, should two runs compile at once
     return made
 
 
 @lru_cache
 def cache_folder() -> Path:
-    """Where libraries are kept: XDG_CACHE_HOME or ~/.cache, else a new temporary folder."""
+    """Where libraries are kept: XDG_CACHE_HOME or ~/.cache, else a folder of this process."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"
@@ -120,6 +155,7 @@ def cache_folder() -> Path:
         tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
     except (OSError, RuntimeError):
         folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

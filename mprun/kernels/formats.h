@@ -41,8 +41,9 @@ static inline uint32_t hash(uint32_t index, uint32_t low, uint32_t high) {
 #define QUANTUM 0x38800000u  /* 2^-14, float16's smallest normal */
 #define REBIAS (112u << 23)  /* between the exponents of float32 and float16 */
 
+#define LARGEST_F16 0x7bffu
 #ifdef SATURATE
-#define TOP_F16 0x7bffu
+#define TOP_F16 LARGEST_F16
 #define TOP_BF16 0x7f7fu
 #else
 #define TOP_F16 0x7c00u
@@ -86,7 +87,9 @@ static inline BF16 split_BF16(float x, int16_t *remainder) {
 }
 
 static inline float merge_BF16(BF16 x, int16_t remainder) {
-  return number(((uint32_t)x << 16) + (uint32_t)(int32_t)remainder);
+  uint32_t wide = (uint32_t)x << 16, magnitude = wide & MAGNITUDE;
+  uint32_t whole = magnitude + (uint32_t)(int32_t)remainder; /* a huge one where below zero */
+  return number(choose(whole > INFINITE, magnitude, whole) | (wide & ~MAGNITUDE));
 }
 
 /* ---- float16 ---- */
@@ -98,27 +101,32 @@ static inline float load_F16(F16 x) {
   return number(choose(magnitude < (1u << 23), small, normal) | ((bits & 0x8000u) << 16));
 }
 
-static inline F16 finish_F16(uint32_t bits, uint32_t normal, uint32_t small) {
+/* `top` is what overflows become: TOP_F16 or the largest number. */
+static inline F16 finish_F16(uint32_t bits, uint32_t normal, uint32_t small, uint32_t top) {
   uint32_t magnitude = bits & MAGNITUDE;
   uint32_t rounded = choose(magnitude < QUANTUM, small, normal);
-  rounded = choose((rounded >= TOP_F16) & (magnitude < INFINITE), TOP_F16, rounded);
+  rounded = choose((rounded >= top) & (magnitude < INFINITE), top, rounded);
   rounded = choose(magnitude == INFINITE, 0x7c00u, rounded);
   rounded = choose(magnitude > INFINITE, 0x7e00u, rounded);
   return rounded | ((bits >> 16) & 0x8000u);
 }
 
-static inline F16 nearest_F16(float x) {
+static inline F16 nearest_to_F16(float x, uint32_t top) {
   uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
   /* Adding 1/2 to a subnormal rounds it to a multiple of 2^-24, once. */
   uint32_t small = pattern(number(magnitude) + 0.5f) - 0x3f000000u;
-  return finish_F16(bits, (magnitude - REBIAS + 0xfffu + ((magnitude >> 13) & 1u)) >> 13, small);
+  uint32_t normal = (magnitude - REBIAS + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  return finish_F16(bits, normal, small, top);
 }
 
-static inline F16 stochastic_F16(float x, uint32_t word) {
+static inline F16 stochastic_to_F16(float x, uint32_t word, uint32_t top) {
   uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE, add = word >> 19;
   uint32_t small = (pattern(number(magnitude) + 0x1p-14f) + add - (113u << 23)) >> 13;
-  return finish_F16(bits, (magnitude - REBIAS + add) >> 13, small);
+  return finish_F16(bits, (magnitude - REBIAS + add) >> 13, small, top);
 }
+
+static inline F16 nearest_F16(float x) { return nearest_to_F16(x, TOP_F16); }
+static inline F16 stochastic_F16(float x, uint32_t w) { return stochastic_to_F16(x, w, TOP_F16); }
 
 static inline F16 split_F16(float x, int16_t *remainder) {
   F16 rounded = nearest_F16(x);
@@ -131,8 +139,20 @@ static inline F16 split_F16(float x, int16_t *remainder) {
 
 static inline float merge_F16(F16 x, int16_t remainder) {
   uint32_t bits = pattern(load_F16(x)), wide = bits & MAGNITUDE, add = (uint32_t)(int32_t)remainder;
+  /* Below zero it has a sign, and so is a huge one here. */
   uint32_t small = pattern(number(pattern(number(wide) + 0x1p-14f) + add) - 0x1p-14f);
-  return number(choose(wide < QUANTUM, small, wide + add) | (bits & 0x80000000u));
+  uint32_t whole = choose(wide < QUANTUM, small, wide + add);
+  return number(choose((whole > INFINITE) | (wide >= INFINITE), wide, whole) | (bits & ~MAGNITUDE));
+}
+
+/* ---- 2^6 times the number in float16, at most the largest: see SCALE in mprun/optim ---- */
+
+typedef uint16_t S16;
+
+static inline float load_S16(S16 x) { return load_F16(x) * 0x1p-6f; }
+static inline S16 nearest_S16(float x) { return nearest_to_F16(x * 0x1p6f, LARGEST_F16); }
+static inline S16 stochastic_S16(float x, uint32_t word) {
+  return stochastic_to_F16(x * 0x1p6f, word, LARGEST_F16);
 }
 
 #define PASTE(a, b) a##b

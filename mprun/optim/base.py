@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from mprun._torch import is_fake, load_hooks_run
 from mprun.optim import engines
 from mprun.optim.engines import ENGINES, Operands
-from mprun.optim.formulas import HYPERS, Storage
+from mprun.optim.formulas import HYPERS, Storage, root, scale
 from mprun.precision.random_bits import key
-from mprun.precision.rounding import OVERFLOWS
+from mprun.precision.rounding import OVERFLOWS, round_nearest
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
 MOMENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -43,15 +43,24 @@ class Keep(TypedDict, total=False):
     rounding: str
     """stochastic (the default), kahan or nearest; of parameters in 16 bits."""
     momentum_dtype: torch.dtype
-    """What the first moment is kept in; float32 unless given."""
+    """What the first moment is kept in; float32 unless given.
+
+    In float16 AdamW's is kept times 64, and so up to 1023.5: see `formulas.SCALE`.
+    """
     variance_dtype: torch.dtype
-    """What the second moment is kept in; float32 unless given."""
+    """What the second moment is kept in; float32 unless given.
+
+    In 16 bits its square root is kept, in float16 64 times that.
+    """
     overflow: str
     """infinity (the default), or saturate at the largest finite number."""
     seed: int
     """Of the random bits; 0 unless given."""
     engine: str | None
-    """c, inductor or eager; None (the default) for the fastest there is."""
+    """c, inductor or eager; None (the default) for the fastest there is.
+
+    One that is named must do: c without a compiler is an error of the step.
+    """
 
 
 class LowPrecisionOptimizer(Optimizer):
@@ -143,6 +152,12 @@ class LowPrecisionOptimizer(Optimizer):
 
         Returns:
             What `closure`, which computes the loss anew, returned.
+
+        Raises:
+            TypeError: a dtype or a kind of tensor that is not taken.
+            ValueError: gradient or state have not the parameter's shape, or engine c was named and
+                the parameter is not on the CPU.
+            NoCompilerError: engine c was named and cannot be compiled.
         """
         loss = None
         if closure is not None:
@@ -187,18 +202,53 @@ class LowPrecisionOptimizer(Optimizer):
                 number += 1
 
     def _complete_state(self, p: Tensor, group: dict[str, Any], storage: Storage) -> None:
-        """What a step needs and is not there yet: all of it at first, more after a change."""
-        wanted = {
-            self.first: storage.first,
-            self._second_name(group): storage.second,
-            "remainder": torch.int16 if storage.compensated else None,
-        }
-        state = self.state[p]
+        """What a step needs, as it needs it: all of it is made at first, some after a change.
+
+        Raises:
+            ValueError: an entry has not the parameter's shape; the engines would read beyond it.
+        """
+        state, second = self.state[p], self._second_name(group)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+        elif state["step"].device != p.device:
+            state["step"] = state["step"].to(p.device)
+        if storage.second and second not in state:
+            self._carry_second(state, second)
+        wanted = {
+            self.first: storage.first,
+            second: storage.second,
+            "remainder": torch.int16 if storage.compensated else None,
+        }
         for name, dtype in wanted.items():
-            if dtype is not None and name not in state:
+            if dtype is None:
+                continue
+            kept = state.get(name)
+            if kept is None:
                 state[name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+            elif kept.shape != p.shape:
+                raise ValueError(
+                    f"{name} of shape {tuple(kept.shape)} for a parameter of {tuple(p.shape)}; "
+                    "legal is the same: load a state of this model, or clear the optimizer's state"
+                )
+            elif kept.dtype != dtype or kept.device != p.device:
+                state[name] = self._converted(name, kept, dtype, storage).to(p.device)
+
+    def _carry_second(self, state: dict[str, Any], name: str) -> None:
+        """The second moment as its root, or squared, after `variance_dtype` has changed."""
+        plain = f"{self.second}"
+        if name != plain and plain in state:
+            state[name] = root(state.pop(plain).float())
+        elif name == plain and f"{plain}_root" in state:
+            kept = state.pop(f"{plain}_root")
+            state[name] = (kept.float() / scale(kept.dtype)) ** 2
+
+    def _converted(self, name: str, kept: Tensor, dtype: torch.dtype, storage: Storage) -> Tensor:
+        """An entry of the state in another dtype, rounded to nearest."""
+        if dtype == torch.int16:
+            return kept.to(dtype)
+        scaled = name != self.first or storage.formula == "adamw"
+        x = kept.float() * (scale(dtype) / scale(kept.dtype)) if scaled else kept.float()
+        return x if dtype == torch.float32 else round_nearest(x, dtype, "saturate")
 
     def _second_name(self, group: dict[str, Any]) -> str:
         low = group["variance_dtype"] != torch.float32
@@ -206,18 +256,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _storage(self, p: Tensor, group: dict[str, Any]) -> Storage:
         assert p.grad is not None
-        kind = type(self).__name__
-        if p.grad.is_sparse:
-            raise RuntimeError(f"{kind} does not take sparse gradients")
-        if hasattr(p, "to_local"):
-            raise TypeError(
-                f"{kind} does not take sharded parameters (DTensor); legal: whole ones, on one "
-                "device or replicated (DistributedDataParallel)"
-            )
-        for name, dtype in (("parameter", p.dtype), ("gradient", p.grad.dtype)):
-            if dtype not in MOMENT_DTYPES:
-                legal = ", ".join(str(d) for d in MOMENT_DTYPES)
-                raise TypeError(f"a {name} of {dtype}; legal: {legal}")
+        _check_operands(p, p.grad, type(self).__name__)
         return Storage(
             formula=self.formula_of(group),
             param=p.dtype,
@@ -238,7 +277,7 @@ class LowPrecisionOptimizer(Optimizer):
     ) -> None:
         state, storage = self.state[p], self._storage(p, group)
         self._complete_state(p, group, storage)
-        engine = self.engine or engines.choose(p.device)
+        engine = self._engine(p, storage)
         on_host = p.device.type == "cpu" and not is_fake(p)
         if on_host and skip is not None:
             if skip.item():
@@ -267,6 +306,13 @@ class LowPrecisionOptimizer(Optimizer):
                 assert worked_on is not None
                 tensor.copy_(worked_on.view(tensor.shape))
 
+    def _engine(self, p: Tensor, storage: Storage) -> str:
+        if self.engine == "c" and p.device.type != "cpu":
+            raise ValueError(
+                f"engine='c' for a parameter on {p.device}; legal there: None, 'inductor', 'eager'"
+            )
+        return self.engine or engines.choose(p.device, storage)
+
     def _hyper(
         self, group: dict[str, Any], step: Tensor, factor: Tensor | None, on_host: bool
     ) -> Tensor:
@@ -280,17 +326,57 @@ class LowPrecisionOptimizer(Optimizer):
         return torch.stack([x.reshape(()) for x in made]).float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`; moments keep the dtype they were saved in.
+        """Continue from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
 
-        PyTorch's own method would cast them to the parameter's.
+        Moments keep the dtype they were saved in (PyTorch's own method would cast them to the
+        parameter's) until the step, which takes them to that of the options. Options that
+        `state_dict` does not have stay as they are.
+
+        Raises:
+            ValueError: groups or parameters are not as many, or an option of `torch.optim` changes
+                the formula.
         """
         with load_hooks_run(self, state_dict) as state_dict:
-            super().load_state_dict(state_dict)
-        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        here = [p for group in self.param_groups for p in group["params"]]
-        for index, p in zip(saved, here, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
-                self.state[p][name] = value.to(p.device, copy=True)
+            _check_saved(state_dict)
+            before = [dict(group) for group in self.param_groups]
+            # A hook, and the first one, so that the others find the state whole.
+            whole = self.register_load_state_dict_post_hook(
+                lambda _: self._make_whole(state_dict, before), prepend=True
+            )
+            try:
+                super().load_state_dict(state_dict)
+            finally:
+                whole.remove()
+
+    def _make_whole(self, state_dict: dict[str, Any], before: list[dict[str, Any]]) -> None:
+        """The loaded state, with the options of the groups `before` and moments as saved."""
+        groups = zip(state_dict["param_groups"], self.param_groups, before, strict=True)
+        for saved, group, old in groups:
+            for name, value in old.items():
+                group.setdefault(name, value)
+            for index, p in zip(saved["params"], group["params"], strict=True):
+                if index in state_dict["state"]:
+                    entries = state_dict["state"][index]
+                    self.state[p] = _entries(entries, p.device, ours="attempts" in saved)
+
+
+def _entries(saved: dict[str, Any], device: torch.device, ours: bool) -> dict[str, Tensor]:
+    """Copies of the saved entries of one parameter, on `device`; `torch.optim`'s in float32."""
+    made = {k: torch.as_tensor(v).to(device, copy=True) for k, v in saved.items() if v is not None}
+    if ours:
+        return made
+    made = {k: v.float() for k, v in made.items()}  # their 16 bits are neither scaled nor a root
+    if made:  # torch.optim.SGD counts no steps; it was not the first
+        made.setdefault("step", torch.ones((), device=device))
+    return made
+
+
+def _check_saved(state_dict: dict[str, Any]) -> None:
+    """Raises `ValueError` for an option of `torch.optim` that is none here and changes steps."""
+    for group in state_dict["param_groups"]:
+        for name in ("amsgrad", "centered", "maximize"):
+            if group.get(name):
+                raise ValueError(f"{name}={group[name]} in the state; legal is False")
 
 
 def not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -311,6 +397,27 @@ def clipping_scale(gradients: Iterable[Tensor], scale: Tensor | None, max_norm: 
     divisor = torch.ones_like(total) if scale is None else scale.double()
     wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
     return wide
+
+
+def _check_operands(p: Tensor, gradient: Tensor, kind: str) -> None:
+    """Raises for what the optimizer `kind` has no step for."""
+    if gradient.is_sparse:
+        raise RuntimeError(f"{kind} does not take sparse gradients")
+    if hasattr(p, "to_local"):
+        raise TypeError(
+            f"{kind} does not take sharded parameters (DTensor); legal: whole ones, on one "
+            "device or replicated (DistributedDataParallel)"
+        )
+    for name, dtype in (("parameter", p.dtype), ("gradient", gradient.dtype)):
+        if dtype not in MOMENT_DTYPES:
+            legal = ", ".join(str(d) for d in MOMENT_DTYPES)
+            raise TypeError(f"a {name} of {dtype}; legal: {legal}")
+    # PyTorch sees to that where a gradient is assigned, but not where `p.data` is.
+    if gradient.shape != p.shape or gradient.device != p.device:
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)} on {gradient.device} for a parameter of "
+            f"{tuple(p.shape)} on {p.device}; legal is the same: zero_grad() after such a change"
+        )
 
 
 def _check(name: str, value: object, legal: tuple[object, ...]) -> None:

@@ -48,11 +48,18 @@ class Operands:
         return Operands(*(None if x is None else x[start:stop] for x in parts))  # type: ignore[arg-type]
 
 
-def choose(device: torch.device) -> str:
-    """The fastest engine there is."""
+def choose(device: torch.device, storage: Storage | None = None) -> str:
+    """The fastest engine there is; for `storage`, where it is given: each has a kernel in C."""
     if device.type == "cuda":
         return "inductor"
-    return "c" if device.type == "cpu" and kernels.why_not() is None else "eager"
+    if device.type != "cpu" or kernels.why_not() is not None:
+        return "eager"
+    return "c" if storage is None or _compiles(storage) else "eager"
+
+
+@cache
+def _compiles(storage: Storage) -> bool:
+    return kernels.load_or_warn("update.c", _defines(storage)) is not None
 
 
 def run(
@@ -73,6 +80,9 @@ def run(
         keys: of parameter, first and second moment.
         skip: float32 scalar on the device; nothing changes where it is not 0. The C engine's caller
             looks at it before.
+
+    Raises:
+        NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
     work = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}[engine]
     for start in range(0, operands.param.numel(), BLOCK):
@@ -97,11 +107,20 @@ def _in_c(
 
 @cache
 def _library(storage: Storage) -> Callable[..., None]:
+    update: Any = kernels.load("update.c", _defines(storage)).update
+    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
+    update.restype = None
+    return update  # type: ignore[no-any-return]
+
+
+def _defines(storage: Storage) -> dict[str, str | None]:
+    """The macros of update.c."""
     defines: dict[str, str | None] = {
         "PARAM": C_TYPES[storage.param],
         "GRAD": C_TYPES[storage.grad],
-        "FIRST": C_TYPES[storage.first or torch.float32],
-        "SECOND": C_TYPES[storage.second or torch.float32],
+        "FIRST": _moment_type(storage.first, storage.first_scale),
+        "SECOND": _moment_type(storage.second, storage.second_scale),
         f"OPTIMIZER_{storage.formula.upper()}": None,
     }
     flags = {
@@ -112,12 +131,11 @@ def _library(storage: Storage) -> Callable[..., None]:
         "ROOT": storage.root,
         "SATURATE": storage.saturate,
     }
-    defines.update({name: None for name, given in flags.items() if given})
-    update: Any = kernels.load("update.c", defines).update
-    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
-    update.restype = None
-    return update  # type: ignore[no-any-return]
+    return defines | {name: None for name, given in flags.items() if given}
+
+
+def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
+    return "S16" if scale != 1 else C_TYPES[dtype or torch.float32]
 
 
 def _eagerly(
@@ -149,22 +167,24 @@ def _update(
     skip: Tensor | None,
 ) -> None:
     """The same as update.c's loop body, over a block."""
-    zero = torch.zeros((), dtype=torch.float32, device=hyper.device)
     o = operands
     old = o.param.float() if o.remainder is None else merge(o.param, o.remainder)
-    m = zero if o.first is None else o.first.float()
-    v = zero if o.second is None else o.second.float()
+    m = _loaded(o.first, storage.first_scale, hyper.device)
+    v = _loaded(o.second, storage.second_scale, hyper.device)
     v = v * v if storage.root else v
     w, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
 
     def bits(site: int) -> Tensor:
         return hash_bits(index, words[2 * site], words[2 * site + 1])
 
-    def keep(into: Tensor | None, x: Tensor, stochastic: bool, site: int) -> None:
+    def keep(
+        into: Tensor | None, x: Tensor, stochastic: bool, site: int, scale: float = 1.0
+    ) -> None:
         if into is None:
             return
         if into.dtype != torch.float32:
-            overflow = "saturate" if storage.saturate else "infinity"
+            overflow = "saturate" if storage.saturate or scale != 1 else "infinity"
+            x = x if scale == 1 else x * scale
             if stochastic:
                 x = round_stochastic(x, into.dtype, bits(site), overflow)
             else:
@@ -177,8 +197,15 @@ def _update(
         _put(o.remainder, rest, skip)
     else:
         keep(o.param, w, storage.rounding == "stochastic", 0)
-    keep(o.first, m, storage.rounding != "nearest", 1)
-    keep(o.second, root(v) if storage.root else v, True, 2)
+    keep(o.first, m, storage.rounding != "nearest", 1, storage.first_scale)
+    keep(o.second, root(v) if storage.root else v, True, 2, storage.second_scale)
+
+
+def _loaded(kept: Tensor | None, scale: float, device: torch.device) -> Tensor:
+    """A moment in float32, of its shape; a 0 where there is none."""
+    if kept is None:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    return kept.float() if scale == 1 else kept.float() * (1 / scale)
 
 
 def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:

@@ -18,6 +18,19 @@ Results = tuple[Tensor, Tensor, Tensor]
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
 HYPERS = 9
 """Entries of `hyper`; a formula that needs fewer leaves the rest at 0."""
+SCALE = 2.0**6
+"""What a moment in float16 is multiplied by where the update is a quotient of moments.
+
+Gradients are smaller than float16's range is made for: a moment below 2^-24 is 0 at most steps and
+2^-24 at the others, and a quotient of two such ones is up to 40 times what it should be. Times this
+they are kept from 2^-30 (1e-9) on, with all 11 bits from 2^-20 (1e-6) on, and up to 1023.5, where
+larger ones stay rather than become infinite. The C kernels have it as format S16.
+"""
+
+
+def scale(dtype: torch.dtype | None) -> float:
+    """What a moment of a quotient is multiplied by where it is kept in `dtype`."""
+    return SCALE if dtype == torch.float16 else 1.0
 
 
 def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, h: Tensor) -> Results:
@@ -77,7 +90,10 @@ class Storage:
     first: torch.dtype | None
     """The first moment's dtype; None where the optimizer keeps none."""
     second: torch.dtype | None
-    """The second moment's; in 16 bits its square root is kept: it needs half the exponents."""
+    """The second moment's; in 16 bits its square root is kept: it needs half the exponents.
+
+    In float16 it is kept times `SCALE`, and AdamW's first moment is.
+    """
     rounding: str
     """nearest, stochastic or kahan, of the parameters.
 
@@ -86,6 +102,16 @@ class Storage:
     rounds back to it.
     """
     saturate: bool
+
+    @property
+    def first_scale(self) -> float:
+        """What the first moment is multiplied by where it is kept."""
+        return scale(self.first) if self.formula == "adamw" else 1.0
+
+    @property
+    def second_scale(self) -> float:
+        """What the second moment's root is."""
+        return scale(self.second)
 
     @property
     def root(self) -> bool:

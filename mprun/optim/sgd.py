@@ -52,6 +52,7 @@ class SGD(LowPrecisionOptimizer):
         return bool(group["momentum"])
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
-        # The first step takes the whole gradient for the momentum, as PyTorch's does.
-        kept = 1 - group["dampening"] * (step > 1)
+        # The first step takes the whole gradient for the momentum, as PyTorch's does; without
+        # momentum nothing is dampened.
+        kept = 1 - group["dampening"] * (step > 1) if group["momentum"] else 1.0
         return [group["weight_decay"], group["momentum"], float(group["lr"]), kept]

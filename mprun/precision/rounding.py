@@ -125,12 +125,25 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers that `split` took apart."""
+    """The float32 numbers that `split` took apart.
+
+    Where anything else has written the rounded number since, the remainder is that of another one.
+    It moves the number by half the distance to its neighbour at most (by all of it in float16 where
+    it was cut off 2^-14), and is left out where it would carry it past zero or infinity.
+
+    Args:
+        rounded: float16 or bfloat16, any shape.
+        remainder: int16 of that shape.
+    """
     wide = rounded.float()
+    magnitude = wide.abs()
     if rounded.dtype == torch.bfloat16:
-        return (wide.view(torch.int32) + remainder).view(torch.float32)
-    shift = _signed_quantum(wide)
-    small = wide.abs() < _SMALLEST_NORMAL
-    near = torch.where(small, wide + shift, wide)
-    whole = (near.view(torch.int32) + remainder).view(torch.float32)
-    return torch.where(small, torch.copysign((whole - shift).abs(), wide), whole)
+        whole = (magnitude.view(torch.int32) + remainder).view(torch.float32)
+        sound = whole >= 0  # past zero and past infinity lie NaNs
+    else:
+        small = magnitude < _SMALLEST_NORMAL
+        near = torch.where(small, magnitude + _SMALLEST_NORMAL, magnitude)
+        whole = (near.view(torch.int32) + remainder).view(torch.float32)
+        whole = torch.where(small, whole - _SMALLEST_NORMAL, whole)
+        sound = (whole >= 0) & torch.isfinite(wide)
+    return torch.where(sound, torch.copysign(whole, wide), wide)

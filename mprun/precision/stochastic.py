@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,24 +39,29 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinit
     x = x.permute(order).contiguous()
     rounded = torch.empty_like(x, dtype=dtype)
     flat, out = x.view(-1), rounded.view(-1)
-    by = _in_c if x.device.type == "cpu" and kernels.why_not() is None else _eagerly
+    in_c = x.device.type == "cpu" and kernels.why_not() is None
+    kernel = _kernel(dtype, overflow) if in_c else None
+    by = _eagerly if kernel is None else partial(_in_c, kernel)
     for start in range(0, flat.numel(), BLOCK):
         stop = start + BLOCK
         by(flat[start:stop], out[start:stop], key.at(start), overflow)
     return rounded.permute([order.index(d) for d in range(len(order))])
 
 
-def _in_c(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+def _in_c(kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
     threads = 1 if x.numel() < SERIAL else torch.get_num_threads()
-    _kernel(out.dtype, overflow)(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads)
+    kernel(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads)
 
 
 @lru_cache
-def _kernel(dtype: torch.dtype, overflow: str) -> Callable[..., None]:
+def _kernel(dtype: torch.dtype, overflow: str) -> Callable[..., None] | None:
     defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
     if overflow == "saturate":
         defines["SATURATE"] = None
-    made: Any = kernels.load("round.c", defines).round_stochastic
+    library = kernels.load_or_warn("round.c", defines)
+    if library is None:
+        return None
+    made: Any = library.round_stochastic
     pointer, word = ctypes.c_void_p, ctypes.c_uint32
     made.argtypes = [pointer, pointer, ctypes.c_int64, word, word, word, ctypes.c_int]
     made.restype = None

@@ -239,10 +239,20 @@ FORMATS = """
       rounded[i] = split_##T(from[i], rest + i);                                          \\
       merged[i] = merge_##T(rounded[i], rest[i]);                                         \\
     }}                                                                                    \\
+  }}                                                                                      \\
+  void merge_all_##T(const T *rounded, const int16_t *rest, int64_t n, float *merged) {{  \\
+    for (int64_t i = 0; i < n; i++) merged[i] = merge_##T(rounded[i], rest[i]);           \\
   }}
 ALL(F16)
 ALL(BF16)
 """
+
+
+def formats(folder: Path, overflow: str) -> ctypes.CDLL:
+    source = folder / "all.c"
+    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
+    # The loader takes sources of its own folder; an absolute path replaces that folder.
+    return kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
 
 
 @needs_compiler
@@ -252,10 +262,7 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
     dtype: torch.dtype, overflow: str, tmp_path: Path
 ) -> None:
     """Nearest, loading, split and merge, which the optimizers' kernel is made of."""
-    source = tmp_path / "all.c"
-    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
-    # The loader takes sources of its own folder; an absolute path replaces that folder.
-    library = kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
+    library = formats(tmp_path, overflow)
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     x = torch.cat([random_patterns(500_000), in_float16s_range(500_000), edges(), every])
     nearest, rounded = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=dtype)
@@ -272,6 +279,21 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
         assert_same(rounded, expected[0])
         assert torch.equal(rest, expected[1])
         assert_same(merged, merge(*expected))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Every number of the dtype, sixteen times, with remainders that are not its own."""
+    rounded = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).repeat(16)
+    generator = torch.Generator().manual_seed(3)
+    rest = torch.randint(-(2**15), 2**15, rounded.shape, generator=generator, dtype=torch.int16)
+    merged = torch.empty(rounded.shape)
+    function: Any = formats(tmp_path, "infinity")[f"merge_all_{stochastic_module.C_TYPES[dtype]}"]
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (rounded, rest, merged)]
+    function(*pointers[:2], ctypes.c_int64(rest.numel()), pointers[2])
+    assert_same(merged, merge(rounded.view(dtype), rest))
 
 
 # ---- without a compiler ----
@@ -345,6 +367,62 @@ def test_a_compiler_that_writes_no_library_is_none(
     assert_eager_with_the_same_bits("cannot compile round.c")
 
 
+MESSAGES = {
+    "an empty line": ('echo "" >&2', "no message"),
+    "a text that is no UTF-8": (r"printf '\377 bad\n' >&2", "\N{REPLACEMENT CHARACTER} bad"),
+}
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_compiler_may_say_anything(fresh: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    command, reason = MESSAGES[kind]
+    fresh.setenv("CC", str(script(tmp_path / "odd-cc", f"#!/bin/sh\n{command}\nexit 1\n")))
+    assert_eager_with_the_same_bits(f"cannot compile round.c: {reason}")
+
+
+def test_a_cc_that_is_no_command_line_is_told(fresh: pytest.MonkeyPatch) -> None:
+    fresh.setenv("CC", "gcc '-DX")
+    assert_eager_with_the_same_bits("CC=gcc '-DX is no command line: No closing quotation")
+
+
+def test_a_compiler_that_hangs_is_waited_for_once(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "started.log"
+    text = f'#!/bin/sh\necho once >> "{log}"\nexec sleep 60\n'
+    fresh.setenv("CC", str(script(tmp_path / "hanging-cc", text)))
+    fresh.setattr(kernels, "PATIENCE_S", 0.5)
+    assert kernels.why_not() is not None
+    assert_eager_with_the_same_bits("cannot compile round.c: not done after 0.5 s")
+    # why_not's kernel and the one that is asked for there
+    assert log.read_text(encoding="utf-8").splitlines() == ["once"] * 2
+
+
+ONE_ONLY = """#!/bin/sh
+echo once >> "{log}"
+case "$*" in *-DSATURATE*) echo disk is full >&2; exit 1;; esac
+exec "{compiler}" "$@"
+"""
+
+
+@needs_compiler
+def test_a_kernel_that_fails_later_is_done_by_pytorch_and_tried_once(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Others were compiled before: the disk has filled up since."""
+    log = tmp_path / "compiled.log"
+    compiler = script(tmp_path / "late-cc", ONE_ONLY.format(log=log, compiler=COMPILER))
+    fresh.setenv("CC", str(compiler))
+    assert kernels.why_not() is None
+    x = in_float16s_range(1000)
+    expected = by_pytorch(x, torch.bfloat16, "saturate")
+    with pytest.warns(RuntimeWarning, match="cannot compile round.c: disk is full; PyTorch does"):
+        assert_same(stochastic(x, torch.bfloat16, KEY, "saturate"), expected)
+    before = log.read_text(encoding="utf-8")
+    assert_same(stochastic(x, torch.bfloat16, KEY, "saturate"), expected)
+    assert log.read_text(encoding="utf-8") == before
+
+
 @needs_compiler
 def test_flags_that_a_compiler_does_not_know_are_left_out(
     fresh: pytest.MonkeyPatch, tmp_path: Path
@@ -395,6 +473,15 @@ def test_a_library_is_compiled_once_per_combination_and_kept(
     assert kernels.cache_folder() == folder
     # Nothing half-made is left.
     assert all(file.suffix == ".so" for file in folder.iterdir())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_cache_folder_that_was_removed_meanwhile_is_made_again() -> None:
+    kernels.load("round.c", {"TO": "BF16"})
+    shutil.rmtree(kernels.cache_folder().parent)
+    kernels.load("round.c", {"TO": "F16"})
+    assert len(list(kernels.cache_folder().iterdir())) == 1
 
 
 @needs_compiler
@@ -482,6 +569,18 @@ def test_a_cache_folder_that_cannot_be_made_is_replaced(
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     fresh.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert_compiled_in(scratch)
+
+
+@needs_compiler
+def test_a_folder_for_one_process_is_removed_at_its_end(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder", encoding="utf-8")
+    (tmp_path / "scratch").mkdir()
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "scratch")}
+    process = start_program(environment)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    assert Path(json.loads(out)["folder"]).parent == tmp_path / "scratch"
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 @needs_compiler

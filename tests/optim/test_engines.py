@@ -45,7 +45,7 @@ BORDERS = (1, 17, 2**15 - 1, 2**15, 2**16 + 3)
 
 def ran(
     name: str,
-    engine: str,
+    engine: str | None,
     stored: tuple[torch.dtype, torch.dtype],
     options: dict[str, Any],
     sizes: tuple[int, ...],
@@ -176,10 +176,14 @@ def compiles_for_torch() -> bool:
         (
             "adamw",
             (BRAIN, BRAIN),
-            {"rounding": "stochastic", "momentum_dtype": BRAIN, "variance_dtype": HALF},
+            {"rounding": "stochastic", "momentum_dtype": HALF, "variance_dtype": HALF},
         ),
         ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
-        ("sgd_nesterov", (BRAIN, FLOAT), {"rounding": "nearest", "overflow": "saturate"}),
+        (
+            "sgd_nesterov",
+            (BRAIN, FLOAT),
+            {"rounding": "nearest", "overflow": "saturate", "momentum_dtype": BRAIN},
+        ),
     ],
 )
 def test_inductor_gives_the_bits_of_eager(
@@ -241,3 +245,35 @@ def test_cpu_engine_is_c_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
     assert engines.choose(torch.device("cpu")) == "eager"
     assert engines.choose(torch.device("cuda")) == "inductor"
+
+
+@pytest.fixture
+def no_update(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A place where update.c cannot be compiled, though round.c could; what was tried."""
+    tried: list[str] = []
+
+    def load(source: str, defines: Any) -> Any:
+        tried.append(source)
+        raise kernels.NoCompilerError(f"cannot compile {source}")
+
+    monkeypatch.setattr(kernels, "why_not", lambda: None)
+    monkeypatch.setattr(kernels, "load", load)
+    for cached in (engines._compiles, engines._library):
+        cached.cache_clear()
+    yield tried
+    for cached in (engines._compiles, engines._library):
+        cached.cache_clear()
+
+
+def test_a_step_whose_kernel_cannot_be_compiled_is_taken_by_pytorch(no_update: list[str]) -> None:
+    options: dict[str, Any] = {"momentum_dtype": BRAIN}
+    with pytest.warns(RuntimeWarning, match=r"cannot compile update\.c; PyTorch does its work"):
+        found = ran("adamw", None, (BRAIN, BRAIN), options, (17, 1003))
+    assert no_update == ["update.c"]
+    assert unlike(found, ran("adamw", "eager", (BRAIN, BRAIN), options, (17, 1003))) == []
+
+
+@pytest.mark.usefixtures("no_update")
+def test_an_engine_that_was_named_is_not_replaced() -> None:
+    with pytest.raises(kernels.NoCompilerError, match=r"cannot compile update\.c"):
+        ran("adamw", "c", (BRAIN, BRAIN), {}, (17,))

@@ -505,3 +505,27 @@ def test_a_merged_number_is_split_and_merged_without_further_loss(dtype: torch.d
     x = torch.cat([random_patterns(500_000, seed=11), small, edges(dtype)])
     merged = merge(*split(x[~x.isnan()], dtype))
     assert torch.equal(bits_of(merge(*split(merged, dtype))), bits_of(merged))
+
+
+@SIXTEEN
+def test_a_remainder_of_another_number_never_carries_past_zero_or_infinity(
+    dtype: torch.dtype,
+) -> None:
+    """Every stored number with remainders of every size, as after pruning or loading weights."""
+    stored = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    half = 2 ** (DROPPED[dtype] - 1)
+    largest = half if dtype == torch.bfloat16 else 2 * half
+    for remainder in (-largest, -half + 1, -7, -1, 0, 1, 7, half - 1):
+        merged = merge(stored, torch.full(stored.shape, remainder, dtype=torch.int16))
+        assert torch.equal(merged.isnan(), stored.isnan())
+        finite = stored.isfinite()
+        off = (merged.double() - stored.double()).abs()[finite]
+        unit = spacing(stored.double().abs()[finite], dtype)
+        assert (off <= unit * largest / (2 * half)).all()
+        number = ~stored.isnan()
+        assert torch.equal(merged.signbit()[number], stored.signbit()[number])
+        # bfloat16's may be float32's largest numbers, which round to it.
+        infinite = stored.isinf()
+        assert torch.equal(merged[infinite].to(dtype), stored[infinite])
+        if remainder < 0:
+            assert torch.equal(merged[stored == 0], stored[stored == 0].float())
