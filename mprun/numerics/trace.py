@@ -288,7 +288,7 @@ def _row(ops: list[Op], layers: tuple[str, ...]) -> Row:
 
 def _rule(op: Op, layers: tuple[str, ...]) -> str:
     if op.phase == "backward":
-        return "follows forward"
+        return "as forward"
     if op.phase == "optimizer":
         return "disabled"
     if op.call is None or op.phase == "other":

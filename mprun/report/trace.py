@@ -12,10 +12,16 @@ from rich.table import Table
 
 def step_table(found: Mapping[str, Any]) -> Table:
     """A row for each call and each op outside of one, in the order they ran."""
-    table = Table(title="one training step", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
-    for column in ("phase", "module", "op", "rule", "in", "out", "casts"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("phase", "rule", "out"))
-    for column in ("ms", "casts ms"):
+    table = Table(
+        title="one training step",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in ("phase", "module", "op", "rule", "dtypes", "casts"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("phase", "rule"))
+    for column in ("ms", "in casts"):
         table.add_column(column, justify="right", no_wrap=True)
     for row, count in _merged(found["rows"]):
         table.add_row(
@@ -23,8 +29,7 @@ def step_table(found: Mapping[str, Any]) -> Table:
             row["module"] or ("(root)" if row["phase"] == "forward" else ""),
             row["op"] + (f" x{count}" if count > 1 else ""),
             row["rule"],
-            _short(row["dtypes_in"]),
-            _short(row["dtypes_out"]),
+            _dtypes(row),
             ", ".join(_casts(row["casts"])),
             f"{row['time_ms']:.3f}",
             f"{row['cast_time_ms']:.3f}" if row["casts"] else "",
@@ -50,6 +55,12 @@ SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "f
 
 def _short(names: list[str]) -> str:
     return " ".join(SHORT.get(name, name) for name in names)
+
+
+def _dtypes(row: Mapping[str, Any]) -> str:
+    """What its kernels take and give: `bf16`, or `bf16 fp32 > bf16` where that differs."""
+    took, gave = _short(row["dtypes_in"]), _short(row["dtypes_out"])
+    return took if took == gave else f"{took} > {gave}"
 
 
 def _casts(casts: list[dict[str, Any]]) -> Iterator[str]:
