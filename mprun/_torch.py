@@ -29,6 +29,7 @@ __all__ = [
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "recurrent_layers_take_any_dtype",
     "step_unless",
     "unscale_and_check",
 ]
@@ -48,6 +49,26 @@ def function_modes() -> list[TorchFunctionMode]:
     return modes
 
 
+@contextmanager
+def recurrent_layers_take_any_dtype() -> Iterator[None]:
+    """Inside, nn.LSTM and its kin accept inputs of another dtype than their weights.
+
+    They refuse them unless autocast is on for some device. Here it is one that PyTorch has no
+    kernels for: nothing is cast by it.
+    """
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(_NO_DEVICE):
+        yield
+        return
+    torch.set_autocast_enabled(_NO_DEVICE, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(_NO_DEVICE, False)
+
+
+_NO_DEVICE = "hpu"
+
+
 def backward_node() -> int | None:
     """The number of the autograd node that runs in the calling thread, None outside of backward."""
     node = torch._C._current_autograd_node()
@@ -61,11 +82,14 @@ def next_node() -> int:
 
 def in_recomputation() -> bool:
     """Whether the calling thread is inside a backward pass that recomputes a forward pass."""
-    if not (in_backward() and torch.is_grad_enabled()):
+    if not in_backward():
         return False
-    # Gradients of gradients are computed so too, but not by code of that module.
-    files = (frame.f_code.co_filename for frame, _ in walk_stack(None))
-    return torch.utils.checkpoint.__file__ in files
+    for frame, _ in walk_stack(None):
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        if frame.f_code.co_name == "_engine_run_backward":  # the innermost backward pass
+            return False
+    return False
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:

@@ -45,7 +45,8 @@ def read_list(path: Path, kind: str) -> list[Entry]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        before = error.object[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        line = before.count(b"\n") + 1
         raise ValueError(f"{path}:{line}: not text (UTF-8); a list has one op per line") from None
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(path, text, kind)
@@ -65,12 +66,15 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise ValueError(f"{path}:{line}: not YAML ({getattr(error, 'problem', error)})") from None
+        problem = getattr(error, "problem", None) or "characters that are no text"
+        raise ValueError(f"{path}:{line}: not YAML ({problem})") from None
+    except RecursionError:
+        raise ValueError(f"{path}:1: not YAML (nested too deep)") from None
     if isinstance(node, yaml.MappingNode):
-        sections = {key.value: value for key, value in node.value}
+        sections = {key.value: value for key, value in node.value if _is_scalar(key)}
         if kind not in sections:
             raise ValueError(
-                f"{path}: there is no '{kind}' in it; legal: a list of names, or a mapping with "
+                f"{path}:1: there is no '{kind}' in it; legal: a list of names, or a mapping with "
                 f"{', '.join(KINDS)}"
             )
         node = sections[kind]
@@ -81,9 +85,13 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     return [_yaml_entry(path, item) for item in node.value]
 
 
+def _is_scalar(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode)
+
+
 def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
     where = f"{path}:{item.start_mark.line + 1}"
-    if not isinstance(item, yaml.ScalarNode):
+    if not _is_scalar(item):
         raise ValueError(f"{where}: not a name")
     return Entry(_checked(item.value.strip(), where), where)
 

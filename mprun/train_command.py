@@ -97,7 +97,8 @@ def _run(composed: Composed, stop: StopSignals) -> int:
     saved = checkpoint.load(Path(resume)) if resume is not None else None
     chosen = plan(composed.config, composed.given, saved["choices"] if saved else None)
     errors = stderr_console()
-    by_field = {text.split(" ", 1)[0]: text for text in (*composed.warnings, *chosen.warnings)}
+    said = (*composed.warnings, *chosen.warnings)
+    by_field = {text.partition(" has no effect")[0]: text for text in said}
     for warning in by_field.values():
         errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     return run(chosen, composed.resolved, stop, stdout_console(), saved)

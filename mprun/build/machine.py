@@ -114,7 +114,9 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     except ValueError as error:
         raise UsageError(f"op_lists: {error}") from None
     if section.strict and found.unknown:
-        raise UsageError(f"op_lists.strict=true: {'; '.join(map(str, found.unknown))}")
+        first, rest = found.unknown[:5], len(found.unknown) - 5
+        more = f"; {rest} more" if rest > 0 else ""
+        raise UsageError(f"op_lists.strict=true: {'; '.join(map(str, first))}{more}")
     return found
 
 

@@ -19,7 +19,7 @@ from mprun.data import DataRequest, Splits
 from mprun.errors import UsageError
 from mprun.loggers import check_logger
 from mprun.precision import Policy
-from mprun.precision.op_lists import OpLists
+from mprun.precision.op_lists import OpLists, Unknown
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.record import BatchRow
@@ -119,7 +119,7 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
     notices = (capped, splits.notice, range_warning(weights, policy, layers))
     warnings += [text for text in notices if text is not None]
-    warnings += [str(unknown) for unknown in (op_lists.unknown if op_lists else ())]
+    warnings += unknown_names(op_lists.unknown) if op_lists else []
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
         config=config,
@@ -137,6 +137,13 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
         by_float32=by_float32,
         warnings=tuple(warnings),
     )
+
+
+def unknown_names(unknown: Sequence[Unknown], shown: int = 20) -> list[str]:
+    """A sentence for each name no op has, up to `shown`, and one for the rest."""
+    rest = len(unknown) - shown
+    more = [f"{rest} more names that no op has"] if rest > 0 else []
+    return [*map(str, unknown[:shown]), *more]
 
 
 def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:

@@ -145,10 +145,12 @@ def check(config: Config) -> None:
 def _check_op_lists(config: Config) -> None:
     lists, precision = config.op_lists, config.precision
     by_lists = precision.casting is Casting.op_lists
-    if by_lists and precision.compute_dtype is DType.float32:
+    low, mixed = precision.compute_dtype, precision.param_dtype is DType.float32
+    if by_lists and (low is DType.float32 or not mixed):
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
-            "float32 and a 16-bit dtype; legal: precision=bf16_mixed, precision=fp16_mixed"
+            "float32 parameters and a 16-bit dtype; legal: precision=bf16_mixed, "
+            "precision=fp16_mixed"
         )
     if by_lists and lists.name == "none":
         raise UsageError(

@@ -40,8 +40,10 @@ class Value(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
-    memory: tuple[int, int, int]
-    """Storage, offset and version: equal for two live values that are the same numbers."""
+    memory: tuple[int, int]
+    """Storage and version: while two values live, equal where one's numbers are in the other."""
+    place: tuple[int, ...]
+    """Offset and strides in the storage."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Observer(TorchDispatchMode):
         self._wait = synchronize or _no_wait
         self._paths: list[str] = []
         self._module_of: dict[int, str] = {}
+        self._before_model = 0
         self._optimizing = False
         self._muted = False
         self._held: list[Any] = []
@@ -122,9 +125,13 @@ class Observer(TorchDispatchMode):
                 yield
             finally:
                 self._held.clear()
+                self._paths.clear()
+                self._optimizing = False
 
     def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(*_: object) -> None:
+            if not self._paths:
+                self._before_model = next_node()
             self._paths.append(path)
 
         def leave(*_: object) -> None:
@@ -143,8 +150,10 @@ class Observer(TorchDispatchMode):
         node = backward_node()
         if self._paths:  # forward code, run again in the backward pass or not
             path = self._paths[-1]
-            if torch.is_grad_enabled():
-                self._module_of.setdefault(next_node() - 1, path)
+            # The node was made just before its op runs; that of an autograd function of one's own,
+            # whose forward pass runs without a graph, too.
+            if (made := next_node() - 1) >= self._before_model:
+                self._module_of.setdefault(made, path)
             return "forward", path
         if node is not None:
             return "backward", self._module_of.get(node, "")
@@ -182,8 +191,10 @@ def _values(tree: Any) -> Iterable[Value]:
     for x in tree_leaves(tree):
         if isinstance(x, Tensor):
             version = 0 if x.is_inference() else x._version
-            memory = (x.untyped_storage()._cdata, int(x.storage_offset()), version)
-            yield Value(x.dtype, tuple(x.shape), x.numel() * x.element_size(), memory)
+            memory = (x.untyped_storage()._cdata, version)
+            place = (x.storage_offset(), *x.stride()) if x.layout == torch.strided else ()
+            nbytes = x.numel() * x.element_size()
+            yield Value(x.dtype, tuple(x.shape), nbytes, memory, tuple(map(int, place)))
 
 
 @functools.cache

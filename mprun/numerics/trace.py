@@ -315,19 +315,19 @@ def _cast_row(op: Op, redundant: str | None) -> CastRow:
 def _redundant(ops: Sequence[Op]) -> dict[int, str]:
     """Index of a cast to why it is redundant."""
     made: set[tuple[Any, ...]] = set()
-    came_from: dict[int, torch.dtype] = {}
+    came_from: dict[tuple[int, int], torch.dtype] = {}
     found = {}
     for i, op in enumerate(ops):
         if not op.is_cast:
             continue
         have, want = op.inputs[0], op.outputs[0]
-        key = (have.memory, have.shape, have.dtype, want.dtype)
-        if came_from.get(have.memory[0]) == want.dtype:
+        key = (have.memory, have.place, have.shape, have.dtype, want.dtype)
+        if came_from.get(have.memory) == want.dtype:
             found[i] = "cast back"
         elif key in made:
             found[i] = "cast twice"
         made.add(key)
-        came_from[want.memory[0]] = have.dtype
+        came_from[want.memory] = have.dtype
     return found
 
 

@@ -20,10 +20,15 @@ class Unknown(NamedTuple):
     """A name no op answers to."""
 
     entry: Entry
-    nearest: str | None
+
+    @property
+    def nearest(self) -> str | None:
+        """The known name most like it; looked for when it is told, as it takes milliseconds."""
+        return _nearest(self.entry.text)
 
     def __str__(self) -> str:
-        meant = f"; did you mean '{self.nearest}'?" if self.nearest else ""
+        nearest = self.nearest
+        meant = f"; did you mean '{nearest}'?" if nearest else ""
         return f"{self.entry.where}: no op is named '{self.entry.text}'{meant}"
 
 
@@ -61,18 +66,17 @@ def op_lists(
         ValueError: one op is on both `lower` and `fp32`; the message names both entries.
     """
     found: dict[str, tuple[str, Entry]] = {}
-    unknown: list[Unknown] = []
+    unknown: dict[str, Unknown] = {}
     for kind, names in zip(KINDS, (lower, fp32, promote), strict=True):
         for item in names:
             entry = Entry(item, f"{kind} list") if isinstance(item, str) else item
             canonical = spelled(entry.text)
             if not any(name in known() for name in canonical):
-                unknown.append(Unknown(entry, _nearest(entry.text)))
+                unknown.setdefault(entry.text, Unknown(entry))
             for name in canonical:
                 _put(found, name, kind, entry)
     rules = {name: kind for name, (kind, _) in found.items() if name in known()}
-    distinct = {u.entry.text: u for u in reversed(unknown)}
-    return OpLists(rules, first_input, tuple(reversed(distinct.values())))
+    return OpLists(rules, first_input, tuple(unknown.values()))
 
 
 def _put(found: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
@@ -88,5 +92,5 @@ def _put(found: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry
 
 def _nearest(text: str) -> str | None:
     (name, *_) = spelled(text)
-    near = get_close_matches(name, known(), n=1)
+    near = get_close_matches(name.lower(), known(), n=1)
     return near[0] if near else None

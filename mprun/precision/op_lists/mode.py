@@ -10,7 +10,7 @@ PyTorch switches a mode off while it handles a call. A function written in Pytho
 
 The backward pass follows the dtypes of the forward one; Python code in it (custom autograd
 functions, hooks) is not cast. One thing is: activation checkpointing runs forward code again there,
-and must cast it as before. What tells it from the rest is that it records a graph.
+and must cast it as before.
 """
 
 from __future__ import annotations
@@ -18,13 +18,18 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from mprun._torch import function_modes, in_backward
+from mprun._torch import (
+    function_modes,
+    in_backward,
+    in_recomputation,
+    recurrent_layers_take_any_dtype,
+)
 from mprun.op_list_file import KINDS
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.bodies import OPERATORS, calls_of
@@ -32,6 +37,9 @@ from mprun.precision.op_lists.casts import Casts
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
 from mprun.precision.op_lists.rules import Function, Handler
+
+COMPILED = torch._ops.OpOverload
+"""How compiled code calls ops (or `torch.convolution`): their casts were decided in tracing."""
 
 
 class Watcher(Protocol):
@@ -91,6 +99,8 @@ class Table:
 
     def make(self, function: Function) -> Handler | _Inside:
         """The handler of a function."""
+        if isinstance(function, COMPILED) or function is torch.convolution:
+            return rules.plain
         name = name_of(function)
         if (said := getattr(function, "cast_rule", None)) is not None or name in rules.EXPLICIT:
             return self._watched(name or function.__name__, said or "explicit", rules.plain)
@@ -218,22 +228,29 @@ def _no(*_: object) -> bool:
     return False
 
 
+class _State:
+    """What holds in the innermost region; apart from the mode, as compiled code can set it here."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.off = False
+
+
 class _Mode(TorchFunctionMode):
     """Hands each call to its handler in the table of the innermost region."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
-        self.table = table
-        self.off = False
+        self.state = _State(table)
         self.inside: Function | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        table = self.table
-        if self.off:
+        table = self.state.table
+        if self.state.off:
             return table.off(func, args, kwargs or {})
-        if not (torch.is_grad_enabled() or _casts_without_graph()):
+        if not torch.compiler.is_compiling() and in_backward() and not in_recomputation():
             return func(*args, **(kwargs or {}))
         handler = table.handlers.get(func)
         if handler is None:
@@ -243,11 +260,6 @@ class _Mode(TorchFunctionMode):
         if isinstance(handler, _Inside):
             return handler.run(self, func, args, kwargs or {})
         return handler(func, args, kwargs or {})
-
-
-def _casts_without_graph() -> bool:
-    """Whether this is evaluation, not the backward pass; asked where no graph is recorded."""
-    return torch.compiler.is_compiling() or not in_backward()
 
 
 def _current() -> _Mode | None:
@@ -260,25 +272,27 @@ def region(table: Table) -> Iterator[None]:
     """Calls are cast by `table` inside; of regions in one another the innermost holds."""
     mode = _current()
     if mode is None:
-        with _Mode(table):
+        with _Mode(table), recurrent_layers_take_any_dtype():
             yield
         return
-    before = mode.table, mode.off
-    mode.table, mode.off = table, False
+    state = mode.state
+    before = state.table, state.off
+    state.table, state.off = table, False
     try:
         yield
     finally:
-        mode.table, mode.off = before
+        state.table, state.off = before
 
 
 @contextmanager
 def _off(mode: _Mode) -> Iterator[None]:
     """Nothing is cast by `mode` inside."""
-    before, mode.off = mode.off, True
+    state = mode.state
+    before, state.off = state.off, True
     try:
         yield
     finally:
-        mode.off = before
+        state.off = before
 
 
 @contextmanager
@@ -294,10 +308,14 @@ def disable_casts() -> Iterator[None]:
         @disable_casts()
         def penalty(weights): ...
     """
-    on = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
-    with ExitStack() as stack:
-        if (mode := _current()) is not None:
-            stack.enter_context(_off(mode))
-        for device_type in on:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    mode = _current()
+    with (
+        _off(mode) if mode is not None else nullcontext(),
+        _autocast_off("cpu") if torch.is_autocast_enabled("cpu") else nullcontext(),
+        _autocast_off("cuda") if torch.is_autocast_enabled("cuda") else nullcontext(),
+    ):
         yield
+
+
+def _autocast_off(device_type: str) -> torch.autocast:
+    return torch.autocast(device_type, enabled=False)

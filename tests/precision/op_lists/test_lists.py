@@ -1,0 +1,408 @@
+"""Files of op lists: what is read, and what is said about what cannot be."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mprun.build.machine import choose_op_lists
+from mprun.cli import main
+from mprun.config import compose
+from mprun.errors import UsageError
+from mprun.op_list_file import LONGEST_NAME, Entry, read_list
+from mprun.precision.op_lists import OpLists, op_lists
+
+
+def file(content: str | bytes, name: str = "ops.txt") -> Path:
+    """A file in the current folder."""
+    path = Path(name)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def names(content: str | bytes, name: str = "ops.txt", kind: str = "lower") -> list[str]:
+    """The names read from a file."""
+    return [entry.text for entry in read_list(file(content, name), kind)]
+
+
+def read(path: Path) -> list[Entry] | str:
+    """What a file holds, or what is said about it."""
+    try:
+        return read_list(path, "lower")
+    except ValueError as error:
+        return str(error)
+
+
+def chosen(*words: str) -> OpLists:
+    """The lists of a configuration on a CPU."""
+    config = compose(["recipe=mnist", "op_lists=hmp", *words]).config
+    found = choose_op_lists(config, torch.device("cpu"), False)
+    assert found is not None
+    return found
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_one_name_per_line_with_its_place() -> None:
+    assert read_list(file("relu\nlinear\n"), "lower") == [
+        Entry("relu", "ops.txt:1"),
+        Entry("linear", "ops.txt:2"),
+    ]
+
+
+def test_comments_blank_lines_and_blanks_around_names_are_left_out() -> None:
+    content = "# ops\n\n  relu\t \n\t\n   # more\nlinear# no blank before\nmm  # product\n\n \n"
+    entries = read_list(file(content), "lower")
+    assert entries == [
+        Entry("relu", "ops.txt:3"),
+        Entry("linear", "ops.txt:6"),
+        Entry("mm", "ops.txt:7"),
+    ]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["Unix", "Windows", "old Mac"])
+@pytest.mark.parametrize("last", [True, False])
+def test_every_kind_of_line_end(end: str, last: bool) -> None:
+    content = end.join(["relu", "# comment", "", "linear"]) + (end if last else "")
+    assert read_list(file(content.encode()), "lower") == [
+        Entry("relu", "ops.txt:1"),
+        Entry("linear", "ops.txt:4"),
+    ]
+
+
+def test_line_ends_may_be_mixed() -> None:
+    assert names(b"relu\r\nlinear\rmm\nbmm\n\rdot") == ["relu", "linear", "mm", "bmm", "dot"]
+
+
+@pytest.mark.parametrize("suffix", ["txt", "yaml"])
+def test_a_byte_order_mark_is_no_part_of_the_first_name(suffix: str) -> None:
+    text = "relu\nlinear\n" if suffix == "txt" else "- relu\n- linear\n"
+    assert names(b"\xef\xbb\xbf" + text.encode(), f"ops.{suffix}") == ["relu", "linear"]
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", "# nothing\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_an_empty_list(content: str | bytes) -> None:
+    assert names(content) == []
+    lists = chosen("op_lists.lower_file=ops.txt")
+    assert "lower" not in lists.rules.values()
+    assert lists.rules["softmax"] == "fp32"
+
+
+def test_a_name_that_stands_twice_counts_once() -> None:
+    file("relu\nF.relu\nrelu\naten::relu.default\n")
+    lists = chosen("op_lists.lower_file=ops.txt")
+    assert [name for name, kind in lists.rules.items() if kind == "lower"] == ["relu"]
+    assert lists.unknown == ()
+
+
+def test_overload_suffixes_mean_the_op() -> None:
+    file("pow.Tensor_Scalar\nmax_pool2d_with_indices\nrsub.Scalar\n_convolution.deprecated\n")
+    lists = chosen("op_lists.lower_file=ops.txt")
+    lower = {name for name, kind in lists.rules.items() if kind == "lower"}
+    assert lower >= {"pow", "max_pool2d", "rsub", "conv2d", "conv_transpose3d"}
+    assert lists.unknown == ()
+
+
+def test_a_file_takes_the_place_of_the_whole_list_and_of_no_other() -> None:
+    shipped = chosen().rules
+    file("gelu\n")
+    lists = chosen("op_lists.lower_file=ops.txt").rules
+    assert {n for n, kind in lists.items() if kind == "lower"} == {"gelu"}
+    assert lists.items() - {("gelu", "lower")} == {
+        (n, kind) for n, kind in shipped.items() if kind != "lower"
+    }
+
+
+def test_names_only_a_backend_knows_are_reported_once_with_the_nearest() -> None:
+    file("relu\nhabana_fused_thing\nlineer\nhabana_fused_thing\n")
+    lists = chosen("op_lists.lower_file=ops.txt")
+    said = [str(unknown) for unknown in lists.unknown]
+    assert said == [
+        "ops.txt:2: no op is named 'habana_fused_thing'",
+        "ops.txt:3: no op is named 'lineer'; did you mean 'linear'?",
+    ]
+    assert lists.rules["relu"] == "lower"
+
+
+TEN_THOUSAND: dict[str, list[str]] = {
+    "known names": ["relu", "linear", "aten::mm.default", "# comment", "", "  bmm  "],
+    "a few unknown names": ["relu", "habana_op", "lineer", "xla_fused_thing", "softmacks"],
+    "unknown names, no two the same": [f"foreign_operation_{i}" for i in range(10_000)],
+}
+
+
+@pytest.mark.parametrize("name", TEN_THOUSAND)
+def test_ten_thousand_lines_take_less_than_a_second(name: str) -> None:
+    """Of this process's own time: some fifty milliseconds here, where no more than a few unknown
+    names are compared with all known ones.
+    """
+    texts = TEN_THOUSAND[name]
+    path = file("\n".join(texts[i % len(texts)] for i in range(10_000)))
+    op_lists([], [])  # what all lists share is made once
+    began = time.process_time()
+    lists = op_lists(read_list(path, "lower"), [])
+    assert time.process_time() - began < 1
+    unknown = {text for text in texts if "_" in text or text in ("lineer", "softmacks")}
+    assert {u.entry.text for u in lists.unknown} == unknown
+
+
+@given(st.lists(st.sampled_from(["relu", "F.linear", "aten::mm.default", "", "#", " # x"])))
+def test_names_and_their_lines_survive_any_layout(lines: list[str]) -> None:
+    for end in ("\n", "\r\n", "\r"):
+        entries = read_list(file(end.join(lines)), "lower")
+        expected = [
+            Entry(text.strip(), f"ops.txt:{number}")
+            for number, text in enumerate(lines, start=1)
+            if text and "#" not in text
+        ]
+        assert entries == expected
+
+
+@given(st.binary(max_size=60), st.sampled_from(["ops.txt", "ops.yaml", "ops.yml", "ops"]))
+def test_any_bytes_are_a_list_or_an_error_that_names_the_file(content: bytes, name: str) -> None:
+    found = read(file(content, name))
+    if isinstance(found, str):
+        assert found.startswith(f"{name}:")
+        assert "\n" not in found
+    else:
+        for entry in found:
+            assert entry.text.isprintable()
+            assert len(entry.text.split()) == 1
+            assert entry.where.startswith(f"{name}:")
+
+
+# ---- what is no list of names --------------------------------------------------------------------
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "a NUL": (b"relu\nlin\0ear\n", r"ops\.txt:2: .*is no name of an op"),
+    "a control character": (b"relu\n\x1b[31mlinear\n", r"ops\.txt:2: .*is no name of an op"),
+    "a name with a blank": (b"relu\n\nmatrix multiply\n", r"ops\.txt:3: 'matrix multiply' is no"),
+    "names with a comma": (b"relu, linear\n", r"ops\.txt:1: 'relu, linear' is no name"),
+    "names with a tab": (b"relu\tlinear\n", r"ops\.txt:1: "),
+    "no UTF-8": (b"relu\nlinear\nb\xe4d\n", r"ops\.txt:3: not text \(UTF-8\)"),
+    "no UTF-8 after Windows line ends": (b"relu\r\nb\xe4d\r\n", r"ops\.txt:2: not text"),
+    "no UTF-8 after old Mac line ends": (b"relu\rlinear\rb\xe4d\r", r"ops\.txt:3: not text"),
+    "UTF-16": ("relu\nlinear\n".encode("utf-16"), r"ops\.txt:1: not text"),
+    "a program": (b"\x7fELF\x02\x01\x01\0\0\0\xff\xfe", r"ops\.txt:1: "),
+    "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"ops\.txt:1: "),
+    "an archive": (b"PK\x03\x04\x14\0\x08\0\x08\0", r"ops\.txt:1: "),
+    "a very long name": (b"a" * (LONGEST_NAME + 1), r"ops\.txt:1: 'aaa.*\.\.\.' is no name"),
+    "a line separator in a name": ("re\u2028lu".encode(), r"ops\.txt:1: "),
+    "a zero-width blank": ("relu\u200b".encode(), r"ops\.txt:1: "),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_list_is_said_with_file_and_line(name: str) -> None:
+    content, message = BROKEN[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        read_list(file(content), "lower")
+    assert len(str(caught.value)) < 200
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_command_says_it_with_status_2_and_makes_no_folder(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, _ = BROKEN[name]
+    file(content)
+    assert main(["recipe=mnist", "op_lists=hmp", "op_lists.fp32_file=ops.txt", "run.dir=run"]) == 2
+    error = capsys.readouterr().err
+    assert "op_lists.fp32_file: ops.txt:" in error
+    assert error.count("\n") == 1
+    assert not Path("run").exists()
+
+
+def test_a_name_as_long_as_names_may_be_is_read() -> None:
+    assert names("a" * LONGEST_NAME) == ["a" * LONGEST_NAME]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "missing.yaml", "no/such/folder.txt"])
+def test_a_missing_file_is_said(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} cannot be read: No such file"):
+        read_list(Path(name), "lower")
+    with pytest.raises(UsageError, match=f"op_lists.lower_file: {name} cannot be read"):
+        compose(["recipe=mnist", "op_lists=hmp", f"op_lists.lower_file={name}"])
+
+
+@pytest.mark.parametrize("name", ["folder", "folder.yaml"])
+def test_a_folder_is_said(name: str) -> None:
+    Path(name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} cannot be read: Is a directory"):
+        read_list(Path(name), "lower")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads everything")
+def test_a_file_that_may_not_be_read_is_said() -> None:
+    path = file("relu\n")
+    path.chmod(stat.S_IWUSR)
+    with pytest.raises(ValueError, match="cannot be read: Permission denied"):
+        read_list(path, "lower")
+
+
+def test_a_file_with_a_name_full_of_blanks_is_read() -> None:
+    file("relu\n", "my ops of today.txt")
+    lists = chosen("op_lists.lower_file='my ops of today.txt'")
+    assert lists.rules["relu"] == "lower"
+    assert "linear" not in lists.rules
+
+
+# ---- YAML ----------------------------------------------------------------------------------------
+
+LISTS = """\
+# three lists
+lower: [relu, F.linear]
+fp32:
+  - softmax   # sums
+  - log_softmax
+promote: []
+"""
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "yml"])
+def test_a_yaml_list(suffix: str) -> None:
+    path = file("- relu\n- F.linear  # a layer\n\n- 'aten::mm.default'\n", f"ops.{suffix}")
+    assert read_list(path, "fp32") == [
+        Entry("relu", f"ops.{suffix}:1"),
+        Entry("F.linear", f"ops.{suffix}:2"),
+        Entry("aten::mm.default", f"ops.{suffix}:4"),
+    ]
+    assert names("[relu, mm]", f"ops.{suffix}") == ["relu", "mm"]
+
+
+def test_a_yaml_mapping_has_a_list_for_each_kind() -> None:
+    assert names(LISTS, "ops.yaml", "lower") == ["relu", "F.linear"]
+    assert read_list(Path("ops.yaml"), "fp32") == [
+        Entry("softmax", "ops.yaml:4"),
+        Entry("log_softmax", "ops.yaml:5"),
+    ]
+    assert read_list(Path("ops.yaml"), "promote") == []
+    words = [f"op_lists.{kind}_file=ops.yaml" for kind in ("lower", "fp32", "promote")]
+    assert chosen(*words).rules == {
+        **dict.fromkeys(("relu", "linear"), "lower"),
+        **dict.fromkeys(("softmax", "log_softmax"), "fp32"),
+    }
+
+
+def test_a_yaml_mapping_without_the_list_asked_for_is_said() -> None:
+    with pytest.raises(ValueError, match="there is no 'promote' in it; legal: a list of names, or"):
+        names("lower: [relu]\nfp32: [log]\n", "ops.yaml", "promote")
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n", "lower: []\n", "[]"])
+def test_an_empty_yaml_list(content: str) -> None:
+    assert names(content, "ops.yaml") == []
+
+
+def test_yaml_words_that_mean_other_things_are_names_there() -> None:
+    """`no` and `on` are truth values to YAML, `1e3` a number; here they are what is written."""
+    assert names("[relu, no, on, 1e3, null, ~]", "ops.yaml")[:4] == ["relu", "no", "on", "1e3"]
+
+
+BROKEN_YAML: dict[str, tuple[str, str]] = {
+    "a word": ("relu\n", r"ops\.yaml:1: not a list of names"),
+    "a number": ("\n\n7\n", r"ops\.yaml:3: not a list of names"),
+    "a mapping to a word": ("fp32: [log]\nlower: relu\n", r"ops\.yaml:2: not a list of names"),
+    "a mapping of mappings": ("lower:\n  relu: true\n", r"ops\.yaml:2: not a list of names"),
+    "a list of lists": ("- relu\n- [mm, bmm]\n", r"ops\.yaml:2: not a name"),
+    "a list of mappings": ("- relu\n- mm: 1\n", r"ops\.yaml:2: not a name"),
+    "an empty name": ("- relu\n- ''\n", r"ops\.yaml:2: '' is no name of an op"),
+    "a name with a blank": ("- relu\n- a b\n", r"ops\.yaml:2: 'a b' is no name of an op"),
+    "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: not YAML"),
+    "a tab": ("lower:\n\t- relu\n", r"ops\.yaml:2: not YAML"),
+    "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: not YAML"),
+    "two documents": ("- relu\n---\n- mm\n", r"ops\.yaml:\d: not YAML"),
+    "an alias of nothing": ("- *relu\n", r"ops\.yaml:1: not YAML"),
+    "text of the other kind": ("relu\nlinear\n", r"ops\.yaml:1: not a list of names"),
+    "a list in a key": ("? [a, b]\n: [relu]\n", r"ops\.yaml"),
+    "a list without an end": ("fp32: [log]\nlower:\n", r"ops\.yaml:2: not a list of names"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_YAML)
+def test_what_is_no_list_in_yaml_is_said_with_file_and_line(name: str) -> None:
+    content, message = BROKEN_YAML[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        read_list(file(content, "ops.yaml"), "lower")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [ran]]\n",
+        "- !!python/object/apply:os.system ['touch ran']\n",
+        "lower: !!python/object/apply:os.mkdir [ran]\n",
+        "- !!python/object/new:os.system ['touch ran']\n",
+        "- !!python/name:os.system relu\n",
+    ],
+)
+def test_tags_of_python_run_no_code(text: str) -> None:
+    found = read(file(text, "ops.yaml"))
+    assert isinstance(found, str) or [type(x.text) for x in found] == [str]
+    assert [p.name for p in Path.cwd().iterdir()] == ["ops.yaml"]
+
+
+def test_aliases_that_multiply_do_not_fill_the_memory() -> None:
+    """The "billion laughs": nine levels of nine references each."""
+    lines = ["a0: &a0 [relu]"]
+    for i in range(1, 10):
+        lines.append(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]")
+    lines.append("lower: *a9")
+    began = time.perf_counter()
+    with pytest.raises(ValueError, match=r"ops\.yaml"):
+        names("\n".join(lines), "ops.yaml")
+    assert time.perf_counter() - began < 5
+
+
+def test_the_ending_decides_and_not_what_is_inside() -> None:
+    with pytest.raises(ValueError, match="is no name of an op"):
+        names("- relu\n", "ops.txt")
+
+
+# ---- two lists -----------------------------------------------------------------------------------
+
+
+def test_an_op_in_two_files_is_said_with_both_places() -> None:
+    file("mm\nrelu\n", "lower.txt")
+    file("\nlog\nF.relu\n", "fp32.yaml.txt")
+    with pytest.raises(UsageError) as caught:
+        chosen("op_lists.lower_file=lower.txt", "op_lists.fp32_file=fp32.yaml.txt")
+    message = str(caught.value)
+    assert "'F.relu' and 'relu', the same op" in message
+    assert "lower.txt:2" in message
+    assert "fp32.yaml.txt:3" in message
+
+
+def test_an_op_in_a_file_and_on_a_shipped_list_is_said_with_both_places() -> None:
+    file("log\nrelu\n")
+    with pytest.raises(UsageError) as caught:
+        chosen("op_lists.fp32_file=ops.txt")
+    assert "op_lists=hmp" in str(caught.value)
+    assert "ops.txt:2" in str(caught.value)
+    assert "bring both files" in str(caught.value)
+    assert chosen("op_lists.fp32_file=ops.txt", "op_lists.lower=[mm]").rules["relu"] == "fp32"
+
+
+def test_an_op_on_a_file_s_list_and_on_promote_is_the_file_s() -> None:
+    file("add\nsub\n")
+    rules = chosen("op_lists.fp32_file=ops.txt").rules
+    assert rules["add"] == rules["sub"] == "fp32"
+    assert rules["cat"] == "promote"
+
+
+def test_strict_lists_every_unknown_name() -> None:
+    file("relu\nfoo_op\nlineer\n")
+    with pytest.raises(UsageError) as caught:
+        chosen("op_lists.lower_file=ops.txt", "op_lists.strict=true")
+    assert str(caught.value).startswith("op_lists.strict=true: ops.txt:2: no op is named 'foo_op'")
+    assert "; ops.txt:3: no op is named 'lineer'; did you mean 'linear'?" in str(caught.value)

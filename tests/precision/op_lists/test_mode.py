@@ -1,0 +1,1125 @@
+"""Regions: gradients, weights cast once, nesting, compilation, recomputation, whole layers."""
+
+from __future__ import annotations
+
+import math
+import operator
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mprun.precision import (
+    ClipNorm,
+    NativeArithmetic,
+    NoClip,
+    NoLossScale,
+    Policy,
+    Precision,
+    disable_casts,
+)
+from mprun.precision.caster import NoCaster, OpListCaster
+from tests.precision.op_lists import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    Spy,
+    caster,
+    no_mode_is_left,
+    own,
+    same,
+    shipped,
+    watched,
+)
+from tests.precision.test_policy import policy
+
+aten = torch.ops.aten
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def seeded(make: Callable[[], nn.Module]) -> Any:
+    torch.manual_seed(0)
+    return make()
+
+
+def two_layers() -> nn.Sequential:
+    model: nn.Sequential = seeded(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    )
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of each parameter's gradient; all are float32."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == FP32, name
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), f"{name} differs"
+
+
+def backward(
+    model: nn.Module, x: Tensor, by: OpListCaster, steps: int = 1
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output and the gradients of a step under a caster."""
+    model.zero_grad()
+    with by.region():
+        out: Tensor = model(x)
+    out.float().square().sum().backward()
+    return out.detach(), gradients(model)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_gradients_of_float32_weights_equal_those_of_casts_by_hand(dtype: torch.dtype) -> None:
+    model, x = two_layers(), tensor(5, 6)
+    out, ours = backward(model, x, caster(dtype=dtype))
+
+    model.zero_grad()
+    first, _, second = model
+    hidden = F.linear(x.to(dtype), first.weight.to(dtype), first.bias.to(dtype)).relu()
+    by_hand = F.linear(hidden, second.weight.to(dtype), second.bias.to(dtype))
+    by_hand.float().square().sum().backward()
+
+    assert same(out, by_hand.detach())
+    assert out.dtype == dtype
+    assert_equal(ours, gradients(model))
+
+
+def test_gradients_go_through_every_rule_s_cast() -> None:
+    """Lower, float32, promotion and first input, one after the other."""
+    weights = [nn.Parameter(tensor(4, 4, seed=i)) for i in range(3)]
+
+    def by_hand(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        low = torch.mm(a.to(BF16), b.to(BF16))
+        soft = torch.softmax(low.float(), 0)
+        wide = torch.add(soft, low.float())
+        return torch.xlogy(low.abs(), c.abs().to(BF16)).float() + wide
+
+    def plain(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        low = torch.matmul(a, b)
+        soft = torch.softmax(low, 0)
+        wide = torch.add(soft, low)
+        return torch.add(torch.xlogy(low.abs(), c.abs()), wide)
+
+    with caster().region():
+        ours = plain(*weights)
+    theirs = by_hand(*weights)
+    assert same(ours.detach(), theirs.detach())
+    for a, b in zip(
+        torch.autograd.grad(ours.sum(), weights),
+        torch.autograd.grad(theirs.sum(), weights),
+        strict=True,
+    ):
+        assert same(a, b)
+        assert a.dtype == FP32
+        assert a.abs().sum() > 0
+
+
+def test_gradients_of_inputs_have_their_dtype() -> None:
+    x = tensor(5, 6).requires_grad_()
+    with caster().region():
+        two_layers()(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == FP32
+    assert x.grad.abs().sum() > 0
+
+
+# ---- weights are cast once -----------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """One layer applied two times, and its weight a third time, transposed: tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 6)
+        self.head.weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(self.layer(x)))
+        return out
+
+
+def test_a_weight_used_several_times_is_cast_once_in_a_region() -> None:
+    model, by = Twice(), caster()
+    for _ in range(2):
+        with watched(by) as spy:
+            model(tensor(5, 6))
+        assert spy.casts_of(model.layer.weight) == [BF16]
+        assert spy.casts_of(model.layer.bias) == [BF16]
+    with Spy() as spy:  # each region casts anew: the weights may have changed between
+        for _ in range(3):
+            with by.region():
+                model(tensor(5, 6))
+    assert spy.casts_of(model.layer.weight) == [BF16] * 3
+
+
+def test_tied_weights_get_the_gradient_of_one_shared_cast() -> None:
+    model, x = seeded(Twice), tensor(5, 6)
+    out, ours = backward(model, x, caster())
+    model.zero_grad()
+    weight, bias = model.layer.weight.to(BF16), model.layer.bias.to(BF16)
+    hidden = F.linear(F.linear(x.to(BF16), weight, bias), weight, bias)
+    by_hand = F.linear(hidden, weight, model.head.bias.to(BF16))
+    by_hand.float().square().sum().backward()
+    assert same(out, by_hand.detach())
+    assert_equal(ours, gradients(model))
+
+
+def test_over_micro_batches_weights_are_cast_once_a_step() -> None:
+    model, by = two_layers(), caster(keep=True)
+    micro = [tensor(5, 6, seed=i) for i in range(3)]
+    for _ in range(2):
+        model.zero_grad()
+        with Spy() as spy:
+            for x in micro:
+                with by.region():
+                    out = model(x)
+                out.float().square().sum().backward()
+        by.end_step()
+        for parameter in model.parameters():
+            assert spy.casts_of(parameter) == [BF16]
+    kept = gradients(model)
+
+    model.zero_grad()
+    for x in micro:
+        with caster().region():
+            out = model(x)
+        out.float().square().sum().backward()
+    assert_equal(kept, gradients(model))
+
+
+def test_a_step_after_the_optimizer_s_uses_the_new_weights_though_casts_are_kept() -> None:
+    model, by, x = two_layers(), caster(keep=True), tensor(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    outputs = []
+    for end in (by.end_step, lambda: None):  # even where nobody says that the step ended
+        backward(model, x, by)
+        optimizer.step()
+        end()
+        with by.region():
+            outputs.append(model(x).detach())
+        by.end_step()
+        with caster().region():
+            assert same(outputs[-1], model(x).detach())
+    assert not torch.equal(*outputs)
+
+
+def test_a_weight_changed_inside_a_region_is_cast_again() -> None:
+    model, x = two_layers(), tensor(5, 6)
+    with caster().region():
+        before = model(x)
+        with torch.no_grad():
+            model[0].weight.mul_(2.0)
+            model[2].bias += 1.0
+        after = model(x)
+    with caster().region():
+        expected = model(x)
+    assert same(after.detach(), expected.detach())
+    assert not torch.equal(before, after)
+
+
+def test_another_weight_in_the_place_of_one_that_is_gone_is_cast_itself() -> None:
+    """Python gives the id of a collected tensor to a later one."""
+    x = tensor(5, 6)
+    with caster().region():
+        for i in range(20):
+            weight = nn.Parameter(torch.full((3, 6), float(i)))
+            assert same(
+                F.linear(x, weight).detach(), F.linear(x.to(BF16), weight.to(BF16)).detach()
+            )
+            del weight
+
+
+def test_copies_are_let_go_when_the_region_ends_and_kept_ones_with_the_step() -> None:
+    import gc
+    import weakref
+
+    for keep in (False, True):
+        by, weight = caster(keep=keep), nn.Parameter(tensor(6, 6))
+        with by.region():
+            F.linear(tensor(5, 6), weight)
+        if keep:
+            by.end_step()
+        gone = weakref.ref(weight)
+        del weight
+        gc.collect()
+        assert gone() is None
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("where", ["before", "inside", "after"])
+def test_a_forward_pass_without_graph_costs_no_gradient(keep: bool, where: str) -> None:
+    model, x = two_layers(), tensor(5, 6)
+    _, expected = backward(model, x, caster())
+    model.zero_grad()
+    by = caster(keep=keep)
+
+    def look() -> None:
+        with torch.no_grad():
+            assert model(x).dtype == BF16
+
+    if where == "before":
+        with by.region():
+            look()
+    with by.region():
+        if where == "inside":
+            look()
+        out = model(x)
+        if where == "after":
+            look()
+    out.float().square().sum().backward()
+    assert_equal(gradients(model), expected)
+
+
+def test_a_forward_pass_in_inference_mode_costs_no_gradient() -> None:
+    model, x, by = two_layers(), tensor(5, 6), caster(keep=True)
+    _, expected = backward(model, x, caster())
+    with by.region(), torch.inference_mode():
+        assert model(x).dtype == BF16
+    assert_equal(backward(model, x, by)[1], expected)
+
+
+def test_frozen_weights_are_cast_and_get_no_gradient() -> None:
+    model, x = two_layers(), tensor(5, 6)
+    model[0].requires_grad_(False)
+    with caster().region():
+        out = model(x)
+    assert out.dtype == BF16
+    out.float().sum().backward()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+
+
+# ---- one region in another -----------------------------------------------------------------------
+
+
+def test_the_inner_region_alone_holds() -> None:
+    a, b = tensor(4, 4), tensor(4, 4, seed=1)
+    with caster().region():
+        assert torch.matmul(a, b).dtype == BF16
+        with caster(own(fp32=["relu"])).region():
+            assert torch.matmul(a, b).dtype == FP32
+            assert torch.relu(a.half()).dtype == FP32
+            with caster(dtype=FP16).region():
+                assert torch.matmul(a, b).dtype == FP16
+            assert torch.matmul(a, b).dtype == FP32
+        assert torch.matmul(a, b).dtype == BF16
+        assert torch.relu(a.half()).dtype == BF16
+    assert no_mode_is_left()
+
+
+def test_a_weight_is_cast_to_two_dtypes_by_two_regions() -> None:
+    layer, x = nn.Linear(6, 6), tensor(5, 6)
+    outer, inner = caster(dtype=BF16), caster(dtype=FP16)
+    with outer.region(), Spy() as spy:
+        first = layer(x)
+        with inner.region():
+            second = layer(x)
+        third = layer(x)
+    assert (first.dtype, second.dtype, third.dtype) == (BF16, FP16, BF16)
+    assert spy.casts_of(layer.weight) == [BF16, FP16]
+    assert same(first.detach(), third.detach())
+
+
+def test_a_layer_s_region_has_its_dtype_and_shares_the_casts() -> None:
+    layer, x, by = nn.Linear(6, 6), tensor(5, 6), caster()
+    with by.region(), Spy() as spy:
+        assert layer(x).dtype == BF16
+        with by.layer_region(FP16)():
+            assert layer(x).dtype == FP16
+        with by.layer_region(FP32)():
+            assert layer(x).dtype == FP32
+        with by.layer_region(BF16)():
+            assert layer(x).dtype == BF16
+    assert spy.casts_of(layer.weight) == [BF16, FP16]
+
+
+def test_the_same_caster_s_region_in_itself_keeps_its_copies() -> None:
+    layer, x, by = nn.Linear(6, 6), tensor(5, 6), caster()
+    with by.region(), Spy() as spy:
+        layer(x)
+        with by.region():
+            layer(x)
+        layer(x)
+    assert spy.casts_of(layer.weight) == [BF16]
+
+
+def a_mismatch() -> None:
+    torch.matmul(torch.ones(2, 3), torch.ones(2, 3))
+
+
+def one_in_an_inner_region() -> None:
+    with caster(dtype=FP16).region(), disable_casts():
+        raise RuntimeError
+
+
+def one_inside_a_python_function() -> None:
+    F.multi_head_attention_forward(*[torch.ones(4, 4)] * 13)  # type: ignore[arg-type]
+
+
+FAULTS = (a_mismatch, one_in_an_inner_region, one_inside_a_python_function)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exception_leaves_no_mode_behind(fault: Callable[[], None]) -> None:
+    by = caster()
+    with pytest.raises((RuntimeError, AssertionError, TypeError)), by.region():
+        fault()
+    assert no_mode_is_left()
+    with by.region():
+        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype == BF16
+    assert no_mode_is_left()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_exception_that_is_caught_inside_does_not_end_the_casts(
+    fault: Callable[[], None],
+) -> None:
+    x, attention = tensor(4, 4), nn.MultiheadAttention(4, 2)
+    with caster().region():
+        for _ in range(2):
+            with pytest.raises((RuntimeError, AssertionError, TypeError)):
+                fault()
+        assert torch.matmul(x, x).dtype == BF16
+        # The function that raised is cast inside as before.
+        assert attention(x, x, x, need_weights=False)[0].dtype == BF16
+    assert no_mode_is_left()
+
+
+# ---- casts switched off --------------------------------------------------------------------------
+
+
+@contextmanager
+def by_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", BF16):
+        yield
+
+
+REGIONS: dict[str, Callable[[], Any]] = {
+    "op lists": lambda: caster().region(),
+    "autocast": by_autocast,
+}
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_disable_casts_as_a_context_manager(kind: str) -> None:
+    layer, x = nn.Linear(6, 6), tensor(5, 6)
+    with REGIONS[kind]():
+        assert layer(x).dtype == BF16
+        with disable_casts():
+            assert same(layer(x).detach(), F.linear(x, layer.weight, layer.bias).detach())
+            assert layer(x).dtype == FP32
+            with pytest.raises(RuntimeError):  # as without mixed precision: dtypes do not fit
+                layer(x.to(BF16))
+        assert layer(x).dtype == BF16
+    assert layer(x).dtype == FP32
+
+
+@pytest.mark.parametrize("kind", REGIONS)
+def test_disable_casts_as_a_decorator(kind: str) -> None:
+    @disable_casts()
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    a = tensor(4, 4)
+    for _ in range(2):
+        with REGIONS[kind]():
+            assert product(a, a).dtype == FP32
+            assert (a @ a).dtype == BF16
+    assert product(a, a).dtype == FP32
+
+
+def test_disable_casts_outside_of_any_region_changes_nothing() -> None:
+    a = tensor(4, 4)
+    with disable_casts():
+        assert (a @ a).dtype == FP32
+        with caster().region():  # the inner region alone holds
+            assert (a @ a).dtype == BF16
+    assert no_mode_is_left()
+
+
+def test_disable_casts_reaches_python_functions_and_whole_layers() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+    x = tensor(3, 2, 8)
+    expected = layer(x)
+    with caster().region(), disable_casts(), Spy() as spy:
+        ours = layer(x)
+    assert same(ours.detach(), expected.detach())
+    assert spy.dtypes == {FP32}
+
+
+def test_gradients_go_through_disabled_casts() -> None:
+    model, x = two_layers(), tensor(5, 6)
+    with caster().region():
+        hidden = model[1](model[0](x))
+        with disable_casts():
+            out = model[2](hidden.float())
+    out.sum().backward()
+    assert out.dtype == FP32
+    ours = gradients(model)
+    model.zero_grad()
+    low = F.linear(x.to(BF16), model[0].weight.to(BF16), model[0].bias.to(BF16)).relu()
+    model[2](low.float()).sum().backward()
+    assert_equal(ours, gradients(model))
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_a_compiled_module_in_a_region_gives_the_same_dtypes_and_gradients() -> None:
+    """Traced, and run by PyTorch's own kernels: the bits are those of the plain module."""
+    model, x = two_layers(), tensor(5, 6)
+    out, expected = backward(model, x, caster())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        model.zero_grad()
+        with caster().region():
+            ours = compiled(x)
+        ours.float().square().sum().backward()
+        assert same(ours.detach(), out)
+        assert_equal(gradients(model), expected)
+    assert compiled(x).dtype == FP32  # outside of a region it is compiled anew
+    with caster(dtype=FP16).region():
+        assert compiled(x).dtype == FP16
+
+
+class Switching(nn.Module):
+    """The same layers, cast and not, and a decorated function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.conv = nn.Conv1d(5, 4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        low = torch.sin(self.conv(self.layer(x)))
+        with disable_casts():
+            full = torch.sin(self.conv(self.layer(x)))
+        return low, full, product(x), self.layer(x)
+
+
+@disable_casts()
+def product(x: Tensor) -> Tensor:
+    return x @ x.T
+
+
+SWITCHED = [BF16, FP32, FP32, BF16]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("kind", REGIONS)
+def test_disable_casts_compiles_in_one_graph(kind: str, backend: str) -> None:
+    """What was traced with no casts runs without them: compiled code is not cast a second time."""
+    model, x = seeded(Switching), tensor(5, 6)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with REGIONS[kind]():
+        expected, ours = model(x), compiled(x)
+    assert [y.dtype for y in expected] == SWITCHED
+    assert [y.dtype for y in ours] == SWITCHED
+    for a, b in zip(ours, expected, strict=True):
+        assert same(a.detach(), b.detach())
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="Inductor needs a C++ compiler"
+)
+@pytest.mark.usefixtures("fresh_compiler")
+def test_inductor_s_code_computes_in_the_dtypes_of_the_region() -> None:
+    model, x = seeded(Switching), tensor(5, 6)
+    compiled = torch.compile(model, fullgraph=True)
+    with caster().region(), torch.no_grad():
+        expected, ours = model(x), compiled(x)
+    assert [y.dtype for y in ours] == SWITCHED
+    for a, b in zip(ours, expected, strict=True):
+        # Sums of 6 and 15 products in another order and in float32 between two layers, where the
+        # plain code rounds to 16 bits: two units.
+        eps = 2 * torch.finfo(a.dtype).eps
+        torch.testing.assert_close(a, b, rtol=eps, atol=4 * eps)
+
+
+# ---- run again in the backward pass --------------------------------------------------------------
+
+
+def precision(by: OpListCaster) -> Precision:
+    """bf16_mixed, cast by op lists."""
+    from dataclasses import replace
+
+    row: Policy = replace(policy("bf16_mixed"), casting="op_lists")
+    return Precision(row, by, NativeArithmetic(), NoLossScale(), NoClip())
+
+
+class Blocks(nn.Module):
+    """Three blocks, each run again in the backward pass where `reentrant` is not None."""
+
+    def __init__(self, reentrant: bool | None, attention: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+
+        def block() -> nn.Module:
+            if attention:
+                return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1)
+            return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(0.2), nn.ReLU())
+
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return torch.softmax(x, -1)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradients(
+    reentrant: bool, attention: bool, keep: bool
+) -> None:
+    found = []
+    for recompute in (None, reentrant):
+        model, by = Blocks(recompute, attention), caster(keep=keep)
+        ours = precision(by)
+        ours.prepare(model, torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.manual_seed(1)
+        for step in (1, 2):
+            optimizer.zero_grad()
+            ours.begin_step(step)
+            for micro in range(2):
+                x = tensor(4, 3, 8, seed=micro).requires_grad_()
+                ours.backward(ours.forward(model, x).square().sum())
+            last = gradients(model)
+            ours.step(optimizer)
+        found.append(last)
+    assert all(g.abs().sum() > 0 for g in found[0].values())
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_code_is_cast_as_it_was(reentrant: bool) -> None:
+    seen: list[torch.dtype] = []
+    layer = nn.Linear(8, 8)
+
+    def block(x: Tensor) -> Tensor:
+        low = layer(x)
+        seen.append(low.dtype)
+        soft = torch.softmax(low, -1)
+        seen.append(soft.dtype)
+        with disable_casts():
+            wide = F.linear(soft, layer.weight)
+            seen.append(wide.dtype)
+        return layer(wide)
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(block, x, use_reentrant=reentrant)
+
+    ours = precision(caster())
+    ours.backward(ours.forward(Outer(), tensor(4, 8).requires_grad_()).sum())
+    assert seen == [BF16, FP32, FP32] * 2
+    assert no_mode_is_left()
+
+
+class Gate(torch.autograd.Function):
+    """A gate that keeps what its forward pass computed; says what it computed in."""
+
+    seen: list[tuple[str, torch.dtype]] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        product = torch.matmul(x, w)
+        gate = torch.sigmoid(product)
+        ctx.save_for_backward(x, w, gate)
+        Gate.seen.append(("forward", product.dtype))
+        return gate
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, gate = ctx.saved_tensors
+        inner = (grads[0] * gate * (1 - gate)).to(x.dtype)
+        to_x, to_w = torch.matmul(inner, w.T), torch.matmul(x.T, inner)
+        Gate.seen.append(("backward", to_x.dtype))
+        return to_x, to_w
+
+
+class Outer(nn.Module):
+    """A body with one weight, run again in the backward pass where `reentrant` is not None."""
+
+    def __init__(self, body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> None:
+        super().__init__()
+        self.w = nn.Parameter(tensor(6, 6, seed=3))
+        self.body = body
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        if self.reentrant is None:
+            return self.body(x, self.w)
+        return checkpoint(self.body, x, self.w, use_reentrant=self.reentrant)
+
+
+def of_outer(body: Callable[[Tensor, Tensor], Any], reentrant: bool | None) -> Tensor:
+    """The gradient of the weight of `Outer`."""
+    ours, model = precision(caster()), Outer(body, reentrant)
+    ours.backward(ours.forward(model, tensor(5, 6).requires_grad_()).sum())
+    return gradients(model)["w"]
+
+
+def test_a_custom_function_is_cast_forward_and_not_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Gate, "seen", [])
+    assert of_outer(Gate.apply, None).abs().sum() > 0
+    assert Gate.seen == [("forward", BF16), ("backward", FP32)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_custom_function_that_is_run_again_is_cast_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    """Its forward code records no graph, in the backward pass neither."""
+    expected = of_outer(Gate.apply, None)
+    monkeypatch.setattr(Gate, "seen", [])
+    assert torch.equal(of_outer(Gate.apply, reentrant), expected)
+    assert Gate.seen == [("forward", BF16)] * 2 + [("backward", FP32)]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_code_without_graph_that_is_run_again_is_cast_as_it_was(reentrant: bool) -> None:
+    """A mask of the products that are bfloat16 numbers: all of them, where they are cast."""
+
+    def masked(x: Tensor, w: Tensor) -> Tensor:
+        with torch.no_grad():
+            product = torch.matmul(x, w).float()
+            mask = product == product.to(BF16).float()
+        return torch.matmul(x, w) * mask
+
+    assert torch.equal(of_outer(masked, reentrant), of_outer(masked, None))
+
+
+def test_hooks_of_the_backward_pass_are_not_cast() -> None:
+    seen = []
+    ours, model = precision(caster()), two_layers()
+
+    def hook(grad: Tensor) -> None:
+        seen.append(torch.matmul(grad, grad.T).dtype)
+
+    model[0].weight.register_hook(hook)
+    ours.backward(ours.forward(model, tensor(5, 6)).sum())
+    assert seen == [FP32]
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent by ops that HMP's lists would cast: a product and a matrix product."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p -= 0.1 * p.grad
+            if p.dim() == 2:
+                p += 0.01 * (p @ p.T @ p)
+
+
+def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
+    """Both are outside of any region, even where somebody trains inside of one."""
+    weights = {}
+    for inside in (False, True):
+        model, parts = two_layers(), (NativeArithmetic(), NoLossScale(), ClipNorm(0.01))
+        ours = Precision(precision(caster()).policy, caster(), *parts)
+        optimizer = Descent(model.parameters())
+        ours.begin_step(1)
+        ours.backward(ours.forward(model, tensor(5, 6)).sum())
+        with caster().region() if inside else NoCaster().region():
+            ours.step(optimizer)
+        weights[inside] = dict(model.state_dict())
+    assert_equal(weights[True], weights[False])
+
+
+# ---- whole layers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_attention_computes_in_the_lower_dtype_and_its_softmax_in_float32(
+    need_weights: bool, training: bool
+) -> None:
+    attention = seeded(lambda: nn.MultiheadAttention(8, 2, batch_first=False)).train(training)
+    x = tensor(5, 3, 8)
+    with watched(caster()) as spy:
+        out, weights = attention(x, x, x, need_weights=need_weights)
+    assert out.dtype == BF16
+    named = [s for s in spy.seen if s.op in ("addmm", "linear", "bmm", "mm", "baddbmm")]
+    assert named
+    assert all(set(s.dtypes) == {BF16} for s in named)
+    if need_weights:
+        assert weights.dtype == FP32
+        assert [s.dtypes for s in spy.seen if "softmax" in s.op] == [(FP32,)]
+    else:
+        assert weights is None
+
+
+def attention_by_hand(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What HMP's lists make of attention with weights: sequence x batch x width."""
+    length, batch, width = x.shape
+    heads, size = module.num_heads, width // module.num_heads
+
+    def low(t: Tensor) -> Tensor:
+        return t.to(BF16)
+
+    packed = F.linear(low(x), low(module.in_proj_weight), low(module.in_proj_bias))
+    q, k, v = (t.contiguous() for t in packed.chunk(3, -1))
+    q, k, v = (t.view(length, batch * heads, size).transpose(0, 1) for t in (q, k, v))
+    scores = torch.bmm(q * math.sqrt(1.0 / size), k.transpose(-2, -1))
+    weights = torch.softmax(scores.float(), -1)
+    out = torch.bmm(low(weights), v).transpose(0, 1).contiguous().view(length * batch, width)
+    out = F.linear(out, low(module.out_proj.weight), low(module.out_proj.bias))
+    by_head = weights.view(batch, heads, length, length)
+    return out.view(length, batch, width), by_head.mean(1)
+
+
+def test_attention_equals_its_parts_cast_by_hand() -> None:
+    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), tensor(5, 3, 8)
+    with caster().region():
+        out, weights = module(x, x, x)
+    out.float().square().sum().backward()
+    ours = gradients(module)
+    module.zero_grad()
+    by_hand, weights_by_hand = attention_by_hand(module, x)
+    by_hand.float().square().sum().backward()
+    assert same(out.detach(), by_hand.detach())
+    assert same(weights.detach(), weights_by_hand.detach())
+    assert_equal(ours, gradients(module))
+
+
+def test_a_python_function_on_a_list_is_cast_as_a_whole() -> None:
+    """Not what is inside: that runs in the dtypes it is given."""
+    module, x = seeded(lambda: nn.MultiheadAttention(8, 2)), tensor(5, 3, 8)
+    lists = own(lower=["multi_head_attention_forward"], fp32=["softmax", "bmm"])
+    with watched(caster(lists)) as spy:
+        out, weights = module(x, x, x)
+    assert spy.dtypes == {BF16}
+    assert weights.dtype == BF16
+    low = module.to(BF16)
+    assert same(out.detach(), low(x.to(BF16), x.to(BF16), x.to(BF16))[0].detach())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_scaled_dot_product_attention_follows_bmm(masked: bool) -> None:
+    q, k, v = (tensor(2, 3, 5, 8, seed=i) for i in range(3))
+    mask = tensor(5, 5) if masked else None
+    with caster().region():
+        ours = F.scaled_dot_product_attention(q, k.half(), v.to(BF16), attn_mask=mask)
+    low = None if mask is None else mask.to(BF16)
+    by_hand = F.scaled_dot_product_attention(
+        q.to(BF16), k.half().to(BF16), v.to(BF16), attn_mask=low
+    )
+    assert same(ours, by_hand)
+    with caster(own(fp32=["scaled_dot_product_attention"], lower=["bmm"])).region():
+        assert F.scaled_dot_product_attention(q, k, v.to(BF16)).dtype == FP32
+
+
+RECURRENT: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: nn.LSTM(6, 5, 2, bidirectional=True),
+    "GRU": lambda: nn.GRU(6, 5, 2, batch_first=True),
+    "RNN, tanh": lambda: nn.RNN(6, 5),
+    "RNN, relu": lambda: nn.RNN(6, 5, nonlinearity="relu"),
+    "LSTM, projected": lambda: nn.LSTM(6, 5, proj_size=3),
+    "LSTMCell": lambda: nn.LSTMCell(6, 5),
+    "GRUCell": lambda: nn.GRUCell(6, 5),
+    "RNNCell": lambda: nn.RNNCell(6, 5),
+}
+
+
+def leaves(value: Any) -> list[Tensor]:
+    found: list[Tensor] = torch.utils._pytree.tree_leaves(value)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_follows_linear(name: str) -> None:
+    module, low = (seeded(RECURRENT[name]) for _ in range(2))
+    x = tensor(4, 6) if "Cell" in name else tensor(7, 4, 6)
+    with caster().region():
+        ours = leaves(module(x))
+    by_hand = leaves(low.to(BF16)(x.to(BF16)))
+    assert {t.dtype for t in ours} == {BF16}
+    for a, b in zip(ours, by_hand, strict=True):
+        assert same(a.detach(), b.detach())
+    ours[0].float().sum().backward()
+    by_hand[0].float().sum().backward()
+    for a, b in zip(module.parameters(), low.parameters(), strict=True):
+        if b.grad is None:
+            assert a.grad is None or not a.grad.any()
+            continue
+        assert a.grad is not None
+        assert a.grad.dtype == FP32
+        assert torch.equal(a.grad, b.grad.float())
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_takes_the_output_of_a_lower_one(name: str) -> None:
+    """A linear layer before it hands on bfloat16; its weights are float32."""
+    model = nn.Sequential(nn.Linear(6, 6), RECURRENT[name]())
+    x = tensor(4, 6) if "Cell" in name else tensor(7, 4, 6)
+    with caster().region():
+        out = leaves(model(x))
+    assert {t.dtype for t in out} == {BF16}
+
+
+def test_a_packed_sequence_goes_through_a_recurrent_layer() -> None:
+    module = seeded(RECURRENT["LSTM"])
+    packed = nn.utils.rnn.pack_sequence([tensor(5, 6), tensor(3, 6, seed=1)])
+    with caster().region():
+        out, _ = module(packed)
+    assert out.data.dtype == BF16
+
+
+def encoder_layer() -> Any:
+    return seeded(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+
+
+def test_an_encoder_layer_computes_the_same_in_training_and_evaluation() -> None:
+    """PyTorch's fused path for evaluation would be one op that no list names."""
+    layer, x = encoder_layer(), tensor(2, 5, 8)
+    with caster().region():
+        trained = layer(x)
+        layer.eval()
+        with watched(caster()) as spy, torch.no_grad():
+            fast = layer(x)
+        with torch.inference_mode():
+            inferred = layer(x)
+    assert same(fast, trained.detach())
+    assert same(inferred.clone(), fast)
+    assert not any("transformer" in s.op for s in spy.seen)
+    assert trained.dtype == BF16  # layer_norm is on the lower list
+    trained.float().sum().backward()
+    assert gradients(layer)
+
+
+def test_a_transformer_trains() -> None:
+    model = seeded(lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True))
+    ours = precision(caster())
+    x, y = tensor(2, 5, 8), tensor(2, 4, 8, seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return model(x, y)
+
+    for step in range(1, 9):
+        optimizer.zero_grad()
+        ours.begin_step(step)
+        loss = (ours.forward(Both(), x) - y).square().mean()
+        ours.backward(loss)
+        ours.step(optimizer)
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("equation", "count"), [("ij,jk->ik", 2), ("bij,bjk->bik", 2), ("ij,jk,kl->il", 3)]
+)
+def test_einsum_follows_bmm(equation: str, count: int) -> None:
+    shape = (2, 4, 4) if "b" in equation else (4, 4)
+    tensors = [tensor(*shape, seed=i) for i in range(count)]
+    with caster().region():
+        ours = torch.einsum(equation, *tensors)
+        listed = torch.einsum(equation, tensors)
+    by_hand = torch.einsum(equation, *(t.to(BF16) for t in tensors))
+    assert same(ours, by_hand)
+    assert same(listed, by_hand)
+
+
+OPERATORS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
+    "x @ w": (operator.matmul, BF16),
+    "x * w": (operator.mul, BF16),
+    "2 * x": (lambda x, w: 2 * x, BF16),
+    "x / w": (operator.truediv, FP32),
+    "2 / x": (lambda x, w: 2 / x, FP32),
+    "x / 2": (lambda x, w: x / 2, FP32),
+    "2 - x": (lambda x, w: 2 - x, FP16),
+    "w - x": (lambda x, w: w - x, FP32),
+    "x + w": (operator.add, FP32),
+    "x + 1": (lambda x, w: x + 1, FP16),
+    "1 + x": (lambda x, w: 1 + x, FP16),
+    "x ** 2": (lambda x, w: x**2, FP16),
+    "2 ** x": (lambda x, w: 2**x, FP16),
+    "x ** w": (lambda x, w: x.abs() ** w, FP32),
+    "x % w": (operator.mod, FP32),
+    "2 % x": (lambda x, w: 2 % x, FP16),
+    "x // w": (operator.floordiv, FP16),
+    "-x": (lambda x, w: -x, FP16),
+    "abs(x)": (lambda x, w: abs(x), FP16),
+    "x < w": (operator.lt, torch.bool),
+    "x == 1": (lambda x, w: x == 1, torch.bool),
+    "x[0]": (lambda x, w: x[0], FP16),
+    "x.T": (lambda x, w: x.T, FP16),
+    "x.t()": (lambda x, w: x.t(), BF16),
+    "x.float()": (lambda x, w: x.float(), FP32),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_follow_the_lists(name: str) -> None:
+    """x is float16 and w float32, under HMP's lists in bfloat16."""
+    function, expected = OPERATORS[name]
+    x, w = tensor(4, 4).half(), tensor(4, 4, seed=1)
+    with caster().region():
+        ours = function(x, w)
+    assert ours.dtype == expected
+    args = (x, w)
+    if expected in (BF16, FP32):
+        args = (x.to(expected), w.to(expected))
+    elif name == "x // w":
+        args = (x, w.half())
+    elif expected == torch.bool:
+        args = (x.float(), w)
+    assert same(ours, function(*args))
+
+
+def test_calls_of_aten_ops_follow_the_lists() -> None:
+    x, w = tensor(4, 4).half(), tensor(4, 4, seed=1)
+    with caster().region():
+        assert same(aten.mm(x, w), torch.mm(x.to(BF16), w.to(BF16)))
+        assert aten._softmax(x, 0, False).dtype == FP32
+        assert aten._log_softmax(x, 0, False).dtype == FP32
+        assert aten.div(x, w).dtype == aten.sub(x, w).dtype == FP32
+        assert (
+            aten.convolution(x[None], w[:, :, None], None, [1], [0], [1], False, [0], 1).dtype
+            == BF16
+        )
+        assert aten.t(x).dtype == aten.relu(x).dtype == BF16
+        assert aten.xlogy(x, w).dtype == FP16
+        assert aten.add_(x, w) is x
+        assert x.dtype == FP16
+
+
+def test_overloads_are_what_compiled_code_calls_and_left_alone() -> None:
+    x, w = tensor(4, 4), tensor(4, 4, seed=1)
+    with caster().region():
+        assert aten.mm.default(x, w).dtype == FP32
+        assert aten.relu.default(x).dtype == FP32
+        assert aten._softmax.default(x.to(BF16), 0, False).dtype == BF16
+
+
+def test_losses_inside_a_region_are_in_float32() -> None:
+    out, classes = tensor(5, 4).to(BF16), torch.tensor([0, 3, 1, 2, 2])
+    with caster().region():
+        for loss in (nn.CrossEntropyLoss(), nn.NLLLoss()):
+            assert same(loss(out, classes), loss(out.float(), classes))
+        assert nn.SmoothL1Loss()(out, tensor(5, 4)).dtype == FP32
+        assert nn.BCEWithLogitsLoss()(out, torch.ones(5, 4)).dtype == FP32
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+def test_threads_have_regions_of_their_own() -> None:
+    """Three threads, in step with each other: bfloat16, float16, and no region."""
+    a, barrier = tensor(4, 4), threading.Barrier(3, timeout=20)
+    found: dict[str, list[torch.dtype]] = {}
+
+    def work(name: str, by: Any) -> None:
+        seen = found.setdefault(name, [])
+        with by.region():
+            for _ in range(20):
+                barrier.wait()
+                seen.append(torch.matmul(a, a).dtype)
+                barrier.wait()
+                with disable_casts():
+                    barrier.wait()
+                    seen.append(torch.matmul(a, a).dtype)
+        barrier.wait()
+        seen.append(torch.matmul(a, a).dtype)
+
+    casters = {"bf16": caster(), "fp16": caster(dtype=FP16), "none": NoCaster()}
+    threads = [threading.Thread(target=work, args=item) for item in casters.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found["bf16"] == [BF16, FP32] * 20 + [FP32]
+    assert found["fp16"] == [FP16, FP32] * 20 + [FP32]
+    assert found["none"] == [FP32] * 41
+    assert no_mode_is_left()
+
+
+def test_a_thread_started_in_a_region_is_not_in_it() -> None:
+    a, seen = tensor(4, 4), []
+    with caster().region():
+        thread = threading.Thread(target=lambda: seen.append((a @ a).dtype))
+        thread.start()
+        thread.join()
+    assert seen == [FP32]
+
+
+# ---- what a region leaves alone ------------------------------------------------------------------
+
+
+def test_outside_of_a_region_nothing_is_cast() -> None:
+    model, x = two_layers(), tensor(5, 6)
+    expected = model(x).detach()
+    by = caster()
+    with by.region():
+        model(x)
+    assert same(model(x).detach(), expected)
+    assert no_mode_is_left()
+
+
+def test_a_tensor_subclass_keeps_its_own_rules() -> None:
+    class Tagged(Tensor):
+        pass
+
+    x = tensor(4, 4).as_subclass(Tagged)
+    with caster().region():
+        out = x @ x
+    assert type(out) is Tagged
+    assert out.dtype == BF16
+
+
+def test_float64_models_stay_in_float64() -> None:
+    model, x = two_layers().double(), tensor(5, 6).double()
+    expected = model(x).detach()
+    for name in ("hmp", "hmp_resnet50", "native", "native_uniform"):
+        with watched(caster(shipped(name))) as spy:
+            assert same(model(x).detach(), expected)
+        assert spy.dtypes == {FP64}

@@ -1,0 +1,319 @@
+"""Every spelling of an op's name leads to the op, and every function to its name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+
+from mprun.precision.op_lists import op_lists
+from mprun.precision.op_lists.names import ALIASES, INNER, known, name_of, spelled
+from tests.precision.op_lists import own
+
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "relu": (
+        *("relu", "F.relu", "torch.relu", "Tensor.relu", "torch.Tensor.relu", "aten::relu"),
+        *("aten.relu", "aten::relu.default", "torch.nn.functional.relu", "  relu\t"),
+        *("torch.ops.aten.relu", "torch.ops.aten.relu.default", "relu.default"),
+    ),
+    "relu_": ("relu_", "F.relu_", "torch.relu_", "Tensor.relu_", "aten::relu_.default"),
+    "add": (
+        *("add", "__add__", "__radd__", "radd", "torch.add", "Tensor.__add__", "add.Tensor"),
+        *("aten::add.Tensor", "aten::add.Scalar", "torch.Tensor.add"),
+    ),
+    "add_": ("add_", "__iadd__", "iadd", "Tensor.add_", "aten::add_.Tensor"),
+    "sub": ("sub", "__sub__", "subtract", "torch.subtract", "aten::sub.Tensor", "sub.Scalar"),
+    "rsub": ("rsub", "__rsub__", "aten::rsub.Scalar", "torch.rsub"),
+    "sub_": ("sub_", "isub", "__isub__", "subtract_"),
+    "mul": ("mul", "__mul__", "__rmul__", "rmul", "multiply", "torch.multiply", "aten::mul.Tensor"),
+    "mul_": ("mul_", "imul", "__imul__", "multiply_"),
+    "div": (
+        *("div", "truediv", "__truediv__", "__rtruediv__", "rtruediv", "true_divide", "divide"),
+        *("rdiv", "torch.true_divide", "Tensor.divide", "div.Tensor_mode", "aten::div.Tensor"),
+        *("__div__", "__rdiv__"),
+    ),
+    "div_": ("div_", "itruediv", "__itruediv__", "idiv", "divide_", "true_divide_"),
+    "pow": ("pow", "__pow__", "__rpow__", "rpow", "pow.Tensor_Scalar", "aten::pow.Scalar"),
+    "pow_": ("pow_", "ipow", "__ipow__", "aten::pow_.Tensor"),
+    "remainder": ("remainder", "__mod__", "mod", "rmod", "__rmod__", "remainder.Tensor"),
+    "floor_divide": ("floor_divide", "floordiv", "__floordiv__", "rfloordiv", "__rfloordiv__"),
+    "matmul": ("matmul", "__matmul__", "__rmatmul__", "rmatmul", "torch.linalg.matmul"),
+    "neg": ("neg", "__neg__", "negative", "torch.negative"),
+    "abs": ("abs", "__abs__", "absolute", "torch.absolute", "Tensor.absolute"),
+    "lt": ("lt", "__lt__", "less", "torch.less", "lt.Scalar"),
+    "le": ("le", "__le__", "less_equal"),
+    "gt": ("gt", "__gt__", "greater"),
+    "ge": ("ge", "__ge__", "greater_equal"),
+    "eq": ("eq", "__eq__", "aten::eq.Tensor"),
+    "ne": ("ne", "__ne__", "not_equal"),
+    "cat": ("cat", "concat", "concatenate", "torch.concat", "_cat", "aten::cat"),
+    "clamp": ("clamp", "clip", "torch.clip", "clamp.Tensor"),
+    "outer": ("outer", "ger"),
+    "atan2": ("atan2", "arctan2"),
+    "mm": ("mm", "aten::mm", "torch.mm", "Tensor.mm", "aten::mm.dtype", "mm.default"),
+    "addmm": ("addmm", "aten::addmm", "torch.addmm", "addmm.default"),
+    "softmax": (
+        *("softmax", "F.softmax", "_softmax", "aten::_softmax", "_softmax.default"),
+        *("_safe_softmax", "softmax.int", "torch.special.softmax", "special_softmax"),
+    ),
+    "log_softmax": ("log_softmax", "_log_softmax", "F.log_softmax", "torch.special.log_softmax"),
+    "nll_loss": (
+        *("nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward"),
+        *("F.nll_loss", "aten::nll_loss2d", "torch._C._nn.nll_loss2d"),
+    ),
+    "cross_entropy": ("cross_entropy", "F.cross_entropy", "cross_entropy_loss"),
+    "max_pool2d": (
+        *("max_pool2d", "max_pool2d_with_indices", "F.max_pool2d", "torch.max_pool2d"),
+        *("aten::max_pool2d_with_indices", "mkldnn_max_pool2d", "F.max_pool2d_with_indices"),
+    ),
+    "max_pool1d": ("max_pool1d", "max_pool1d_with_indices"),
+    "max_pool3d": ("max_pool3d", "max_pool3d_with_indices"),
+    "batch_norm": (
+        *("batch_norm", "F.batch_norm", "torch.batch_norm", "native_batch_norm"),
+        *("cudnn_batch_norm", "_native_batch_norm_legit", "_batch_norm_impl_index"),
+        *("aten::native_batch_norm.default", "_native_batch_norm_legit.no_stats"),
+    ),
+    "layer_norm": ("layer_norm", "F.layer_norm", "native_layer_norm", "torch.layer_norm"),
+    "group_norm": ("group_norm", "native_group_norm"),
+    "dropout": ("dropout", "F.dropout", "torch.dropout", "native_dropout"),
+    "linalg_inv": ("torch.linalg.inv", "linalg.inv", "linalg_inv", "aten::linalg_inv"),
+    "linalg_norm": ("torch.linalg.norm", "linalg_norm.ord_str", "torch.linalg.norm.ord_str"),
+    "fft_fft": ("torch.fft.fft", "fft.fft", "fft_fft", "aten::fft_fft"),
+    "linear": ("linear", "F.linear", "torch._C._nn.linear", "torch.nn.functional.linear"),
+    "conv2d": ("conv2d", "F.conv2d", "torch.conv2d", "conv2d.padding", "thnn_conv2d"),
+    "scaled_dot_product_attention": (
+        *("scaled_dot_product_attention", "F.scaled_dot_product_attention"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ),
+    "embedding": ("embedding", "F.embedding", "aten::embedding"),
+    "embedding_bag": ("embedding_bag", "_embedding_bag", "F.embedding_bag"),
+    "t": ("t", "Tensor.t", "aten::t"),
+    "topk": ("topk", "torch.topk", "topk.values"),
+    "where": ("where", "where.self", "torch.where"),
+    "index_put": ("index_put", "aten::index_put"),
+    "max": ("max", "max.dim", "torch.max"),
+}
+
+
+@pytest.mark.parametrize("canonical", SPELLINGS)
+def test_every_spelling_of_an_op_means_the_op(canonical: str) -> None:
+    for text in SPELLINGS[canonical]:
+        assert spelled(text) == (canonical,), text
+        lists = own(lower=[text])
+        assert lists.rules == {canonical: "lower"}, text
+        assert lists.unknown == (), text
+
+
+CONVOLUTIONS = {f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("_convolution", "convolution", "aten::_convolution.deprecated", "_convolution.default"),
+        *("aten::convolution", "cudnn_convolution", "mkldnn_convolution", "_convolution_mode"),
+    ],
+)
+def test_the_op_all_convolutions_end_in_means_all_of_them(text: str) -> None:
+    assert set(spelled(text)) == CONVOLUTIONS
+    assert own(fp32=[text]).rules == dict.fromkeys(CONVOLUTIONS, "fp32")
+
+
+@pytest.mark.parametrize("text", ["_cudnn_rnn", "mkldnn_rnn_layer"])
+def test_the_op_recurrent_layers_end_in_means_them(text: str) -> None:
+    assert set(spelled(text)) == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+ALIASES_OF_PYTORCH = """
+    absolute=abs arccos=acos arccosh=acosh arcsin=asin arcsinh=asinh arctan=atan arctanh=atanh
+    arctan2=atan2 clip=clamp concat=cat concatenate=cat divide=div true_divide=div fix=trunc
+    greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne ger=outer multiply=mul
+    negative=neg subtract=sub row_stack=vstack matrix_power=linalg_matrix_power det=linalg_det
+    inverse=linalg_inv slogdet=linalg_slogdet special_erf=erf special_erfc=erfc
+    special_erfinv=erfinv special_exp2=exp2 special_expm1=expm1 special_log1p=log1p
+    special_expit=sigmoid special_logit=logit special_logsumexp=logsumexp special_xlogy=xlogy
+    special_sinc=sinc special_softmax=softmax special_log_softmax=log_softmax
+"""
+"""From torch/csrc/jit/passes/normalize_ops.cpp and the documentation ("Alias for ...")."""
+
+
+@pytest.mark.parametrize("pair", ALIASES_OF_PYTORCH.split())
+def test_what_pytorch_documents_as_an_alias_is_the_same_op(pair: str) -> None:
+    alias, op = pair.split("=")
+    assert spelled(alias) == spelled(op)
+
+
+def test_every_canonical_name_means_itself() -> None:
+    for name in known():
+        assert spelled(name) == (name,)
+    for targets in (*ALIASES.values(), *INNER.values()):
+        assert set(targets) <= known()
+    assert set(INNER) <= known()
+
+
+FUNCTIONS: list[tuple[Callable[..., Any], str]] = [
+    *((torch.relu, "relu"), (F.relu, "relu"), (Tensor.relu, "relu"), (Tensor.relu_, "relu_")),
+    *((torch.ops.aten.relu, "relu"), (torch.ops.aten.relu.default, "relu")),
+    *((torch.ops.aten.add.Tensor, "add"), (torch.ops.aten.add_.Tensor, "add_")),
+    *((Tensor.__add__, "add"), (Tensor.__radd__, "add"), (Tensor.__iadd__, "add_")),
+    *((Tensor.__rsub__, "rsub"), (Tensor.__truediv__, "div"), (Tensor.__rtruediv__, "div")),
+    *((Tensor.__itruediv__, "div_"), (Tensor.__matmul__, "matmul"), (Tensor.__pow__, "pow")),
+    *((Tensor.__rpow__, "pow"), (Tensor.__mod__, "remainder"), (Tensor.__eq__, "eq")),
+    *((torch.mm, "mm"), (Tensor.mm, "mm"), (torch.addmm, "addmm"), (torch.einsum, "einsum")),
+    *((F.linear, "linear"), (torch._C._nn.linear, "linear"), (F.conv2d, "conv2d")),
+    *((torch.linalg.inv, "linalg_inv"), (torch.fft.fft, "fft_fft"), (torch.lstm, "lstm")),
+    *((torch.ops.aten._softmax.default, "softmax"), (F.max_pool2d, "max_pool2d")),
+    *((F.cross_entropy, "cross_entropy"), (torch._C._nn.nll_loss_nd, "nll_loss")),
+    *((F.scaled_dot_product_attention, "scaled_dot_product_attention"),),
+]
+
+
+@pytest.mark.parametrize(("function", "name"), FUNCTIONS)
+def test_a_function_has_the_canonical_name_of_its_op(
+    function: Callable[..., Any], name: str
+) -> None:
+    assert name_of(function) == name
+    assert name in known()
+
+
+class Names(TorchFunctionMode):
+    """Collects what calls come by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str | None] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(name_of(func))
+        return func(*args, **(kwargs or {}))
+
+
+OPERATORS: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
+    *((operator.add, "add"), (operator.sub, "sub"), (operator.mul, "mul")),
+    *((operator.truediv, "div"), (operator.matmul, "matmul"), (operator.pow, "pow")),
+    *((operator.mod, "remainder"), (operator.floordiv, "floor_divide"), (operator.eq, "eq")),
+    *((operator.ne, "ne"), (operator.lt, "lt"), (operator.le, "le"), (operator.gt, "gt")),
+    *((operator.ge, "ge"), (operator.iadd, "add_"), (operator.isub, "sub_")),
+    *((operator.imul, "mul_"), (operator.itruediv, "div_"), (operator.ipow, "pow_")),
+    *((operator.imod, "remainder_"), (operator.ifloordiv, "floor_divide_")),
+    *((lambda a, b: -a, "neg"), (lambda a, b: abs(a), "abs"), (lambda a, b: 2 - a, "rsub")),
+    *((lambda a, b: 2 + a, "add"), (lambda a, b: 2 * a, "mul"), (lambda a, b: 2 / a, "div")),
+    *((lambda a, b: 2**a, "pow"), (lambda a, b: 2 % a, "remainder")),
+    (lambda a, b: 2 // a, "floor_divide"),
+]
+
+
+@pytest.mark.parametrize(("expression", "name"), OPERATORS)
+def test_an_operator_comes_by_the_name_of_its_op(
+    expression: Callable[[Tensor, Tensor], Any], name: str
+) -> None:
+    a, b = torch.ones(2, 2), torch.ones(2, 2)
+    with Names() as names:
+        expression(a, b)
+    assert names.seen[0] == name
+
+
+def test_getters_and_what_is_not_pytorch_s_have_no_name() -> None:
+    assert name_of(Tensor.shape.__get__) is None  # type: ignore[attr-defined]
+    assert name_of(Tensor.grad.__set__) is None  # type: ignore[attr-defined]
+    assert name_of(test_getters_and_what_is_not_pytorch_s_have_no_name) is None
+    assert name_of(len) is None or "len" not in own(lower=["len"]).rules
+
+
+def test_every_function_a_mode_can_see_has_a_known_name_or_none() -> None:
+    found = {f for functions in get_overridable_functions().values() for f in functions}
+    names = {name_of(f) for f in found if callable(f)} - {None}
+    assert len(names) > 800
+    assert {n for n in names if n and not n.startswith("__")} <= known()
+
+
+# ---- unknown names -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        *(("reluu", "relu"), ("sofmax", "softmax"), ("conv2", "conv2d"), ("F.linaer", "linear")),
+        *(
+            ("aten::addmmm", "addmm"),
+            ("batchnorm", "batch_norm"),
+            ("crossentropy", "cross_entropy"),
+        ),
+        *(("Relu", "relu"), ("ReLU", "relu"), ("Conv2d", "conv2d"), ("Linear", "linear")),
+        *(("torch.matmull", "matmul"), ("layernorm", "layer_norm"), ("LayerNorm", "layer_norm")),
+        ("my_hpu_only_fused_operation_of_mine", None),
+    ],
+)
+def test_an_unknown_name_is_kept_aside_with_the_nearest(text: str, nearest: str | None) -> None:
+    lists = own(lower=["relu", text])
+    (unknown,) = lists.unknown
+    assert lists.rules == {"relu": "lower"}
+    assert unknown.entry.text == text
+    assert unknown.nearest == nearest
+    assert f"no op is named '{text}'" in str(unknown)
+    assert ("did you mean" in str(unknown)) == (nearest is not None)
+
+
+def test_a_name_that_is_unknown_twice_is_reported_once() -> None:
+    lists = op_lists(["habana_op", "other_op"], ["relu"], ["habana_op", "other_op"])
+    assert [u.entry.text for u in lists.unknown] == ["habana_op", "other_op"]
+    assert lists.unknown[0].entry.where == "lower list"
+
+
+@pytest.mark.parametrize(
+    "text", ["Tensor", "wraps", "boolean_dispatch", "__get__", "__add", ".", ""]
+)
+def test_what_is_no_op_is_no_known_name(text: str) -> None:
+    assert own(lower=[text]).rules == {}
+    assert len(own(lower=[text]).unknown) == 1
+
+
+PARTS = st.sampled_from(
+    [
+        *("torch.", "F.", "aten::", "Tensor.", "torch.nn.functional.", "__", "_", ".", "relu"),
+        *("add", "linalg", "default", "Tensor", "torch.ops.aten.", "i", "special.", "::", " "),
+    ]
+)
+TEXTS = st.text() | st.lists(PARTS, max_size=5).map("".join) | st.sampled_from(sorted(ALIASES))
+
+
+@given(TEXTS)
+def test_any_text_is_names_or_unknown(text: str) -> None:
+    lists = own(lower=[text])
+    assert bool(lists.rules) != bool(lists.unknown)
+    assert set(lists.rules) <= known()
+    assert set(lists.rules.values()) <= {"lower"}
+    assert all(u.entry.text == text for u in lists.unknown)
+
+
+@given(st.sampled_from(sorted(known())), st.sampled_from(["F.", "torch.", "aten::", "Tensor.", ""]))
+def test_every_canonical_name_is_known_behind_every_prefix(name: str, prefix: str) -> None:
+    assert spelled(prefix + name) == (name,)
+
+
+@given(
+    *[st.lists(st.sampled_from([*sorted(ALIASES), *sorted(known())[::20]]), max_size=4)] * 3,
+)
+def test_lists_agree_or_the_error_names_what_does_not(
+    lower: list[str], fp32: list[str], promote: list[str]
+) -> None:
+    """The rules are the lists', the first two before the third; none else is left."""
+    sets = [{c for text in texts for c in spelled(text)} for texts in (lower, fp32, promote)]
+    if sets[0] & sets[1]:
+        with pytest.raises(ValueError, match="an op is on one of them"):
+            op_lists(lower, fp32, promote)
+        return
+    rules = op_lists(lower, fp32, promote).rules
+    for name in set().union(*sets) & known():
+        kind = "lower" if name in sets[0] else "fp32" if name in sets[1] else "promote"
+        assert rules[name] == kind
+    assert set(rules) <= set().union(*sets)
