@@ -1,6 +1,6 @@
 """A training step with op lists against torch.autocast: eager, and compiled.
 
-    python -m benchmarks.op_lists [--steps N] [--only eager|compiled]
+    python -m benchmarks.op_lists [--only eager|compiled]
 
 mprun's step on one batch (`Trainer.optimizer_step`), `speed=plain`, the two taking turns block by
 block (`alternate.py`). `native` casts what autocast casts, so its ratio is the cost of deciding in
@@ -26,9 +26,11 @@ from mprun.observer import NoObserver
 from mprun.precision import backend_flags
 from mprun.runner import Trainer
 
-CASES = (("mnist", 128), ("fashion_mnist", 64))
+CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
+"""Recipe, batch, steps a block."""
+
 LISTS = ("native", "hmp")
-BLOCKS = 60
+BLOCKS = 80
 
 
 def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) -> Iterator[float]:
@@ -55,21 +57,20 @@ def main() -> None:
     """Print a line per case and, last, one JSON line."""
     keep_the_heap()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="steps per block")
     parser.add_argument("--only", choices=("eager", "compiled"))
     options = parser.parse_args()
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}; {BLOCKS} alternating blocks of {options.steps} steps"
+        f"torch {torch.__version__}; {BLOCKS} alternating blocks"
     )
     rows = {}
     for compiled in (False, True):
         how = "compiled" if compiled else "eager"
         if options.only not in (None, how):
             continue
-        for (recipe, batch), lists in itertools.product(CASES, LISTS):
+        for (recipe, batch, steps), lists in itertools.product(CASES, LISTS):
             base, ours = (
-                step_times(recipe, batch, each, compiled, options.steps) for each in ("none", lists)
+                step_times(recipe, batch, each, compiled, steps) for each in ("none", lists)
             )
             found = alternate(base, ours, blocks=BLOCKS)
             name = f"{recipe} at {batch}, {how}, {lists}"

@@ -30,6 +30,7 @@ __all__ = [
     "load_hooks_run",
     "next_node",
     "recurrent_layers_take_any_dtype",
+    "run_backward",
     "step_unless",
     "unscale_and_check",
 ]
@@ -67,6 +68,14 @@ def recurrent_layers_take_any_dtype() -> Iterator[None]:
 
 
 _NO_DEVICE = "hpu"
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()` without the Python around it, each call of which function modes see."""
+    gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def backward_node() -> int | None:

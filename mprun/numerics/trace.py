@@ -89,8 +89,8 @@ class LabelledCaster:
         with self._caster.region(), region(self._table):
             yield
 
-    def recomputation(self) -> AbstractContextManager[object]:
-        return self._caster.recomputation()
+    def backward(self, loss: torch.Tensor) -> None:
+        self._caster.backward(loss)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], AbstractContextManager[object]]:
         return self._caster.layer_region(dtype)

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from mprun._torch import run_backward
 from mprun.precision.op_lists.casts import Casts
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
@@ -27,8 +29,8 @@ class Caster(Protocol):
     def region(self) -> Region:
         """A new region."""
 
-    def recomputation(self) -> Region:
-        """A region for the backward pass: forward code that is run again there is cast in it."""
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a scalar `loss`; forward code that is run again there is cast."""
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
@@ -45,8 +47,8 @@ class NoCaster:
     def region(self) -> Region:
         return self._nothing
 
-    def recomputation(self) -> Region:
-        return self._nothing
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         return nullcontext
@@ -63,8 +65,6 @@ class AutocastCaster:
         dtype: bfloat16 or float16, what listed ops compute in.
     """
 
-    _nothing = nullcontext()
-
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
         self._device_type = device_type
         self._dtype = dtype
@@ -72,8 +72,8 @@ class AutocastCaster:
     def region(self) -> Region:
         return torch.autocast(self._device_type, self._dtype)
 
-    def recomputation(self) -> Region:
-        return self._nothing  # checkpointing brings autocast back itself
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # checkpointing brings autocast back itself
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:
@@ -126,7 +126,12 @@ class OpListCaster:
                 self._casts.forget()
 
     def recomputation(self) -> Region:
+        """A region for a backward pass of one's own: forward code run again there is cast."""
         return self.region()
+
+    def backward(self, loss: Tensor) -> None:
+        with self.recomputation():
+            run_backward(loss)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:

@@ -123,8 +123,8 @@ class Precision:
     def backward(self, loss: Tensor) -> None:
         """Add the (scaled) loss's gradients to the parameters' `grad`."""
         scaled = self.loss_scale.scale(loss)
-        with self.arithmetic.region(), self._caster.recomputation():
-            torch.autograd.backward(scaled)
+        with self.arithmetic.region():
+            self._caster.backward(scaled)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""

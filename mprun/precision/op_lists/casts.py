@@ -10,7 +10,6 @@ graph was recorded, from which no gradient would flow back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +27,12 @@ def widest(dtypes: set[torch.dtype]) -> torch.dtype:
     return among[0] if len(among) == 1 else torch.float32
 
 
-class _Kept(NamedTuple):
-    weight: Tensor
-    version: int
-    cast: Tensor
-
-
 class Casts:
     """Does the casts of a region and keeps those of weights."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, torch.dtype, bool], _Kept] = {}
+        # (id, dtype, whether a graph is recorded) -> the weight, its version, the copy
+        self._kept: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
 
     def to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` in `dtype`, differentiably; `x` itself where it has it or is never cast."""
@@ -50,14 +44,13 @@ class Casts:
         return x.to(dtype)
 
     def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if weight.is_inference() or torch.is_inference_mode_enabled():
-            return weight.to(dtype)
         key = (id(weight), dtype, torch.is_grad_enabled())
         kept = self._kept.get(key)
-        if kept is not None and kept.weight is weight and kept.version == weight._version:
-            return kept.cast
+        if kept is not None and kept[0] is weight and kept[1] == weight._version:
+            return kept[2]
         cast = weight.to(dtype)
-        self._kept[key] = _Kept(weight, weight._version, cast)
+        if not (torch.is_inference_mode_enabled() or weight.is_inference()):
+            self._kept[key] = weight, weight._version, cast
         return cast
 
     def forget(self) -> None:

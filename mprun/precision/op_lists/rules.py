@@ -61,10 +61,11 @@ def to_dtype(cast: Cast, dtype: torch.dtype) -> Handler:
     """Every floating input goes to `dtype`."""
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if _has_float64(args) or (kwargs and _is_left_alone(kwargs)):
+        by_name = kwargs and _holds_tensors(kwargs)
+        if _has_float64(args) or (by_name and _is_left_alone(kwargs)):
             return function(*args, **kwargs)
-        new = [_cast(a, dtype, cast) for a in args]
-        if kwargs:
+        new = [cast(a, dtype) if isinstance(a, Tensor) else _cast(a, dtype, cast) for a in args]
+        if by_name:
             kwargs = {k: _cast(v, dtype, cast) for k, v in kwargs.items()}
         return function(*new, **kwargs)
 
@@ -172,6 +173,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 def _is_left_alone(kwargs: Mapping[str, Any]) -> bool:
     """Whether a listed op is: one with a tensor to write into, or with a float64 input."""
     return kwargs.get("out") is not None or _has_float64(kwargs.values())
+
+
+def _holds_tensors(kwargs: Mapping[str, Any]) -> bool:
+    for value in kwargs.values():  # noqa: SIM110 - a loop, as below
+        if isinstance(value, Tensor | list | tuple):
+            return True
+    return False
 
 
 def _has_float64(values: Any) -> bool:
