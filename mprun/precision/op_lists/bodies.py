@@ -30,13 +30,20 @@ def _collect(function: FunctionType, found: set[str], seen: set[CodeType]) -> No
         return
     seen.add(code)
     found.update(code.co_names)
-    if any(i.opname.startswith(("BINARY_", "INPLACE_")) for i in dis.get_instructions(code)):
+    if any(map(_computes, dis.get_instructions(code))):
         found.add(OPERATORS)
     cells = (cell.cell_contents for cell in function.__closure__ or ())
     for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
         ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
         if ours and inner.__name__ not in _HELPERS:
             _collect(inner, found, seen)
+
+
+def _computes(instruction: dis.Instruction) -> bool:
+    """Whether it is an operator other than indexing."""
+    operator = instruction.opname.startswith(("BINARY_", "INPLACE_"))
+    indexing = instruction.opname.endswith(("SUBSCR", "SLICE")) or instruction.argrepr == "[]"
+    return operator and not indexing
 
 
 _HELPERS = frozenset(

@@ -247,19 +247,23 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        table = self.state.table
-        if self.state.off:
-            return table.off(func, args, kwargs or {})
-        if not torch.compiler.is_compiling() and in_backward() and not in_recomputation():
-            return func(*args, **(kwargs or {}))
-        handler = table.handlers.get(func)
-        if handler is None:
-            if torch.compiler.is_compiling():
-                return func(*args, **(kwargs or {}))
-            handler = table.handlers[func] = table.make(func)
+        state, kwargs = self.state, kwargs or {}
+        if state.off:
+            return state.table.off(func, args, kwargs)
+        handler = state.table.handlers.get(func)
+        # Most calls that are not for ops on lists: getters, and those of compiled code.
+        if handler is rules.plain or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            if handler is None:
+                return func(*args, **kwargs)
+        elif in_backward() and not in_recomputation():
+            return func(*args, **kwargs)
+        elif handler is None:
+            handler = state.table.handlers[func] = state.table.make(func)
         if isinstance(handler, _Inside):
-            return handler.run(self, func, args, kwargs or {})
-        return handler(func, args, kwargs or {})
+            return handler.run(self, func, args, kwargs)
+        return handler(func, args, kwargs)
 
 
 def _current() -> _Mode | None:
