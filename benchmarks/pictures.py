@@ -1,6 +1,6 @@
 """The pictures in docs/, made from runs.
 
-    pip install 'mprun[pictures]'
+    pip install mprun
     python -m benchmarks.pictures --out docs/pictures
 
 `stochastic_rounding.png`: left, 10,000 bfloat16 parameters of 1 moved by 1e-4 a thousand times with

@@ -9,7 +9,6 @@ the differences), in dB: 6 dB a bit. Gradients are unscaled; all parameters' are
 
 from __future__ import annotations
 
-import math
 from datetime import date
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from mprun.build import build_parts, plan
 from mprun.config import compose
 from mprun.environment import cpu_name
+from mprun.numerics.sqnr import sqnr_db
 from mprun.precision import backend_flags
 
 MODES = ("tf32", "bf16_mixed", "fp16_mixed")
@@ -39,12 +39,6 @@ def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
         p.grad.double().flatten() / factor for p in parts.model.parameters() if p.grad is not None
     ]
     return output.detach().double().flatten(), torch.cat(gradients)
-
-
-def sqnr_db(exact: Tensor, found: Tensor) -> float:
-    """Signal to noise in dB."""
-    noise = (found - exact).square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(exact.square().sum().item() / noise)
 
 
 def main() -> None:

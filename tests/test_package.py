@@ -26,7 +26,8 @@ ALLOWED = {
     "optim": {"_torch", "kernels", "precision"},
     "data": set(),
     "record": set(),
-    "report": {"record"},
+    "comparison": {"record"},
+    "report": {"comparison", "record"},
     "schedule": set(),
     "speed": set(),
     "stop": set(),
@@ -52,15 +53,16 @@ ALLOWED = {
     "checkpoint": {"record"},
     "weights": {"checkpoint", "precision", "recipe"},
 }
-ALLOWED["build"] = set(ALLOWED) - {"help", "report", "checkpoint", "stop"}
+ALLOWED["build"] = set(ALLOWED) - {"comparison", "help", "report", "checkpoint", "stop"}
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
+ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "op_list_file", "config", "help", "record", "report", "stop")
+NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
 
 
 def imports_of(path: Path) -> set[str]:

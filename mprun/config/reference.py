@@ -69,7 +69,9 @@ def describe_type(kind: Any) -> str:
     if isinstance(kind, EnumMeta):
         return "one of " + ", ".join(enum_names(kind))
     if get_origin(kind) is list:
-        return "a list [name, ...]"
+        (inner,) = get_args(kind)
+        of = f" of {', '.join(enum_names(inner))}" if isinstance(inner, EnumMeta) else ""
+        return f"a list [name, ...]{of}"
     if get_origin(kind) is dict:
         return f"a mapping {{name: {describe_type(get_args(kind)[1])}, ...}}"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -1,0 +1,132 @@
+"""What a comparison finds: plain values, made by `compare.py`, shown by `report/`.
+
+A run is one training. A variant is what runs that differ in nothing but the seed have in common; it
+is one row of the table. Its figures are set against the baseline's in pairs of equal seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mprun.record import Summary
+
+Word = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A mean over `n` seeds with its 95 % interval; None for one where `n` is too small."""
+
+    value: float
+    interval: Interval | None
+    n: int
+
+
+class Spread(NamedTuple):
+    """The median over runs, and the medians of their tenth and ninetieth percentiles."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be said of a variant against the baseline."""
+
+    word: Word
+    reason: str
+    """A sentence, without the word: what decided."""
+    more_seeds: int | None = None
+    """About how many further seeds would settle an inconclusive one; None where none would."""
+
+    def __str__(self) -> str:
+        if self.word == "inconclusive" and self.more_seeds:
+            return f"inconclusive: about {self.more_seeds} more seeds"
+        return self.word
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that counts."""
+
+    path: Path
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that was named and does not count."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table."""
+
+    label: str
+    """Unique in its comparison: `bf16_mixed+hmp x2`, with differing fields where labels meet."""
+    variant_hash: str
+    precision: str
+    execution: str
+    """native or emulated; times and memory of emulated runs have no ratio."""
+    runs: tuple[Run, ...]
+    """Completed runs, by seed."""
+    failed: tuple[Run, ...]
+    step_time_ms: Spread | None
+    step_time_ratio: Estimate | None
+    """Step time over the baseline's: geometric mean over pairs."""
+    samples_per_second: float | None
+    """Median over runs."""
+    throughput_ratio: Estimate | None
+    """Samples per second over the baseline's: geometric mean over pairs."""
+    memory_bytes: dict[str, int | None]
+    """The record's categories, `peak` among them; the largest over runs."""
+    memory_ratio: float | None
+    """Peak over the baseline's."""
+    metric: Estimate | None
+    """The metric's mean over runs."""
+    difference: Estimate | None
+    """The metric's mean paired difference, this less the baseline; relative to the baseline's mean
+    where the metric is a loss."""
+    equivalence: Interval | None
+    """The 90 % interval of `difference`, which lies inside the margin where both are equivalent."""
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole table, and what its rows have in common."""
+
+    recipe: str
+    metric: str
+    """accuracy or loss."""
+    split: str
+    """Which samples the metric is of: test, validation or train."""
+    higher_is_better: bool
+    margin: float
+    """Differences inside plus and minus this do not matter; a share where `is_relative`."""
+    is_relative: bool
+    """Whether differences are shares of the baseline's mean (losses) or plain (accuracies)."""
+    baseline: str
+    """Its label."""
+    variants: tuple[Variant, ...]
+    """The baseline first."""
+    skipped: tuple[Skipped, ...]
+    data: str
+    """Name and source: `mnist (local)`."""
+    hardware: str
+    code: str
+    """Versions and commit, in words."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader must know: mixed hardware, one seed only, Holm over how many variants."""

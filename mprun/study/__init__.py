@@ -1,0 +1,1 @@
+"""What runs many trainings: sweep, advise, double, search-ops."""
