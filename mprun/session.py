@@ -116,8 +116,10 @@ class _Session:
         if chosen.weights.state:
             self._say(f"weights: {chosen.config.train.init_from}")
         self._warn_if_slow()
-        self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
-        parts = build_parts(chosen, self._precision())
+        with stop.deferred():
+            self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
+            parts = build_parts(chosen, self._precision())
+        stop.check()
         if chosen.layers:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
             self._console.print(tables.layers(rows), highlight=False)
