@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mprun.compare_command import compare_command
 from mprun.data_command import data_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
 from mprun.trace_command import trace_command
@@ -28,6 +29,7 @@ class Command:
 
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
+    Command("compare", "runs side by side: mprun compare outputs/DATE/TIME", compare_command),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_CONDITION = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 
@@ -30,6 +31,12 @@ class UsageError(MprunError):
 
 class RunFailedError(MprunError):
     """The run itself failed, for a reason that needs no traceback (status 1)."""
+
+
+class ConditionMetError(MprunError):
+    """What the user wanted to be told of by the exit status, `fail_if`, is so (status 3)."""
+
+    status = EXIT_CONDITION
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
