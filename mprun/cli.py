@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from mprun.compare_command import compare_command
 from mprun.data_command import data_command
-from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
+from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except MprunError as error:
-        print(f"mprun: {_printable(str(error))}", file=sys.stderr)
+        print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:  # before a run catches signals itself
         print("mprun: stopped by Ctrl-C before the run began", file=sys.stderr)
@@ -54,11 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     return status
-
-
-def _printable(text: str) -> str:
-    """`text` as one line that cannot steer a terminal, whatever the user's words held."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest
+from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 
 if TYPE_CHECKING:
     from mprun.comparison.rows import Comparison
@@ -106,8 +106,8 @@ def _show(comparison: Comparison) -> None:
 
     console = stdout_console()
     console.print(comparison_table(comparison), highlight=False)
-    for line in footer(comparison):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in footer(comparison):  # names of folders among it, which may hold anything
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
 def _write(comparison: Comparison, folder: Path) -> None:

@@ -51,6 +51,11 @@ def hint(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{found}'?" if found else ""
 
 
+def printable(text: str) -> str:
+    """`text` as one line that cannot steer a terminal, whatever words or files it is from."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return (str(error).strip() or "no message").splitlines()[0]

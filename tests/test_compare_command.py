@@ -242,6 +242,7 @@ def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[s
 def test_text_of_a_record_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     write_sweep()
     changes = {"status": "failed", "error": "\x1b[2Jgone\nsecond line"}
+    Path("sweep/\x1b[2J\nfolder").mkdir()
     write_run(Path("sweep/9"), "evil\x1b[2J [red]x[/red]", 0, **changes)
     assert main(["compare", "sweep", "compare.report=false"]) == 0
     out = capsys.readouterr().out

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mprun.comparison.rows import Run, Skipped
 from mprun.comparison.shape import defect
-from mprun.errors import UsageError
+from mprun.errors import UsageError, printable
 from mprun.record import Scores, Summary, read_summary
 
 SUMMARY = "summary.json"
@@ -76,8 +76,7 @@ def latest(runs: Sequence[Run]) -> tuple[list[Run], list[Skipped]]:
 
 def readable(text: str, length: int = 120) -> str:
     """The first line of a record's text, cut to `length`, that cannot steer a terminal."""
-    line = next(iter(text.strip().splitlines()), "")
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    shown = printable(next(iter(text.strip().splitlines()), ""))
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
 
