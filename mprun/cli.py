@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mprun.compare_command import compare_command
 from mprun.data_command import data_command
-from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
+from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
 
@@ -28,6 +29,7 @@ class Command:
 
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
+    Command("compare", "runs side by side: mprun compare outputs/DATE/TIME", compare_command),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except MprunError as error:
-        print(f"mprun: {_printable(str(error))}", file=sys.stderr)
+        print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:  # before a run catches signals itself
         print("mprun: stopped by Ctrl-C before the run began", file=sys.stderr)
@@ -52,11 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     return status
-
-
-def _printable(text: str) -> str:
-    """`text` as one line that cannot steer a terminal, whatever the user's words held."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _dispatch(words: list[str]) -> int:

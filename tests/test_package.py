@@ -58,11 +58,15 @@ ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
+ALLOWED["compare_command"] = {"comparison", "config", "report"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
+NO_TORCH = (
+    *("errors", "op_list_file", "compare_command", "comparison", "config", "help", "record"),
+    *("report", "stop"),
+)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, POSITIVE, Range
+from mprun.config.validate import COUNT, Range
 from mprun.errors import UsageError, hint
 
 
@@ -62,7 +62,7 @@ class CompareSettings:
     fail_if: FailIf = FailIf.none
     """End with status 3 where a variant is worse, or not shown to be equivalent or better."""
     dir: str | None = None
-    """Folder of report.html and the rest; null: the folder compared, or the current one."""
+    """Folder of report.html and the rest; null: the one folder compared, or comparison/ here."""
     report: bool = True
     """Whether files are written, or the table is only printed."""
 
@@ -78,8 +78,9 @@ class Settings:
 
 
 RANGES = {
-    "compare.margin": POSITIVE,
-    "compare.relative_margin": POSITIVE,
+    # 0.5 for half a point would find anything equivalent.
+    "compare.margin": Range(0, 0.1, low_open=True),
+    "compare.relative_margin": Range(0, 1, low_open=True),
     "seeds": COUNT,
 }
 
