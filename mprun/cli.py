@@ -25,6 +25,13 @@ class Command:
     name: str
     summary: str
     run: Callable[[list[str]], int]
+    settings: tuple[str, ...] = ()
+    """Sections of `config/settings.py` it takes."""
+
+    @property
+    def text(self) -> str:
+        """What its module says of it."""
+        return (sys.modules[self.run.__module__].__doc__ or "").strip()
 
 
 COMMANDS = (
@@ -57,20 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    by_name = {c.name: c for c in COMMANDS}
+    first = words[0] if words else ""
     if any(w in ("--help", "-h", "help") for w in words):
-        from mprun.help import show_help
-
-        show_help([(c.name, c.summary) for c in COMMANDS])
+        _help(by_name.get(first))
         return EXIT_OK
     if "--version" in words:
         from mprun import __version__
 
         print(f"mprun {__version__}")
         return EXIT_OK
-    by_name = {c.name: c for c in COMMANDS}
-    first = words[0] if words else ""
     if first in by_name:
         return by_name[first].run(words[1:])
     if first.isalpha() and (near := hint(first, by_name)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(by_name)}{near}")
     return train(words)
+
+
+def _help(command: Command | None) -> None:
+    from mprun.help import show_command, show_help
+
+    if command is None or command.run is train:
+        show_help([(c.name, c.summary) for c in COMMANDS])
+    else:
+        show_command(command.text, command.settings)

@@ -216,6 +216,7 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
     config.get("data", {}).pop("root", None)
+    config.get("preset", {}).pop("name", None)  # what it sets stays
     for key in ("log_every", "checkpoint_every_steps"):
         config.get("train", {}).pop(key, None)
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):

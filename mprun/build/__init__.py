@@ -15,10 +15,11 @@ from mprun.build.precision import (
     build_loss_scale,
     build_precision,
 )
-from mprun.build.recipe import load_recipe
+from mprun.build.recipe import DataCache, load_recipe
 from mprun.build.trace import trace_step
 
 __all__ = [
+    "DataCache",
     "Plan",
     "build_arithmetic",
     "build_caster",

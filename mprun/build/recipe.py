@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -15,6 +16,9 @@ from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits
 from mprun.errors import UsageError, first_line, hint
 from mprun.recipe import Recipe
+
+Load = Callable[[Recipe, DataRequest], Splits]
+"""Gives a recipe's samples."""
 
 
 def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
@@ -70,3 +74,23 @@ def load_data(recipe: Recipe, request: DataRequest) -> Splits:
             f"the data of {type(recipe).__name__} cannot be made: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from None
+
+
+class DataCache:
+    """Loads what differs from the last load: runs of one recipe share their samples.
+
+    Holds one set of samples. A recipe that draws its data from the run's seed is loaded anew for
+    each seed.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[str, DataRequest] | None = None
+        self._held: Splits | None = None
+
+    def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
+        key = (repr(recipe), request if recipe.draws_data else replace(request, seed=0))
+        if self._held is None or key != self._key:
+            self._key, self._held = None, None  # not two sets at once
+            self._held = load_data(recipe, request)
+            self._key = key
+        return self._held

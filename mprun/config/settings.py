@@ -67,20 +67,56 @@ class CompareSettings:
     """Whether files are written, or the table is only printed."""
 
 
+class Objective(Enum):
+    """What the advised mode is to need least of."""
+
+    time = "time"
+    memory = "memory"
+
+
+@dataclass
+class AdviseSettings:
+    """How a mode is chosen."""
+
+    objective: Objective = Objective.time
+    """What is to be small: time (of a step) or memory (at its peak)."""
+    max_steps: int = 500
+    """Steps of a trial, where train.max_steps does not say."""
+    screen: int = 2
+    """Pairs after which a mode that was slower in every one is tried no more."""
+
+
+@dataclass
+class DoubleSettings:
+    """How a doubled batch is judged."""
+
+    until_oom: bool = False
+    """Look for the largest batch that fits instead (CUDA)."""
+    headroom: float = 0.1
+    """Share taken off the largest batch found."""
+
+
 @dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
-    seeds: int = 5
-    """Runs of each variant: seeds 0, 1, ... below this."""
+    advise: AdviseSettings = field(default_factory=AdviseSettings)
+    """How a mode is chosen."""
+    double: DoubleSettings = field(default_factory=DoubleSettings)
+    """How a doubled batch is judged."""
+    seeds: int | None = None
+    """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
 
 
 RANGES = {
     # 0.5 for half a point would find anything equivalent.
     "compare.margin": Range(0, 0.1, low_open=True),
     "compare.relative_margin": Range(0, 1, low_open=True),
+    "advise.max_steps": COUNT,
+    "advise.screen": COUNT,
+    "double.headroom": Range(0, 1, high_open=True),
     "seeds": COUNT,
 }
 
