@@ -1,61 +1,174 @@
-"""A comparison on the screen and in files: the table, in JSON."""
+"""A comparison shown: on the terminal, and as files.
+
+The HTML page and the plots need jinja2, matplotlib and numpy, which are imported when a report is
+written: a table costs none of them.
+"""
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
-from mprun.comparison.rows import Comparison, Estimate, Variant
-from mprun.record import jsonable
+from mprun.comparison.rows import Comparison
+from mprun.errors import UsageError
+from mprun.record import write_atomic
+from mprun.report import answer, cells
+from mprun.report.cells import plain
+
+STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
+LABEL_WIDTH = 6
+"""In a narrow window labels are broken down to this width before a figure is."""
+
+GAP = "  "
+"""What rich puts between columns."""
+
+NAMED_SKIPPED = 5
+"""Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
+
+
+class FigureTable(Table):
+    """A table that breaks lines between figures, never inside of one while there is any way.
+
+    rich takes from all columns alike where a window is narrow. Here the columns with most to spare
+    above their longest word give first, and labels, which stay readable in two parts, after them.
+    """
+
+    spare: tuple[tuple[int, int], ...] = ()
+    """For each column its natural width, and that of its longest word."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = _fitted(self.spare, options.max_width - len(GAP) * (len(self.spare) - 1))
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        yield from super().__rich_console__(console, options)
+
+
+def _fitted(spare: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths of columns that together fill at most `room`, where that is possible at all."""
+    widths = [natural for natural, _ in spare]
+    while sum(widths) > room:
+        over = [width - least for width, (_, least) in zip(widths, spare, strict=True)]
+        if max(over) > 0:
+            widths[over.index(max(over))] -= 1
+        elif widths[0] > LABEL_WIDTH:
+            widths[0] -= 1
+        elif max(widths) > 1:
+            widths[widths.index(max(widths))] -= 1
+        else:
+            break
+    return widths
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """A row for each variant, the baseline first."""
-    title = f"{comparison.recipe}, {comparison.split} {comparison.metric}, {comparison.data}"
-    table = Table(title=title, title_justify="left")
-    for column in ("variant", "seeds", "ms", "ratio", "MiB", comparison.metric, "diff", "verdict"):
-        table.add_column(column)
-    for variant in comparison.variants:
-        table.add_row(*_row(variant))
+    """A row for each variant; figures with their interval, or ratio, on a second line."""
+    table = FigureTable(
+        title=f"{plain(comparison.recipe)}: {len(comparison.variants)} variants",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        collapse_padding=True,
+    )
+    rows, headings = cells.rows(comparison), cells.headings(comparison)
+    columns = list(zip(headings, *rows, strict=True))
+    table.spare = tuple(map(_widths, columns))
+    for place, column in enumerate(columns):
+        is_text = place in (0, len(columns) - 1)
+        table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")
+    for row, variant in zip(rows, comparison.variants, strict=True):
+        *figures, verdict = map(_cell, row)
+        verdict.stylize(STYLES.get(variant.verdict.word, ""), 0, len(variant.verdict.word))
+        table.add_row(*figures, verdict)
     return table
 
 
-def _row(variant: Variant) -> list[str]:
-    peak, step = variant.memory_bytes.get("peak"), variant.step_time_ms
-    return [
-        variant.label,
-        str(len(variant.runs)),
-        "-" if step is None else f"{step.median:.2f}",
-        _estimate(variant.step_time_ratio),
-        "-" if peak is None else f"{peak / 2**20:.1f}",
-        _estimate(variant.metric),
-        _estimate(variant.difference),
-        str(variant.verdict),
-    ]
+def _widths(column: Iterable[Sequence[str]]) -> tuple[int, int]:
+    """A column's natural width, and the width of its longest word."""
+    lines = [line for cell in column for line in ([cell] if isinstance(cell, str) else cell)]
+    words = [word for line in lines for word in line.split()]
+    return max(map(cell_len, lines)), max(map(cell_len, words), default=1)
 
 
-def _estimate(found: Estimate | None) -> str:
-    if found is None:
-        return "-"
-    around = found.interval
-    return f"{found.value:.4f}" + (f" [{around.low:.4f}, {around.high:.4f}]" if around else "")
+def _cell(figure: Sequence[str]) -> Text:
+    """A text, or two in two lines; as Text, so that square brackets are no markup."""
+    if isinstance(figure, str):
+        return Text(figure)
+    first, second = figure
+    return Text(first).append(f"\n{second}", style="dim") if second else Text(first)
 
 
 def footer(comparison: Comparison) -> list[str]:
-    """Verdicts' reasons, notes, and what was skipped."""
-    reasons = [f"{v.label}: {v.verdict}: {v.verdict.reason}" for v in comparison.variants[1:]]
-    skipped = [f"skipped: {s.path}: {s.reason}" for s in comparison.skipped]
-    return [*reasons, *(f"note: {text}" for text in comparison.notes), *skipped]
+    """What the table does not say, in lines of plain text (no rich markup).
+
+    Baseline, margin, split, data, hardware, code, notes, failed runs, skipped folders.
+    """
+    return [
+        *answer.terms(comparison),
+        *(f"note: {plain(note)}" for note in comparison.notes),
+        *(f"failed: {line}" for line in answer.failures(comparison)),
+        *_skipped(comparison),
+    ]
+
+
+def _skipped(comparison: Comparison) -> list[str]:
+    skipped = comparison.skipped
+    if len(skipped) <= NAMED_SKIPPED:
+        return [f"skipped {plain(str(x.path))}: {plain(x.reason)}" for x in skipped]
+    reasons = Counter(plain(x.reason) for x in skipped).most_common()
+    lines = [f"skipped {len(skipped)} folders:"]
+    lines += [f"  {count} x {reason}" for reason, count in reasons[:NAMED_SKIPPED]]
+    if len(reasons) > NAMED_SKIPPED:
+        rest = sum(count for _, count in reasons[NAMED_SKIPPED:])
+        lines.append(f"  {rest} for {len(reasons) - NAMED_SKIPPED} other reasons")
+    return lines
 
 
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write comparison.json; the files written."""
-    rows = [
-        {"label": v.label, "verdict": v.verdict.word, "reason": v.verdict.reason}
-        for v in comparison.variants
-    ]
-    path = folder / "comparison.json"
-    path.write_text(json.dumps(jsonable({"variants": rows}), indent=1), encoding="utf-8")
-    return [path]
+    """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
+
+    Each file is replaced whole. A plot that this comparison has nothing for, left by an earlier
+    report in the folder, is removed: it would be taken for this one's.
+
+    Returns:
+        The paths written, report.html first.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    from mprun.report import exports
+    from mprun.report.html import page
+    from mprun.report.plots import NAMES, draw
+
+    plots = draw(comparison)
+    files = {
+        "report.html": page(comparison, plots).encode(errors="replace"),
+        "comparison.md": exports.markdown(comparison).encode(errors="replace"),
+        "comparison.csv": exports.csv_text(comparison).encode(errors="replace"),
+        "comparison.json": exports.json_text(comparison).encode(errors="replace"),
+        **{png_name(plot.name): plot.png for plot in plots if plot.png},
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in files.items():
+            write_atomic(folder / name, data)
+        for name in NAMES:
+            if png_name(name) not in files:
+                (folder / png_name(name)).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"compare.dir={folder} cannot be written ({error.strerror}); choose another folder, "
+            "or compare.report=false"
+        ) from None
+    return [folder / name for name in files]
+
+
+def png_name(plot: str) -> str:
+    """The file of a plot."""
+    return f"comparison-{plot}.png"
