@@ -33,7 +33,7 @@ def advise_command(words: list[str]) -> int:
     """
     asked = request("advise", words, "advise")
     from mprun.build import DataCache
-    from mprun.compare_command import compared
+    from mprun.compare_command import compared, conclude
     from mprun.study.advise import advise, screened
     from mprun.study.sweep import read_sweep
 
@@ -52,8 +52,9 @@ def advise_command(words: list[str]) -> int:
         tell(f"{baseline}, which the others are set against, failed in every run", error=True)
         return EXIT_FAILED
     comparison = compared([sweep.folder / trial.name for trial in kept], asked.settings.compare)
+    conclude(comparison, asked.settings.compare, sweep.folder)
     advice = advise(comparison, _alarms(comparison), objective)
-    _show(comparison, advice, dropped)
+    _show(advice, dropped)
     _write(sweep, comparison, advice)
     return EXIT_OK
 
@@ -110,13 +111,7 @@ def _alarms(comparison: Comparison) -> dict[str, list[str]]:
     }
 
 
-def _show(comparison: Comparison, advice: Advice, dropped: dict[str, str]) -> None:
-    from mprun.report.comparison import comparison_table, footer
-    from mprun.report.tables import stdout_console
-
-    stdout_console().print(comparison_table(comparison), highlight=False)
-    for line in footer(comparison):
-        tell(line)
+def _show(advice: Advice, dropped: dict[str, str]) -> None:
     tell(f"\ntake {advice.label}: {advice.reason}")
     for name, reason in (*dropped.items(), *advice.lost.items()):
         tell(f"not {name}: {reason}")
@@ -125,8 +120,7 @@ def _show(comparison: Comparison, advice: Advice, dropped: dict[str, str]) -> No
 
 
 def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:
-    """The advised mode as a preset, and the comparison beside it."""
-    from mprun.report.comparison import write_report
+    """The advised mode as a preset."""
     from mprun.study.preset import preset_text, write_preset
 
     chosen = next(v for v in comparison.variants if v.label == advice.label)
@@ -138,7 +132,6 @@ def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:
         "Made by mprun advise.",
     )
     try:
-        write_report(comparison, sweep.folder)
         path = write_preset(sweep.folder, PRESET, preset_text(PRESET, words, comments))
     except OSError as error:
         raise MprunError(f"{sweep.folder} cannot be written ({error.strerror})") from None

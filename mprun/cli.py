@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mprun.advise_command import advise_command
 from mprun.compare_command import compare_command
 from mprun.data_command import data_command
+from mprun.double_command import double_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
+from mprun.sweep_command import sweep_command
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
 
@@ -36,7 +39,30 @@ class Command:
 
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
-    Command("compare", "runs side by side: mprun compare outputs/DATE/TIME", compare_command),
+    Command(
+        "sweep",
+        "every mode with every seed, then the comparison: mprun sweep recipe=mnist",
+        sweep_command,
+        ("compare", "seeds"),
+    ),
+    Command(
+        "compare",
+        "variants of finished runs side by side: mprun compare outputs/DATE/TIME",
+        compare_command,
+        ("compare",),
+    ),
+    Command(
+        "advise",
+        "try the modes, recommend one, write it as a preset: mprun advise recipe=mnist",
+        advise_command,
+        ("advise", "compare", "seeds"),
+    ),
+    Command(
+        "double",
+        "is a doubled batch worth it? mprun double recipe=mnist precision=bf16_mixed",
+        double_command,
+        ("double", "compare", "seeds"),
+    ),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )

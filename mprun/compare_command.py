@@ -34,11 +34,21 @@ def compare_command(words: Sequence[str]) -> int:
         UsageError: a word or a value that is not legal, or runs that cannot be compared.
         ConditionMetError: a variant is what `compare.fail_if` names (status 3).
     """
+    paths, settings = parse(words)
+    conclude(compared(paths, settings), settings, default_folder(paths))
+    return EXIT_OK
+
+
+def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
+    """What the runs in these folders say.
+
+    Raises:
+        UsageError: there is none, or they cannot be compared.
+    """
     from mprun.comparison.compare import compare
     from mprun.comparison.runs import find_runs
 
-    paths, settings = parse(words)
-    comparison = compare(
+    return compare(
         *find_runs(paths),
         margin=settings.margin,
         relative_margin=settings.relative_margin,
@@ -46,12 +56,20 @@ def compare_command(words: Sequence[str]) -> int:
         split=settings.split.value,
         mix=[aspect.value for aspect in settings.mix],
     )
+
+
+def conclude(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
+    """Print a comparison, leave its report in `compare.dir` or `folder`, check `compare.fail_if`.
+
+    Raises:
+        UsageError: the report cannot be written.
+        ConditionMetError: a variant is what `compare.fail_if` names (status 3).
+    """
     _show(comparison)
     if settings.report:
-        _write(comparison, Path(settings.dir) if settings.dir else default_folder(paths))
+        _write(comparison, Path(settings.dir) if settings.dir else folder)
     if settings.fail_if.value != "none":
         check(comparison, settings.fail_if.value)
-    return EXIT_OK
 
 
 def parse(words: Sequence[str]) -> tuple[list[Path], CompareSettings]:

@@ -47,10 +47,11 @@ def _judge(asked: Request, sweep: Sweep) -> int:
     from mprun.compare_command import compared, conclude
     from mprun.study.double import double
 
-    status = conclude([sweep.folder], asked.settings.compare, sweep.folder)
-    found = double(compared([sweep.folder], asked.settings.compare))
+    comparison = compared([sweep.folder], asked.settings.compare)
+    conclude(comparison, asked.settings.compare, sweep.folder)
+    found = double(comparison)
     tell(f"\n{found.answer}: {found.reason}")
-    return status
+    return EXIT_OK
 
 
 def _new(asked: Request, load: DataCache) -> Sweep:

@@ -7,7 +7,13 @@ mprun sweep run.resume=outputs/DATE/TIME
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from mprun.errors import EXIT_OK
 from mprun.study_command import Request, carry_out, request, tell
+
+if TYPE_CHECKING:
+    from mprun.study.sweep import Sweep
 
 SEEDS = 5
 
@@ -19,17 +25,19 @@ def sweep_command(words: list[str]) -> int:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
     """
     asked = request("sweep", words)
-    from mprun.compare_command import conclude
+    from mprun.compare_command import compared, conclude
     from mprun.study.sweep import read_sweep
 
     sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked)
     _, status = carry_out(sweep, "sweep")
     if status is not None:
         return status
-    return conclude([sweep.folder], asked.settings.compare, sweep.folder)
+    settings = asked.settings.compare
+    conclude(compared([sweep.folder], settings), settings, sweep.folder)
+    return EXIT_OK
 
 
-def _new(asked: Request):  # type: ignore[no-untyped-def]
+def _new(asked: Request) -> Sweep:
     from mprun.config.variants import variants
     from mprun.study.sweep import new_sweep
 

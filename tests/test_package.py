@@ -62,6 +62,9 @@ ALLOWED["compare_command"] = {"comparison", "config", "report"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
+ALLOWED["study_command"] = set(ALLOWED)
+for _name in ("sweep", "advise", "double"):
+    ALLOWED[f"{_name}_command"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = (
     *("errors", "op_list_file", "compare_command", "comparison", "config", "help", "record"),

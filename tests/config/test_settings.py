@@ -22,7 +22,7 @@ def test_settings_are_taken_and_the_rest_is_left() -> None:
 
 
 def test_a_command_knows_its_own_sections_alone() -> None:
-    _, rest = take(["seeds=3", "advise.screen=1", "compare.margin=1"], "compare")
+    _, rest = take(["seeds=3", "advise.screen=1", "compare.margin=0.01"], "compare")
     assert rest == ["seeds=3", "advise.screen=1"]
 
 
