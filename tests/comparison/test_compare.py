@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.comparison.compare import compare
-from mprun.comparison.rows import Comparison, Run, Skipped, Spread, Variant
+from mprun.comparison.rows import Comparison, Run, Skipped, Spread, Variant, Word
+from mprun.comparison.runs import latest
+from mprun.comparison.shape import LARGEST
 from mprun.errors import UsageError
 from tests.comparison.folders import run_of, runs_of, write_run
 
@@ -444,3 +448,43 @@ def test_mixed_recipes_are_told_apart_by_name() -> None:
 def test_uncommitted_changes_are_noted() -> None:
     found = compared([run_of(git_commit="abc-dirty")])
     assert any("not committed" in note for note in found.notes)
+
+
+# ---- any figures at all --------------------------------------------------------------------------
+
+FIGURES = st.floats(-LARGEST, LARGEST, exclude_min=True, exclude_max=True)
+TIMES = st.none() | FIGURES
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["fp32", "bf16_mixed", "tf32"]),
+            st.integers(0, 3),
+            FIGURES | st.sampled_from(["nan", "inf", "-inf"]) | st.none(),
+            TIMES,
+            st.sampled_from(["completed", "failed"]),
+        ),
+        max_size=10,
+    ),
+    st.sampled_from(["accuracy", "loss"]),
+)
+def test_no_figure_that_a_record_can_hold_breaks_a_comparison(
+    drawn: list[tuple[str, int, Any, float | None, str]], metric: str
+) -> None:
+    runs = []
+    for name, seed, value, ms, status in drawn:
+        times = {"median": ms, "p10": ms, "p90": ms, "n": 1, "warmup": 0}
+        extra = {"step_time_ms": times, "samples_per_second": ms, "status": status}
+        runs.append(run_of(name, seed, metric=metric, test={metric: value}, **extra))
+    if not any(run.summary["status"] == "completed" for run in latest(runs)[0]):
+        with pytest.raises(UsageError):
+            compared(runs)
+        return
+    found = compared(runs)
+    assert [v.verdict.word == "baseline" for v in found.variants].count(True) == 1
+    for variant in found.variants:
+        assert variant.verdict.word in get_args(Word)
+        for estimate in (variant.step_time_ratio, variant.throughput_ratio):
+            assert estimate is None or estimate.value > 0
