@@ -14,6 +14,7 @@ from mprun.report.cells import (
     difference_span,
     difference_text,
     is_emulated,
+    metric_name,
     plain,
 )
 
@@ -30,7 +31,7 @@ class Finding(NamedTuple):
     label: str
     word: str
     sentence: str
-    """Without the label: `keeps the accuracy ...; 1.35 times as fast ...`."""
+    """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -43,12 +44,12 @@ def headline(comparison: Comparison) -> list[str]:
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     said = []
     if faster:
-        best = max(faster, key=lambda v: v.throughput_ratio.value if v.throughput_ratio else 0.0)
+        best = max(faster, key=_throughput)
         clauses = (_kept(comparison, best), _speed_clause(best, f" as {name}"))
         said.append(_sentence(best, *clauses, _memory_clause(best)))
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
-        least = min(smaller, key=_memory)
+        least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         said.append(
             _sentence(least, _kept(comparison, least), _memory_clause(least), _speed_clause(least))
         )
@@ -117,6 +118,10 @@ def _speed(variant: Variant) -> int:
     return (interval.low > 1) - (interval.high < 1)
 
 
+def _throughput(variant: Variant) -> float:
+    return variant.throughput_ratio.value if variant.throughput_ratio else 1.0
+
+
 def _speed_clause(variant: Variant, than: str = "") -> str:
     found = variant.throughput_ratio
     if found is None:
@@ -150,8 +155,8 @@ def terms(comparison: Comparison) -> list[str]:
     """What is compared with what, and where it ran."""
     margin = difference_text(comparison, comparison.margin, signed=False)
     return [
-        f"baseline {plain(comparison.baseline)}; differences of {comparison.split} "
-        f"{comparison.metric} within {margin} do not matter",
+        f"baseline {plain(comparison.baseline)}; differences of "
+        f"{metric_name(comparison)} within {margin} do not matter",
         f"data: {plain(comparison.data)}",
         f"hardware: {plain(comparison.hardware)}",
         f"code: {plain(comparison.code)}",

@@ -23,8 +23,9 @@ from mprun.report import answer, cells
 from mprun.report.cells import plain
 
 STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
-LABEL_WIDTH = 6
-"""In a narrow window labels are broken down to this width before a figure is."""
+LABEL_WIDTH, LEAST_LABEL_WIDTH = 16, 6
+"""In a narrow window labels are broken down to the first before figures stand in several lines, and
+down to the second before a figure is broken."""
 
 GAP = "  "
 """What rich puts between columns."""
@@ -36,40 +37,45 @@ NAMED_SKIPPED = 5
 class FigureTable(Table):
     """A table that breaks lines between figures, never inside of one while there is any way.
 
-    rich takes from all columns alike where a window is narrow. Here the columns with most to spare
-    above their longest word give first, and labels, which stay readable in two parts, after them.
+    rich takes from all columns alike where a window is narrow. Here words give first, then the
+    columns of figures down to their longest part, and labels in two parts come last.
     """
 
-    spare: tuple[tuple[int, int], ...] = ()
+    columns_of: tuple[tuple[int, int], ...] = ()
     """For each column its natural width, and that of its longest word."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = _fitted(self.spare, options.max_width - len(GAP) * (len(self.spare) - 1))
-        for column, width in zip(self.columns, widths, strict=True):
+        room = options.max_width - len(GAP) * (len(self.columns_of) - 1)
+        for column, width in zip(self.columns, _fitted(self.columns_of, room), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
 
 
-def _fitted(spare: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths of columns that together fill at most `room`, where that is possible at all."""
-    widths = [natural for natural, _ in spare]
-    while sum(widths) > room:
-        over = [width - least for width, (_, least) in zip(widths, spare, strict=True)]
-        if max(over) > 0:
-            widths[over.index(max(over))] -= 1
-        elif widths[0] > LABEL_WIDTH:
-            widths[0] -= 1
-        elif max(widths) > 1:
-            widths[widths.index(max(widths))] -= 1
-        else:
-            break
+def _fitted(columns: Sequence[tuple[int, int]], room: int) -> list[int]:
+    """Widths of columns that together fill at most `room`, where that is possible at all.
+
+    The first column has labels, the last has words.
+    """
+    widths, words = [natural for natural, _ in columns], [word for _, word in columns]
+    label, *figures = widths
+    for floor in (
+        [min(label, LABEL_WIDTH), *figures[:-1], words[-1]],
+        [min(label, LABEL_WIDTH), *words[1:]],
+        [LEAST_LABEL_WIDTH, *words[1:]],
+        [1] * len(words),
+    ):
+        while sum(widths) > room:
+            spare = [width - least for width, least in zip(widths, floor, strict=True)]
+            if max(spare) <= 0:
+                break
+            widths[spare.index(max(spare))] -= 1
     return widths
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """A row for each variant; figures with their interval, or ratio, on a second line."""
     table = FigureTable(
-        title=f"{plain(comparison.recipe)}: {len(comparison.variants)} variants",
+        title=Text(f"{plain(comparison.recipe)}: {cells.variants(comparison)}"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -78,7 +84,7 @@ def comparison_table(comparison: Comparison) -> Table:
     )
     rows, headings = cells.rows(comparison), cells.headings(comparison)
     columns = list(zip(headings, *rows, strict=True))
-    table.spare = tuple(map(_widths, columns))
+    table.columns_of = tuple(map(_widths, columns))
     for place, column in enumerate(columns):
         is_text = place in (0, len(columns) - 1)
         table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")

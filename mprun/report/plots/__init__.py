@@ -57,18 +57,19 @@ def _drawn(
 
 
 def _against_time(comparison: Comparison) -> Plot:
-    name = f"{comparison.split} {comparison.metric}"
+    name = cells.metric_name(comparison)
     plot = Plot("metric-time", f"{comparison.metric.capitalize()} against time", "")
     shown = verdict.points(comparison)
     if not shown:
         return plot._replace(caption=f"No variant has both a step time and a {name}.")
     margin = cells.difference_text(comparison, comparison.margin, signed=False)
     baseline = cells.plain(comparison.baseline)
+    has_interval = any(v.metric and v.metric.interval for v in comparison.variants)
     caption = (
         f"{name.capitalize()} over the time of an optimizer step, {_seeds(comparison)}. "
-        "Across: the median, from the tenth to the ninetieth percentile. Upright: the mean with "
-        f"its 95 % interval. The grey band is {baseline}'s mean plus and minus the margin, "
-        f"{margin}."
+        "Across: the median, from the tenth to the ninetieth percentile. Upright: the mean"
+        f"{' with its 95 % interval' if has_interval else ''}. The grey band is {baseline}'s "
+        f"mean plus and minus the margin, {margin}."
     )
     absent = [v for i, v in enumerate(comparison.variants) if i not in {i for i, _ in shown}]
     notes = [
@@ -95,9 +96,14 @@ def _differences(comparison: Comparison) -> Plot | None:
         )
     pairs = [v.difference.n for v in comparison.variants[1:] if v.difference]
     caption = (
-        f"{comparison.split.capitalize()} {comparison.metric} less that of {baseline}, paired by "
-        f"seed, {_range(pairs, 'pair')}. Thin: the 95 % interval. Thick: the 90 % interval, which "
-        "lies inside the grey margin where a variant is equivalent."
+        f"{cells.metric_name(comparison).capitalize()} less that of {baseline}, paired by "
+        f"seed, {_range(pairs, 'pair')}. The grey band is the margin. "
+        + (
+            "Thin: the 95 % interval. Thick: the 90 % interval, which lies inside the margin where "
+            "a variant is equivalent."
+            if max(pairs) > 1
+            else "One pair has no interval."
+        )
     )
     return _drawn(
         comparison,
@@ -114,9 +120,14 @@ def _losses(comparison: Comparison, lines: Lines, problems: Sequence[str]) -> Pl
     if not found:
         return plot._replace(caption="No run logged a finite loss.")
     most = max(band.width for band in found)
+    several = any(len(v.runs) > 1 for v in comparison.variants)
     caption = (
-        f"Line: the median over the runs, {_seeds(comparison)}; band: from the lowest to the "
-        "highest run. "
+        (
+            f"Line: the median over the runs, {_seeds(comparison)}; band: from the lowest to the "
+            "highest run. "
+            if several
+            else "One run of each variant. "
+        )
         + (f"A point is the mean of up to {most} steps. " if most > 1 else "Each step is a point. ")
         + (f"Grey: {cells.plain(comparison.baseline)}. " if len(found) > 1 else "")
     )
@@ -125,10 +136,9 @@ def _losses(comparison: Comparison, lines: Lines, problems: Sequence[str]) -> Pl
     notes = list(plot.notes)
     for variant, runs, band in zip(comparison.variants, lines, bands, strict=True):
         if broken := series.broken(runs):
-            which = "1 run" if broken == 1 else f"{broken} runs"
             notes.append(
-                f"{cells.plain(variant.label)}: {which} logged losses that are not finite; they "
-                "are left out."
+                f"{cells.plain(variant.label)}: {cells.counted(broken, 'run')} logged losses that "
+                "are not finite; they are left out."
             )
         if band is None:
             notes.append(f"{cells.plain(variant.label)} is missing: it logged no finite loss.")
@@ -215,4 +225,4 @@ def _seeds(comparison: Comparison) -> str:
 def _range(counts: Sequence[int], what: str) -> str:
     """`n = 3 seeds`, or `n = 2 to 5 seeds` where they differ."""
     low, high = min(counts, default=0), max(counts, default=0)
-    return f"n = {low if low == high else f'{low} to {high}'} {what}{'' if high == 1 else 's'}"
+    return f"n = {f'{low} to ' if low < high else ''}{cells.counted(high, what)}"

@@ -29,7 +29,7 @@ from mprun.report.theme import Theme, colour
 def metric_title(comparison: Comparison) -> str:
     """The metric's axis title."""
     unit = cells.metric_unit(comparison)
-    return f"{comparison.split} {comparison.metric}" + (f" ({unit})" if unit else "")
+    return cells.metric_name(comparison) + (f" ({unit})" if unit else "")
 
 
 def points(comparison: Comparison) -> list[tuple[int, Variant]]:
@@ -165,8 +165,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     )
     name = cells.plain(comparison.baseline, LONGEST_LABEL)
     axes.set_xlabel(
-        f"{comparison.split} {comparison.metric} less that of {name}"
-        + (f" ({unit})" if unit else "")
+        f"{cells.metric_name(comparison)} less that of {name}" + (f" ({unit})" if unit else "")
     )
     return made
 
