@@ -93,6 +93,8 @@ def _kept(comparison: Comparison, variant: Variant) -> str:
 def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     """What happens to the metric, with the difference and the interval that decided."""
     word, found = variant.verdict.word, variant.difference
+    if word == "worse" and not _lost_metric(comparison, variant):
+        return f"is worse: {plain(variant.verdict.reason)}"
     if word == "inconclusive":
         more = variant.verdict.more_seeds
         text = f"not settled whether it keeps the {comparison.metric}"
@@ -108,6 +110,16 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     if interval is None:
         return text
     return f"{text}, {level} % interval {difference_span(comparison, interval)}"
+
+
+def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
+    """Whether the metric itself made a variant worse, and not runs that failed."""
+    found = variant.difference
+    return (
+        not variant.failed
+        and found is not None
+        and ((found.value < 0) == comparison.higher_is_better)
+    )
 
 
 def _speed(variant: Variant) -> int:

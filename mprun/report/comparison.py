@@ -113,9 +113,15 @@ def _cell(figure: Sequence[str]) -> Text:
 def footer(comparison: Comparison) -> list[str]:
     """What the table does not say, in lines of plain text (no rich markup).
 
-    Baseline, margin, split, data, hardware, code, notes, failed runs, skipped folders.
+    Why verdicts other than `equivalent` were given, baseline, margin, split, data, hardware, code,
+    notes, failed runs, skipped folders.
     """
     return [
+        *(
+            f"{plain(v.label)} {v.verdict.word}: {plain(v.verdict.reason)}"
+            for v in comparison.variants[1:]
+            if v.verdict.word != "equivalent"
+        ),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *(f"failed: {line}" for line in answer.failures(comparison)),
