@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from mprun.comparison.rows import Comparison, Variant
 from mprun.report.cells import (
+    counted,
     difference_span,
     difference_text,
     is_emulated,
@@ -98,7 +99,7 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     if word == "inconclusive":
         more = variant.verdict.more_seeds
         text = f"not settled whether it keeps the {comparison.metric}"
-        text += "" if more is None else f" (about {more} more seeds would tell)"
+        text += "" if more is None else f" (about {counted(more, 'more seed')} would tell)"
     else:
         text = _kept(comparison, variant)
     if found is None:

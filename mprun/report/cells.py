@@ -86,7 +86,7 @@ def _row(comparison: Comparison, variant: Variant) -> Row:
         _memory(comparison, variant),
         _metric(comparison, variant.metric),
         _difference(comparison, variant),
-        (variant.verdict.word, f"about {more} more seeds" if more else ""),
+        (variant.verdict.word, f"about {counted(more, 'more seed')}" if more else ""),
     )
 
 

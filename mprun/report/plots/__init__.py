@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +13,6 @@ from mprun.report import cells, series
 from mprun.report.plots import bars, canvas, curves, verdict
 from mprun.report.series import Series
 from mprun.report.theme import Theme
-
-NAMES = ("metric-time", "difference", "loss", "step-time", "memory", "loss-scale")
-"""Every plot there may be, in the report's order."""
 
 Lines = Sequence[Sequence[Series]]
 
@@ -34,18 +31,16 @@ class Plot(NamedTuple):
     png: bytes = b""
 
 
-def draw(comparison: Comparison) -> list[Plot]:
-    """Every plot of a comparison, in order; those that do not apply to it are left out."""
-    lines, problems = series.read(comparison)
-    made = [
-        _against_time(comparison),
-        _differences(comparison),
-        _losses(comparison, lines, problems),
-        _step_times(comparison, lines, problems),
-        _memory(comparison),
-        _loss_scales(comparison, lines),
-    ]
-    return [plot for plot in made if plot is not None]
+def draw(comparison: Comparison, names: Collection[str] | None = None) -> list[Plot]:
+    """Plots of a comparison, in the report's order; those that do not apply to it are left out.
+
+    Args:
+        comparison: what was found.
+        names: of `NAMES`, the ones to draw; None for every one.
+    """
+    read = series.read(comparison)
+    chosen = (make for name, make in _MAKERS.items() if names is None or name in names)
+    return [plot for make in chosen if (plot := make(comparison, *read)) is not None]
 
 
 def _drawn(
@@ -56,7 +51,7 @@ def _drawn(
     return plot._replace(svg=svg, png=png)
 
 
-def _against_time(comparison: Comparison) -> Plot:
+def _against_time(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot:
     name = cells.metric_name(comparison)
     plot = Plot("metric-time", f"{comparison.metric.capitalize()} against time", "")
     shown = verdict.points(comparison)
@@ -85,7 +80,7 @@ def _against_time(comparison: Comparison) -> Plot:
     )
 
 
-def _differences(comparison: Comparison) -> Plot | None:
+def _differences(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot | None:
     if len(comparison.variants) < 2:
         return None
     baseline = cells.plain(comparison.baseline)
@@ -176,7 +171,7 @@ def _step_times(comparison: Comparison, lines: Lines, problems: Sequence[str]) -
     )
 
 
-def _memory(comparison: Comparison) -> Plot:
+def _memory(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot:
     plot = Plot("memory", "Memory of a step", "")
     if not any(v.memory_bytes.get(name) for v in comparison.variants for name in bars.CATEGORIES):
         return plot._replace(caption="The memory of a step is not known for any run.")
@@ -193,7 +188,7 @@ def _memory(comparison: Comparison) -> Plot:
     )
 
 
-def _loss_scales(comparison: Comparison, lines: Lines) -> Plot | None:
+def _loss_scales(comparison: Comparison, lines: Lines, _problems: Sequence[str]) -> Plot | None:
     scaling = curves.scaling(comparison, lines)
     if not scaling:
         return None
@@ -226,3 +221,15 @@ def _range(counts: Sequence[int], what: str) -> str:
     """`n = 3 seeds`, or `n = 2 to 5 seeds` where they differ."""
     low, high = min(counts, default=0), max(counts, default=0)
     return f"n = {f'{low} to ' if low < high else ''}{cells.counted(high, what)}"
+
+
+_MAKERS: dict[str, Callable[[Comparison, Lines, Sequence[str]], Plot | None]] = {
+    "metric-time": _against_time,
+    "difference": _differences,
+    "loss": _losses,
+    "step-time": _step_times,
+    "memory": _memory,
+    "loss-scale": _loss_scales,
+}
+NAMES = tuple(_MAKERS)
+"""Every plot there may be, in the report's order."""
