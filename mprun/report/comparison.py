@@ -28,7 +28,7 @@ LABEL_WIDTH, LEAST_LABEL_WIDTH = 16, 6
 down to the second before a figure is broken."""
 
 GAP = "  "
-"""What rich puts between columns."""
+"""What rich puts between columns; some versions put a space behind the last as well."""
 
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
@@ -45,7 +45,7 @@ class FigureTable(Table):
     """For each column its natural width, and that of its longest word."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - len(GAP) * (len(self.columns_of) - 1)
+        room = options.max_width - len(GAP) * (len(self.columns_of) - 1) - 1
         for column, width in zip(self.columns, _fitted(self.columns_of, room), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
