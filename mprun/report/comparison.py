@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -23,9 +24,8 @@ from mprun.report import answer, cells
 from mprun.report.cells import plain
 
 STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
-LABEL_WIDTH, LEAST_LABEL_WIDTH = 16, 6
-"""In a narrow window labels are broken down to the first before figures stand in several lines, and
-down to the second before a figure is broken."""
+LABEL_WIDTHS = (16, 10, 6)
+"""How narrow labels become: before intervals stand in two lines, in three, before words break."""
 
 GAP = "  "
 """What rich puts between columns; some versions put a space behind the last as well."""
@@ -34,41 +34,48 @@ NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
 
 
+class Needs(NamedTuple):
+    """Widths of a column: of its longest line, of lines broken behind "to", of its longest word."""
+
+    line: int
+    half: int
+    word: int
+
+
 class FigureTable(Table):
     """A table that breaks lines between figures, never inside of one while there is any way.
 
-    rich takes from all columns alike where a window is narrow. Here words give first, then the
-    columns of figures down to their longest part, and labels in two parts come last.
+    rich takes from all columns alike where a window is narrow, which breaks the lines of each. Here
+    a column that must give gives all it can before the next one does.
     """
 
-    columns_of: tuple[tuple[int, int], ...] = ()
-    """For each column its natural width, and that of its longest word."""
+    needs: tuple[Needs, ...] = ()
+    """One for each column; the first has labels, the last has words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - len(GAP) * (len(self.columns_of) - 1) - 1
-        for column, width in zip(self.columns, _fitted(self.columns_of, room), strict=True):
+        room = options.max_width - len(GAP) * (len(self.needs) - 1) - 1
+        for column, width in zip(self.columns, _fitted(self.needs, room), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
 
 
-def _fitted(columns: Sequence[tuple[int, int]], room: int) -> list[int]:
-    """Widths of columns that together fill at most `room`, where that is possible at all.
-
-    The first column has labels, the last has words.
-    """
-    widths, words = [natural for natural, _ in columns], [word for _, word in columns]
-    label, *figures = widths
+def _fitted(needs: Sequence[Needs], room: int) -> list[int]:
+    """Widths of columns that together fill at most `room`, where that is possible at all."""
+    widths = [column.line for column in needs]
+    wide, middle, narrow = (min(widths[0], width) for width in LABEL_WIDTHS)
+    lines, halves, words = ([getattr(c, kind) for c in needs[1:]] for kind in Needs._fields)
     for floor in (
-        [min(label, LABEL_WIDTH), *figures[:-1], words[-1]],
-        [min(label, LABEL_WIDTH), *words[1:]],
-        [LEAST_LABEL_WIDTH, *words[1:]],
-        [1] * len(words),
+        [wide, *lines[:-1], words[-1]],
+        [wide, *halves],
+        [middle, *halves],
+        [middle, *words],
+        [narrow, *words],
+        [narrow, *(1 + word // 2 for word in words)],
+        [1] * len(widths),
     ):
-        while sum(widths) > room:
-            spare = [width - least for width, least in zip(widths, floor, strict=True)]
-            if max(spare) <= 0:
-                break
-            widths[spare.index(max(spare))] -= 1
+        spare = [width - least for width, least in zip(widths, floor, strict=True)]
+        for place in sorted(range(len(spare)), key=spare.__getitem__, reverse=True):
+            widths[place] -= max(0, min(spare[place], sum(widths) - room))
     return widths
 
 
@@ -84,7 +91,7 @@ def comparison_table(comparison: Comparison) -> Table:
     )
     rows, headings = cells.rows(comparison), cells.headings(comparison)
     columns = list(zip(headings, *rows, strict=True))
-    table.columns_of = tuple(map(_widths, columns))
+    table.needs = tuple(map(_needs, columns))
     for place, column in enumerate(columns):
         is_text = place in (0, len(columns) - 1)
         table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")
@@ -95,11 +102,13 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _widths(column: Iterable[Sequence[str]]) -> tuple[int, int]:
-    """A column's natural width, and the width of its longest word."""
+def _needs(column: Iterable[Sequence[str]]) -> Needs:
     lines = [line for cell in column for line in ([cell] if isinstance(cell, str) else cell)]
     words = [word for line in lines for word in line.split()]
-    return max(map(cell_len, lines)), max(map(cell_len, words), default=1)
+    halves = [half for line in lines for half in line.replace(" to ", " to\n").splitlines()]
+    word = max(map(cell_len, words), default=1)
+    intervals = [cell_len(half) for half in halves if half.endswith(" to")]
+    return Needs(max(map(cell_len, lines)), max([word, *intervals]), word)
 
 
 def _cell(figure: Sequence[str]) -> Text:
