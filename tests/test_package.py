@@ -116,8 +116,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_files() -> set[str]:
     code = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun").rglob("*.py")}
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/report").glob("report.*")}
     conf = {f"mprun/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
-    return code | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    return (
+        code | pages | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    )
 
 
 def test_a_wheel_holds_conf_and_recipes_and_runs_from_any_folder(

@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 from mprun.comparison.rows import Comparison, Variant
 from mprun.report.cells import (
+    counted,
     difference_span,
     difference_text,
     is_emulated,
+    metric_name,
     plain,
 )
 
@@ -30,7 +32,7 @@ class Finding(NamedTuple):
     label: str
     word: str
     sentence: str
-    """Without the label: `keeps the accuracy ...; 1.35 times as fast ...`."""
+    """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
 
 
 def headline(comparison: Comparison) -> list[str]:
@@ -43,12 +45,12 @@ def headline(comparison: Comparison) -> list[str]:
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     said = []
     if faster:
-        best = max(faster, key=lambda v: v.throughput_ratio.value if v.throughput_ratio else 0.0)
+        best = max(faster, key=_throughput)
         clauses = (_kept(comparison, best), _speed_clause(best, f" as {name}"))
         said.append(_sentence(best, *clauses, _memory_clause(best)))
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
-        least = min(smaller, key=_memory)
+        least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         said.append(
             _sentence(least, _kept(comparison, least), _memory_clause(least), _speed_clause(least))
         )
@@ -92,10 +94,12 @@ def _kept(comparison: Comparison, variant: Variant) -> str:
 def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     """What happens to the metric, with the difference and the interval that decided."""
     word, found = variant.verdict.word, variant.difference
+    if word == "worse" and not _lost_metric(comparison, variant):
+        return f"is worse: {plain(variant.verdict.reason)}"
     if word == "inconclusive":
         more = variant.verdict.more_seeds
         text = f"not settled whether it keeps the {comparison.metric}"
-        text += "" if more is None else f" (about {more} more seeds would tell)"
+        text += "" if more is None else f" (about {counted(more, 'more seed')} would tell)"
     else:
         text = _kept(comparison, variant)
     if found is None:
@@ -109,12 +113,26 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
     return f"{text}, {level} % interval {difference_span(comparison, interval)}"
 
 
+def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
+    """Whether the metric itself made a variant worse, and not runs that failed."""
+    found = variant.difference
+    return (
+        not variant.failed
+        and found is not None
+        and ((found.value < 0) == comparison.higher_is_better)
+    )
+
+
 def _speed(variant: Variant) -> int:
     """1 where it is faster, -1 where slower, 0 where that cannot be told."""
     interval = variant.throughput_ratio and variant.throughput_ratio.interval
     if not interval:
         return 0
     return (interval.low > 1) - (interval.high < 1)
+
+
+def _throughput(variant: Variant) -> float:
+    return variant.throughput_ratio.value if variant.throughput_ratio else 1.0
 
 
 def _speed_clause(variant: Variant, than: str = "") -> str:
@@ -150,8 +168,8 @@ def terms(comparison: Comparison) -> list[str]:
     """What is compared with what, and where it ran."""
     margin = difference_text(comparison, comparison.margin, signed=False)
     return [
-        f"baseline {plain(comparison.baseline)}; differences of {comparison.split} "
-        f"{comparison.metric} within {margin} do not matter",
+        f"baseline {plain(comparison.baseline)}; differences of "
+        f"{metric_name(comparison)} within {margin} do not matter",
         f"data: {plain(comparison.data)}",
         f"hardware: {plain(comparison.hardware)}",
         f"code: {plain(comparison.code)}",

@@ -7,6 +7,7 @@ whole table. Files for programs hold the plain numbers (`exports.py`).
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def _row(comparison: Comparison, variant: Variant) -> Row:
         _memory(comparison, variant),
         _metric(comparison, variant.metric),
         _difference(comparison, variant),
-        (variant.verdict.word, f"about {more} more seeds" if more else ""),
+        (variant.verdict.word, f"about {counted(more, 'more seed')}" if more else ""),
     )
 
 
@@ -155,11 +156,36 @@ def _difference_scale(comparison: Comparison) -> float:
 
 
 def _metric_form(comparison: Comparison) -> str:
-    return "{:.2f}" if _is_share(comparison) else "{:.4g}"
+    """Losses have as many decimals as make four digits of the largest."""
+    if _is_share(comparison):
+        return "{:.2f}"
+    found = [abs(v.metric.value) for v in comparison.variants if v.metric]
+    largest = max(filter(math.isfinite, found), default=0.0)
+    decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else 3
+    return f"{{:.{max(0, decimals)}f}}" if decimals <= MOST_DECIMALS else "{:.3e}"
 
 
 def _difference_form(comparison: Comparison) -> str:
     return "{:+.4g}" if _difference_scale(comparison) == 1.0 else "{:+.2f}"
+
+
+MOST_DECIMALS = 7
+
+
+def metric_name(comparison: Comparison) -> str:
+    """`test accuracy`, `training loss`."""
+    split = "training" if comparison.split == "train" else comparison.split
+    return f"{split} {comparison.metric}"
+
+
+def variants(comparison: Comparison) -> str:
+    """`5 variants`."""
+    return counted(len(comparison.variants), "variant")
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 run`, `3 runs`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def metric_unit(comparison: Comparison) -> str:

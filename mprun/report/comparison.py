@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -23,53 +24,65 @@ from mprun.report import answer, cells
 from mprun.report.cells import plain
 
 STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
-LABEL_WIDTH = 6
-"""In a narrow window labels are broken down to this width before a figure is."""
+LABEL_WIDTHS = (16, 10, 6)
+"""How narrow labels become: before intervals stand in two lines, in three, before words break."""
 
 GAP = "  "
-"""What rich puts between columns."""
+"""What rich puts between columns; some versions put a space behind the last as well."""
 
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
 
 
+class Needs(NamedTuple):
+    """Widths of a column: of its longest line, of lines broken behind "to", of its longest word."""
+
+    line: int
+    half: int
+    word: int
+
+
 class FigureTable(Table):
     """A table that breaks lines between figures, never inside of one while there is any way.
 
-    rich takes from all columns alike where a window is narrow. Here the columns with most to spare
-    above their longest word give first, and labels, which stay readable in two parts, after them.
+    rich takes from all columns alike where a window is narrow, which breaks the lines of each. Here
+    a column that must give gives all it can before the next one does.
     """
 
-    spare: tuple[tuple[int, int], ...] = ()
-    """For each column its natural width, and that of its longest word."""
+    needs: tuple[Needs, ...] = ()
+    """One for each column; the first has labels, the last has words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = _fitted(self.spare, options.max_width - len(GAP) * (len(self.spare) - 1))
-        for column, width in zip(self.columns, widths, strict=True):
+        room = options.max_width - len(GAP) * (len(self.needs) - 1) - 1
+        for column, width in zip(self.columns, _fitted(self.needs, room), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
 
 
-def _fitted(spare: Sequence[tuple[int, int]], room: int) -> list[int]:
+def _fitted(needs: Sequence[Needs], room: int) -> list[int]:
     """Widths of columns that together fill at most `room`, where that is possible at all."""
-    widths = [natural for natural, _ in spare]
-    while sum(widths) > room:
-        over = [width - least for width, (_, least) in zip(widths, spare, strict=True)]
-        if max(over) > 0:
-            widths[over.index(max(over))] -= 1
-        elif widths[0] > LABEL_WIDTH:
-            widths[0] -= 1
-        elif max(widths) > 1:
-            widths[widths.index(max(widths))] -= 1
-        else:
-            break
+    widths = [column.line for column in needs]
+    wide, middle, narrow = (min(widths[0], width) for width in LABEL_WIDTHS)
+    lines, halves, words = ([getattr(c, kind) for c in needs[1:]] for kind in Needs._fields)
+    for floor in (
+        [wide, *lines[:-1], words[-1]],
+        [wide, *halves],
+        [middle, *halves],
+        [middle, *words],
+        [narrow, *words],
+        [narrow, *(1 + word // 2 for word in words)],
+        [1] * len(widths),
+    ):
+        spare = [width - least for width, least in zip(widths, floor, strict=True)]
+        for place in sorted(range(len(spare)), key=spare.__getitem__, reverse=True):
+            widths[place] -= max(0, min(spare[place], sum(widths) - room))
     return widths
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """A row for each variant; figures with their interval, or ratio, on a second line."""
     table = FigureTable(
-        title=f"{plain(comparison.recipe)}: {len(comparison.variants)} variants",
+        title=Text(f"{plain(comparison.recipe)}: {cells.variants(comparison)}"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -78,7 +91,7 @@ def comparison_table(comparison: Comparison) -> Table:
     )
     rows, headings = cells.rows(comparison), cells.headings(comparison)
     columns = list(zip(headings, *rows, strict=True))
-    table.spare = tuple(map(_widths, columns))
+    table.needs = tuple(map(_needs, columns))
     for place, column in enumerate(columns):
         is_text = place in (0, len(columns) - 1)
         table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")
@@ -89,11 +102,13 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def _widths(column: Iterable[Sequence[str]]) -> tuple[int, int]:
-    """A column's natural width, and the width of its longest word."""
+def _needs(column: Iterable[Sequence[str]]) -> Needs:
     lines = [line for cell in column for line in ([cell] if isinstance(cell, str) else cell)]
     words = [word for line in lines for word in line.split()]
-    return max(map(cell_len, lines)), max(map(cell_len, words), default=1)
+    halves = [half for line in lines for half in line.replace(" to ", " to\n").splitlines()]
+    word = max(map(cell_len, words), default=1)
+    intervals = [cell_len(half) for half in halves if half.endswith(" to")]
+    return Needs(max(map(cell_len, lines)), max([word, *intervals]), word)
 
 
 def _cell(figure: Sequence[str]) -> Text:
@@ -107,9 +122,15 @@ def _cell(figure: Sequence[str]) -> Text:
 def footer(comparison: Comparison) -> list[str]:
     """What the table does not say, in lines of plain text (no rich markup).
 
-    Baseline, margin, split, data, hardware, code, notes, failed runs, skipped folders.
+    Why verdicts other than `equivalent` were given, baseline, margin, split, data, hardware, code,
+    notes, failed runs, skipped folders.
     """
     return [
+        *(
+            f"{plain(v.label)} {v.verdict.word}: {plain(v.verdict.reason)}"
+            for v in comparison.variants[1:]
+            if v.verdict.word != "equivalent"
+        ),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *(f"failed: {line}" for line in answer.failures(comparison)),

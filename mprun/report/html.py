@@ -62,8 +62,8 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
     started = sorted(run.summary["started_at"] for run in runs)
     return {
         "recipe": plain(comparison.recipe),
-        "metric": comparison.metric,
-        "split": comparison.split,
+        "metric_name": cells.metric_name(comparison),
+        "counted": cells.counted,
         "data": plain(comparison.data),
         "baseline": plain(comparison.baseline),
         "margin": cells.difference_text(comparison, comparison.margin, signed=False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +13,6 @@ from mprun.report import cells, series
 from mprun.report.plots import bars, canvas, curves, verdict
 from mprun.report.series import Series
 from mprun.report.theme import Theme
-
-NAMES = ("metric-time", "difference", "loss", "step-time", "memory", "loss-scale")
-"""Every plot there may be, in the report's order."""
 
 Lines = Sequence[Sequence[Series]]
 
@@ -34,18 +31,16 @@ class Plot(NamedTuple):
     png: bytes = b""
 
 
-def draw(comparison: Comparison) -> list[Plot]:
-    """Every plot of a comparison, in order; those that do not apply to it are left out."""
-    lines, problems = series.read(comparison)
-    made = [
-        _against_time(comparison),
-        _differences(comparison),
-        _losses(comparison, lines, problems),
-        _step_times(comparison, lines, problems),
-        _memory(comparison),
-        _loss_scales(comparison, lines),
-    ]
-    return [plot for plot in made if plot is not None]
+def draw(comparison: Comparison, names: Collection[str] | None = None) -> list[Plot]:
+    """Plots of a comparison, in the report's order; those that do not apply to it are left out.
+
+    Args:
+        comparison: what was found.
+        names: of `NAMES`, the ones to draw; None for every one.
+    """
+    read = series.read(comparison)
+    chosen = (make for name, make in _MAKERS.items() if names is None or name in names)
+    return [plot for make in chosen if (plot := make(comparison, *read)) is not None]
 
 
 def _drawn(
@@ -56,19 +51,20 @@ def _drawn(
     return plot._replace(svg=svg, png=png)
 
 
-def _against_time(comparison: Comparison) -> Plot:
-    name = f"{comparison.split} {comparison.metric}"
+def _against_time(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot:
+    name = cells.metric_name(comparison)
     plot = Plot("metric-time", f"{comparison.metric.capitalize()} against time", "")
     shown = verdict.points(comparison)
     if not shown:
         return plot._replace(caption=f"No variant has both a step time and a {name}.")
     margin = cells.difference_text(comparison, comparison.margin, signed=False)
     baseline = cells.plain(comparison.baseline)
+    has_interval = any(v.metric and v.metric.interval for v in comparison.variants)
     caption = (
         f"{name.capitalize()} over the time of an optimizer step, {_seeds(comparison)}. "
-        "Across: the median, from the tenth to the ninetieth percentile. Upright: the mean with "
-        f"its 95 % interval. The grey band is {baseline}'s mean plus and minus the margin, "
-        f"{margin}."
+        "Across: the median, from the tenth to the ninetieth percentile. Upright: the mean"
+        f"{' with its 95 % interval' if has_interval else ''}. The grey band is {baseline}'s "
+        f"mean plus and minus the margin, {margin}."
     )
     absent = [v for i, v in enumerate(comparison.variants) if i not in {i for i, _ in shown}]
     notes = [
@@ -84,7 +80,7 @@ def _against_time(comparison: Comparison) -> Plot:
     )
 
 
-def _differences(comparison: Comparison) -> Plot | None:
+def _differences(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot | None:
     if len(comparison.variants) < 2:
         return None
     baseline = cells.plain(comparison.baseline)
@@ -95,9 +91,14 @@ def _differences(comparison: Comparison) -> Plot | None:
         )
     pairs = [v.difference.n for v in comparison.variants[1:] if v.difference]
     caption = (
-        f"{comparison.split.capitalize()} {comparison.metric} less that of {baseline}, paired by "
-        f"seed, {_range(pairs, 'pair')}. Thin: the 95 % interval. Thick: the 90 % interval, which "
-        "lies inside the grey margin where a variant is equivalent."
+        f"{cells.metric_name(comparison).capitalize()} less that of {baseline}, paired by "
+        f"seed, {_range(pairs, 'pair')}. The grey band is the margin. "
+        + (
+            "Thin: the 95 % interval. Thick: the 90 % interval, which lies inside the margin where "
+            "a variant is equivalent."
+            if max(pairs) > 1
+            else "One pair has no interval."
+        )
     )
     return _drawn(
         comparison,
@@ -114,9 +115,14 @@ def _losses(comparison: Comparison, lines: Lines, problems: Sequence[str]) -> Pl
     if not found:
         return plot._replace(caption="No run logged a finite loss.")
     most = max(band.width for band in found)
+    several = any(len(v.runs) > 1 for v in comparison.variants)
     caption = (
-        f"Line: the median over the runs, {_seeds(comparison)}; band: from the lowest to the "
-        "highest run. "
+        (
+            f"Line: the median over the runs, {_seeds(comparison)}; band: from the lowest to the "
+            "highest run. "
+            if several
+            else "One run of each variant. "
+        )
         + (f"A point is the mean of up to {most} steps. " if most > 1 else "Each step is a point. ")
         + (f"Grey: {cells.plain(comparison.baseline)}. " if len(found) > 1 else "")
     )
@@ -125,10 +131,9 @@ def _losses(comparison: Comparison, lines: Lines, problems: Sequence[str]) -> Pl
     notes = list(plot.notes)
     for variant, runs, band in zip(comparison.variants, lines, bands, strict=True):
         if broken := series.broken(runs):
-            which = "1 run" if broken == 1 else f"{broken} runs"
             notes.append(
-                f"{cells.plain(variant.label)}: {which} logged losses that are not finite; they "
-                "are left out."
+                f"{cells.plain(variant.label)}: {cells.counted(broken, 'run')} logged losses that "
+                "are not finite; they are left out."
             )
         if band is None:
             notes.append(f"{cells.plain(variant.label)} is missing: it logged no finite loss.")
@@ -166,7 +171,7 @@ def _step_times(comparison: Comparison, lines: Lines, problems: Sequence[str]) -
     )
 
 
-def _memory(comparison: Comparison) -> Plot:
+def _memory(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot:
     plot = Plot("memory", "Memory of a step", "")
     if not any(v.memory_bytes.get(name) for v in comparison.variants for name in bars.CATEGORIES):
         return plot._replace(caption="The memory of a step is not known for any run.")
@@ -183,7 +188,7 @@ def _memory(comparison: Comparison) -> Plot:
     )
 
 
-def _loss_scales(comparison: Comparison, lines: Lines) -> Plot | None:
+def _loss_scales(comparison: Comparison, lines: Lines, _problems: Sequence[str]) -> Plot | None:
     scaling = curves.scaling(comparison, lines)
     if not scaling:
         return None
@@ -215,4 +220,16 @@ def _seeds(comparison: Comparison) -> str:
 def _range(counts: Sequence[int], what: str) -> str:
     """`n = 3 seeds`, or `n = 2 to 5 seeds` where they differ."""
     low, high = min(counts, default=0), max(counts, default=0)
-    return f"n = {low if low == high else f'{low} to {high}'} {what}{'' if high == 1 else 's'}"
+    return f"n = {f'{low} to ' if low < high else ''}{cells.counted(high, what)}"
+
+
+_MAKERS: dict[str, Callable[[Comparison, Lines, Sequence[str]], Plot | None]] = {
+    "metric-time": _against_time,
+    "difference": _differences,
+    "loss": _losses,
+    "step-time": _step_times,
+    "memory": _memory,
+    "loss-scale": _loss_scales,
+}
+NAMES = tuple(_MAKERS)
+"""Every plot there may be, in the report's order."""

@@ -29,7 +29,7 @@ from mprun.report.theme import Theme, colour
 def metric_title(comparison: Comparison) -> str:
     """The metric's axis title."""
     unit = cells.metric_unit(comparison)
-    return f"{comparison.split} {comparison.metric}" + (f" ({unit})" if unit else "")
+    return cells.metric_name(comparison) + (f" ({unit})" if unit else "")
 
 
 def points(comparison: Comparison) -> list[tuple[int, Variant]]:
@@ -137,7 +137,10 @@ def _write(axes: Axes, text: str, point: tuple[float, float], spot: Placed) -> N
     to_data, box = axes.transData.inverted().transform, spot.box
     middle = (box.x + box.width / 2, box.y + box.height / 2)
     if spot.is_far:
-        end = (min(max(point[0], box.x), box.x + box.width), middle[1])
+        end = (
+            min(max(point[0], box.x), box.x + box.width),
+            min(max(point[1], box.y), box.y + box.height),
+        )
         xs, ys = zip(to_data(point), to_data(end), strict=True)
         axes.plot(xs, ys, linewidth=0.5, color=axes.xaxis.label.get_color(), zorder=2)
     x, y = to_data(middle)
@@ -165,8 +168,7 @@ def differences(comparison: Comparison, theme: Theme) -> Figure:
     )
     name = cells.plain(comparison.baseline, LONGEST_LABEL)
     axes.set_xlabel(
-        f"{comparison.split} {comparison.metric} less that of {name}"
-        + (f" ({unit})" if unit else "")
+        f"{cells.metric_name(comparison)} less that of {name}" + (f" ({unit})" if unit else "")
     )
     return made
 
