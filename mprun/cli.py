@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mprun.data_command import data_command
+from mprun.doctor_command import doctor_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
@@ -29,6 +30,9 @@ class Command:
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
+    Command(
+        "doctor", "what this machine does natively, and how fast in each format", doctor_command
+    ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
 

@@ -27,7 +27,8 @@ ALLOWED = {
     "data": set(),
     "record": set(),
     "comparison": {"record"},
-    "report": {"comparison", "record"},
+    "examination": {"record"},
+    "report": {"comparison", "examination", "record"},
     "schedule": set(),
     "speed": set(),
     "stop": set(),
@@ -54,15 +55,36 @@ ALLOWED = {
     "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"comparison", "help", "report", "checkpoint", "stop"}
+ALLOWED["doctor"] = {
+    "_torch",
+    "build",
+    "config",
+    "environment",
+    "examination",
+    "precision",
+    "speed",
+    "timing",
+}
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
+ALLOWED["doctor_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
+NO_TORCH = (
+    "errors",
+    "op_list_file",
+    "comparison",
+    "config",
+    "examination",
+    "help",
+    "record",
+    "report",
+    "stop",
+)
 
 
 def imports_of(path: Path) -> set[str]:

@@ -68,11 +68,23 @@ class CompareSettings:
 
 
 @dataclass
+class DoctorSettings:
+    """How a machine is examined."""
+
+    json: bool = False
+    """Whether one JSON object is printed, and nothing else, instead of tables."""
+    budget_s: float = 5.0
+    """About how long rates are measured, in seconds; five rounds are made even beyond."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    doctor: DoctorSettings = field(default_factory=DoctorSettings)
+    """How a machine is examined."""
     seeds: int = 5
     """Runs of each variant: seeds 0, 1, ... below this."""
 
@@ -80,6 +92,7 @@ class Settings:
 RANGES = {
     "compare.margin": POSITIVE,
     "compare.relative_margin": POSITIVE,
+    "doctor.budget_s": Range(0, 600, low_open=True),
     "seeds": COUNT,
 }
 
