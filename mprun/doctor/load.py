@@ -18,7 +18,9 @@ IDLE = 0.5
 def is_busy(machine: Machine) -> bool:
     """Whether others leave fewer cores than PyTorch has threads; False where it is not known."""
     load, cores = machine["load_average"], machine["cores_total"]
-    return load is not None and cores is not None and load + machine["threads"] > cores + IDLE
+    if load is None or cores is None:
+        return False
+    return load + min(machine["threads"], cores) > cores + IDLE
 
 
 def threads_to_measure(machine: Machine) -> int:

@@ -29,6 +29,7 @@ VARIABLES = (
 """Environment variables that change how fast PyTorch computes."""
 
 CGROUP = Path("/sys/fs/cgroup")
+DRIVER = Path("/proc/driver/nvidia/version")
 
 TENSOR_CORES: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
     ((7, 0), ("float16",)),
@@ -96,7 +97,7 @@ def gpu_unused() -> GpuUnused | None:
     """Why the CPU is examined although there seems to be a GPU; None where there is none."""
     if torch.cuda.is_available():
         return "cpu asked for"
-    if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia/version").exists():
+    if shutil.which("nvidia-smi") is None and not DRIVER.exists():
         return None
     return "no cuda in torch" if torch.version.cuda is None else "not usable"
 
