@@ -16,6 +16,8 @@ OP_NAMES: dict[OpName, str] = {
     "convolution_backward": "conv backward",
 }
 
+TERA = 10_000
+"""From which GFLOP/s on rates are shown in TFLOP/s."""
 SHORT: dict[Format, str] = {
     "float32": "fp32",
     "tf32": "tf32",
@@ -27,7 +29,8 @@ SHORT: dict[Format, str] = {
 def renderables(found: Examination) -> Iterator[Table | str]:
     """The parts in the order they are shown."""
     yield machine_table(found)
-    yield rates_table(found["rates"], found["threads"])
+    on_cpu = found["machine"]["cuda"] is None
+    yield rates_table(found["rates"], found["threads"] if on_cpu else None)
     yield modes_table(found["modes"], found["rates"])
     for finding in found["findings"]:
         yield f"{finding['level']}: {finding['text']}"
@@ -63,14 +66,21 @@ def machine_table(found: Examination) -> Table:
     return table
 
 
-def rates_table(rates: Sequence[Rate], threads: int) -> Table:
-    """A row for each op, size and format: medians, with percentiles or the median's interval."""
-    table = _table(f"measured rates, {threads} CPU threads: median (10th-90th percentile)")
+def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
+    """A row for each op, size and format: medians, with percentiles or the median's interval.
+
+    Args:
+        rates: what was measured.
+        threads: how many the CPU computed in; None for a GPU.
+    """
+    by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
+    table = _table(f"measured rates{by}: median (10th-90th percentile)")
     table.caption = Text("over fp32: median [its 95 % interval], round by round; 3x3 convolutions")
     table.caption_justify = "left"
     for column in ("op", "in"):
         table.add_column(column, no_wrap=True)
-    for column in ("GFLOP/s", "over fp32", "n"):
+    tera = max(r["gflops"]["median"] for r in rates) >= TERA
+    for column in ("TFLOP/s" if tera else "GFLOP/s", "over fp32", "n"):
         table.add_column(column, justify="right", no_wrap=True)
     previous = ""
     for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r["op"])):
@@ -79,7 +89,7 @@ def rates_table(rates: Sequence[Rate], threads: int) -> Table:
         table.add_row(
             "" if name == previous else name,
             SHORT[rate["format"]],
-            _spread(rate["gflops"]),
+            _spread(rate["gflops"], 1000 if tera else 1),
             "1" if base else _ratio(rate["speedup"]),
             str(rate["gflops"]["n"]),
         )
@@ -125,9 +135,10 @@ def _figure(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _spread(spread: Spread) -> str:
-    low, high = _figure(spread["p10"]), _figure(spread["p90"])
-    return f"{_figure(spread['median'])} ({low}-{high})"
+def _spread(spread: Spread, unit: float = 1) -> str:
+    values = (spread["median"], spread["p10"], spread["p90"])
+    median, low, high = (_figure(value / unit) for value in values)
+    return f"{median} ({low}-{high})"
 
 
 def _ratio(ratio: Ratio) -> str:
@@ -153,7 +164,7 @@ def _cores(machine: Machine) -> str:
     text = f"{machine['hardware']['cores']} usable of {'unknown' if total is None else total}"
     if machine["cpu_quota"] is not None:
         text += f", of which {machine['cpu_quota']:g} by the container's quota"
-    return f"{text}; PyTorch takes {machine['threads']} threads"
+    return f"{text}; threads by default {machine['threads']}"
 
 
 def _instructions(machine: Machine) -> str:

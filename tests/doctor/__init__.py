@@ -8,6 +8,10 @@ from mprun.doctor.instructions import INSTRUCTIONS
 from mprun.examination import (
     FORMATS,
     OPS,
+    SCHEMA_VERSION,
+    Conclusion,
+    Examination,
+    Finding,
     Format,
     Machine,
     Measured,
@@ -182,3 +186,19 @@ def gpu(capability: str, *units: str, **changes: Any) -> Machine:
 
 H100 = gpu("9.0", "float16", "tf32", "bfloat16", "float8")
 T4 = gpu("7.5", "float16")
+
+
+def examination(found: Measured, told: list[Finding], concluded: list[Conclusion]) -> Examination:
+    """What doctor would say of it."""
+    return {
+        **found,
+        "schema_version": SCHEMA_VERSION,
+        "examined_at": "2024-02-29T12:00:00+00:00",
+        "mprun_version": "0.1.0",
+        "git_commit": None,
+        "versions": {"python": "3.12.0", "torch": "2.11.0", "cuda": None},
+        "budget_s": 5.0,
+        "measured_s": 4.2,
+        "findings": told,
+        "conclusions": concluded,
+    }

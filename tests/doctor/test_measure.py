@@ -50,21 +50,6 @@ def test_a_cpu_is_measured_in_every_format_it_has(monkeypatch: pytest.MonkeyPatc
         assert small == {"float32", "bfloat16", "float16"}
 
 
-def test_rates_are_operations_over_time_and_float32_is_the_base(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(measure.SIZES, "cpu", TINY)
-    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**20)
-    for rate in measure_rates(CPU, 0.5)[0]:
-        assert rate["gflops"]["median"] == pytest.approx(
-            rate["flops"] / rate["time_ms"]["median"] / 1e6,
-            # The reciprocal of a median of an even number is the mean of other two values.
-            rel=1e-9 if rate["time_ms"]["n"] % 2 else 0.5,
-        )
-        if rate["format"] == "float32":
-            assert rate["speedup"] == {"median": 1, "low": 1, "high": 1, "n": rate["gflops"]["n"]}
-
-
 def test_tf32_is_a_format_of_its_hardware_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert formats_of(CPU) == ("float32", "bfloat16", "float16")
     monkeypatch.setattr(measure, "has_tf32", lambda device: True)
@@ -143,6 +128,12 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
     for rate in rates:  # the clock is made up, and exact to its last bits
         expected = {"float32": 1, "bfloat16": 4, "float16": 0.02}[rate["format"]]
         assert rate["speedup"]["median"] == pytest.approx(expected, rel=1e-6)
+        assert rate["gflops"]["median"] == pytest.approx(100 * expected, rel=1e-6)
+        assert rate["time_ms"]["median"] == pytest.approx(
+            rate["flops"] / (1e8 * expected), rel=1e-6
+        )
+        if rate["format"] == "float32":
+            assert rate["speedup"] == {"median": 1, "low": 1, "high": 1, "n": rate["gflops"]["n"]}
     assert spent[0] < 5.0
 
 
