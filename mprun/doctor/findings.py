@@ -65,7 +65,7 @@ def _disagreements(found: Measured) -> Iterator[Finding]:
         yield _note(
             name,
             f"runs will record {name} as {word} than float32, by a short matmul in one thread; "
-            f"at {rate['size']} in {found['threads']} threads it is {factor(rate)}",
+            f"at {rate['size']} in as many threads as here, {found['threads']}, it is {factor(rate)}",
         )
 
 
@@ -164,9 +164,11 @@ def _threads(machine: Machine) -> Iterator[Finding]:
 def _load(found: Measured) -> Iterator[Finding]:
     machine = found["machine"]
     if is_busy(machine):
+        fewer = found["threads"] < machine["threads"]
+        of = f" are of {found['threads']} of {machine['threads']} threads and" if fewer else ""
         yield _warning(
             "load",
             f"others compute here too: the load average was {machine['load_average']:.1f} on "
-            f"{machine['cores_total']} cores before measuring; rates are of {found['threads']} of "
-            f"{machine['threads']} threads and may be too low: measure again when it is quiet",
+            f"{machine['cores_total']} cores before measuring; rates{of} may be too low: measure "
+            "again when it is quiet",
         )

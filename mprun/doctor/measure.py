@@ -1,9 +1,9 @@
 """The rates of this machine, within a budget of time.
 
 Every op is timed in every format at a small size, which even a kernel a hundred times slower than
-the others gets through, and then at a large one, which shows what fast ones can do. A format is
-left out at the large size where, going by the small one, it would not fit its share of the budget:
-a rate is always one that was measured, at the size it names. float32 takes part in each round, and
+the others gets through, and then at a large one, which shows what fast ones can do. What, going by
+the small size, does not fit the budget at the large one is left out there: a rate is always one
+that was measured, at the size it names. float32 takes part in each round, and
 a speed-up is float32's time over another's, round by round.
 
 Images lie in memory as a run's do in each format (`mprun.speed`): on CPUs float32 convolutions are
@@ -13,6 +13,7 @@ faster channels-last, and a gain over the slower layout is none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from math import comb
 from typing import NamedTuple, cast
 
@@ -105,7 +106,7 @@ def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Co
 
 
 def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
-    """The cases to measure: those whose fewest calls fit an equal part of the time.
+    """The cases to measure: the slowest are left out until twice the fewest rounds fit the time.
 
     An op is measured in no format where float32 does not fit: there is nothing to compare with.
 
@@ -113,10 +114,12 @@ def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
         expected_s: about how long a call of each case takes.
         share_s: the time for all of them.
     """
-    each_s = share_s / len(expected_s) / (FEWEST + WARMUP)
-    fit = [case for case, s in expected_s.items() if s <= each_s]
+    quickest = sorted(expected_s, key=lambda case: expected_s[case])
+    total_s = accumulate(expected_s[case] for case in quickest)
+    each_s = share_s / (2 * FEWEST + WARMUP)
+    fit = {case for case, s in zip(quickest, total_s, strict=True) if s <= each_s}
     based = {case.op.name for case in fit if case.format == "float32"}
-    return [case for case in fit if case.op.name in based]
+    return [case for case in expected_s if case in fit and case.op.name in based]
 
 
 def _measure(cases: Sequence[Case], device: torch.device, share_s: float) -> list[Rate]:

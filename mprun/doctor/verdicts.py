@@ -30,7 +30,7 @@ ADVICE: dict[Verdict, str] = {
     "worth trying": "worth trying",
     "depends on the model": "worth trying where the faster ops dominate",
     "no gain": "no gain in speed",
-    "not for speed": "for accuracy and memory, not for speed",
+    "not for speed": "for what they do to accuracy and memory, not for speed",
     "not known": "too unsteady to tell, measure again",
 }
 
