@@ -29,6 +29,7 @@ __all__ = [
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "onednn_takes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
     "step_unless",
@@ -138,6 +139,21 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif not overflow.item():
         optimizer.step()
+
+
+def onednn_takes(dtype: torch.dtype) -> bool | None:
+    """Whether PyTorch hands 16-bit matmuls and convolutions on a CPU to oneDNN; None: not told.
+
+    It asks oneDNN, so that a limit on its instructions counts.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16.
+    """
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    try:
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
+    except (AttributeError, RuntimeError):  # PyTorch built without oneDNN
+        return None
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mprun.advise_command import advise_command
 from mprun.compare_command import compare_command
 from mprun.data_command import data_command
+from mprun.doctor_command import doctor_command
 from mprun.double_command import double_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
 from mprun.sweep_command import sweep_command
@@ -64,6 +65,12 @@ COMMANDS = (
         ("double", "compare", "seeds"),
     ),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
+    Command(
+        "doctor",
+        "what this machine does natively, and how fast in each format",
+        doctor_command,
+        ("doctor",),
+    ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
 

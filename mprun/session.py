@@ -189,7 +189,7 @@ class _Session:
         if not self.summary["hardware"]["accelerated"].get(name, True):
             self._say(
                 f"warning: {name} matmuls are slower than float32 on this machine: "
-                "this run shows accuracy, not speed"
+                "this run shows accuracy, not speed (mprun doctor says why)"
             )
 
     def _precision(self) -> Precision:

@@ -27,7 +27,8 @@ ALLOWED = {
     "data": set(),
     "record": set(),
     "comparison": {"record"},
-    "report": {"comparison", "record"},
+    "examination": {"record"},
+    "report": {"comparison", "examination", "record"},
     "schedule": set(),
     "speed": set(),
     "stop": set(),
@@ -54,6 +55,16 @@ ALLOWED = {
     "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"comparison", "help", "report", "checkpoint", "stop"}
+ALLOWED["doctor"] = {
+    "_torch",
+    "build",
+    "config",
+    "environment",
+    "examination",
+    "precision",
+    "speed",
+    "timing",
+}
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
@@ -61,14 +72,23 @@ ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["compare_command"] = {"comparison", "config", "report"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
+ALLOWED["doctor_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["study_command"] = set(ALLOWED)
 for _name in ("sweep", "advise", "double"):
     ALLOWED[f"{_name}_command"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = (
-    *("errors", "op_list_file", "compare_command", "comparison", "config", "help", "record"),
-    *("report", "stop"),
+    "errors",
+    "op_list_file",
+    "compare_command",
+    "comparison",
+    "config",
+    "examination",
+    "help",
+    "record",
+    "report",
+    "stop",
 )
 
 

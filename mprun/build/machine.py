@@ -44,13 +44,13 @@ def choose_device(wanted: str) -> torch.device:
 
 def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
     """native or emulated: what was asked for, else native where that can be."""
-    can, reason = _executions(policy, device)
+    can, reason = executions(policy, device)
     if wanted != "auto" and wanted not in can:
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
     return can[0] if wanted == "auto" else wanted
 
 
-def _executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
     """How a policy can be carried out, the best first, and why not otherwise."""
     emulated, both = ("emulated",), ("native", "emulated")
     if policy.rounding_scope == "all":

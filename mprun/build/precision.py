@@ -26,6 +26,7 @@ from mprun.precision import (
     NoClip,
     NoLossScale,
     OpListCaster,
+    Policy,
     Precision,
     StaticLossScale,
 )
@@ -64,21 +65,25 @@ def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
 
 def build_arithmetic(chosen: Plan) -> Arithmetic:
     """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
-    if chosen.policy.tf32 and chosen.execution == "emulated":
+    return arithmetic_for(chosen.policy, chosen.execution, chosen.by_float32, chosen.config.seed)
+
+
+def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -> Arithmetic:
+    """The arithmetic of a policy: `Plan` says what the others are."""
+    if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
-    policy = chosen.policy
-    if chosen.execution == "emulated":
+    if execution == "emulated":
         everywhere = policy.rounding_scope == "all"
         return Emulated16(
             policy.rounding if everywhere else "nearest",
             policy.overflow,
             policy.partials_dtype,
-            chosen.config.seed,
+            seed,
         )
     if policy.partials_dtype == "float16":
         return BlockedConvolutions()
-    if chosen.by_float32 != "none":
-        return Float16ByFloat32(matmuls=chosen.by_float32 == "all")
+    if by_float32 != "none":
+        return Float16ByFloat32(matmuls=by_float32 == "all")
     return NativeArithmetic()
 
 

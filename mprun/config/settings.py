@@ -97,6 +97,16 @@ class DoubleSettings:
 
 
 @dataclass
+class DoctorSettings:
+    """How a machine is examined."""
+
+    json: bool = False
+    """Whether one JSON object is printed, and nothing else, instead of tables."""
+    budget_s: float = 5.0
+    """About how long rates are measured, in seconds; five rounds are made even beyond."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
@@ -106,6 +116,8 @@ class Settings:
     """How a mode is chosen."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
     """How a doubled batch is judged."""
+    doctor: DoctorSettings = field(default_factory=DoctorSettings)
+    """How a machine is examined."""
     seeds: int | None = None
     """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
 
@@ -117,6 +129,7 @@ RANGES = {
     "advise.max_steps": COUNT,
     "advise.screen": COUNT,
     "double.headroom": Range(0, 1, high_open=True),
+    "doctor.budget_s": Range(0, 600, low_open=True),
     "seeds": COUNT,
 }
 
