@@ -8,7 +8,7 @@ from torch import nn
 
 from mprun.build import footprint, plan
 from mprun.config import compose
-from mprun.numerics.footprint import measure
+from mprun.numerics.footprint import memory
 
 PARAMETERS = (1024 * 512 + 512) * 4
 INPUTS = 64 * 1024 * 4
@@ -87,6 +87,6 @@ def test_a_frozen_parameter_has_no_gradient() -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
 
-    found = measure(step, model, optimizer)
+    found = memory(step, model, optimizer).totals
     assert found["parameters"] == (8 * 4 + 4) * 4
     assert found["gradients"] == 8 * 4 * 4
