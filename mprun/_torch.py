@@ -129,6 +129,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
     """`optimizer.step()` where `overflow` (float32 scalar) is 0.
 
     Fused optimizers on CUDA look at the flag on the device, so that the host need not wait for it.
+    A fake flag has no value: the step is taken.
     """
     if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
@@ -136,7 +137,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif not overflow.item():
+    elif is_fake(overflow) or not overflow.item():
         optimizer.step()
 
 

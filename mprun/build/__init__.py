@@ -5,7 +5,7 @@ wrong here (a recipe's own fields, a device that is not there, data that cannot 
 `UsageError` before any folder is made.
 """
 
-from mprun.build.footprint import footprint
+from mprun.build.footprint import footprint, step_memory, with_batch_size
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan, plan
@@ -29,5 +29,7 @@ __all__ = [
     "footprint",
     "load_recipe",
     "plan",
+    "step_memory",
     "trace_step",
+    "with_batch_size",
 ]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from mprun.build.parts import build_parts
-from mprun.build.plan import Plan
+from mprun.build.plan import Plan, batch_sizes
 from mprun.data import TensorSet
 from mprun.numerics.footprint import fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
@@ -45,6 +45,22 @@ def step_memory(chosen: Plan) -> StepMemory:
             parts.optimizer,
             [batch.inputs, batch.targets],
         )
+
+
+def with_batch_size(chosen: Plan, size: int) -> Plan:
+    """A plan made with `shapes_only`, with `train.batch_size=size` in the place of its own."""
+    train = replace(chosen.config.train, batch_size=size)
+    preset = replace(chosen.config.preset, max_batch_size=None)
+    batch, _ = batch_sizes(replace(chosen.config, train=train, preset=preset))
+    data = chosen.splits.train
+
+    def rows(like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(
+            batch["effective"], *like.shape[1:], dtype=like.dtype, device=like.device
+        )
+
+    splits = replace(chosen.splits, train=TensorSet(rows(data.inputs), rows(data.targets)))
+    return replace(chosen, batch=batch, splits=splits)
 
 
 def footprint(chosen: Plan) -> dict[str, int]:

@@ -149,8 +149,10 @@ class MemoryRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        place, back = self.follower.place(), in_backward()
         result = func(*args, **(kwargs or {}))
+        if func.namespace == "prim":  # a fake tensor was asked for its device
+            return result
+        place, back = self.follower.place(), in_backward()
         self._gone_back = back or (self._gone_back and place.phase != "forward")
         later = self._gone_back or place.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _named(place)
