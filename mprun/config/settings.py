@@ -68,11 +68,27 @@ class CompareSettings:
 
 
 @dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are set against; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Look for the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: int | None = None
+    """Modules are shown down to this depth, what is inside added to them; null for all."""
+    picture: bool = True
+    """Whether the pictures are drawn."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """What `mprun memory` shows."""
     seeds: int = 5
     """Runs of each variant: seeds 0, 1, ... below this."""
 
@@ -80,6 +96,7 @@ class Settings:
 RANGES = {
     "compare.margin": POSITIVE,
     "compare.relative_margin": POSITIVE,
+    "memory.depth": COUNT,
     "seeds": COUNT,
 }
 

@@ -44,6 +44,9 @@ from mprun.numerics.step_memory import Held, Point, StepMemory
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
 """Owners that are no module; `(loss)` is all that runs outside of model and optimizer."""
 
+NO_OPS = ("prim", "profiler")
+"""Where what is called is no op: a fake tensor is asked for its device, a profiler's mark."""
+
 
 def memory(
     step: Callable[[], object],
@@ -150,7 +153,7 @@ class MemoryRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # a fake tensor was asked for its device
+        if func.namespace in NO_OPS:
             return result
         place, back = self.follower.place(), in_backward()
         self._gone_back = back or (self._gone_back and place.phase != "forward")

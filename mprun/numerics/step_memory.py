@@ -122,7 +122,12 @@ class StepMemory:
         at = self.points[self.peak_at]
         return {
             "bytes": self.totals,
-            "peak_at": {"point": self.peak_at, **at._asdict()},
+            "peak_at": {
+                "point": self.peak_at,
+                "op": at.op,
+                "phase": at.phase,
+                "module": at.owner,
+            },
             "phase_peaks": self.phase_peaks,
             "modules": [
                 {"module": owner, "kind": self.kinds[owner], "total": sum(row.values()), **row}
