@@ -26,6 +26,7 @@ what an allocator adds by rounding up.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,8 +82,14 @@ def fake_tensors() -> Iterator[None]:
     Code that looks at values (`x.item()`, a branch on a tensor) fails inside. The state of
     PyTorch's random numbers is put back on the way out.
     """
-    with torch.random.fork_rng(devices=[]), FakeTensorMode():
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # it writes a traceback of every error before raising it
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+            yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager

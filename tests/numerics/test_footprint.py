@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.build import Plan, build_parts, footprint, plan, step_memory, with_batch_size
 from mprun.config import compose
+from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
 from mprun.observer import NoObserver
 from mprun.runner import Trainer
@@ -27,7 +28,14 @@ WEIGHTS = 1024 * 512 + 512
 PARAMETERS = WEIGHTS * 4
 INPUTS = 64 * 1024 * 4
 TARGETS = OUTPUT = 64 * 512 * 4
-GENERATED = ("data.source=generated", "data.train_limit=200", "data.eval_limit=10")
+GENERATED = ("data.source=generated",)
+
+
+@pytest.fixture(autouse=True)
+def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generated, "TRAIN_SAMPLES", 200)
+    monkeypatch.setattr(generated, "TEST_SAMPLES", 10)
+    monkeypatch.setattr(sources, "draw", generated.draw.__wrapped__)  # not kept for other tests
 
 
 def planned(*words: str) -> Plan:
