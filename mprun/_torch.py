@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -34,6 +34,17 @@ __all__ = [
     "step_unless",
     "unscale_and_check",
 ]
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """PyTorch's, whose tensors can be deep-copied as well.
+
+    A tensor keeps the mode it was made in, and a copy of the mode would be another one, with which
+    the tensors of the first do not mix: `nn.TransformerEncoder`, for one, copies its layer.
+    """
+
+    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
+        return self
 
 
 def in_backward() -> bool:
@@ -143,7 +154,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 @contextmanager

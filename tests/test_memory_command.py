@@ -15,6 +15,7 @@ from mprun.cli import main
 from mprun.record import read_summary
 
 LINEAR = ["recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"]
+ROOT = Path(__file__).resolve().parent.parent
 QUIET = "memory.picture=false"
 
 
@@ -64,6 +65,17 @@ def test_fashion_mnist_in_half_against_fp32(capsys: pytest.CaptureFixture[str]) 
     for text in ("76.63", "55.17 (-28 %)", "fp32 by module", "half_sr by module", "fc1"):
         assert text in out, text
     assert "written: plan/memory.json, memory.png, memory.svg" in out
+
+
+def test_the_docs_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    planned("recipe=fashion_mnist", "precision=fp32,half_sr", QUIET)
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    documented = {" ".join(line.split()) for line in page.splitlines()}
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    rows = ("recipe", "parameters", "gradients", "optimizer", "activations", "temporary", "peak ")
+    checked = [line for line in shown if line.startswith((*rows, "published"))]
+    assert len(checked) == 11
+    assert [line for line in checked if line not in documented] == []
 
 
 def test_every_figure_of_the_file_adds_up() -> None:

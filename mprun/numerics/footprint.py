@@ -27,6 +27,7 @@ what an allocator adds by rounding up.
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,7 +87,10 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)  # it writes a traceback of every error before raising it
     try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), FakeTensorMode():
+            warnings.filterwarnings(
+                "ignore", "Accessing the data pointer of FakeTensor"
+            )  # a copy's
             yield
     finally:
         log.setLevel(level)

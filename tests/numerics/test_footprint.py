@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -317,6 +318,29 @@ def test_an_encoder_of_one_s_own(recompute: bool, foreach: bool) -> None:
     assert real.categories["buffers"] == (32 + 32) * 4 + 8 + 32 * 4  # the norm's, and `mean`
     assert real.modules["embed"]["parameters"] == 50 * 32 * 4  # tied: by its first name
     assert "parameters" not in {k for k, v in real.modules.get("head", {}).items() if v}
+
+
+def test_a_model_of_copied_layers_has_fake_tensors_of_one_kind() -> None:
+    """`nn.TransformerEncoder` deep-copies its layer, and with it each tensor's mode."""
+
+    def counted() -> StepMemory:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.zeros(2, 4, 16)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return memory(step, model, optimizer, [x])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with fake_tensors():
+            fake = counted()
+    assert fake.categories == counted().categories
 
 
 def test_recomputing_lowers_the_activations() -> None:
