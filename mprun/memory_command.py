@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,11 +132,13 @@ def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
 def _plan(composed: Composed) -> Plan:
     import torch
 
-    from mprun.build import plan
+    from mprun.build import load_shapes, plan
 
-    if composed.config.device.name == "cuda" and not torch.cuda.is_available():
+    config = composed.config
+    if config.device.name == "cuda" and not torch.cuda.is_available():
         raise UsageError(NO_CUDA)
-    return plan(composed.config, composed.given, shapes_only=True)
+    config = replace(config, train=replace(config.train, init_from=None))
+    return plan(config, composed.given, load=load_shapes)
 
 
 def _label(column: Column, chosen: Plan) -> str:

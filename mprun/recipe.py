@@ -28,6 +28,9 @@ class Recipe(ABC):
     ignores: ClassVar[frozenset[str]] = frozenset()
     """Configuration keys without effect in this recipe; the user who sets one is told."""
 
+    draws_data: ClassVar[bool] = True
+    """Whether the samples depend on the run's seed; false lets runs of other seeds share them."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model, drawn in float32 on the CPU from torch's global generator."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
 from mprun.record import RunFolder, Status, Summary, dated_folder, read_summary
 from mprun.report import tables
-from mprun.report.progress import view_for
+from mprun.report.progress import ProgressView, view_for
 from mprun.runner import StopRequestedError, Trainer
 from mprun.stop import SignalReceivedError, StopSignals
 from mprun.summary import initial_summary
 
+MakeView = Callable[[int | None, int | None], ProgressView]
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -41,6 +42,7 @@ def run(
     stop: StopSignals,
     console: Console,
     saved: dict[str, Any] | None = None,
+    view: MakeView | None = None,
 ) -> int:
     """Carry a plan out; the exit status.
 
@@ -50,6 +52,7 @@ def run(
         stop: the signals, entered.
         console: where progress and the result are shown.
         saved: the checkpoint of the run to go on with, or None.
+        view: makes what shows progress, of the planned epochs and steps; None for the console's.
 
     Raises:
         UsageError: the run's folder cannot be used; nothing was begun.
@@ -60,7 +63,8 @@ def run(
     if chosen.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
             summary["started_at"] = read_summary(folder.path)["started_at"]
-    session = _Session(chosen, summary, folder, console)
+    made = view or (lambda epochs, steps: view_for(console, epochs, steps))
+    session = _Session(chosen, summary, folder, console, made)
     try:
         with _faults_explained(session), backend_flags(chosen.policy, chosen.native_tf32):
             try:
@@ -103,9 +107,16 @@ def _open_folder(chosen: Plan, saved: dict[str, Any] | None) -> RunFolder:
 class _Session:
     """The pieces of one run while it goes."""
 
-    def __init__(self, chosen: Plan, summary: Summary, folder: RunFolder, console: Console) -> None:
+    def __init__(
+        self,
+        chosen: Plan,
+        summary: Summary,
+        folder: RunFolder,
+        console: Console,
+        view: MakeView,
+    ) -> None:
         self.summary, self.folder = summary, folder
-        self._plan, self._console = chosen, console
+        self._plan, self._console, self._view = chosen, console, view
         self._journal: Journal | None = None
 
     def train(self, stop: StopSignals, saved: dict[str, Any] | None) -> None:
@@ -124,7 +135,7 @@ class _Session:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
             self._console.print(tables.layers(rows), highlight=False)
         planned = chosen.limits.planned_steps(len(parts.train))
-        view = view_for(self._console, chosen.limits.epochs, planned)
+        view = self._view(chosen.limits.epochs, planned)
         first_step = saved["trainer"]["step"] + 1 if saved is not None else None
         logger = build_logger(chosen.config.logger.name, path, first_step)
 

@@ -14,6 +14,7 @@ in float32 in every mode (Keras' rule for a last softmax).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,8 @@ class FashionMnist(Classification):
     """Side the 28x28 images are resized to, in pixels."""
     log_softmax_dim: int
     """Dimension of the log-softmax: 1, the classes; 0, the batch, as published."""
+
+    draws_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.image_size < 12:

@@ -37,6 +37,7 @@ class Linear(Recipe):
             "data.fallback",
             "data.validation_fraction",
             "data.eval_limit",
+            "data.test",
             "train.eval_batch_size",
         }
     )

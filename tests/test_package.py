@@ -58,12 +58,19 @@ ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
+ALLOWED["compare_command"] = {"comparison", "config", "report"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["memory_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
+ALLOWED["study_command"] = set(ALLOWED)
+for _name in ("sweep", "advise", "double"):
+    ALLOWED[f"{_name}_command"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
+NO_TORCH = (
+    *("errors", "op_list_file", "compare_command", "comparison", "config", "help", "record"),
+    *("report", "stop"),
+)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -110,8 +117,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_files() -> set[str]:
     code = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun").rglob("*.py")}
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/report").glob("report.*")}
     conf = {f"mprun/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
-    return code | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    return (
+        code | pages | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    )
 
 
 def test_a_wheel_holds_conf_and_recipes_and_runs_from_any_folder(

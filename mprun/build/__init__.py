@@ -15,10 +15,11 @@ from mprun.build.precision import (
     build_loss_scale,
     build_precision,
 )
-from mprun.build.recipe import load_recipe
+from mprun.build.recipe import DataCache, load_recipe, load_shapes
 from mprun.build.trace import trace_step
 
 __all__ = [
+    "DataCache",
     "Plan",
     "build_arithmetic",
     "build_caster",
@@ -28,6 +29,7 @@ __all__ = [
     "build_precision",
     "footprint",
     "load_recipe",
+    "load_shapes",
     "plan",
     "step_memory",
     "trace_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import torch
@@ -17,9 +18,13 @@ from mprun.weights import DRAWN
 
 
 def step_memory(chosen: Plan) -> StepMemory:
-    """What is alive during one training step of this plan, on fake tensors."""
+    """What is alive during one training step of this plan, on fake tensors.
+
+    Made with `load_shapes`, the plan's batch is as large as asked, else as the data allow.
+    """
     splits, device = chosen.splits, chosen.device
-    rows = min(chosen.batch["effective"], len(splits.train))
+    known = not splits.train.inputs.is_meta
+    rows = min(chosen.batch["effective"], len(splits.train) if known else sys.maxsize)
 
     def fake(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)
@@ -48,19 +53,11 @@ def step_memory(chosen: Plan) -> StepMemory:
 
 
 def with_batch_size(chosen: Plan, size: int) -> Plan:
-    """A plan made with `shapes_only`, with `train.batch_size=size` in the place of its own."""
+    """The plan with `train.batch_size=size` in the place of its own, whatever its preset allows."""
     train = replace(chosen.config.train, batch_size=size)
     preset = replace(chosen.config.preset, max_batch_size=None)
     batch, _ = batch_sizes(replace(chosen.config, train=train, preset=preset))
-    data = chosen.splits.train
-
-    def rows(like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(
-            batch["effective"], *like.shape[1:], dtype=like.dtype, device=like.device
-        )
-
-    splits = replace(chosen.splits, train=TensorSet(rows(data.inputs), rows(data.targets)))
-    return replace(chosen, batch=batch, splits=splits)
+    return replace(chosen, batch=batch)
 
 
 def footprint(chosen: Plan) -> dict[str, int]:

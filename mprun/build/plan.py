@@ -11,7 +11,7 @@ import torch
 
 from mprun.build import machine
 from mprun.build.optimizer import engine_for, keeps_low_precision
-from mprun.build.recipe import load_data, load_recipe, shapes_of_data
+from mprun.build.recipe import Load, load_data, load_recipe
 from mprun.config import Config
 from mprun.config.schema import LrRule
 from mprun.config.validate import SATURATES, loss_scale_kind
@@ -78,7 +78,7 @@ def plan(
     config: Config,
     given: Sequence[str],
     choices: Mapping[str, Any] | None = None,
-    shapes_only: bool = False,
+    load: Load = load_data,
 ) -> Plan:
     """Choose, check and load.
 
@@ -86,9 +86,7 @@ def plan(
         config: the checked configuration.
         given: keys the user set, for warnings about those without effect in the recipe.
         choices: `Plan.choices` of the run being resumed, taken instead of choosing anew.
-        shapes_only: neither data nor weights are loaded; a step of the plan can be counted
-            (`step_memory`), not run. Its batch is as large as asked, however few the samples, and
-            the machine's own float16 kernels are not looked into.
+        load: gives a recipe's samples; `DataCache` where several runs share them.
 
     Raises:
         UsageError: see the module's text.
@@ -113,14 +111,17 @@ def plan(
         engine = engine_for(config.speed.name, device, kept.get("optimizer_impl"))
         speed = replace(speed, optimizer_impl=engine)
     by_float32 = kept.get("by_float32")
-    if by_float32 is None and not shapes_only:
+    if by_float32 is None:
         by_float32 = machine.choose_by_float32(config.speed.name, policy, execution, device)
     batch, capped = batch_sizes(config)
     weights = DRAWN
-    if config.train.init_from is not None and not (choices or shapes_only):
+    if config.train.init_from is not None and not choices:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
-    rows = batch["effective"] if shapes_only else None
-    splits = as_stored(_samples(recipe, data_request(config), rows), recipe, policy)
+    splits = as_stored(load(recipe, data_request(config)), recipe, policy)
+    if not len(splits.train):
+        raise UsageError(f"{splits.name} has no training sample")
+    if not config.data.test:
+        splits = replace(splits, test=splits.test.first(0))
     name = config.recipe.name
     warnings = [f"{k} has no effect: recipe={name} does not use it" for k in recipe.ignores]
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
@@ -141,19 +142,9 @@ def plan(
         layers=layers,
         op_lists=op_lists,
         weights=weights,
-        by_float32=by_float32 or "none",
+        by_float32=by_float32,
         warnings=tuple(warnings),
     )
-
-
-def _samples(recipe: Recipe, request: DataRequest, rows: int | None) -> Splits:
-    """The data; where `rows` is given, the shapes of so many training samples instead."""
-    if rows is not None:
-        return shapes_of_data(recipe, request, rows)
-    splits = load_data(recipe, request)
-    if not len(splits.train):
-        raise UsageError(f"{splits.name} has no training sample")
-    return splits
 
 
 def unknown_names(unknown: Sequence[Unknown], shown: int = 20) -> list[str]:

@@ -73,14 +73,10 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: 
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
 
 
-def combinations(overrides: Sequence[Override]) -> list[tuple[str, ...]]:
-    """Every combination of the values listed in the overrides, the last list changing fastest.
-
-    Raises:
-        UsageError: an interval instead of a list.
-    """
+def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
+    """Every combination of the values that overrides list, as overrides with one value each."""
     with initialize_config_module("mprun.conf", version_base="1.3"):
-        return list(product(*[_values(o) for o in overrides]))
+        return list(product(*(_values(o) for o in parsed)))
 
 
 def _values(override: Override) -> list[str]:

@@ -335,6 +335,8 @@ class DataConfig:
     """Use only the first n training samples; null for all."""
     eval_limit: int | None = None
     """Use only the first n validation and n test samples; null for all."""
+    test: bool = True
+    """Whether the test set is used, once, at the end; false while something is being chosen."""
 
 
 @dataclass

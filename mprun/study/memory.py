@@ -36,7 +36,7 @@ def side_by_side(
     """Count a step of each plan and compare it with the first.
 
     Args:
-        plans: label and plan, made with `shapes_only`; the others are set against the first.
+        plans: label and plan, made with `load_shapes`; the others are set against the first.
         given: keys the user set.
         limit: what the largest batch is to fit in, as `parse_size` takes it, or None.
 

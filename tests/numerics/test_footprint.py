@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from mprun.build import Plan, build_parts, footprint, plan, step_memory, with_batch_size
+from mprun.build import (
+    Plan,
+    build_parts,
+    footprint,
+    load_shapes,
+    plan,
+    step_memory,
+    with_batch_size,
+)
 from mprun.config import compose
 from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
@@ -41,7 +49,7 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(*words: str) -> Plan:
     """A plan on the CPU that loads nothing."""
-    return plan(compose(("device=cpu", *words)).config, (), shapes_only=True)
+    return plan(compose(("device=cpu", *words)).config, (), load=load_shapes)
 
 
 def measured(*words: str) -> dict[str, int]:
@@ -200,7 +208,7 @@ def test_measuring_leaves_the_random_numbers_of_the_run_alone() -> None:
 def test_a_plan_of_shapes_counts_what_a_plan_with_data_counts() -> None:
     for words in (("recipe=mnist", *GENERATED, "train.batch_size=100"), ("recipe=linear",)):
         config = compose(("device=cpu", "precision=bf16_sr", *words)).config
-        assert footprint(plan(config, ())) == footprint(plan(config, (), shapes_only=True))
+        assert footprint(plan(config, ())) == footprint(plan(config, (), load=load_shapes))
 
 
 # ---- against real tensors, and PyTorch's own tracker ---------------------------------------------
