@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import fake_tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -35,6 +35,17 @@ __all__ = [
     "step_unless",
     "unscale_and_check",
 ]
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """PyTorch's, whose tensors can be deep-copied as well.
+
+    A tensor keeps the mode it was made in, and a copy of the mode would be another one, with which
+    the tensors of the first do not mix: `nn.TransformerEncoder`, for one, copies its layer.
+    """
+
+    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
+        return self
 
 
 def in_backward() -> bool:
@@ -130,6 +141,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
     """`optimizer.step()` where `overflow` (float32 scalar) is 0.
 
     Fused optimizers on CUDA look at the flag on the device, so that the host need not wait for it.
+    A fake flag has no value: the step is taken.
     """
     if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
@@ -137,7 +149,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif not overflow.item():
+    elif is_fake(overflow) or not overflow.item():
         optimizer.step()
 
 
@@ -158,7 +170,7 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from mprun.data_command import data_command
 from mprun.doctor_command import doctor_command
 from mprun.double_command import double_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
+from mprun.memory_command import memory_command
 from mprun.sweep_command import sweep_command
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
@@ -70,6 +71,12 @@ COMMANDS = (
         "what this machine does natively, and how fast in each format",
         doctor_command,
         ("doctor",),
+    ),
+    Command(
+        "memory",
+        "memory of a step, modes side by side: mprun memory precision=fp32,half_sr",
+        memory_command,
+        ("memory",),
     ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )

@@ -278,6 +278,23 @@ def dated_folder() -> Path:
     return candidate
 
 
+def new_folder(wanted: str | None) -> Path:
+    """The folder `run.dir` names, or one with the date, made; for commands that leave no run.
+
+    Raises:
+        UsageError: it cannot be written, or holds something already.
+    """
+    folder = dated_folder() if wanted is None else Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = next(folder.iterdir(), None)
+    except OSError as error:
+        raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
+    if taken is not None:
+        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
+    return folder
+
+
 class Recorder(Protocol):
     """Where a run's lines and summary go."""
 

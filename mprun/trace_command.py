@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mprun.errors import EXIT_OK, UsageError
@@ -44,6 +43,7 @@ def trace_command(words: Sequence[str]) -> int:
 def _trace(composed: Composed) -> int:
     from mprun.build import plan, trace_step
     from mprun.precision import backend_flags
+    from mprun.record import new_folder
     from mprun.report import tables
     from mprun.report.trace import chrome, step_table, totals
     from mprun.summary import initial_summary
@@ -55,7 +55,7 @@ def _trace(composed: Composed) -> int:
     summary = initial_summary(chosen, composed.resolved)
     for line in tables.header(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    folder = _new_folder(composed.config.run.dir)
+    folder = new_folder(composed.config.run.dir)
     with backend_flags(chosen.policy, chosen.native_tf32):
         step, step_time_s = trace_step(chosen)
     kept = ("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
@@ -78,17 +78,3 @@ def _trace(composed: Composed) -> int:
         )
     console.print(f"written: {folder}/trace.json, trace.chrome.json", markup=False, soft_wrap=True)
     return EXIT_OK
-
-
-def _new_folder(wanted: str | None) -> Path:
-    from mprun.record import dated_folder
-
-    folder = dated_folder() if wanted is None else Path(wanted)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = next(folder.iterdir(), None)
-    except OSError as error:
-        raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
-    if taken is not None:
-        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
-    return folder

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
 
 
@@ -67,6 +67,9 @@ class FashionMnist(Classification):
 
     def data(self, request: DataRequest) -> Splits:
         return image_splits("FashionMNIST", request)
+
+    def sample(self) -> TensorSet:
+        return image_sample()
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """[B, 1, 28, 28] of bytes to [B, 1, S, S], scaled as (x / 255 - 0.5) / 0.5.

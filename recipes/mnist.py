@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
 
 
@@ -50,6 +50,9 @@ class Mnist(Classification):
 
     def data(self, request: DataRequest) -> Splits:
         return image_splits("MNIST", request)
+
+    def sample(self) -> TensorSet:
+        return image_sample()
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """[B, 1, 28, 28] of bytes to [B, 784] in 0..1."""

@@ -73,6 +73,7 @@ ALLOWED["compare_command"] = {"comparison", "config", "report"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
 ALLOWED["doctor_command"] = set(ALLOWED)
+ALLOWED["memory_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["study_command"] = set(ALLOWED)
 for _name in ("sweep", "advise", "double"):

@@ -5,7 +5,7 @@ wrong here (a recipe's own fields, a device that is not there, data that cannot 
 `UsageError` before any folder is made.
 """
 
-from mprun.build.footprint import footprint
+from mprun.build.footprint import footprint, step_memory, with_batch_size
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan, plan
@@ -15,7 +15,7 @@ from mprun.build.precision import (
     build_loss_scale,
     build_precision,
 )
-from mprun.build.recipe import DataCache, load_recipe
+from mprun.build.recipe import DataCache, load_recipe, load_shapes
 from mprun.build.trace import trace_step
 
 __all__ = [
@@ -29,6 +29,9 @@ __all__ = [
     "build_precision",
     "footprint",
     "load_recipe",
+    "load_shapes",
     "plan",
+    "step_memory",
     "trace_step",
+    "with_batch_size",
 ]

@@ -107,6 +107,20 @@ class DoctorSettings:
 
 
 @dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are set against; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Look for the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: int | None = None
+    """Modules are shown down to this depth, what is inside added to them; null for all."""
+    picture: bool = True
+    """Whether the pictures are drawn."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
@@ -118,6 +132,8 @@ class Settings:
     """How a doubled batch is judged."""
     doctor: DoctorSettings = field(default_factory=DoctorSettings)
     """How a machine is examined."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """What `mprun memory` shows."""
     seeds: int | None = None
     """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
 
@@ -130,6 +146,7 @@ RANGES = {
     "advise.screen": COUNT,
     "double.headroom": Range(0, 1, high_open=True),
     "doctor.budget_s": Range(0, 600, low_open=True),
+    "memory.depth": COUNT,
     "seeds": COUNT,
 }
 
