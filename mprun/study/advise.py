@@ -117,9 +117,9 @@ def _doubts(
     found = []
     if objective == "time" and best.step_time_ratio and best.step_time_ratio.interval:
         high = best.step_time_ratio.interval.high
-        near = [v.label for v in may if v is not best and _value(v, objective) < high]
-        if near:
-            found.append(f"{', '.join(near)}: as fast as {best.label} within the noise")
+        for v in may:
+            if v is not best and _value(v, objective) < high:
+                found.append(f"{v.label} is as fast as {best.label} within the noise{_memory(v)}")
     for v in others:
         if v.verdict.word == "inconclusive" and v.verdict.more_seeds and _is_smaller(v, objective):
             seeds = len(v.runs) + v.verdict.more_seeds
@@ -128,6 +128,12 @@ def _doubts(
                 f"seeds={seeds} would probably tell"
             )
     return found
+
+
+def _memory(variant: Variant) -> str:
+    if variant.memory_ratio is None:
+        return ""
+    return f", with {variant.memory_ratio:.2f} of the baseline's peak memory"
 
 
 def screened(

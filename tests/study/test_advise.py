@@ -35,7 +35,8 @@ def test_a_rival_within_the_noise_is_named() -> None:
     rival, best = variant("a", time=(0.52, 0.45, 0.6)), variant("b", time=(0.5, 0.45, 0.55))
     found = advise(comparison(rival, best), {}, "time")
     assert found.label == "b"
-    assert found.doubts == ("a: as fast as b within the noise",)
+    (doubt,) = found.doubts
+    assert doubt == ("a is as fast as b within the noise, with 0.75 of the baseline's peak memory")
 
 
 def test_a_better_metric_may_be_taken_too() -> None:
