@@ -65,7 +65,7 @@ def _disagreements(found: Measured) -> Iterator[Finding]:
         yield _note(
             name,
             f"runs will record {name} as {word} than float32, by a short matmul in one thread; "
-            f"at {rate['size']} in {found['threads']} threads, as here, it is {factor(rate)}",
+            f"at {rate['size']} it is {factor(rate)} as fast (threads: {found['threads']})",
         )
 
 
