@@ -13,6 +13,7 @@ from mprun.errors import EXIT_OK
 from mprun.study_command import Request, carry_out, request, tell
 
 if TYPE_CHECKING:
+    from mprun.build import DataCache
     from mprun.study.sweep import Sweep
 
 SEEDS = 5
@@ -25,11 +26,13 @@ def sweep_command(words: list[str]) -> int:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
     """
     asked = request("sweep", words)
+    from mprun.build import DataCache
     from mprun.compare_command import compared, conclude
     from mprun.study.sweep import read_sweep
 
-    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked)
-    _, status = carry_out(sweep, "sweep")
+    load = DataCache()
+    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked, load)
+    _, status = carry_out(sweep, "sweep", load=load)
     if status is not None:
         return status
     settings = asked.settings.compare
@@ -37,11 +40,17 @@ def sweep_command(words: list[str]) -> int:
     return EXIT_OK
 
 
-def _new(asked: Request) -> Sweep:
+def _new(asked: Request, load: DataCache) -> Sweep:
+    """The sweep, its samples loaded: what is wrong with them is wrong in every run."""
+    from mprun.build import load_recipe
+    from mprun.build.plan import data_request
+    from mprun.config import compose
     from mprun.config.variants import variants
     from mprun.study.sweep import new_sweep
 
     found = variants(asked.words, asked.config_dir)
+    config = compose(next(iter(found.words.values())), asked.config_dir).config
+    load(load_recipe(config.recipe.target, config.recipe.model), data_request(config))
     for name, reason in found.left_out.items():
         tell(f"left out: {name}: {reason}", error=True)
     seeds = asked.settings.seeds or SEEDS

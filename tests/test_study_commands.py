@@ -86,6 +86,7 @@ def test_a_stopped_sweep_goes_on(
         (["sweep", "-m", *LINEAR], "takes lists of values by itself"),
         (["sweep", "run.resume=nowhere"], "is it a sweep?"),
         (["sweep", "run.resume=nowhere", "train.lr=1"], "'train.lr=1': what goes on keeps"),
+        (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),

@@ -47,15 +47,14 @@ def double(comparison: Comparison) -> Doubling:
         return Doubling(
             "inconclusive", "the runs are emulated: their times say nothing of this hardware", None
         )
+    against = []
     if all(_throughput(v, "high") <= 1 for v in doubled):
-        figures = ratio_figure(doubled[0].throughput_ratio)
-        return Doubling(
-            "don't", f"it is no faster: {figures} of the base batch's samples per second", None
-        )
+        figures = ratio_figure(max(doubled, key=lambda v: _throughput(v, "high")).throughput_ratio)
+        against.append(f"it is no faster: {figures} of the base batch's samples per second")
     if all(v.verdict.word == "worse" for v in doubled):
-        return Doubling(
-            "don't", f"{comparison.metric} is worse with every learning-rate rule", None
-        )
+        against.append(f"{comparison.metric} is worse with every learning-rate rule")
+    if against:
+        return Doubling("don't", "; ".join(against), None)
     return Doubling("inconclusive", _undecided(doubled), None)
 
 
