@@ -11,16 +11,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mprun.advise_command import advise_command
-from mprun.compare_command import compare_command
-from mprun.data_command import data_command
-from mprun.doctor_command import doctor_command
-from mprun.double_command import double_command
+from mprun.commands.advise import advise_command
+from mprun.commands.compare import compare_command
+from mprun.commands.data import data_command
+from mprun.commands.doctor import doctor_command
+from mprun.commands.double import double_command
+from mprun.commands.memory import memory_command
+from mprun.commands.sweep import sweep_command
+from mprun.commands.trace import trace_command
+from mprun.commands.train import SweepStoppedError, train
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
-from mprun.memory_command import memory_command
-from mprun.sweep_command import sweep_command
-from mprun.trace_command import trace_command
-from mprun.train_command import SweepStoppedError, train
 
 
 @dataclass(frozen=True)

@@ -69,20 +69,11 @@ ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
-ALLOWED["compare_command"] = {"comparison", "config", "report"}
-ALLOWED["train_command"] = set(ALLOWED)
-ALLOWED["trace_command"] = set(ALLOWED)
-ALLOWED["doctor_command"] = set(ALLOWED)
-ALLOWED["memory_command"] = set(ALLOWED)
-ALLOWED["data_command"] = {"data", "stop"}
-ALLOWED["study_command"] = set(ALLOWED)
-for _name in ("sweep", "advise", "double"):
-    ALLOWED[f"{_name}_command"] = set(ALLOWED)
+ALLOWED["commands"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = (
     "errors",
     "op_list_file",
-    "compare_command",
     "comparison",
     "config",
     "examination",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.train import parse as parse_words
 from mprun.errors import EXIT_OK, UsageError
-from mprun.train_command import parse as parse_words
 
 if TYPE_CHECKING:
     from mprun.build import Plan

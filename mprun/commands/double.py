@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mprun.commands.study import Request, carry_out, held_out, request, tell
 from mprun.errors import EXIT_OK, UsageError
-from mprun.study_command import Request, carry_out, held_out, request, tell
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
@@ -44,7 +44,7 @@ def double_command(words: list[str]) -> int:
 
 
 def _judge(asked: Request, sweep: Sweep) -> int:
-    from mprun.compare_command import compared, conclude
+    from mprun.commands.compare import compared, conclude
     from mprun.study.double import double
 
     comparison = compared([sweep.folder], asked.settings.compare)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mprun.commands.train import Arguments, parse
 from mprun.errors import EXIT_FAILED, UsageError
-from mprun.train_command import Arguments, parse
 
 if TYPE_CHECKING:
     from mprun.build import DataCache

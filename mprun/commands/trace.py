@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError
-from mprun.train_command import parse
 
 if TYPE_CHECKING:
     from mprun.config import Composed

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
+from mprun.commands.study import Request, carry_out, held_out, request, tell
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError
-from mprun.study_command import Request, carry_out, held_out, request, tell
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
@@ -33,7 +33,7 @@ def advise_command(words: list[str]) -> int:
     """
     asked = request("advise", words, "advise")
     from mprun.build import DataCache
-    from mprun.compare_command import compared, conclude
+    from mprun.commands.compare import compared, conclude
     from mprun.study.advise import advise, screened
     from mprun.study.sweep import read_sweep
 

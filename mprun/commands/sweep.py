@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mprun.commands.study import Request, carry_out, request, tell
 from mprun.errors import EXIT_OK
-from mprun.study_command import Request, carry_out, request, tell
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
@@ -27,7 +27,7 @@ def sweep_command(words: list[str]) -> int:
     """
     asked = request("sweep", words)
     from mprun.build import DataCache
-    from mprun.compare_command import compared, conclude
+    from mprun.commands.compare import compared, conclude
     from mprun.study.sweep import read_sweep
 
     load = DataCache()
