@@ -116,9 +116,17 @@ def _dispatch(words: list[str]) -> int:
         return EXIT_OK
     if first in by_name:
         return by_name[first].run(words[1:])
-    if first.isalpha() and (near := hint(first, by_name)):
+    if _is_no_override(first) and (near := hint(first, by_name)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(by_name)}{near}")
     return train(words)
+
+
+def _is_no_override(word: str) -> bool:
+    """Whether a word looks like a command; the name of a group or a field lacks its value."""
+    from mprun.config.reference import GROUPS, leaves, sections
+
+    letters = word.replace("-", "").isalpha()
+    return letters and word not in (*GROUPS, *leaves(), *sections())
 
 
 def _help(command: Command | None) -> None:

@@ -396,6 +396,7 @@ def test_every_field_the_recipe_ignores_is_warned_of(capsys: pytest.CaptureFixtu
         "data.fallback": "generated",
         "data.validation_fraction": "0.5",
         "data.eval_limit": "1",
+        "data.test": "false",
         "train.eval_batch_size": "1",
     }
     recipe = compose(LINEAR).config.recipe
