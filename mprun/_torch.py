@@ -7,28 +7,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_stack
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensorMode",
+    "StorageWeakRef",
     "backward_node",
     "dispatch_modes",
     "function_modes",
     "in_backward",
     "in_recomputation",
+    "is_compiled",
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "no_dispatch",
     "recurrent_layers_take_any_dtype",
     "run_backward",
     "step_unless",
@@ -101,6 +105,12 @@ def in_recomputation() -> bool:
     return False
 
 
+def no_dispatch() -> AbstractContextManager[None]:
+    """A region whose ops go to PyTorch's kernels past all dispatch modes and tensor subclasses."""
+    region: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return region
+
+
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes ops of the calling thread go through, the outermost first."""
     return _get_current_dispatch_mode_stack()
@@ -138,6 +148,12 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
     elif not overflow.item():
         optimizer.step()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module, or its own `compile` was called."""
+    own = getattr(module, "_compiled_call_impl", None)
+    return own is not None or hasattr(module, "_orig_mod")
 
 
 def is_fake(tensor: Tensor) -> bool:

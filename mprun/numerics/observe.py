@@ -73,31 +73,17 @@ class Op:
         return copies and self.inputs[0].dtype != self.outputs[0].dtype
 
 
-class Observer(TorchDispatchMode):
-    """Tells of each op while it is entered.
+class Following(TorchDispatchMode):
+    """A mode that knows which module and phase the op it meets belongs to."""
 
-    Args:
-        tell: is called after each op.
-        call: gives what is to be kept as an op's `call`.
-        synchronize: waits for the device; None on the CPU.
-    """
-
-    def __init__(
-        self,
-        tell: Callable[[Op], None],
-        call: Callable[[], Any] = lambda: None,
-        synchronize: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = tell
-        self._call = call
-        self._wait = synchronize or _no_wait
         self._paths: list[str] = []
         self._module_of: dict[int, str] = {}
         self._before_model = 0
         self._optimizing = False
         self._muted = False
-        self._held: list[Any] = []
+        """Whether an op is being carried out: what a mode below makes of it is not met."""
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -106,7 +92,7 @@ class Observer(TorchDispatchMode):
             yield
 
     @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         """Know the modules of `model` and the steps of `optimizer` while this is entered."""
         with ExitStack() as stack:
             for path, module in model.named_modules():
@@ -116,17 +102,21 @@ class Observer(TorchDispatchMode):
                     module.register_forward_hook(leave, always_call=True),
                 ):
                     stack.callback(handle.remove)
-            for register, active in (
-                (optimizer.register_step_pre_hook, True),
-                (optimizer.register_step_post_hook, False),
-            ):
-                stack.callback(register(self._on_step(active)).remove)
+            if optimizer is not None:
+                before = optimizer.register_step_pre_hook(self._on_step(True))
+                after = optimizer.register_step_post_hook(self._on_step(False))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             try:
                 yield
             finally:
-                self._held.clear()
-                self._paths.clear()
-                self._optimizing = False
+                self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was kept of steps that are done."""
+        self._module_of.clear()
+        self._paths.clear()
+        self._optimizing = False
 
     def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def enter(*_: object) -> None:
@@ -158,6 +148,32 @@ class Observer(TorchDispatchMode):
         if node is not None:
             return "backward", self._module_of.get(node, "")
         return ("optimizer" if self._optimizing else "other"), ""
+
+
+class Observer(Following):
+    """Tells of each op while it is entered.
+
+    Args:
+        tell: is called after each op.
+        call: gives what is to be kept as an op's `call`.
+        synchronize: waits for the device; None on the CPU.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Op], None],
+        call: Callable[[], Any] = lambda: None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tell = tell
+        self._call = call
+        self._wait = synchronize or _no_wait
+        self._held: list[Any] = []
+
+    def forget(self) -> None:
+        super().forget()
+        self._held.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
