@@ -56,6 +56,7 @@ ALLOWED = {
 ALLOWED["build"] = set(ALLOWED) - {"comparison", "help", "report", "checkpoint", "stop"}
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
+ALLOWED["exception_log"] = {"journal", "numerics", "record"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["train_command"] = set(ALLOWED)

@@ -15,6 +15,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 VERDICTS = ("finding", "expected", "absorbed")
+LARGEST = {"float16": "65504", "bfloat16": "3.39e+38", "float32": "3.4e+38"}
+TOLD = 5
+"""Findings of one step that are told: the first ones count."""
 KINDS_KEPT = 100
 """Distinct exceptions of each verdict whose details are kept; the rest is counted."""
 
@@ -93,7 +96,9 @@ class FpException:
     loss_scale: float | None = None
     """What the loss was multiplied by."""
     reached: tuple[str, ...] = ()
-    """What it spoiled: the loss, gradients, parameters, buffers, optimizer state."""
+    """What it spoiled: the loss, gradients, parameters, buffers, optimizer state; the first 50."""
+    reached_count: int = 0
+    """How much that is in all."""
     before: tuple[PastOp, ...] = ()
     """The ops that ran before it, up to 20, the last one last."""
     last_step: int | None = None
@@ -117,7 +122,7 @@ class FpException:
         """The exception in a line."""
         parts = [f"{self.kind}: {self.where}", *self._figures()]
         if self.reached:
-            rest = len(self.reached) - 1
+            rest = self.reached_count - 1
             parts.append(f"reached {self.reached[0]}" + (f" and {rest} more" if rest else ""))
         return "; ".join(parts)
 
@@ -129,7 +134,8 @@ class FpException:
         exact = self.in_float64
         if exact is not None and exact.max_abs is not None and not exact.nan and not exact.inf:
             made = self.outputs[0].dtype
-            yield f"a result of up to {exact.max_abs:.4g} made as {made}"
+            limit = f", {made} ends at {LARGEST[made]}" if made in LARGEST else ""
+            yield f"the exact result is up to {exact.max_abs:.4g}{limit}"
             if self.loss_scale not in (None, 1.0) and self.phase != "forward":
                 unscaled = exact.max_abs / (self.loss_scale or 1.0)
                 yield f"{unscaled:.4g} without the loss scale of {self.loss_scale:g}"
@@ -149,11 +155,11 @@ def _size(x: TensorStats) -> float:
     return x.max_abs or 0.0
 
 
-def told(news: Sequence[FpException]) -> str:
-    """A step's new findings in a line: the first one, and how many more."""
-    rest = len(news) - 1
-    more = f"; {rest} more in this step" if rest else ""
-    return f"step {news[0].step}: {news[0].text()}{more}"
+def told(news: Sequence[FpException]) -> list[str]:
+    """A step's new findings, a line each; beyond the first few, how many more."""
+    lines = [f"step {e.step}: {e.text()}" for e in news[:TOLD]]
+    rest = len(news) - TOLD
+    return lines + ([f"step {news[0].step}: {rest} more, that may follow"] if rest > 0 else [])
 
 
 def from_dict(row: dict[str, Any]) -> FpException:

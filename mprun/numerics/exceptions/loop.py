@@ -30,8 +30,7 @@ from mprun.numerics.exceptions.response import (
     snapshots,
 )
 from mprun.numerics.exceptions.steps import Steps
-
-COMPILED = "compiled regions run op by op while floating-point exceptions are looked for"
+from mprun.numerics.exceptions.watch import COMPILED
 
 logger = logging.getLogger("mprun")
 
@@ -162,5 +161,5 @@ class _Loop:
         if why is not None and raises:
             worst = (*outcome.of("finding"), *outcome.of("expected"), None)
             raise FpExceptionError(f"step {outcome.step}: {why}", worst[0], self.found)
-        if news:
-            logger.warning(told(news))
+        for line in told(news):
+            logger.warning(line)

@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun._torch import is_compiled
 from mprun.errors import RunFailedError
 from mprun.numerics.exceptions.found import Found, FpException
 from mprun.numerics.exceptions.response import Response, snapshots
 from mprun.numerics.exceptions.steps import Outcome, Steps
+from mprun.numerics.exceptions.watch import COMPILED
 from mprun.precision import Arithmetic, Caster, Clip, LossScale, Policy, Precision
 from mprun.precision.update import ScaledOptimizer
+
+SLOW = "every op of a training step is looked at (debug.fp_exceptions): steps are not timed"
 
 
 class Exceptions(Protocol):
@@ -31,8 +35,8 @@ class Exceptions(Protocol):
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         """What carries a policy out; the arguments are those of `Precision`."""
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """These train from now on."""
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
+        """These train from now on; what the user should know of it."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` continues from."""
@@ -50,8 +54,8 @@ class NoExceptions:
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return Precision(*args, **kwargs)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        pass
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -88,9 +92,11 @@ class FpExceptions:
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return WatchedPrecision(self, *args, **kwargs)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
         self._model, self._optimizer = model, optimizer
         self._steps = Steps(model, optimizer, self._saturates)
+        compiled = any(map(is_compiled, model.modules()))
+        return (SLOW, COMPILED) if compiled else (SLOW,)
 
     def state_dict(self) -> dict[str, Any]:
         return {"found": self.found.state_dict(), "in_a_row": self._response.in_a_row}
@@ -145,10 +151,12 @@ class FpExceptions:
             self._before.restore()
             self._loss_scale.load_state_dict(self._scale_before)
             self.found.dropped_steps += 1
-        self._tell(outcome, self.found.take(outcome.exceptions))
+        news = self.found.take(outcome.exceptions)
+        self._tell(outcome, news if why is None else ())  # else the error says it
         if why is not None:
             raise RunFailedError(
-                f"debug.fp_exceptions={self._response.action}: at step {outcome.step}: {why}"
+                f"debug.fp_exceptions={self._response.action}: at step {outcome.step}: {why}; "
+                "fp_exceptions.json in the run's folder has the details"
             )
         return torch.ones(()) if dropped else skipped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from mprun.numerics.exceptions.tensors import limits
 from mprun.numerics.exceptions.watch import Watch
 
 OUTPUT = "the model's output"
+REACHED = 50
+"""Of what an exception spoiled, so much is named."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,9 @@ class Steps:
     def outputs(self, made: Any) -> None:
         """The model returned these."""
         for x in tree_leaves(made):
-            if isinstance(x, Tensor) and (origins := self._origins.lineage.of(x)):
-                found = limits(x)
-                if found is not None and not found.finite:
-                    reach(origins, OUTPUT)
+            found = limits(x) if isinstance(x, Tensor) else None
+            if found is not None and not found.finite:
+                reach(self._origins.lineage.of(x), OUTPUT)
 
     def gradients(self) -> None:
         """The gradients are there; the first time counts, before they are unscaled."""
@@ -97,6 +99,7 @@ def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpExcept
     return replace(
         origin.exception,
         verdict=verdict if harmed or saturated else "absorbed",
-        reached=tuple(origin.reached),
+        reached=tuple(islice(origin.reached, REACHED)),
+        reached_count=len(origin.reached),
         loss_scale=loss_scale,
     )

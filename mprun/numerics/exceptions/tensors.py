@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from mprun.numerics.exceptions.found import TensorStats
 aten = torch.ops.aten
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DESCRIBED = 16
+"""Inputs of one op whose statistics are told."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -112,8 +115,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def all_stats(named: Iterable[tuple[str, Tensor, Limits | None]]) -> tuple[TensorStats, ...]:
-    """The statistics of several tensors."""
-    return tuple(stats(name, x, known) for name, x, known in named)
+    """The statistics of several tensors; of very many, the first."""
+    return tuple(stats(name, x, known) for name, x, known in islice(named, DESCRIBED))
 
 
 def _of_limits(found: Limits) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from mprun.numerics.exceptions.ops import UNSCALE, Call, spec_of, written
 from mprun.numerics.exceptions.tensors import limits, tensors_in
 from mprun.numerics.observe import Following
 
+COMPILED = "compiled regions run op by op while floating-point exceptions are looked for"
+
 
 class Watch(Following):
     """Meets each op while it is entered.
@@ -76,10 +78,10 @@ class Watch(Following):
 
     def _site(self) -> Site:
         phase, module = self._where()
-        line = current_line()
+        line, inside = current_line(), phase == "forward"
         if phase == "backward":
-            line = line or self._lines.get(backward_node() or 0)
+            node = backward_node() or 0
+            line, inside = line or self._lines.get(node), node in self._module_of
         else:  # for the backward op of the node that was just made
             self._lines.setdefault(next_node() - 1, line)
-        kind = self._kinds.get(module, "") if module or phase == "forward" else ""
-        return Site(phase, module, kind, line)
+        return Site(phase, module, self._kinds.get(module, "") if inside else "", line)
