@@ -11,7 +11,7 @@ from mprun.record import RunFolder, Summary
 
 SCHEMA_VERSION = 1
 EVENTS = 1000
-"""Lines of metrics.jsonl at most; the counts go on."""
+"""Findings and expected ones after which no more lines are written; the counts go on."""
 
 
 class ExceptionLog:
@@ -35,14 +35,14 @@ class ExceptionLog:
     ) -> None:
         self._summary, self._found = summary, found
         self._folder, self._journal, self._say = folder, journal, say
-        self._events = 0
 
     def tell(self, outcome: Outcome, news: Sequence[FpException]) -> None:
         """A step had exceptions; `news` are those of its findings that are the first of a kind."""
-        for exception in outcome.exceptions:
-            if exception.verdict != "absorbed" and self._events < EVENTS:
-                self._events += 1
-                self._journal.event(event_row(exception))
+        counts = self._found.counts
+        if counts["finding"] + counts["expected"] <= EVENTS:
+            for exception in outcome.exceptions:
+                if exception.verdict != "absorbed":
+                    self._journal.event(event_row(exception))
         for line in told(news):
             self._say(line)
         if news:

@@ -78,6 +78,7 @@ def describe(
         verdict="absorbed",  # until it is known what became of it
         kind=kind or _kind(bad[0].limits, exact),
         step=step,
+        last_step=step,
         op=call.name,
         phase=site.phase,
         module=site.module,
@@ -95,7 +96,7 @@ def _kind(made: Limits | None, exact: TensorStats | None) -> str:
         return "invalid" if made is not None and made.has_nan else "overflow"
     if exact.nan:
         return "invalid"
-    return "division by zero" if exact.inf else "overflow"
+    return "infinite" if exact.inf else "overflow"
 
 
 def past_op(ran: Ran) -> PastOp:

@@ -72,12 +72,14 @@ class FpException:
 
     overflow          too large for the dtype, finite in float64
     invalid           NaN, in float64 too: 0/0, inf - inf, the root of a negative number
-    division by zero  an infinity in any precision: 1/0, log(0)
+    infinite          an infinity in float64 too: 1/0, log(0), exp(1000)
     saturated         beyond the dtype's largest number, and clamped to it
     constant          written by the program (a mask) and not kept from the loss or the gradients
     outside           there before any op was seen: in the data, in a weight, from an unseen kernel
     """
     step: int
+    last_step: int
+    """The last step in which the same op did it."""
     op: str
     """ATen's name; of an optimizer whose kernels are not PyTorch's, its class and `step`."""
     phase: str
@@ -101,8 +103,6 @@ class FpException:
     """How much that is in all."""
     before: tuple[PastOp, ...] = ()
     """The ops that ran before it, up to 20, the last one last."""
-    last_step: int | None = None
-    """The last step in which the same op did it again."""
     count: int = 1
     """How often it did."""
 
@@ -205,7 +205,7 @@ class Found:
         if len(self.of(exception.verdict)) >= KINDS_KEPT:
             self.left_out += 1
             return False
-        self._kept[exception.key] = replace(exception, last_step=exception.step)
+        self._kept[exception.key] = exception
         return True
 
     def of(self, verdict: str) -> list[FpException]:

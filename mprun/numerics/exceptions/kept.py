@@ -76,7 +76,7 @@ class Kept:
             origins = self._origins.lineage.of(p.grad)
             if not origins:
                 origins = frozenset({self._unseen(step, item, "backward", _kind(found))})
-            reach(origins, item.label)
+            reach(origins, item.label, item.owner)
             self._spoiled |= origins
 
     def after_step(self, step: int) -> None:
@@ -103,7 +103,7 @@ class Kept:
             origins = frozenset({self._unseen(step, item, "optimizer", kind)})
             self._by_optimizer[item.owner] = origins
         self._origins.lineage.put(item.tensor, origins)
-        reach(origins, item.label)
+        reach(origins, item.label, item.owner)
 
     def _unseen(self, step: int, item: Item, phase: str, kind: str) -> Origin:
         """The origin of something written by what is no op of PyTorch's."""
@@ -113,6 +113,7 @@ class Kept:
             verdict="absorbed",
             kind=kind,
             step=step,
+            last_step=step,
             op=f"{type(self._optimizer).__name__}.step" if in_optimizer else "an unseen kernel",
             phase=phase,
             module=item.module,

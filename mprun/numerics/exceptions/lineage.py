@@ -26,6 +26,13 @@ class Origin:
     exception: FpException
     reached: dict[str, None] = field(default_factory=dict)
     """What it spoiled that outlasts the step, in order."""
+    owner: str = ""
+    """The first parameter or buffer among that, by its name."""
+
+    @property
+    def module(self) -> str:
+        """The path of the module of `owner`."""
+        return self.owner.rpartition(".")[0]
 
     @property
     def deliberate(self) -> bool:
@@ -33,14 +40,20 @@ class Origin:
         return self.exception.kind in ("constant", "outside")
 
 
-def reach(origins: Iterable[Origin], what: str) -> None:
+def reach(origins: Iterable[Origin], what: str, owner: str = "") -> None:
     """Note that `what`, which outlasts the step, was spoiled by these.
 
     A mask beside a fault is not to blame.
+
+    Args:
+        origins: those of `what`.
+        what: a gradient, a parameter, the loss.
+        owner: the name of the parameter it is or belongs to.
     """
     found = list(origins)
     for origin in [x for x in found if not x.deliberate] or found:
         origin.reached[what] = None
+        origin.owner = origin.owner or owner
 
 
 class Lineage:

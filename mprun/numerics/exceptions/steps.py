@@ -85,8 +85,18 @@ class Steps:
         """
         self._kept.after_step(self._step)
         scale = loss_scale or self.watch.loss_scale
-        judged = (_judged(origin, skipped, scale) for origin in self._origins.new)
+        judged = [
+            _judged(origin, skipped, scale) for origin in map(self._placed, self._origins.new)
+        ]
         return Outcome(self._step, skipped, tuple(e for e in judged if e is not None))
+
+    def _placed(self, origin: Origin) -> Origin:
+        """An op of the optimizer belongs to the module whose parameter it spoiled."""
+        if origin.exception.phase == "optimizer" and origin.module:
+            kind = self.watch.kinds.get(origin.module, "")
+            placed = replace(origin.exception, module=origin.module, module_kind=kind)
+            return replace(origin, exception=placed)
+        return origin
 
 
 def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpException | None:

@@ -44,7 +44,8 @@ class Watch(Following):
         """What it divided them by."""
         self._look = look
         self._unscaling = unscaling
-        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        self.kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        """The class of each module."""
         self._lines: dict[int, Line | None] = {}
 
     def begin(self) -> None:
@@ -84,4 +85,4 @@ class Watch(Following):
             line, inside = line or self._lines.get(node), node in self._module_of
         else:  # for the backward op of the node that was just made
             self._lines.setdefault(next_node() - 1, line)
-        return Site(phase, module, self._kinds.get(module, "") if inside else "", line)
+        return Site(phase, module, self.kinds.get(module, "") if inside else "", line)
