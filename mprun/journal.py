@@ -129,8 +129,9 @@ class Journal:
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Write what is left, and the last summary."""
-        self._folder.lines(self._events)
-        self._events = []
+        if self._events:  # of a step that was not finished
+            self._folder.lines(self._events)
+            self._events = []
         self.summary["status"], self.summary["error"] = status, error
         self.write()
 

@@ -147,8 +147,8 @@ class LossScaleRow(TypedDict):
 class FpExceptionsRow(TypedDict):
     """Floating-point exceptions: what is done about them, and how many there were by verdict.
 
-    A finding reached the loss, a gradient, a weight, a buffer or optimizer state; an expected one
-    did in a step that dynamic loss scaling skipped; an absorbed one reached nothing.
+    A finding spoiled the loss, a gradient, a weight, a buffer, optimizer state or a result; an
+    expected one did in a step that dynamic loss scaling skipped; an absorbed one spoiled nothing.
     """
 
     action: str

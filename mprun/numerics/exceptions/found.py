@@ -3,9 +3,11 @@
 An exception is an op that made a NaN, an infinity or a saturated number out of finite ones. What
 became of that number decides the verdict:
 
-    finding    it reached the loss, a gradient, a weight, a buffer or the optimizer's state
-    expected   it did, in a step that dynamic loss scaling skipped
-    absorbed   it reached none of them: an infinity that served as a mask or a limit
+    finding    it reached the loss, a gradient, a weight, a buffer or the optimizer's state; or a
+               number that a wider dtype holds became +inf or NaN, and what was made of that is
+               finite, and wrong (x / inf is 0)
+    expected   the same in a step that dynamic loss scaling skipped, which undid it
+    absorbed   neither: an infinity that served as a mask or a limit
 """
 
 from __future__ import annotations
@@ -121,6 +123,8 @@ class FpException:
     def text(self) -> str:
         """The exception in a line."""
         parts = [f"{self.kind}: {self.where}", *self._figures()]
+        if not self.reached and self.verdict == "finding" and self.kind == "overflow":
+            parts.append("what was made of it is finite, and wrong")
         if self.reached:
             rest = self.reached_count - 1
             parts.append(f"reached {self.reached[0]}" + (f" and {rest} more" if rest else ""))

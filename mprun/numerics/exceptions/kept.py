@@ -91,7 +91,8 @@ class Kept:
             elif self._saturates and at_largest(item.tensor.dtype, found):
                 large.add(item.label)
                 if item.label not in self._large:
-                    self._unseen(step, item, "optimizer", "saturated")
+                    origin = self._unseen(step, item, "optimizer", "saturated")
+                    reach([origin], item.label, item.owner)
         self._bad, self._large = bad, large
 
     def _news(self, step: int, item: Item, kind: str) -> None:
@@ -104,6 +105,8 @@ class Kept:
             self._by_optimizer[item.owner] = origins
         self._origins.lineage.put(item.tensor, origins)
         reach(origins, item.label, item.owner)
+        for origin in origins:
+            origin.lasts = True
 
     def _unseen(self, step: int, item: Item, phase: str, kind: str) -> Origin:
         """The origin of something written by what is no op of PyTorch's."""

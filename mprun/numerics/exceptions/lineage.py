@@ -29,6 +29,15 @@ class Origin:
     owner: str = ""
     """The first parameter or buffer among that, by its name."""
 
+    distorts: bool = False
+    """Whether a number a wider dtype holds became +inf or NaN.
+
+    What is computed from it is wrong, finite or not: x / inf is 0. Minus infinity is what masks are
+    made of, and an infinity that is one in float64 too is right.
+    """
+    lasts: bool = False
+    """Whether that outlasts a step that was skipped, too."""
+
     @property
     def module(self) -> str:
         """The path of the module of `owner`."""

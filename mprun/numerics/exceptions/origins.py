@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import groupby
-from math import isfinite
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -80,7 +80,7 @@ class Origins:
             origins = self._origins(call, site, together)
             for made in together:
                 self.lineage.put(made.tensor, origins)
-                if site.phase == "other" and made.tensor.dim() == 0:
+                if site.phase == "other" and made.tensor.numel() == 1:
                     after = "a scalar computed after the backward pass"
                     reach(origins, after if self._went_backward else "the loss")
 
@@ -106,7 +106,10 @@ class Origins:
 
     def _described(self, call: Call, site: Site, bad: list[Made], kind: str | None) -> Origin:
         again = len(self.new) < MANY
-        return self._add(describe(self._step, call, site, bad, kind, self._past, again))
+        origin = self._add(describe(self._step, call, site, bad, kind, self._past, again))
+        upward = any(x.limits and (x.limits.has_nan or x.limits.high == inf) for x in bad)
+        origin.distorts = origin.exception.kind == "overflow" and upward
+        return origin
 
     def _saturated(self, call: Call, site: Site, made: Made) -> None:
         """A number that was clamped: at the largest of its dtype, and made of none that is."""

@@ -105,10 +105,11 @@ def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpExcept
     saturated = origin.exception.kind == "saturated"
     if origin.deliberate and not harmed:
         return None
-    verdict = "expected" if skipped and not saturated else "finding"
+    harmful = harmed or saturated or origin.distorts
+    undone = skipped and not (origin.lasts or saturated)
     return replace(
         origin.exception,
-        verdict=verdict if harmed or saturated else "absorbed",
+        verdict="absorbed" if not harmful else "expected" if undone else "finding",
         reached=tuple(islice(origin.reached, REACHED)),
         reached_count=len(origin.reached),
         loss_scale=loss_scale,

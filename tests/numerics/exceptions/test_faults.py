@@ -369,6 +369,20 @@ def test_an_overflow_in_an_optimizer_of_mprun(kind: Any, engine: str) -> None:
         assert [x.name for x in e.inputs] == ["gradient of last.weight"]
 
 
+def test_a_parameter_that_an_optimizer_clamped() -> None:
+    model = stack().half()
+    groups = [
+        {"params": [*model.first.parameters(), model.last.bias], "lr": 1e-3},
+        {"params": [model.last.weight], "lr": 1e9},
+    ]
+    optimizer = optim.SGD(groups, lr=1e-3, engine="c", overflow="saturate")
+    e = only(train(model, X.half(), optimizer, saturates=True))
+    assert (e.kind, e.op, e.phase, e.module) == ("saturated", "SGD.step", "optimizer", "last")
+    assert e.outputs[0].name == "parameter last.weight"
+    assert e.outputs[0].max_abs == 65504.0
+    assert e.reached == ("parameter last.weight",)
+
+
 @pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 def test_an_overflow_in_an_optimizer_of_pytorch(how: dict[str, bool]) -> None:
     model = stack()
@@ -428,6 +442,18 @@ def test_running_statistics_gone_bad() -> None:
     assert [x.name for x in e.outputs] == ["running_var"]
     assert "running_var" in [x.name for x in e.inputs]  # it was read, and was finite
     assert all(math.isfinite(x.high) for x in e.inputs if x.high is not None)
+
+
+def test_statistics_that_a_skipped_step_leaves_bad_are_a_finding() -> None:
+    """A scaler skips the update; what the forward pass wrote stays."""
+    model = named(scale=Scale(300.0), norm=nn.BatchNorm1d(WIDTH), last=nn.Linear(WIDTH, 1)).half()
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    found = train(model, X.half(), optimizer, scaler=scaler)
+    e = found.findings[0]
+    assert (e.op, e.module) == ("mul", "scale")
+    assert "buffer norm.running_mean" in e.reached
+    assert not [what for what in e.reached if what.startswith("parameter")]
 
 
 # ---- what came from elsewhere --------------------------------------------------------------------

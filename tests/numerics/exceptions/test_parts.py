@@ -243,7 +243,7 @@ def test_an_exception_in_a_line() -> None:
     bare = exception(
         module="", module_kind="", location=None, reached=(), in_float64=None, inputs=()
     )
-    assert bare.text() == "overflow: mul, forward"
+    assert bare.text() == "overflow: mul, forward; what was made of it is finite, and wrong"
 
 
 def test_an_exception_goes_through_json_and_back() -> None:

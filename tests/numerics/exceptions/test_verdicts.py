@@ -198,21 +198,46 @@ def test_a_constant_in_the_output_alone_is_none() -> None:
 # ---- infinities that come to nothing -------------------------------------------------------------
 
 
-def test_an_overflow_that_comes_to_nothing_is_absorbed() -> None:
-    class Sigmoid(nn.Module):
+def found_in(compute: Callable[[Tensor], Tensor]) -> Found:
+    """What is found of a function without a gradient, whose result is finite."""
+
+    class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
-                gate = 1 / (1 + torch.exp(-x * 100))
+                gate = compute(x.half() * 1e4)
+            assert bool(torch.isfinite(gate).all())
             return x * gate
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sigmoid())
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gate())
     optimizer = SGD(model.parameters(), lr=1e-2)
-    with fp_exceptions(model, optimizer, action="halt") as found:
+    with fp_exceptions(model, optimizer) as found:
         model(X).sum().backward()
         optimizer.step()
-    assert found.counts["finding"] == 0
-    (e,) = found.absorbed
-    assert (e.op, e.kind, e.module) == ("exp", "overflow", "1")
+    assert sum(found.counts.values()) == 1
+    return found
+
+
+def test_an_overflow_is_a_finding_though_what_is_made_of_it_is_finite() -> None:
+    """A root mean square in float16: what should be about 1 is 0."""
+    (e,) = found_in(lambda x: x / (x * x).mean(-1, keepdim=True).sqrt()).findings
+    assert (e.op, e.kind, e.module, e.reached) == ("mul", "overflow", "1", ())
+    assert e.text().endswith("what was made of it is finite, and wrong")
+
+
+@pytest.mark.parametrize(
+    ("compute", "op", "kind"),
+    [
+        (lambda x: (-x.abs() * 1e4).exp(), "mul", "overflow"),  # downward: its exponential is 0
+        (lambda x: (x * 0).log().exp(), "log", "infinite"),  # in float64 too
+        (lambda x: (x * 0 / 0).nan_to_num(1.0), "div", "invalid"),
+    ],
+    ids=["downward", "exact", "replaced"],
+)
+def test_what_comes_to_nothing_is_absorbed(
+    compute: Callable[[Tensor], Tensor], op: str, kind: str
+) -> None:
+    (e,) = found_in(compute).absorbed
+    assert (e.op, e.kind, e.module, e.reached) == (op, kind, "1", ())
 
 
 def test_without_a_backward_pass_the_output_counts() -> None:
