@@ -140,7 +140,7 @@ class FpException:
             made = self.outputs[0].dtype
             limit = f", {made} ends at {LARGEST[made]}" if made in LARGEST else ""
             yield f"the exact result is up to {exact.max_abs:.4g}{limit}"
-            if self.loss_scale not in (None, 1.0) and self.phase != "forward":
+            if self.loss_scale not in (None, 1.0) and self.phase == "backward":
                 unscaled = exact.max_abs / (self.loss_scale or 1.0)
                 yield f"{unscaled:.4g} without the loss scale of {self.loss_scale:g}"
 

@@ -110,7 +110,7 @@ class _Loop:
             model, optimizer = self._model, self._optimizer
             stack.enter_context(self.steps.watch.following(model, optimizer))
             handles = [
-                model.register_forward_pre_hook(self._forward_begins, prepend=True),
+                model.register_forward_pre_hook(self._forward_begins),
                 model.register_forward_hook(self._forward_ended),
             ]
             if optimizer is not None:
