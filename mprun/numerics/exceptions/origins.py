@@ -52,7 +52,7 @@ class Origins:
 
     def begin(self, step: int) -> None:
         """Step number `step` begins."""
-        self._step, self.new = step, []
+        self._step, self.new, self._went_backward = step, [], False
         self.lineage.forget_dead()
 
     def look(self, call: Call, site: Site) -> None:
@@ -69,9 +69,8 @@ class Origins:
             self._past.append(
                 Ran(call.name, site, first.tensor.dtype, first.tensor.shape, first.limits)
             )
-        self._went_backward = site.phase in ("backward", "other") and (
-            self._went_backward or site.phase == "backward"
-        )
+        if site.phase in ("forward", "backward"):
+            self._went_backward = site.phase == "backward"
 
     def _spoiled(self, call: Call, site: Site, bad: list[Made]) -> None:
         listwise = spec_of(call.func).listwise

@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -285,6 +287,50 @@ def test_a_checkpointed_layer_is_named(reentrant: bool) -> None:
     e = found.findings[0]
     assert (e.op, e.phase, e.module) == ("mul", "forward", "kept.inner.scale")
     assert {x.key for x in found.findings} == {e.key}  # its recomputation is no other one
+
+
+class Factor(nn.Module):
+    """Multiplies by a constant, forward and backward."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
+def first_overflow(start: float, factors: list[float]) -> int | None:
+    """Which of some products in float16, one after the other, is the first that is infinite."""
+    value = torch.tensor(start, dtype=torch.float16)
+    for i, factor in enumerate(factors):
+        value = value * factor
+        if value.isinf():
+            return i
+    return None
+
+
+@given(
+    st.lists(st.sampled_from([1e-3, 0.1, 1.0, 30.0, 1e3, 2e4]), min_size=1, max_size=7),
+    st.sampled_from([1e-4, 1.0, 100.0]),
+    st.sampled_from([1e-3, 1.0, 1e3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_of_a_chain_of_products_the_first_overflow_is_named(
+    factors: list[float], x: float, gradient: float
+) -> None:
+    """Against the products done by hand, in both directions."""
+    model = nn.Sequential(*(Factor(f) for f in factors))
+    with fp_exceptions(model) as found:
+        output = model(torch.tensor([x], dtype=torch.float16, requires_grad=True))
+        output.backward(torch.tensor([gradient], dtype=torch.float16))
+    forward = first_overflow(x, factors)
+    backward = first_overflow(gradient, factors[::-1])
+    expected = [("forward", str(forward))] if forward is not None else []
+    if backward is not None:
+        expected.append(("backward", str(len(factors) - 1 - backward)))
+    assert [(e.phase, e.module) for e in found.findings] == expected
+    assert {e.kind for e in found.findings} <= {"overflow"}
 
 
 # ---- the loss and the scale ----------------------------------------------------------------------
