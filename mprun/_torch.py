@@ -7,28 +7,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_stack
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 __all__ = [
     "FakeTensorMode",
+    "StorageWeakRef",
     "backward_node",
     "dispatch_modes",
     "function_modes",
     "in_backward",
     "in_recomputation",
+    "is_compiled",
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "no_dispatch",
     "onednn_takes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
@@ -113,6 +117,12 @@ def in_recomputation() -> bool:
     return False
 
 
+def no_dispatch() -> AbstractContextManager[None]:
+    """A region whose ops go to PyTorch's kernels past all dispatch modes and tensor subclasses."""
+    region: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return region
+
+
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes ops of the calling thread go through, the outermost first."""
     return _get_current_dispatch_mode_stack()
@@ -166,6 +176,12 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
     except (AttributeError, RuntimeError):  # PyTorch built without oneDNN
         return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module, or its own `compile` was called."""
+    own = getattr(module, "_compiled_call_impl", None)
+    return own is not None or hasattr(module, "_orig_mod")
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -18,10 +18,19 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mprun import checkpoint
-from mprun.build import Plan, build_caster, build_parts, build_precision, footprint
+from mprun.build import (
+    Plan,
+    build_caster,
+    build_exceptions,
+    build_parts,
+    build_precision,
+    footprint,
+)
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
+from mprun.exception_log import ExceptionLog
 from mprun.journal import Journal
 from mprun.loggers import build_logger
+from mprun.numerics.exceptions import Exceptions
 from mprun.precision import Precision, backend_flags
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
@@ -129,7 +138,8 @@ class _Session:
         self._warn_if_slow()
         with stop.deferred():
             self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
-            parts = build_parts(chosen, self._precision())
+            exceptions = build_exceptions(chosen, lambda *told: log.tell(*told))
+            parts = build_parts(chosen, self._precision(exceptions))
         stop.check()
         if chosen.layers:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
@@ -141,17 +151,22 @@ class _Session:
 
         def save() -> None:
             state = {"trainer": trainer.state_dict(), "journal": journal.state_dict()}
+            state["exceptions"] = exceptions.state_dict()
             checkpoint.save(path, {**state, "choices": chosen.choices, **_identity(self.summary)})
 
         journal = self._journal = Journal(
             chosen, self.summary, self.folder, view, logger, planned, save
         )
+        log = ExceptionLog(self.summary, exceptions.found, self.folder, journal, self._say)
         every = chosen.config.train.checkpoint_every_steps
         trainer = Trainer(parts, chosen.limits, journal, stop.requested, every)
         if saved is not None:
             trainer.load_state_dict(saved["trainer"])
             journal.load_state_dict(saved["journal"])
+            exceptions.load_state_dict(saved.get("exceptions", {}))
             self._say(f"resumed at step {trainer.step}")
+        for notice in exceptions.attach(parts.model, parts.optimizer):
+            self._say(f"note: {notice}")
         view.start()
         try:
             with stop.deferred():
@@ -165,6 +180,7 @@ class _Session:
         finally:
             view.stop()
             logger.close()
+            log.write()
         if chosen.config.preset.loss_must_fall:
             check_loss_falls(journal.losses)
 
@@ -192,11 +208,12 @@ class _Session:
                 "this run shows accuracy, not speed (mprun doctor says why)"
             )
 
-    def _precision(self) -> Precision:
-        """The plan's, which tells of its casts where that is wished."""
+    def _precision(self, exceptions: Exceptions) -> Precision:
+        """The plan's, which tells of its casts and exceptions where that is wished."""
         chosen = self._plan
         told = chosen.op_lists is not None and chosen.config.op_lists.verbose
-        return build_precision(chosen, build_caster(chosen, CastLog(self._say) if told else None))
+        caster = build_caster(chosen, CastLog(self._say) if told else None)
+        return build_precision(chosen, caster, make=exceptions.precision)
 
     def _footprint(self) -> dict[str, int]:
         try:

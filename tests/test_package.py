@@ -67,6 +67,7 @@ ALLOWED["doctor"] = {
 }
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
+ALLOWED["exception_log"] = {"journal", "numerics", "record"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["commands"] = set(ALLOWED)

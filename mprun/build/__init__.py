@@ -5,6 +5,7 @@ wrong here (a recipe's own fields, a device that is not there, data that cannot 
 `UsageError` before any folder is made.
 """
 
+from mprun.build.exceptions import build_exceptions
 from mprun.build.footprint import footprint, step_memory, with_batch_size
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "build_arithmetic",
     "build_caster",
+    "build_exceptions",
     "build_loss_scale",
     "build_optimizer",
     "build_parts",

@@ -71,7 +71,41 @@ class Op:
         return copies and self.inputs[0].dtype != self.outputs[0].dtype
 
 
-class Observer(TorchDispatchMode):
+class Following(TorchDispatchMode):
+    """A mode that knows which module and phase the op it meets belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._follower = Follower()
+        self._muted = False
+        """Whether an op is being carried out: what a mode below makes of it is not met."""
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Entered like the arithmetic's regions."""
+        with self:
+            yield
+
+    @contextmanager
+    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
+        with self._follower.following(model, optimizer):
+            try:
+                yield
+            finally:
+                self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was kept of steps that are done."""
+        self._follower.forget()
+
+    def _where(self) -> tuple[str, str]:
+        """Phase and module of the op that runs next."""
+        place = self._follower.place()
+        return place.phase, place.module or ""
+
+
+class Observer(Following):
     """Tells of each op while it is entered.
 
     Args:
@@ -86,28 +120,15 @@ class Observer(TorchDispatchMode):
         call: Callable[[], Any] = lambda: None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tell = tell
         self._call = call
         self._wait = synchronize or _no_wait
-        self._follower = Follower()
-        self._muted = False
         self._held: list[Any] = []
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        """Stand above the dispatch modes entered so far: their own ops are not told."""
-        with self:
-            yield
-
-    @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
-        with self._follower.following(model, optimizer):
-            try:
-                yield
-            finally:
-                self._held.clear()
+    def forget(self) -> None:
+        super().forget()
+        self._held.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -115,7 +136,7 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
-        place = self._follower.place()
+        where = self._where()
         inputs = tuple(_values((args, kwargs)))
         self._wait()
         began = time.perf_counter()
@@ -128,7 +149,6 @@ class Observer(TorchDispatchMode):
         took = time.perf_counter() - began
         name = func.overloadpacket.__name__
         outputs = tuple(_values(result))
-        where = (place.phase, place.module or "")
         op = Op(name, *where, inputs, outputs, began, took, _is_view(func), self._call())
         if not inputs and not outputs:  # a profiler's mark
             return result

@@ -39,7 +39,7 @@ class Follower:
         self._optimizing = False
 
     @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
         """Know the modules of `model` and the steps of `optimizer` while this is entered."""
         with ExitStack() as stack:
             for path, module in model.named_modules():
@@ -49,16 +49,22 @@ class Follower:
                     module.register_forward_hook(leave, always_call=True),
                 ):
                     stack.callback(handle.remove)
-            for register, active in (
-                (optimizer.register_step_pre_hook, True),
-                (optimizer.register_step_post_hook, False),
-            ):
-                stack.callback(register(self._on_step(active)).remove)
+            if optimizer is not None:
+                before = optimizer.register_step_pre_hook(self._on_step(True))
+                after = optimizer.register_step_post_hook(self._on_step(False))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
             try:
                 yield
             finally:
                 self._paths.clear()
                 self._optimizing = False
+
+    def forget(self) -> None:
+        """Let go of what was kept of steps that are done."""
+        self._module_of.clear()
+        self._paths.clear()
+        self._optimizing = False
 
     def place(self) -> Place:
         """Where the op runs that runs next."""
