@@ -60,9 +60,13 @@ class Follower:
                 self._paths.clear()
                 self._optimizing = False
 
+    def forget_graph(self) -> None:
+        """Let go of the nodes of a graph that is gone."""
+        self._module_of.clear()
+
     def forget(self) -> None:
         """Let go of what was kept of steps that are done."""
-        self._module_of.clear()
+        self.forget_graph()
         self._paths.clear()
         self._optimizing = False
 

@@ -52,7 +52,7 @@ class Watch(Following):
         """A step begins: the graphs of the last one are gone."""
         self.scaler_overflowed, self.loss_scale = False, None
         self._lines.clear()
-        self.forget()
+        self._follower.forget_graph()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

@@ -297,7 +297,7 @@ def test_what_is_kept_of_steps_does_not_grow() -> None:
         for _ in range(30):
             step(model, optimizer)
         (watch,) = dispatch_modes()
-        assert len(watch._module_of) + len(watch._lines) < 3  # type: ignore[attr-defined]
+        assert len(watch._follower._module_of) + len(watch._lines) < 3  # type: ignore[attr-defined]
     assert len(found.findings) < 20
 
 
