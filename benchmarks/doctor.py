@@ -27,7 +27,7 @@ def example(variable: str) -> str:
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     if not value:
         return "\n".join(["```", "$ mprun doctor device=cpu", *lines, "```", ""])
-    start = next(i for i, line in enumerate(lines) if line.startswith("measured rates"))
+    start = next(i for i, line in enumerate(lines) if line.startswith("precision modes"))
     command = f"$ {variable} mprun doctor device=cpu"  # the machine is the one shown before
     return "\n".join(["```", command, "...", *lines[start:], "```", ""])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -38,11 +38,21 @@ DEFAULT_INITIAL = 2.0**16
 
 
 def build_precision(
-    chosen: Plan, caster: Caster | None = None, arithmetic: Arithmetic | None = None
+    chosen: Plan,
+    caster: Caster | None = None,
+    arithmetic: Arithmetic | None = None,
+    make: Callable[..., Precision] = Precision,
 ) -> Precision:
-    """The parts that carry the policy out, the plan's own unless others are given."""
+    """The parts that carry the policy out, the plan's own unless others are given.
+
+    Args:
+        chosen: the plan.
+        caster: what decides the dtypes of ops.
+        arithmetic: whose kernels compute.
+        make: puts the parts together; takes the arguments of `Precision`.
+    """
     policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
-    return Precision(
+    return make(
         policy,
         caster or build_caster(chosen),
         arithmetic or build_arithmetic(chosen),

@@ -1,1 +1,16 @@
 """Looking at the numerics of a step: what is alive, what is computed, in which dtype."""
+
+from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions
+from mprun.numerics.footprint import MemoryRecorder, fake_tensors, memory, record_memory
+from mprun.numerics.step_memory import StepMemory
+
+__all__ = [
+    "FpException",
+    "FpExceptionError",
+    "MemoryRecorder",
+    "StepMemory",
+    "fake_tensors",
+    "fp_exceptions",
+    "memory",
+    "record_memory",
+]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError, hint
-from mprun.train_command import parse
 
 
 def doctor_command(words: Sequence[str]) -> int:
