@@ -103,7 +103,7 @@ class DoctorSettings:
     json: bool = False
     """Whether one JSON object is printed, and nothing else, instead of tables."""
     budget_s: float = 5.0
-    """About how long rates are measured, in seconds; five rounds are made even beyond."""
+    """About how long rates are measured, in seconds; six rounds are made even beyond."""
 
 
 @dataclass

@@ -60,6 +60,7 @@ def machine_table(found: Examination) -> Table:
         "copying memory": f"{_spread(copy['gigabytes_per_second'])} GB/s, "
         f"{copy['bytes'] / 2**20:.0f} MiB",
         "versions": _versions(found),
+        "examined": f"{found['examined_at']}, rates in {found['measured_s']:.1f} s",
     }
     for what, text in rows.items():
         table.add_row(what, text)

@@ -82,6 +82,7 @@ def test_a_cpu_is_described() -> None:
     assert row(found, "environment") == "-"
     assert row(found, "copying memory") == "20.0 (20.0-20.0) GB/s, 128 MiB"
     assert row(found, "versions") == "mprun 0.1.0, python 3.12.0, torch 2.11.0, cuda -"
+    assert row(found, "examined") == "2024-02-29T12:00:00+00:00, rates in 4.2 s"
     assert not [line for line in shown(machine_table(found)) if "GPU" in line]
 
 
