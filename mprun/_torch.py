@@ -15,9 +15,14 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "FakeTensorMode",
@@ -29,6 +34,8 @@ __all__ = [
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "node_number",
+    "outside_of_modes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
     "step_unless",
@@ -157,3 +164,16 @@ def load_hooks_run(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[dict
         yield state
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Inside, what is computed is seen by no dispatch or function mode, and not by autograd."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def node_number(node: Node) -> int | None:
+    """The number autograd gave a node as it was made; None for a parameter's, which has none."""
+    number = int(node._sequence_nr())
+    return None if number > 2**63 else number

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mprun.data_command import data_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
+from mprun.numerics_command import numerics_command
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
 
@@ -29,6 +30,7 @@ class Command:
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
+    Command("numerics", "what formats lose of its numbers; a loss scale", numerics_command),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
 

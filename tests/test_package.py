@@ -37,7 +37,7 @@ ALLOWED = {
     "observer": {"record"},
     "loggers": {"observer", "record"},
     "recipe": {"data"},
-    "numerics": {"_torch", "precision"},
+    "numerics": {"_torch", "optim", "precision"},
     "environment": {"precision", "record"},
     "runner": {
         "data",
@@ -60,6 +60,7 @@ ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
+ALLOWED["numerics_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")

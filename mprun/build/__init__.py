@@ -6,6 +6,7 @@ wrong here (a recipe's own fields, a device that is not there, data that cannot 
 """
 
 from mprun.build.footprint import footprint
+from mprun.build.numerics import look, steps_to_look_at
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan, plan
@@ -28,6 +29,8 @@ __all__ = [
     "build_precision",
     "footprint",
     "load_recipe",
+    "look",
     "plan",
+    "steps_to_look_at",
     "trace_step",
 ]

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, POSITIVE, Range
+from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, hint
 
 
@@ -68,11 +68,35 @@ class CompareSettings:
 
 
 @dataclass
+class NumericsSettings:
+    """Which steps are looked at, and what is asked of their numbers."""
+
+    steps: int = 20
+    """Steps looked at, evenly spread over the span."""
+    warmup: int = 3
+    """Steps before the first one that may be looked at."""
+    span: int = 200
+    """The last step that may be looked at; a shorter run's own last step where that comes first."""
+    headroom: float = 2.0
+    """How many times larger gradients may become before one overflows at the recommended scale."""
+    needed_db: float = 20.0
+    """Signal over noise, in dB, that numbers have to keep in a format for it to do."""
+    try_scales: bool = False
+    """Whether every power of two is tried as loss scale: some thirty passes more at each step."""
+    top: int = 20
+    """Rows of the table, the worst first; all are in numerics.json."""
+    plots: bool = True
+    """Whether the pictures are drawn."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    numerics: NumericsSettings = field(default_factory=NumericsSettings)
+    """Which steps `mprun numerics` looks at, and what it asks of their numbers."""
     seeds: int = 5
     """Runs of each variant: seeds 0, 1, ... below this."""
 
@@ -80,6 +104,12 @@ class Settings:
 RANGES = {
     "compare.margin": POSITIVE,
     "compare.relative_margin": POSITIVE,
+    "numerics.steps": COUNT,
+    "numerics.warmup": NOT_NEGATIVE,
+    "numerics.span": COUNT,
+    "numerics.headroom": Range(1, 2**20),
+    "numerics.needed_db": NOT_NEGATIVE,
+    "numerics.top": COUNT,
     "seeds": COUNT,
 }
 
