@@ -19,11 +19,18 @@ from mprun.trace_command import new_folder
 from mprun.train_command import parse
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
     from mprun.stop import StopSignals
 
 SCHEMA_VERSION = 1
+KEPT = (
+    *("recipe", "seed", "precision", "variant", "effective", "execution"),
+    *("data", "batch", "hardware", "versions"),
+)
+"""What numerics.json has of a summary."""
 
 
 def numerics_command(words: Sequence[str]) -> int:
@@ -65,7 +72,7 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     from mprun.build import look, plan, steps_to_look_at
     from mprun.precision import backend_flags
     from mprun.report import tables
-    from mprun.report.numerics import lost_table, rows_table, scales_table, sentences
+    from mprun.report.progress import QuietProgress
     from mprun.summary import initial_summary
 
     chosen = plan(composed.config, composed.given)
@@ -78,25 +85,17 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     folder = new_folder(composed.config.run.dir)
     with backend_flags(chosen.policy, chosen.native_tf32), stop.deferred():
-        looked = look(chosen, settings, stop.requested)
-    kept = ("recipe", "seed", "precision", "variant", "execution", "data", "hardware", "versions")
+        looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        **{key: summary[key] for key in kept},  # type: ignore[literal-required]
+        **{key: summary[key] for key in KEPT},  # type: ignore[literal-required]
         "steps": list(looked.steps),
         "skipped": list(looked.skipped),
         "ended": looked.ended,
         **looked.findings.as_dict(),
     }
     names = _leave(found, folder, settings.plots)
-    for line in sentences(found):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for table in (
-        scales_table(found),
-        rows_table(found, settings.top),
-        lost_table(found, settings.top // 2),
-    ):
-        console.print(table, highlight=False)
+    _show(found, settings.top, console)
     console.print(
         f"looked at {len(looked.steps)} of {looked.steps[-1]} steps, {len(looked.skipped)} of them "
         f"skipped; written: {folder}/{', '.join(names)}",
@@ -109,6 +108,15 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
         errors.print(text, highlight=False, markup=False, soft_wrap=True)
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
+
+
+def _show(found: dict[str, Any], top: int, console: Console) -> None:
+    from mprun.report.numerics import lost_table, rows_table, scales_table, sentences
+
+    for line in sentences(found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for table in (scales_table(found), rows_table(found, top), lost_table(found, top // 2)):
+        console.print(table, highlight=False)
 
 
 def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:

@@ -472,6 +472,13 @@ def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
         looking(lambda: True, steps=1)
 
 
+def test_each_look_is_told() -> None:
+    told: list[str] = []
+    chosen = plan(compose(LINEAR).config, ())
+    look(chosen, NumericsSettings(steps=2, span=9), lambda: False, told.append)
+    assert told == ["looked at step 4 of 9, 1 of 2", "looked at step 9 of 9, 2 of 2"]
+
+
 def test_time_that_runs_out_before_the_first_look_is_said() -> None:
     chosen = plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
     with pytest.raises(RunFailedError, match=r"train.max_time_s=1e-09 ended the run before step 4"):

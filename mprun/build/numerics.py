@@ -76,8 +76,19 @@ def steps_to_look_at(chosen: Plan, settings: NumericsSettings) -> list[int]:
     return [first + round(i * (last - first) / (count - 1)) for i in range(count)]
 
 
-def look(chosen: Plan, settings: NumericsSettings, stop: Callable[[], bool]) -> Looked:
+def look(
+    chosen: Plan,
+    settings: NumericsSettings,
+    stop: Callable[[], bool],
+    tell: Callable[[str], None] = lambda text: None,
+) -> Looked:
     """Train, and look at some steps.
+
+    Args:
+        chosen: the run.
+        settings: which steps, and what is asked of them.
+        stop: asked after each step whether to end.
+        tell: is told in words of each step that was looked at.
 
     Raises:
         RunFailedError: the run failed before the first of them.
@@ -88,7 +99,7 @@ def look(chosen: Plan, settings: NumericsSettings, stop: Callable[[], bool]) -> 
     parts = build_parts(replace(chosen, splits=replace(chosen.splits, validation=none, test=none)))
     looker = _Looker(chosen, settings, parts)
     limits = Limits(None, steps[-1], chosen.limits.max_time_s)
-    trainer = _Trainer(parts, limits, stop, looker, steps)
+    trainer = _Trainer(parts, limits, stop, looker, steps, tell)
     ended = None
     try:
         trainer.fit()
@@ -118,9 +129,10 @@ class _Trainer(Trainer):
         stop: Callable[[], bool],
         looker: _Looker,
         steps: Sequence[int],
+        tell: Callable[[str], None],
     ) -> None:
         super().__init__(parts, limits, NoObserver(), stop)
-        self._looker, self._steps = looker, frozenset(steps)
+        self._looker, self._steps, self._tell = looker, steps, tell
 
     def optimizer_step(self, batch: Batch) -> StepResult:
         number = self.step + 1
@@ -130,6 +142,8 @@ class _Trainer(Trainer):
         with self._looker.held.watching():
             result = super().optimizer_step(batch)
         self._looker.after(number, result)
+        done, last = len(self._looker.steps), self._steps[-1]
+        self._tell(f"looked at step {number} of {last}, {done} of {len(self._steps)}")
         return result
 
 

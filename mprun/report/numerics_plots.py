@@ -52,6 +52,8 @@ def exponents(found: Mapping[str, Any]) -> Figure:
 
     panels = [(kind, _rows(found, kind)) for kind in TITLES]
     panels = [(kind, rows) for kind, rows in panels if rows]
+    if not panels:  # nothing but zeros anywhere
+        return Figure(figsize=(9, 1))
     low, high = _span([row for _, rows in panels for row in rows])
     heights = [1.5 + len(rows) for _, rows in panels]
     figure = Figure(figsize=(9, 1.2 + 0.17 * sum(heights)), layout="constrained")
