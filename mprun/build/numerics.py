@@ -13,6 +13,7 @@ Each step looked at is taken several times from the same weights on the same sam
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +30,7 @@ from mprun.numerics.findings import FROM_THE_RUN, Findings
 from mprun.numerics.formats import FP16
 from mprun.numerics.gradients import LargestGradients
 from mprun.numerics.loss_scale import largest_power
-from mprun.numerics.verdicts import Errors, errors, mean_errors, undetermined
+from mprun.numerics.verdicts import Errors, errors, typical_errors, undetermined
 from mprun.observer import NoObserver
 from mprun.runner import Limits, Parts, StepResult, StopRequestedError, Trainer
 
@@ -165,7 +166,7 @@ class _Looker:
         self._largest: list[tuple[float, str]] = []
         self._fp16: list[Errors] = []
         self._bf16: list[Errors] = []
-        self._undetermined: set[str] = set()
+        self._undetermined: Counter[str] = Counter()
         self._tried: dict[float, list[Errors]] = {}
 
     def before(self, batch: Batch) -> None:
@@ -175,7 +176,7 @@ class _Looker:
             exact = self._exact_probe.gradients(self._run, batch)
         jittered = self._exact_probe.gradients(self._run, batch, jitter=UNIT)
         noise = undetermined(exact, jittered, self._settings.needed_db)
-        self._undetermined |= noise
+        self._undetermined.update(noise)
         exact = {name: gradient for name, gradient in exact.items() if name not in noise}
         self._bf16.append(errors(exact, self._bf16_probe.gradients(self._run, batch)))
         scale = self._fitting(exact, batch)
@@ -191,16 +192,16 @@ class _Looker:
 
     def findings(self) -> Findings:
         """What all of it comes to."""
-        largest, where = max(self._largest)
+        (largest, where), steps = max(self._largest), len(self._largest)
         return Findings(
             exact=self._exact,
             held=self.held,
             largest=largest,
             where=where,
-            fp16=mean_errors(self._fp16),
-            bf16=mean_errors(self._bf16),
-            tried={scale: mean_errors(found) for scale, found in sorted(self._tried.items())},
-            undetermined=frozenset(self._undetermined),
+            fp16=typical_errors(self._fp16),
+            bf16=typical_errors(self._bf16),
+            tried={scale: typical_errors(found) for scale, found in sorted(self._tried.items())},
+            undetermined=frozenset(p for p, n in self._undetermined.items() if n > steps / 2),
             scale_kind=self._kind,
             headroom=self._settings.headroom,
             needed_db=self._settings.needed_db,

@@ -102,7 +102,7 @@ class Advice:
 def power(scale: float) -> str:
     """`2^16 = 65,536`, or the number alone where it is no power of two."""
     mantissa, exponent = math.frexp(scale)
-    number = f"{scale:,.0f}" if 1 <= scale < 1e9 else f"{scale:g}"
+    number = f"{scale:,.0f}" if 1 <= scale < 1e12 else f"{scale:g}"
     return f"2^{exponent - 1} = {number}" if mantissa == 0.5 else f"{scale:g}"
 
 
