@@ -164,15 +164,15 @@ def _worst(scale: float, advice: Advice, needed_db: float) -> tuple[str, float, 
     return name, have, could
 
 
-ALIKE_DB = 0.1
-"""Signal-to-noise ratios no further apart count as the same."""
+ALIKE_DB = 3.0
+"""Signal-to-noise ratios no further apart, half a bit, count as the same."""
 
 
 def best_tried(tried: Mapping[float, float]) -> float | None:
     """The best of some loss scales that were tried: the largest of those as good as the best.
 
-    Between underflow and overflow lies a plateau on which scales differ by chance; the largest
-    there leaves the most room below.
+    Between underflow and overflow lies a plateau on which scales differ by chance (by up to 1.6 dB
+    in what was tried); the largest there leaves the most room below.
 
     Args:
         tried: loss scale to the signal-to-noise ratio of the gradients, in dB.
