@@ -15,10 +15,15 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = [
     "FakeTensorMode",
@@ -33,7 +38,9 @@ __all__ = [
     "load_hooks_run",
     "next_node",
     "no_dispatch",
+    "node_number",
     "onednn_takes",
+    "outside_of_modes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
     "step_unless",
@@ -201,3 +208,16 @@ def load_hooks_run(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[dict
         yield state
     finally:
         optimizer._optimizer_load_state_dict_pre_hooks = hooks
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Inside, what is computed is seen by no dispatch or function mode, and not by autograd."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def node_number(node: Node) -> int | None:
+    """The number autograd gave a node as it was made; None for a parameter's, which has none."""
+    number = int(node._sequence_nr())
+    return None if number > 2**63 else number

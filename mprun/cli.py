@@ -17,6 +17,7 @@ from mprun.commands.data import data_command
 from mprun.commands.doctor import doctor_command
 from mprun.commands.double import double_command
 from mprun.commands.memory import memory_command
+from mprun.commands.numerics import numerics_command
 from mprun.commands.sweep import sweep_command
 from mprun.commands.trace import trace_command
 from mprun.commands.train import SweepStoppedError, train
@@ -77,6 +78,12 @@ COMMANDS = (
         "memory of a step, modes side by side: mprun memory precision=fp32,half_sr",
         memory_command,
         ("memory",),
+    ),
+    Command(
+        "numerics",
+        "what formats lose of a run's numbers; a loss scale: mprun numerics recipe=mnist",
+        numerics_command,
+        ("numerics",),
     ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )

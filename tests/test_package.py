@@ -38,7 +38,7 @@ ALLOWED = {
     "observer": {"record"},
     "loggers": {"observer", "record"},
     "recipe": {"data"},
-    "numerics": {"_torch", "precision"},
+    "numerics": {"_torch", "optim", "precision"},
     "environment": {"precision", "record"},
     "runner": {
         "data",

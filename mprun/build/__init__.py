@@ -7,6 +7,7 @@ wrong here (a recipe's own fields, a device that is not there, data that cannot 
 
 from mprun.build.exceptions import build_exceptions
 from mprun.build.footprint import footprint, step_memory, with_batch_size
+from mprun.build.numerics import look, steps_to_look_at
 from mprun.build.optimizer import build_optimizer
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan, plan
@@ -32,8 +33,10 @@ __all__ = [
     "footprint",
     "load_recipe",
     "load_shapes",
+    "look",
     "plan",
     "step_memory",
+    "steps_to_look_at",
     "trace_step",
     "with_batch_size",
 ]

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, Range
+from mprun.config.validate import COUNT, NOT_NEGATIVE, Range
 from mprun.errors import UsageError, hint
 
 
@@ -121,6 +121,28 @@ class MemorySettings:
 
 
 @dataclass
+class NumericsSettings:
+    """Which steps are looked at, and what is asked of their numbers."""
+
+    steps: int = 20
+    """Steps looked at, evenly spread over the span."""
+    warmup: int = 3
+    """Steps before the first one that may be looked at."""
+    span: int = 200
+    """The last step that may be looked at; a shorter run's own last step where that comes first."""
+    headroom: float = 2.0
+    """How many times larger gradients may become before one overflows at the recommended scale."""
+    needed_db: float = 20.0
+    """Signal over noise, in dB, that numbers have to keep in a format for it to do."""
+    try_scales: bool = False
+    """Whether every power of two is tried as loss scale: some thirty passes more at each step."""
+    top: int = 20
+    """Rows of the table, the worst first; all are in numerics.json."""
+    plots: bool = True
+    """Whether the pictures are drawn."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
@@ -134,6 +156,8 @@ class Settings:
     """How a machine is examined."""
     memory: MemorySettings = field(default_factory=MemorySettings)
     """What `mprun memory` shows."""
+    numerics: NumericsSettings = field(default_factory=NumericsSettings)
+    """Which steps `mprun numerics` looks at, and what it asks of their numbers."""
     seeds: int | None = None
     """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
 
@@ -147,6 +171,12 @@ RANGES = {
     "double.headroom": Range(0, 1, high_open=True),
     "doctor.budget_s": Range(0, 600, low_open=True),
     "memory.depth": COUNT,
+    "numerics.steps": COUNT,
+    "numerics.warmup": NOT_NEGATIVE,
+    "numerics.span": COUNT,
+    "numerics.headroom": Range(1, 2**20),
+    "numerics.needed_db": NOT_NEGATIVE,
+    "numerics.top": COUNT,
     "seeds": COUNT,
 }
 

@@ -24,6 +24,14 @@ def sqnr_db(exact: Tensor, found: Tensor) -> float:
     noise = (found - exact).square().sum().item()
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
+    return ratio_db(signal, noise)
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; inf without noise, -inf without signal or with all noise."""
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    # A difference of logarithms: the quotient of a tiny signal and a huge noise may be 0.
+    return 10 * (math.log10(signal) - math.log10(noise))

@@ -105,8 +105,12 @@ class QuietProgress:
         self._shown_at = time.monotonic()
 
     def update(self, moment: Moment) -> None:
+        self.now(moment.text(self._epochs, self._steps))
+
+    def now(self, text: str) -> None:
+        """Where things stand, unless that was shown a moment ago."""
         if time.monotonic() - self._shown_at >= QUIET_EVERY_S:
-            self.line(moment.text(self._epochs, self._steps))
+            self.line(text)
 
     def line(self, text: str) -> None:
         self._shown_at = time.monotonic()

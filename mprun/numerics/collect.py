@@ -1,0 +1,265 @@
+"""Statistics of a training step's numbers, layer by layer, while it runs.
+
+    with mprun.numerics.statistics(model, optimizer) as seen:
+        for x, y in batches:  # a few steps of a loop of one's own
+            ...
+    print(seen.recommended_loss_scale())
+
+Five kinds of numbers are looked at:
+
+    weights               each parameter, before the step
+    activations           what goes into the model, and what each module gives
+    activation_gradients  the loss's gradients by those
+    weight_gradients      the loss's gradients by each parameter, of each backward pass
+    updates               what the step adds to each parameter (`updates.py`)
+
+Hooks read and change nothing: a run with them has the same weights, bit for bit, as one without.
+What functions compute inside a module is seen where it leaves the module; of gradients in between,
+the largest is kept as well (`gradients.py`). A module that hands on what one inside it gave has no
+row of its own. Forward passes without gradients are not looked at; recomputed ones count once.
+
+Gradients are divided by the loss scale. Those a float16 run holds are gone where they became 0, so
+to find a loss scale, look at steps in float32 or bfloat16, or at a scale that loses few.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from mprun._torch import in_backward, outside_of_modes
+from mprun.numerics.formats import Noise, noise_of
+from mprun.numerics.gradients import ROOT, LargestGradients
+from mprun.numerics.histograms import Histogram, histogram
+from mprun.numerics.loss_scale import Advice, Gradients, Verdict, judge, recommend
+from mprun.numerics.lost_updates import LostUpdates, lost_updates
+from mprun.numerics.updates import Update, exact_updates, exact_weights
+
+KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
+GRADIENTS = ("activation_gradients", "weight_gradients")
+INPUT = "(input)"
+
+
+@dataclass
+class Row:
+    """One kind of numbers of one layer, over all steps looked at."""
+
+    kind: str
+    """One of `KINDS`."""
+    name: str
+    """The parameter's, or the module's path."""
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    """What the values were held in."""
+    histogram: Histogram = field(default_factory=Histogram)
+    noise: Noise = field(default_factory=Noise)
+    """What rounding to other formats would do; empty where it was not asked for."""
+
+    def add(self, x: Tensor, scale: float = 1.0, formats: bool = True) -> None:
+        """Look at one more tensor, divided by `scale`."""
+        self.dtypes.add(x.dtype)
+        if scale != 1:
+            x = x.detach().double() / scale
+        seen = histogram(x)
+        self.histogram += seen
+        if formats:
+            self.noise += noise_of(x, seen)
+
+
+class Statistics:
+    """What was seen of a model while it was followed.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer; None to see no updates.
+        loss_scale: what the loss is multiplied by: a number, a `torch.amp.GradScaler`, one of
+            mprun's loss scales, or a function that gives it.
+        formats: kinds whose noise in other formats is wanted; it takes most of the time.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        loss_scale: Any = 1.0,
+        formats: Collection[str] = KINDS,
+    ) -> None:
+        self.rows: dict[tuple[str, str], Row] = {}
+        self.lost: dict[str, LostUpdates] = {}
+        self.scales: list[float] = []
+        """The loss scale of each forward pass looked at."""
+        self.largest = LargestGradients(lambda: self.scales[-1])
+        self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
+        self._formats = formats
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._depth = 0
+        self._looking = self._new_step = False
+        self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._updates: dict[nn.Parameter, Update] = {}
+
+    # ---- what it comes to ------------------------------------------------------------------------
+
+    def of(self, *kinds: str) -> dict[str, Row]:
+        """Rows of some kinds, by `kind name`."""
+        return {f"{r.kind} {r.name}": r for r in self.rows.values() if r.kind in kinds}
+
+    def gradients(self) -> Gradients:
+        """The unscaled gradients, as far as a loss scale depends on them."""
+        size, place = self.largest.worst()
+        layers = {name: (row.histogram, row.noise) for name, row in self.of(*GRADIENTS).items()}
+        return Gradients(size, str(place), layers)
+
+    def recommended_loss_scale(self, headroom: float = 2.0) -> Advice | None:
+        """The loss scale to take in float16; None where no gradient tells. See `recommend`."""
+        return recommend(self.gradients(), headroom)
+
+    def judge(self, scale: float) -> Verdict | None:
+        """Whether a loss scale is too low, too high or fine; None where no gradient tells."""
+        advice = self.recommended_loss_scale()
+        return None if advice is None else judge(scale, advice)
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self) -> Iterator[Statistics]:
+        """Look at every training step while this is entered."""
+        self._new_step = True
+        with ExitStack() as stack:
+            stack.enter_context(self.largest.following(self._model))
+            for path, module in self._model.named_modules():
+                enter, leave = self._module_hooks(path or ROOT)
+                for handle in (
+                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                    module.register_forward_hook(leave, always_call=True),
+                ):
+                    stack.callback(handle.remove)
+            for p, name in self._names.items():
+                if p.requires_grad:
+                    hook = self._gradient_hook("weight_gradients", name)
+                    stack.callback(p.register_hook(hook).remove)
+            if self._optimizer is not None:
+                for handle in (
+                    self._optimizer.register_step_pre_hook(self._before_step),
+                    self._optimizer.register_step_post_hook(self._after_step),
+                ):
+                    stack.callback(handle.remove)
+            try:
+                yield self
+            finally:
+                self._looking, self._depth = False, 0
+                self._given.clear()
+
+    def _module_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self._depth == 0 and not in_backward():
+                self._begin((args, kwargs))
+            self._depth += 1
+
+        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
+            self._depth -= 1
+            if self._looking:
+                for x in _floating(outputs):
+                    self._output(path, x)
+
+        return enter, leave
+
+    def _begin(self, inputs: Any) -> None:
+        """A forward pass of the model, or of a part of it called by itself, begins."""
+        self._looking = torch.is_grad_enabled()
+        if not self._looking:
+            return
+        self.scales.append(scale_of(self._loss_scale))
+        if self._new_step:
+            self._new_step = False
+            for p, name in self._names.items():
+                self._add("weights", name, p)
+        self._given.clear()
+        for x in _floating(inputs):
+            self._add("activations", INPUT, x)
+
+    def _output(self, path: str, x: Tensor) -> None:
+        whole = x if x._base is None or x._base.numel() != x.numel() else x._base
+        reference, version = self._given.get(id(whole), (None, 0))
+        if reference is not None and reference() is whole and version == whole._version:
+            return
+        self._given[id(whole)] = (weakref.ref(whole), whole._version)
+        if not in_backward():  # a recomputation's values were seen
+            self._add("activations", path, x)
+        if x.requires_grad:
+            x.register_hook(self._gradient_hook("activation_gradients", path))
+
+    def _gradient_hook(self, kind: str, name: str) -> Callable[[Tensor], None]:
+        def hook(gradient: Tensor) -> None:
+            if self._looking:
+                self._add(kind, name, gradient, self.scales[-1])
+
+        return hook
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates = {}
+        if not self._looking:
+            return
+        if args[1:] or kwargs.get("closure") is not None:
+            warnings.warn(
+                f"numerics: {type(optimizer).__name__}.step is given a closure and cannot be "
+                "repeated; its updates are not looked at",
+                stacklevel=2,
+            )
+            return
+        with outside_of_modes():
+            self._updates = exact_updates(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._new_step = True
+        for p, (before, change) in self._updates.items():
+            name = self._names.get(p)
+            if name is None:  # a parameter of another model
+                continue
+            self._add("updates", name, change)
+            with outside_of_modes():
+                after = exact_weights(p, optimizer)
+                found = lost_updates(before, change, after)
+            self.lost[name] = self.lost.get(name, LostUpdates())
+            self.lost[name] += found
+        self._updates = {}
+
+    def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
+        if not x.numel() or not x.is_floating_point():
+            return
+        row = self.rows.setdefault((kind, name), Row(kind, name))
+        with outside_of_modes():
+            row.add(x, scale, kind in self._formats)
+
+
+def scale_of(loss_scale: Any) -> float:
+    """The number a loss scale of any kind multiplies with."""
+    if hasattr(loss_scale, "get_scale"):  # torch.amp.GradScaler
+        loss_scale = loss_scale.get_scale()
+    elif hasattr(loss_scale, "kind"):
+        loss_scale = loss_scale.tensor
+    elif callable(loss_scale):
+        loss_scale = loss_scale()
+    return 1.0 if loss_scale is None else float(loss_scale)
+
+
+@contextmanager
+def statistics(
+    model: nn.Module, optimizer: Optimizer | None = None, loss_scale: Any = 1.0
+) -> Iterator[Statistics]:
+    """Look at every training step inside; the statistics outlive the region. See `Statistics`."""
+    with Statistics(model, optimizer, loss_scale).watching() as seen:
+        yield seen
+
+
+def _floating(tree: Any) -> Iterator[Tensor]:
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            yield x

@@ -1,0 +1,217 @@
+"""What the statistics of some steps come to, as plain values: the content of `numerics.json`.
+
+Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
+updates those of the run. Beside them stands what the run held: its dtypes, and how many numbers
+were zero that are none in the exact pass.
+
+All shares are of the values that are not zero. A zero in the exact pass is a structural one (a ReLU
+that is off, padding, an input that is always 0), which no format loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mprun.numerics.collect import GRADIENTS, KINDS, Row, Statistics
+from mprun.numerics.formats import BF16, FP16, Format, expected_db
+from mprun.numerics.histograms import Histogram
+from mprun.numerics.loss_scale import (
+    PUBLISHED,
+    Advice,
+    Gradients,
+    best_tried,
+    judge,
+    power,
+    recommend,
+)
+from mprun.numerics.lost_updates import LostUpdates
+from mprun.numerics.verdicts import EITHER, NEEDED_DB, Errors, range_or_precision
+
+FROM_THE_RUN = ("weights", "updates")
+"""Kinds of which the run has the exact values."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that was seen."""
+
+    exact: Statistics
+    """Of the passes in float32."""
+    held: Statistics
+    """Of the run."""
+    largest: float
+    """The largest gradient that float16 has to hold, unscaled."""
+    where: str
+    fp16: Errors
+    """Of the gradients of passes in float16, at a loss scale that fits."""
+    bf16: Errors
+    """Of those in bfloat16."""
+    tried: Mapping[float, Errors]
+    """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
+    undetermined: frozenset[str]
+    """Parameters whose gradients are rounding noise in float32 already; they decide nothing."""
+    scale_kind: str
+    """none, static or dynamic."""
+    headroom: float = 2.0
+    needed_db: float = NEEDED_DB
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The recommended loss scale."""
+        rows = self.exact.of(*GRADIENTS)
+        kept = {n: r for n, r in rows.items() if not self._is_noise(r)}
+        layers = {n: (r.histogram, r.noise) for n, r in kept.items()}
+        return recommend(Gradients(self.largest, self.where, layers), self.headroom)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values; floats may be infinite or NaN."""
+        rows = [self._row(row) for row in self._rows()]
+        return {
+            "verdict": self._verdict(rows),
+            "loss_scale": self._loss_scale(),
+            "lost_updates": _lost(self.held.lost),
+            "rows": rows,
+        }
+
+    def _is_noise(self, row: Row) -> bool:
+        return row.kind == "weight_gradients" and row.name in self.undetermined
+
+    @cached_property
+    def _in_use(self) -> float | None:
+        """The run's last loss scale; None where it has none."""
+        return self.held.scales[-1] if self.scale_kind != "none" and self.held.scales else None
+
+    def _rows(self) -> list[Row]:
+        """Rows by kind, each kind in the order of the forward pass."""
+        sources = {kind: self.held if kind in FROM_THE_RUN else self.exact for kind in KINDS}
+        rows = [row for kind, source in sources.items() for row in source.of(kind).values()]
+        forward = [row.name for row in rows if row.kind in ("weights", "activations")]
+        order = {name: n for n, name in enumerate(forward)}
+        return sorted(rows, key=lambda r: (KINDS.index(r.kind), order.get(r.name, len(order))))
+
+    def _row(self, row: Row) -> dict[str, Any]:
+        seen = row.histogram
+        found: dict[str, Any] = {
+            "kind": row.kind,
+            "name": row.name,
+            "histogram": seen.as_dict(),
+            "fp16": _shares(seen, row, FP16),
+            "bf16": _shares(seen, row, BF16),
+            "sqnr_db": {name: row.noise.db(name) for name in row.noise.noise},
+            "verdict": None,
+            "held": None,
+            "loss_scaled": None,
+        }
+        if row.kind == "updates":  # are held nowhere: added, and lost or not
+            return found
+        held = self.held.rows.get((row.kind, row.name), Row(row.kind, row.name))
+        found["held"] = {
+            "dtypes": sorted(str(d).removeprefix("torch.") for d in held.dtypes),
+            "became_zero": _share(max(0, held.histogram.zero - seen.zero), seen.nonzero),
+            "infinite": held.histogram.infinite,
+            "nan": held.histogram.nan,
+        }
+        db = found["sqnr_db"]
+        in_fp16 = db.get("fp16", math.inf)
+        if row.kind in GRADIENTS:
+            found["loss_scaled"] = self._loss_scaled(row, held)
+            in_fp16 = found["loss_scaled"]["fp16_db"]
+        in_bf16 = db.get("bf16", math.inf)
+        if not self._is_noise(row):
+            found["verdict"] = range_or_precision(in_fp16, in_bf16, self.needed_db)
+        return found
+
+    def _loss_scaled(self, row: Row, held: Row) -> dict[str, Any]:
+        """What becomes of gradients in float16 with a loss scale: recommended, and the run's."""
+        seen, recommended = row.histogram, self.advice.scale if self.advice else 1.0
+        found: dict[str, Any] = {
+            "recommended": recommended,
+            "fp16_db": expected_db(seen, row.noise.signal, FP16, recommended),
+            "in_use": self._in_use,
+        }
+        if self._in_use is not None:
+            by = math.frexp(self._in_use)[1] - 1
+            found["fp16"] = {
+                "below_normal": _share(seen.below(FP16.smallest_normal - by), seen.nonzero),
+                "below_smallest": _share(seen.below(FP16.smallest - by), seen.nonzero),
+                "becoming_zero": _share(seen.up_to(FP16.smallest - 1 - by), seen.nonzero),
+                "above_largest": _share(held.histogram.infinite, seen.nonzero),
+            }
+        return found
+
+    def _verdict(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        fp16, bf16 = self.fp16.db, self.bf16.db
+        word = range_or_precision(fp16, bf16, self.needed_db)
+        text = f"weight gradients keep {fp16:.1f} dB of signal over noise in float16"
+        if self.advice is not None:
+            text += f" at a fitting loss scale ({power(self.advice.scale)} for all steps)"
+        text += f", {bf16:.1f} dB in bfloat16; {self.needed_db:g} dB are needed"
+        others = [f"{r['kind']} {r['name']}" for r in rows if r["verdict"] not in (EITHER, None)]
+        return {
+            "word": word,
+            "reason": text,
+            "gradients_db": {"fp16": fp16, "bf16": bf16},
+            "parameters_db": {
+                name: {"fp16": self.fp16.db_of(name), "bf16": self.bf16.db_of(name)}
+                for name in self.fp16.ratios
+            },
+            "rows_of_another_verdict": others,
+            "undetermined": sorted(self.undetermined),
+        }
+
+    def _loss_scale(self) -> dict[str, Any]:
+        advice, used = self.advice, self.held.scales
+        found: dict[str, Any] = {
+            "kind": self.scale_kind,
+            "in_use": self._in_use,
+            "lowest_in_use": min(used, default=None),
+            "highest_in_use": max(used, default=None),
+            "recommended": advice.scale if advice else None,
+            "reason": str(advice) if advice else NO_ADVICE,
+            "largest_gradient": self.largest,
+            "where": self.where,
+            "headroom": self.headroom,
+            "verdicts": [],
+            "tried_db": {f"{s:.17g}": e.db for s, e in self.tried.items()},
+            "best_tried": best_tried({s: e.db for s, e in self.tried.items()}),
+        }
+        if advice is not None:
+            scales = {"none": 1.0, "published": PUBLISHED}
+            if found["in_use"] is not None:
+                scales["in use"] = found["in_use"]
+            scales["recommended"] = advice.scale
+            verdicts = {name: judge(s, advice, self.needed_db) for name, s in scales.items()}
+            found["verdicts"] = [{"label": n, **vars(v)} for n, v in verdicts.items()]
+        return found
+
+
+NO_ADVICE = "no loss scale can be recommended: every gradient is zero, or one is not finite"
+
+
+def _shares(seen: Histogram, row: Row, to: Format) -> dict[str, float | None]:
+    """Shares of the non-zero values that a format holds with fewer bits, or not at all."""
+    counts = {
+        "below_normal": seen.below(to.smallest_normal),
+        "below_smallest": seen.below(to.smallest),
+        "becoming_zero": seen.up_to(to.smallest - 1),
+        "above_largest": row.noise.above.get(to.name, 0),
+    }
+    return {name: _share(n, seen.nonzero) for name, n in counts.items()}
+
+
+def _share(count: int, of: int) -> float | None:
+    return count / of if of else None
+
+
+def _lost(by_parameter: Mapping[str, LostUpdates]) -> dict[str, Any]:
+    total = LostUpdates()
+    for lost in by_parameter.values():
+        total += lost
+    return {
+        "all": total.as_dict(),
+        "by_parameter": {name: lost.as_dict() for name, lost in by_parameter.items()},
+    }

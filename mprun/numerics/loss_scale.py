@@ -1,0 +1,186 @@
+"""Which loss scale to take, from unscaled gradients.
+
+Scaling the loss by S multiplies every gradient by S. In float16 that costs nothing until the
+largest of them overflows (from 65520 on), and every doubling keeps one more power of two of small
+ones above 2^-24, where the numbers end, and 2^-14, below which bits are lost. So the scale to take
+is the largest power of two that keeps the largest gradient, times some headroom for steps that were
+not looked at, at 65504 or below:
+
+    S = 2^floor(log2(65504 / (headroom * largest)))
+
+Being a power of two it changes exponents only: gradients that neither overflow nor fall below 2^-14
+have the same bits as without it. "Largest" is over every gradient that is computed in float16,
+activations' and weights' (`gradients.py`).
+
+A scale in use is
+
+    too high   where S times the largest gradient overflows: such steps are skipped
+    too low    where some layer's gradients, rounded to float16 times S, have less signal over noise
+               than is needed, and more at the recommended scale
+    fine       else
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mprun.numerics.formats import FP16, Noise, expected_db
+from mprun.numerics.histograms import Histogram, pooled
+
+BOUNDS = (2.0**-100, 2.0**100)
+"""No scale is recommended beyond these: the loss times it has to be a float32."""
+PUBLISHED = 1024.0
+"""The static scale of Graphcore's half-precision tutorial."""
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Unscaled gradients of some steps, as far as a loss scale depends on them."""
+
+    largest: float
+    """The largest magnitude that float16 has to hold."""
+    where: str
+    """Where it arose."""
+    layers: Mapping[str, tuple[Histogram, Noise]]
+    """What to call a layer's gradients to their histogram and power."""
+
+    def becoming_zero(self, scale: float) -> float | None:
+        """The share of non-zero gradients that float16 flushes to 0 at a loss scale.
+
+        The scale is taken as the power of two at or below it; None where there is no gradient.
+        """
+        return self._share(lambda h, by: h.up_to(FP16.smallest - 1 - by), scale)
+
+    def losing_bits(self, scale: float) -> float | None:
+        """The share below float16's smallest normal number, those that become 0 included."""
+        return self._share(lambda h, by: h.below(FP16.smallest_normal - by), scale)
+
+    def _share(self, count: Any, scale: float) -> float | None:
+        whole = pooled(h for h, _ in self.layers.values())
+        by = math.frexp(scale)[1] - 1
+        return count(whole, by) / whole.nonzero if whole.nonzero else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a loss scale."""
+
+    scale: float
+    word: str
+    """too low, too high or fine."""
+    reason: str
+    becoming_zero: float | None
+    """Share of non-zero gradients that become 0 at it."""
+    losing_bits: float | None
+    """Share of non-zero gradients that become subnormal or 0."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A recommended loss scale; as text, with its reason."""
+
+    scale: float
+    gradients: Gradients
+    headroom: float
+
+    def __str__(self) -> str:
+        seen, scale = self.gradients, self.scale
+        text = f"{power(scale)}: the largest gradient, {seen.largest:.3g} ({seen.where}), becomes "
+        text += f"{seen.largest * scale:,.0f} of float16's 65,504"
+        without, with_it = seen.becoming_zero(1.0), seen.becoming_zero(scale)
+        if without is not None and with_it is not None:
+            text += (
+                f"; of the non-zero gradients {without:.3%} would become 0 without a loss scale, "
+                f"{with_it:.3%} with it"
+            )
+        return text
+
+
+def power(scale: float) -> str:
+    """`2^16 = 65,536`, or the number alone where it is no power of two."""
+    mantissa, exponent = math.frexp(scale)
+    number = f"{scale:,.0f}" if 1 <= scale < 1e12 else f"{scale:g}"
+    return f"2^{exponent - 1} = {number}" if mantissa == 0.5 else f"{scale:g}"
+
+
+def largest_power(limit: float) -> float:
+    """The largest power of two at or below `limit`, within `BOUNDS`."""
+    low, high = BOUNDS
+    return min(max(2.0 ** (math.frexp(limit)[1] - 1), low), high)
+
+
+def recommend(gradients: Gradients, headroom: float = 2.0) -> Advice | None:
+    """The loss scale to take in float16.
+
+    Args:
+        gradients: what was seen.
+        headroom: how many times larger gradients may become before one overflows; 1 or more.
+
+    Returns:
+        The advice; None where every gradient is 0, or the largest is not finite.
+    """
+    if not 0 < gradients.largest < math.inf:
+        return None
+    limit = FP16.largest / headroom / gradients.largest
+    return Advice(largest_power(limit), gradients, headroom)
+
+
+def judge(scale: float, advice: Advice, needed_db: float = 20.0) -> Verdict:
+    """Whether a loss scale is too low, too high or fine.
+
+    Args:
+        scale: the one in use; 1 for none.
+        advice: what is recommended, and why.
+        needed_db: the signal-to-noise ratio that gradients have to keep.
+    """
+    seen = advice.gradients
+    word, reason = "fine", "no gradient overflows, and every layer's keep enough of their bits"
+    if seen.largest * scale >= FP16.limit:
+        word = "too high"
+        reason = f"the largest gradient, {seen.largest:.3g} ({seen.where}), overflows"
+    elif (worst := _worst(scale, advice, needed_db)) is not None:
+        name, have, could = worst
+        word = "too low"
+        reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
+        reason += power(advice.scale)
+    return Verdict(scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale))
+
+
+def _worst(scale: float, advice: Advice, needed_db: float) -> tuple[str, float, float] | None:
+    """The layer whose gradients suffer most from a scale below the recommended one."""
+    found = []
+    for name, (histogram, noise) in advice.gradients.layers.items():
+        if histogram.nonzero:
+            have = expected_db(histogram, noise.signal, FP16, scale)
+            could = expected_db(histogram, noise.signal, FP16, advice.scale)
+            if have < min(needed_db, could):
+                found.append((have, name, could))
+    if not found:
+        return None
+    have, name, could = min(found)
+    return name, have, could
+
+
+ALIKE_DB = 3.0
+"""Signal-to-noise ratios no further apart, half a bit, count as the same."""
+
+
+def best_tried(tried: Mapping[float, float]) -> float | None:
+    """The best of some loss scales that were tried: the largest of those as good as the best.
+
+    Between underflow and overflow lies a plateau on which scales differ by chance (by up to 1.6 dB
+    in what was tried); the largest there leaves the most room below.
+
+    Args:
+        tried: loss scale to the signal-to-noise ratio of the gradients, in dB.
+
+    Returns:
+        None where no scale gave finite gradients.
+    """
+    top = max(tried.values(), default=-math.inf)
+    if top == -math.inf:
+        return None
+    return max(scale for scale, db in tried.items() if db >= top - ALIKE_DB)
