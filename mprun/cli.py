@@ -7,12 +7,14 @@ that help and mistakes in the overrides are answered at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mprun.data_command import data_command
 from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
+from mprun.search_ops_command import search_ops_command
 from mprun.trace_command import trace_command
 from mprun.train_command import SweepStoppedError, train
 
@@ -29,8 +31,16 @@ class Command:
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
+    Command(
+        "search-ops",
+        "which ops must stay in fp32: mprun search-ops precision=fp16_mixed",
+        search_ops_command,
+    ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
+
+WORD = re.compile(r"[A-Za-z][A-Za-z_-]*")
+"""What could be meant as a command; overrides have a `=`, options begin with a dash."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +84,6 @@ def _dispatch(words: list[str]) -> int:
     first = words[0] if words else ""
     if first in by_name:
         return by_name[first].run(words[1:])
-    if first.isalpha() and (near := hint(first, by_name)):
+    if WORD.fullmatch(first) and (near := hint(first, by_name)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(by_name)}{near}")
     return train(words)

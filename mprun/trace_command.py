@@ -55,7 +55,7 @@ def _trace(composed: Composed) -> int:
     summary = initial_summary(chosen, composed.resolved)
     for line in tables.header(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    folder = _new_folder(composed.config.run.dir)
+    folder = new_folder(composed.config.run.dir)
     with backend_flags(chosen.policy, chosen.native_tf32):
         step, step_time_s = trace_step(chosen)
     kept = ("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
@@ -80,7 +80,12 @@ def _trace(composed: Composed) -> int:
     return EXIT_OK
 
 
-def _new_folder(wanted: str | None) -> Path:
+def new_folder(wanted: str | None) -> Path:
+    """The folder that was asked for, or one with the date; made, and empty.
+
+    Raises:
+        UsageError: it cannot be written, or holds something already.
+    """
     from mprun.record import dated_folder
 
     folder = dated_folder() if wanted is None else Path(wanted)

@@ -60,6 +60,7 @@ ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
 ALLOWED["train_command"] = set(ALLOWED)
 ALLOWED["trace_command"] = set(ALLOWED)
+ALLOWED["search_ops_command"] = set(ALLOWED)
 ALLOWED["data_command"] = {"data", "stop"}
 ALLOWED["cli"] = set(ALLOWED)
 NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
