@@ -108,8 +108,10 @@ def _search(
             )
         found["proof"] = proof_dict(proof)
         _write(folder, found)
-    for line in _closing(found, folder, overrides):
+    for line in _closing(found, folder):
         say(line)
+    at = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    say(f"use it: {shlex.join(['mprun', *at, *_using(found, folder, overrides)])}")
     return EXIT_OK
 
 
@@ -125,8 +127,9 @@ def _planned(
     if own or HELD_OUT in chosen.recipe.ignores:
         return low, chosen, ()
     held_out = (f"{HELD_OUT}={SHARE}",)
-    low = _composed([*overrides, *held_out], config_dir)
-    return low, plan(low.config, low.given), held_out
+    other = _composed([*overrides, *held_out], config_dir)
+    split = plan(other.config, other.given)
+    return (other, split, held_out) if len(split.splits.validation) else (low, chosen, ())
 
 
 def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
@@ -199,20 +202,24 @@ def _show(console: Console, found: Mapping[str, Any]) -> None:
     console.print(outcome_table(found), highlight=False)
 
 
-def _closing(found: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> Iterator[str]:
-    from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
+def _closing(found: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    from mprun.report.op_list_text import texts
     from mprun.report.search_ops import proof_lines
 
     if not found["search"]["ops"]["is_within"]:
         yield "warning: even with every op in float32 the difference is more than is tolerated"
     if found["proof"] is not None:
         yield from proof_lines(found["proof"])
-    lists = ALL_LOWER if found["answer"] == "modules" else OPS
-    kept = [w for w in overrides if _key(w).partition(".")[0] not in ("op_lists", "run")]
-    files = [f"op_lists.{kind}_file={folder / lists}" for kind in ("lower", "fp32")]
-    if found["answer"] == "modules":
-        files.append(f"precision.layers_file={folder / LAYERS}")
-    yield f"written: {folder}/search_ops.json, {OPS}" + (
-        f", {ALL_LOWER}, {LAYERS}" if (folder / LAYERS).exists() else ""
-    )
-    yield "use it: " + shlex.join(["mprun", *kept, "op_lists=hmp", *files])
+    yield f"written: {folder}/{', '.join(('search_ops.json', *texts(found)))}"
+
+
+def _using(found: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """The words of a run with what was found."""
+    from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
+
+    by_modules = found["answer"] == "modules"
+    lists = folder / (ALL_LOWER if by_modules else OPS)
+    yield from (w for w in overrides if _key(w).partition(".")[0] not in ("op_lists", "run"))
+    yield from ("op_lists=hmp", f"op_lists.lower_file={lists}", f"op_lists.fp32_file={lists}")
+    if by_modules:
+        yield f"precision.layers_file={folder / LAYERS}"

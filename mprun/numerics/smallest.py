@@ -71,7 +71,10 @@ def smallest(
     search = _Search({n: _worst_if_nan(h) for n, h in alone.items()}, harm, cost)
     kept = search.added()
     if search.harm(kept) <= 1:
-        kept = search.swapped(search.without_needless(kept))
+        needed = search.without_needless(kept)
+        kept = search.swapped(needed)
+        if kept != needed:
+            kept = search.without_needless(kept)
     return Smallest(kept, search.harm(kept), tuple(search.steps))
 
 
