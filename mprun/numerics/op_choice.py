@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
@@ -155,6 +155,7 @@ class OpChoice:
     """Movable op to how often it is called, in the order of the first calls."""
     modules: Mapping[str, int] = field(default_factory=dict)
     """Module to how many movable calls its own code makes, in the order of the first ones."""
+    _casters: dict[Hashable, OpListCaster] = field(default_factory=dict, repr=False, compare=False)
 
     def lists(self, fp32: Collection[str] = ()) -> OpLists:
         """These ops on the fp32 list, the others lower."""
@@ -183,7 +184,13 @@ class OpChoice:
         return Way(outside, {name: self.dtype}, lambda _: inside.region, self.arithmetic)
 
     def _caster(self, lists: OpLists, watcher: Watcher | None = None) -> OpListCaster:
-        return OpListCaster(lists, self.dtype, self.device_type, watcher=watcher)
+        """A caster for these lists, the one there is: making its table takes milliseconds."""
+        if watcher is not None:
+            return OpListCaster(lists, self.dtype, self.device_type, watcher=watcher)
+        key = frozenset(lists.rules.items())
+        if key not in self._casters:
+            self._casters[key] = OpListCaster(lists, self.dtype, self.device_type)
+        return self._casters[key]
 
 
 def op_choice(

@@ -73,6 +73,7 @@ def _outcomes(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 def proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
     """The verdict of the paired trainings, and what it rests on."""
     difference, interval = number(proof["difference"]), proof["interval"]
+    mean = f"{difference:+.2%}" if abs(difference) < float("inf") else "not finite"
     spread = ""
     if interval is not None:
         low, high = map(number, interval)
@@ -80,7 +81,7 @@ def proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
     more = f", about {proof['more_seeds']} more seeds" if proof["more_seeds"] else ""
     yield (
         f"proof: {len(proof['losses'])} pairs of trainings of {proof['steps']} steps, "
-        f"{proof['split']} loss less float32's: {difference:+.2%}{spread}; "
+        f"{proof['split']} loss less float32's: {mean}{spread}; "
         f"{proof['verdict']}{more}: {proof['reason']}"
     )
     for seed, failure in enumerate(proof["failures"]):
