@@ -68,7 +68,7 @@ def _search(
     from mprun.build import plan
     from mprun.config import compose
     from mprun.numerics.passes import NotMeasurableError
-    from mprun.study.proof import prove
+    from mprun.study.proof import Margins, prove
     from mprun.study.search_ops import search_ops
     from mprun.study.search_ops_record import as_dict, proof_dict
     from mprun.trace_command import new_folder
@@ -103,7 +103,8 @@ def _search(
                 seeds=settings.seeds,
                 warmup_steps=settings.search_ops.warmup_steps,
                 steps=settings.search_ops.steps,
-                margin=settings.search_ops.margin,
+                margins=Margins(settings.search_ops.margin, settings.search_ops.relative_margin),
+                timed=settings.search_ops.timed_steps > 0,
                 told=status.update,
             )
         found["proof"] = proof_dict(proof)

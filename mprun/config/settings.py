@@ -88,8 +88,10 @@ class SearchOpsSettings:
     """Forward and backward passes timed of each op and module, in turn; 0 for no times."""
     steps: int = 100
     """Optimizer steps of each training of the proof; 0 for no proof."""
-    margin: float = 0.02
-    """Differences of the proof's losses inside plus and minus this share do not matter."""
+    margin: float = 0.005
+    """Differences of the proof's accuracies inside plus and minus this do not matter."""
+    relative_margin: float = 0.02
+    """The same for losses, as a share of float32's."""
 
 
 @dataclass
@@ -114,6 +116,7 @@ RANGES = {
     "search_ops.timed_steps": NOT_NEGATIVE,
     "search_ops.steps": NOT_NEGATIVE,
     "search_ops.margin": POSITIVE,
+    "search_ops.relative_margin": POSITIVE,
     "seeds": COUNT,
 }
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map
 
 from mprun.errors import first_line
@@ -32,6 +31,13 @@ loss takes beside the model's output."""
 
 class NotMeasurableError(ValueError):
     """A model or a loss that nothing can be said of."""
+
+
+BATCH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Layers that take statistics of what they are given in training, and kept ones otherwise."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +198,7 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
 def _is_deterministic(module: nn.Module) -> bool:
     """Whether a module draws no random numbers in training, and is another without it."""
     recurrent = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN's backward pass
-    return recurrent or isinstance(module, _NormBase)
+    return recurrent or isinstance(module, BATCH_STATISTICS)
 
 
 def _widened(x: Any) -> Any:

@@ -10,6 +10,8 @@ from rich.table import Table
 
 from mprun.record import number
 
+MOST_ROWS = 20
+
 
 def rows_table(found: Mapping[str, Any], what: str) -> Table:
     """What each op or module does, the most harmful first.
@@ -21,19 +23,25 @@ def rows_table(found: Mapping[str, Any], what: str) -> Table:
     low = SHORT[found["dtype"]]
     table = _table(f"{what}, one at a time")
     table.add_column(what.removesuffix("s"), overflow="fold")
-    for column in ("calls", f"{low} alone: loss", "worst gradient", "", "fp32 alone: loss"):
+    for column in ("calls", f"only it {low}: loss", "worst gradient", "", "all but it: loss"):
         table.add_column(column, justify="right")
-    for column in ("worst gradient", "time"):
-        table.add_column(column, justify="right")
-    for row in sorted(found[what], key=lambda r: -number(r["harm_alone"])):
+    table.add_column("worst gradient", justify="right")
+    timed = any(row["time_ratio"] is not None for row in found[what])
+    if timed:
+        table.add_column("time", justify="right")
+    rows = sorted(found[what], key=lambda r: -number(r["harm_alone"]))
+    for row in rows[:MOST_ROWS]:
         alone, kept = row["alone"], row["kept"]
         table.add_row(
             row["name"],
             str(row["calls"]),
             *(loss(alone), decibels(alone["worst_db"])),
             "" if number(row["harm_alone"]) <= 1 else "harmful",
-            *(loss(kept), decibels(kept["worst_db"]), times(row["time_ratio"])),
+            *(loss(kept), decibels(kept["worst_db"])),
+            *([times(row["time_ratio"])] if timed else []),
         )
+    if (more := len(rows) - MOST_ROWS) > 0:
+        table.caption = f"and {more} more, none more harmful, in search_ops.json"
     return table
 
 
@@ -44,19 +52,21 @@ def outcome_table(found: Mapping[str, Any]) -> Table:
     for column in ("loss", "gradients", "worst"):
         table.add_column(column, justify="right")
     table.add_column("of", overflow="fold")
-    for column in ("time", "fp32 numbers"):
-        table.add_column(column, justify="right")
+    table.add_column("fp32 numbers", justify="right")
+    timed = found["float32"]["time_ratio"] is not None
+    if timed:
+        table.add_column("time", justify="right")
     for name, row in _outcomes(found):
-        measure = row["measure"]
+        measure, share = row["measure"], row.get("float32_share")
         table.add_row(
             name,
             *(loss(measure), decibels(measure["gradients_db"])),
             *(decibels(measure["worst_db"]), measure["worst_parameter"]),
-            times(row["time_ratio"]),
-            f"{row['float32_share']:.0%}" if "float32_share" in row else "",
+            "" if share is None else f"{share:.0%}",
+            *([times(row["time_ratio"])] if timed else []),
         )
-    if found["float32"]["time_ratio"] is not None:
-        table.add_row("everything", *[""] * 4, times(found["float32"]["time_ratio"]), "100%")
+    if timed:
+        table.add_row("everything", *[""] * 4, "100%", times(found["float32"]["time_ratio"]))
     return table
 
 
@@ -72,17 +82,17 @@ def _outcomes(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 
 def proof_lines(proof: Mapping[str, Any]) -> Iterator[str]:
     """The verdict of the paired trainings, and what it rests on."""
-    difference, interval = number(proof["difference"]), proof["interval"]
-    mean = f"{difference:+.2%}" if abs(difference) < float("inf") else "not finite"
-    spread = ""
+    unit = " %" if proof["is_relative"] else " points"
+    mean, interval = 100 * number(proof["difference"]), proof["interval"]
+    said = f"{mean:+.2f}{unit}" if abs(mean) < float("inf") else "not finite"
     if interval is not None:
-        low, high = map(number, interval)
-        spread = f" (95 %: {low:+.2%} to {high:+.2%})"
+        low, high = (100 * number(x) for x in interval)
+        said += f" (95 %: {low:+.2f} to {high:+.2f})"
     more = f", about {proof['more_seeds']} more seeds" if proof["more_seeds"] else ""
     yield (
-        f"proof: {len(proof['losses'])} pairs of trainings of {proof['steps']} steps, "
-        f"{proof['split']} loss less float32's: {mean}{spread}; "
-        f"{proof['verdict']}{more}: {proof['reason']}"
+        f"proof: {len(proof['values'])} pairs of trainings of {proof['steps']} steps, "
+        f"{proof['split']} {proof['metric']} less float32's: {said}, margin "
+        f"{100 * proof['margin']:g}{unit}: {proof['verdict']}{more}; {proof['reason']}"
     )
     for seed, failure in enumerate(proof["failures"]):
         if failure is not None:
@@ -131,5 +141,10 @@ def times(value: float | None) -> str:
 
 def _table(title: str) -> Table:
     return Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+        title=title,
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )

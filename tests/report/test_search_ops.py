@@ -83,6 +83,15 @@ def test_the_most_harmful_op_stands_first() -> None:
     assert "harmful" not in rows[1]
 
 
+def test_of_many_rows_the_most_harmful_are_shown() -> None:
+    rows = [row(f"layer{n}", n / 100, measure()) for n in range(30)]
+    text = shown(rows_table(changed(modules=rows), "modules"))
+    assert "layer29 " in text
+    assert "layer10 " in text
+    assert "layer9 " not in text
+    assert "and 10 more, none more harmful, in search_ops.json" in text
+
+
 def test_the_outcome_marks_the_answer() -> None:
     text = shown(outcome_table(FOUND))
     assert "ops: exp <-" in text
@@ -139,12 +148,14 @@ def test_a_failing_op_is_no_loss() -> None:
 PROOF: dict[str, Any] = {
     "steps": 100,
     "split": "validation",
-    "losses": [0.5, 0.4],
+    "metric": "loss",
+    "is_relative": True,
+    "margin": 0.02,
+    "values": [0.5, 0.4],
     "failures": [None, None],
     "skipped_steps": [0, 0],
     "difference": 0.01,
     "interval": [-0.02, 0.04],
-    "margin": 0.02,
     "verdict": "inconclusive",
     "reason": "why",
     "more_seeds": 3,
@@ -154,17 +165,20 @@ PROOF: dict[str, Any] = {
 
 def test_the_proof_says_what_it_rests_on() -> None:
     assert list(proof_lines(PROOF)) == [
-        "proof: 2 pairs of trainings of 100 steps, validation loss less float32's: +1.00% "
-        "(95 %: -2.00% to +4.00%); inconclusive, about 3 more seeds: why",
+        "proof: 2 pairs of trainings of 100 steps, validation loss less float32's: +1.00 % "
+        "(95 %: -2.00 to +4.00), margin 2 %: inconclusive, about 3 more seeds; why",
         "step time in these trainings: 0.500 of float32's",
     ]
+    accuracy = {**PROOF, "metric": "accuracy", "is_relative": False, "margin": 0.005}
+    (line, _) = proof_lines(accuracy)
+    assert "accuracy less float32's: +1.00 points (95 %: -2.00 to +4.00), margin 0.5 points" in line
 
 
 def test_the_proof_names_trainings_that_failed_and_steps_that_were_skipped() -> None:
     failed = {**PROOF, "failures": [None, "the loss became nan"], "skipped_steps": [3, 1]}
     failed |= {"difference": "nan", "interval": None, "verdict": "worse", "more_seeds": None}
     lines = list(proof_lines({**failed, "step_time_ratio": None}))
-    assert "less float32's: not finite; worse: why" in lines[0]
+    assert "less float32's: not finite, margin 2 %: worse; why" in lines[0]
     assert lines[1:] == [
         "seed 1: the loss became nan",
         "steps skipped because a gradient overflowed, by seed: 3, 1",

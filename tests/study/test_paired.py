@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.study.paired import compare
+from mprun.study.paired import Metric, Paired, compare
 
 BASE = [1.0, 1.2, 0.9, 1.1]
+
+
+def losses(other: list[float], margin: float, base: list[float] = BASE) -> Paired:
+    return compare(other, base, Metric("loss", False, True, margin))
 
 
 def shifted(*shares: float) -> list[float]:
@@ -21,7 +25,7 @@ def shifted(*shares: float) -> list[float]:
 
 def test_difference_and_intervals_are_scipys_of_paired_differences() -> None:
     other = [1.01, 1.23, 0.95, 1.08]
-    found = compare(other, BASE, 0.02)
+    found = losses(other, 0.02)
     differences = (np.array(other) - np.array(BASE)) / np.mean(BASE)
     assert found.difference.value == pytest.approx(differences.mean())
     assert found.difference.n == 4
@@ -38,7 +42,7 @@ def test_equivalent_is_two_one_sided_tests() -> None:
             stats.ttest_1samp(shares, -margin, alternative="greater").pvalue,
             stats.ttest_1samp(shares, margin, alternative="less").pvalue,
         ]
-        word = compare(shifted(*shares), BASE, margin).verdict.word
+        word = losses(shifted(*shares), margin).verdict.word
         assert (word == "equivalent") == (max(tests) < 0.05)
 
 
@@ -53,12 +57,12 @@ def test_equivalent_is_two_one_sided_tests() -> None:
     ],
 )
 def test_a_verdict_for_each_case(shares: list[float], word: str) -> None:
-    assert compare(shifted(*shares), BASE, 0.02).verdict.word == word
+    assert losses(shifted(*shares), 0.02).verdict.word == word
 
 
 def test_an_inconclusive_one_says_how_many_more_seeds_would_settle_it() -> None:
     shares = [0.02, -0.02, 0.02, -0.02]
-    more = compare(shifted(*shares), BASE, 0.02).verdict.more_seeds
+    more = losses(shifted(*shares), 0.02).verdict.more_seeds
     assert more is not None
     spread, n = stats.tstd(shares), 4 + more
     half = [stats.t.ppf(0.95, k - 1) * spread / math.sqrt(k) for k in (n - 1, n)]
@@ -67,19 +71,34 @@ def test_an_inconclusive_one_says_how_many_more_seeds_would_settle_it() -> None:
 
 def test_a_difference_right_at_the_margin_is_settled_by_no_number_of_seeds_within_reason() -> None:
     shares = [0.3, -0.3, 0.3, -0.2999]
-    assert compare(shifted(*shares), BASE, 1e-5).verdict.more_seeds is None
+    assert losses(shifted(*shares), 1e-5).verdict.more_seeds is None
 
 
 def test_one_pair_has_no_interval() -> None:
-    found = compare([1.1], [1.0], 0.2)
+    found = losses([1.1], 0.2, [1.0])
     assert found.difference.value == pytest.approx(0.1)
     assert (found.difference.interval, found.equivalence) == (None, None)
-    assert (found.verdict.word, found.verdict.more_seeds) == ("inconclusive", 2)
+    assert (found.verdict.word, found.verdict.more_seeds) == ("inconclusive", 1)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
-    found = compare([1.0, broken, 0.9, 1.1], BASE, 0.5)
+    found = losses([1.0, broken, 0.9, 1.1], 0.5)
     assert found.verdict.word == "worse"
     assert found.verdict.reason.startswith("1 of 4 trainings")
     assert math.isnan(found.difference.value)
+
+
+def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
+    metric = Metric("accuracy", True, False, 0.005)
+    base = [0.91, 0.90, 0.92]
+    found = compare([0.93, 0.921, 0.939], base, metric)
+    assert found.difference.value == pytest.approx(0.02)
+    assert found.verdict.word == "better"
+    assert compare([0.89, 0.879, 0.901], base, metric).verdict.word == "worse"
+    assert compare([0.911, 0.90, 0.92], base, metric).verdict.word == "equivalent"
+
+
+def test_losses_below_zero_are_better_the_lower_and_a_mean_of_zero_has_no_share() -> None:
+    assert losses([-1.3, -1.1, -1.21], 0.02, [-1.2, -1.0, -1.1]).verdict.word == "better"
+    assert losses([0.5, 0.6], 0.02, [-0.5, 0.5]).difference.value == pytest.approx(0.55)
