@@ -18,6 +18,7 @@ from mprun.commands.doctor import doctor_command
 from mprun.commands.double import double_command
 from mprun.commands.memory import memory_command
 from mprun.commands.numerics import numerics_command
+from mprun.commands.search_ops import search_ops_command
 from mprun.commands.sweep import sweep_command
 from mprun.commands.trace import trace_command
 from mprun.commands.train import SweepStoppedError, train
@@ -85,6 +86,12 @@ COMMANDS = (
         numerics_command,
         ("numerics",),
     ),
+    Command(
+        "search-ops",
+        "which ops must stay in fp32: mprun search-ops precision=fp16_mixed",
+        search_ops_command,
+        ("search_ops", "seeds"),
+    ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
 
@@ -132,7 +139,7 @@ def _is_no_override(word: str) -> bool:
     """Whether a word looks like a command; the name of a group or a field lacks its value."""
     from mprun.config.reference import GROUPS, leaves, sections
 
-    letters = word.replace("-", "").isalpha()
+    letters = word.replace("-", "").replace("_", "").isalpha()
     return letters and word not in (*GROUPS, *leaves(), *sections())
 
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, NOT_NEGATIVE, Range
+from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, hint
 
 
@@ -143,6 +143,33 @@ class NumericsSettings:
 
 
 @dataclass
+class SearchOpsSettings:
+    """How ops that must stay in float32 are searched, and what is tolerated of the others."""
+
+    tolerance: float = 0.01
+    """Relative difference of the loss from float32's that is tolerated."""
+    gradient_db: float | None = 10.0
+    """Least SQNR of any parameter's gradient against float32's, in dB; null to look at the loss
+    alone."""
+    batches: int = 4
+    """Batches of validation data that are measured on."""
+    warmup_steps: int = 20
+    """Steps trained in float32 before; 0 measures the weights as they begin."""
+    always: list[str] = field(default_factory=list)
+    """Ops that stay in float32 whatever is measured: [softmax, log]."""
+    modules: bool = True
+    """Whether modules are measured, and suggested where they are the better answer."""
+    timed_steps: int = 10
+    """Forward and backward passes timed of each op and module, in turn; 0 for no times."""
+    steps: int = 100
+    """Optimizer steps of each training of the proof; 0 for no proof."""
+    margin: float = 0.005
+    """Differences of the proof's accuracies inside plus and minus this do not matter."""
+    relative_margin: float = 0.02
+    """The same for losses, as a share of float32's."""
+
+
+@dataclass
 class Settings:
     """Everything that is said to a command and not to a run."""
 
@@ -158,8 +185,10 @@ class Settings:
     """What `mprun memory` shows."""
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
     """Which steps `mprun numerics` looks at, and what it asks of their numbers."""
+    search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
+    """How ops that must stay in float32 are searched."""
     seeds: int | None = None
-    """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
+    """Runs of each variant: seeds 0, 1, ... below this; null for 5, 10 in advise and double."""
 
 
 RANGES = {
@@ -177,6 +206,14 @@ RANGES = {
     "numerics.headroom": Range(1, 2**20),
     "numerics.needed_db": NOT_NEGATIVE,
     "numerics.top": COUNT,
+    "search_ops.tolerance": POSITIVE,
+    "search_ops.gradient_db": Range(-1000, 1000),
+    "search_ops.batches": COUNT,
+    "search_ops.warmup_steps": NOT_NEGATIVE,
+    "search_ops.timed_steps": NOT_NEGATIVE,
+    "search_ops.steps": NOT_NEGATIVE,
+    "search_ops.margin": Range(0, 0.1, low_open=True),
+    "search_ops.relative_margin": Range(0, 1, low_open=True),
     "seeds": COUNT,
 }
 

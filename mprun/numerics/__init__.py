@@ -3,17 +3,21 @@
 from mprun.numerics.collect import Statistics, statistics
 from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions
 from mprun.numerics.footprint import MemoryRecorder, fake_tensors, memory, record_memory
+from mprun.numerics.op_sensitivity import Sensitivity, Tolerance, sensitivity
 from mprun.numerics.step_memory import StepMemory
 
 __all__ = [
     "FpException",
     "FpExceptionError",
     "MemoryRecorder",
+    "Sensitivity",
     "Statistics",
     "StepMemory",
+    "Tolerance",
     "fake_tensors",
     "fp_exceptions",
     "memory",
     "record_memory",
+    "sensitivity",
     "statistics",
 ]

@@ -20,8 +20,7 @@ def sqnr_db(exact: Tensor, found: Tensor) -> float:
     holds a NaN or an infinity.
     """
     exact, found = exact.double(), found.double()
-    signal = exact.square().sum().item()
-    noise = (found - exact).square().sum().item()
+    signal, noise = exact.square().sum().item(), (found - exact).square().sum().item()
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     return ratio_db(signal, noise)

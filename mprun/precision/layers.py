@@ -16,8 +16,8 @@ inside a kept one is kept with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -100,6 +100,25 @@ def compute_in(
     """
     for name, dtype in named.items():
         _wrap(model.get_submodule(name), layer_region(dtype), dtype)
+
+
+@contextmanager
+def computing_in(
+    model: nn.Module,
+    named: Mapping[str, torch.dtype],
+    layer_region: Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]],
+) -> Iterator[None]:
+    """`compute_in` for as long as this is entered."""
+    modules = [model.get_submodule(name) for name in named]
+    before = [vars(module).get("forward") for module in modules]
+    compute_in(model, named, layer_region)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
 
 
 def cast_at_borders(model: nn.Module) -> None:

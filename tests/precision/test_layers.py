@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import nn
 
 from mprun.cli import main
 from mprun.precision.caster import AutocastCaster
-from mprun.precision.layers import compute_in, resolve
+from mprun.precision.layers import compute_in, computing_in, resolve
 
 
 def model() -> nn.Sequential:
@@ -95,3 +97,24 @@ def test_by_a_file() -> None:
     assert read_summary(Path("run"))["effective"]["layers"] == {"fc1": "fp32"}
     Path("layers.yaml").write_text("fc1: int4\n", encoding="utf-8")
     assert main([*words, "precision.layers_file=layers.yaml"]) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
+    m, x = model(), torch.randn(2, 4)
+    caster = AutocastCaster("cpu", torch.bfloat16)
+    compute_in(m, {"2": torch.float32}, caster.layer_region)
+    lasting = m[2].forward
+    with (
+        suppress(KeyError),
+        computing_in(m, {"0": torch.bfloat16, "1.0": torch.bfloat16}, caster.layer_region),
+    ):
+        assert m[1](m[0](x)).dtype == torch.bfloat16
+        assert m(x).dtype == torch.float32  # the last layer is
+        if fails:
+            raise KeyError
+    assert m[1](m[0](x)).dtype == torch.float32
+    assert "forward" not in vars(m[0])
+    with computing_in(m, {"2": torch.bfloat16}, caster.layer_region):
+        assert m[2].forward is not lasting
+    assert m[2].forward is lasting

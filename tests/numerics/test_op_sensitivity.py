@@ -1,0 +1,403 @@
+"""Planted ops that do not stand the lower dtype are found, by name, and no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mprun.numerics import Sensitivity, Tolerance, sensitivity
+from mprun.numerics.op_choice import HEAVY, calls, float32_share, op_choice, promoted
+from mprun.numerics.passes import FLOAT32, NotMeasurableError
+from mprun.numerics.probe import Measure
+from mprun.precision import OpListCaster
+from mprun.precision.op_lists.names import known, spelled
+
+Function = Callable[[Tensor], Tensor]
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+class Planted(nn.Module):
+    """Two linear layers with something between them, and something before them."""
+
+    def __init__(self, between: Function = torch.relu, before: Function = lambda x: x) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 3)
+        self.between, self.before = between, before
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.between(self.first(self.before(x))))
+
+
+def batches(largest: float = 1.0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.rand(8, 8, generator=generator) * largest,
+            torch.randint(0, 3, (8,), generator=generator),
+        )
+        for _ in range(2)
+    ]
+
+
+def found(
+    between: Function = torch.relu,
+    before: Function = lambda x: x,
+    dtype: torch.dtype = FP16,
+    largest: float = 1.0,
+    **options: Any,
+) -> Sensitivity:
+    model = Planted(between, before)
+    return sensitivity(model, F.cross_entropy, batches(largest), dtype, modules=False, **options)
+
+
+# ---- planted ops ---------------------------------------------------------------------------------
+# Each is harmless in float32. What overflows is brought back into range by the ops behind it, which
+# run in float32 because their input is: only the cause has to be on the list.
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^12 and more: above 65504."""
+    return torch.exp(x.abs() + 12).sqrt() / 1000
+
+
+def power(x: Tensor) -> Tensor:
+    """30^4 = 810000."""
+    return ((torch.tanh(x) + 30).pow(4) - 810000) / 1e5
+
+
+def total(x: Tensor) -> Tensor:
+    """A sum of 16 numbers around 10000."""
+    return x + (torch.tanh(x) + 10000).sum(-1, keepdim=True) / 160000
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    """1 / 0.001 fits; the square of it, which the gradient takes, does not."""
+    return torch.reciprocal(torch.sigmoid(x) * 1e-3 + 1e-3) * 1e-3
+
+
+def inverse(x: Tensor) -> Tensor:
+    """It has no 16-bit kernel."""
+    return x @ torch.linalg.inv(x.mT @ x + torch.eye(16, dtype=x.dtype))
+
+
+@pytest.mark.parametrize(
+    ("between", "expected"),
+    [
+        (torch.relu, ()),
+        (F.gelu, ()),
+        (nn.Softmax(-1), ()),
+        (exp, ("exp",)),
+        (power, ("pow",)),
+        (total, ("sum",)),
+        (reciprocal, ("reciprocal",)),
+        (inverse, ("linalg_inv",)),
+        (lambda x: exp(x) + reciprocal(x), ("exp", "reciprocal")),
+        (lambda x: exp(x) + total(x), ("exp", "sum")),
+    ],
+)
+def test_the_planted_ops_and_no_others_are_on_the_list(
+    between: Function, expected: tuple[str, ...]
+) -> None:
+    ops = found(between).smallest_ops()
+    assert sorted(ops.fp32) == sorted(expected)
+    assert {n for n, kind in ops.lists.rules.items() if kind == "fp32"} == set(expected)
+    assert ops.search.is_within
+    assert ops.measure.loss_difference < 0.01
+    assert ops.measure.worst_db > 10
+    assert (ops.float32_share > 0) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "largest", "expected"),
+    [
+        (torch.log1p, 1e6, ("log1p",)),  # raw counts
+        (torch.sin, 1e4, ("sin",)),  # a time in seconds: float16 has steps of 8 there
+        (lambda x: torch.log1p(x) + torch.sin(x / 10), 1e5, ("log1p", "div")),
+        (torch.tanh, 1.0, ()),
+    ],
+)
+def test_an_op_on_the_model_s_own_input_is_lower_at_first_too(
+    before: Function, largest: float, expected: tuple[str, ...]
+) -> None:
+    assert sorted(found(before=before, largest=largest).smallest_ops().fp32) == sorted(expected)
+
+
+def test_in_the_backward_pass_alone_it_is_seen_in_the_gradients() -> None:
+    measured = found(reciprocal)
+    assert measured.lower.loss_difference < 1e-3
+    assert math.isnan(measured.lower.worst_db)
+    (row,) = (row for row in measured.ops if row.name == "reciprocal")
+    assert row.alone.loss_difference < 1e-3
+    assert math.isnan(row.alone.worst_db)
+    assert row.kept.worst_db > 40
+    assert measured.smallest_ops(Tolerance(gradient_db=None)).fp32 == ()
+
+
+def test_bfloat16_has_the_range_and_lacks_the_precision() -> None:
+    """1000 + x has 8 bits for both: steps of 4 in bfloat16, of 1/2 in float16."""
+
+    def shift(x: Tensor) -> Tensor:
+        return torch.sub(torch.add(x * 10, 1000), 1000)
+
+    assert found(exp, dtype=BF16).smallest_ops().fp32 == ()
+    assert found(shift, dtype=BF16).smallest_ops().fp32 == ("add",)
+
+
+def test_a_module_is_the_answer_where_one_of_many_calls_is_hostile() -> None:
+    """Both layers are `linear`; the weights of one are large, and its outcome is brought back."""
+
+    class Small(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 1e-5
+
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16, bias=False), Small()),
+        *(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)),
+    )
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+    measured = sensitivity(model, F.cross_entropy, batches(), FP16)
+    ops, modules = measured.smallest_ops(), measured.smallest_modules()
+    assert ops.fp32 == ("linear",)
+    assert modules.fp32 == ("2",)
+    assert modules.float32_share < ops.float32_share
+    assert {n for n, kind in modules.lists.rules.items() if kind == "fp32"} == set()
+    (row,) = (row for row in measured.modules if row.name == "2")
+    assert not math.isfinite(row.alone.loss_difference)
+    assert row.kept.worst_db > 40
+
+
+def test_the_same_model_gives_the_same_rows_and_lists() -> None:
+    first, second = found(exp), found(exp)
+    assert repr(first.ops) == repr(second.ops)  # NaN is not equal to itself
+    assert repr(first.smallest_ops()) == repr(second.smallest_ops())
+
+
+def test_a_list_found_makes_training_work_where_everything_lower_does_not() -> None:
+    measured = found(exp)
+    for lists, works in ((measured.smallest_ops().lists, True), (measured.choice.lists(), False)):
+        model, (x, y) = Planted(exp), batches()[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        caster, losses = OpListCaster(lists, FP16), []
+        for _ in range(20):
+            optimizer.zero_grad()
+            with caster.region():
+                output = model(x)
+            loss = F.cross_entropy(output.float(), y)
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+        assert (losses[-1] < losses[0]) == works
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_a_row_for_each_op_in_the_order_of_the_calls() -> None:
+    measured = found(exp)
+    assert [(r.name, r.calls) for r in measured.ops] == [
+        *(("linear", 2), ("abs", 1), ("add", 1), ("exp", 1), ("sqrt", 1), ("div", 1)),
+    ]
+    assert all(r.time_ratio is None for r in measured.ops)
+    assert measured.modules == ()
+
+
+def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() -> None:
+    measured = found(exp)
+    rows = {row.name: row for row in measured.ops}
+    assert rows["linear"].alone.worst_db > 50  # 11 bits are 66 dB
+    assert not math.isfinite(rows["exp"].alone.loss_difference)
+    assert not math.isfinite(rows["sqrt"].alone.loss_difference)  # it takes 160000
+    assert not math.isfinite(rows["div"].kept.loss_difference)
+    assert math.isfinite(rows["exp"].kept.loss_difference)
+
+
+def test_times_are_taken_where_they_are_asked_for() -> None:
+    measured = found(timed_steps=1)
+    assert all(r.time_ratio is not None and r.time_ratio > 0 for r in measured.ops)
+    assert (measured.time_ratio(FLOAT32) or 0) > 0
+    assert found().time_ratio(FLOAT32) is None
+
+
+def test_everything_in_float32_is_float32() -> None:
+    measured = found(exp)
+    way = measured.choice.way(list(measured.choice.ops))
+    assert measured.measure(way)[:3] == (0.0, math.inf, math.inf)
+
+
+def test_progress_is_told() -> None:
+    told: list[str] = []
+    found(told=told.append)
+    assert {"op linear", "op relu", "in float32: nothing", "in float32: relu"} <= set(told)
+
+
+@pytest.mark.parametrize(
+    ("measure", "harm"),
+    [
+        (Measure(0.005, 99, math.inf, "w", 1), 0.5),
+        (Measure(0.0, 99, 10.0, "w", 1), 1.0),
+        (Measure(0.0, 99, 30.0, "w", 1), 0.1),  # a tenth of the error in amplitude
+        (Measure(0.02, 99, 20.0, "w", 1), 2.0),
+        (Measure(math.inf, math.nan, math.nan, "", 1), math.inf),
+        (Measure(math.nan, math.nan, math.nan, "", 1), math.inf),
+        (Measure(0.0, math.nan, math.nan, "w", 1), math.inf),
+        (Measure(0.0, 99, -math.inf, "w", 1), math.inf),
+        (Measure(0.0, math.inf, math.inf, "w", 1), 0.0),
+    ],
+)
+def test_harm_is_1_at_the_tolerance_and_infinite_where_a_number_is_none(
+    measure: Measure, harm: float
+) -> None:
+    assert Tolerance(loss=0.01, gradient_db=10).harm(measure) == pytest.approx(harm)
+
+
+def test_gradients_may_be_left_out_of_the_harm() -> None:
+    measure = Measure(0.005, math.nan, math.nan, "w", 1)
+    assert Tolerance(loss=0.01, gradient_db=None).harm(measure) == 0.5
+
+
+# ---- what can be chosen for ----------------------------------------------------------------------
+
+
+def test_heavy_and_promoted_ops_are_named_as_calls_are() -> None:
+    for name in (*HEAVY, *promoted()):
+        assert name in known()
+        assert spelled(name) == (name,)
+    assert len(set(HEAVY)) == len(HEAVY)
+
+
+def choice(model: nn.Module, x: Tensor, **options: Any) -> Any:
+    return op_choice(model, x, FP16, **options)
+
+
+def test_everything_lower_is_lower_from_the_first_op_to_the_last() -> None:
+    """Buffers, constants, casts in the model's code and the input itself notwithstanding."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(8))
+            self.scale = nn.Parameter(torch.ones(8))
+            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(torch.tanh(x) + self.table)
+            h = self.scale * self.norm(h.float())
+            return F.log_softmax(torch.where(h > 0, h, torch.zeros(8)), -1, dtype=torch.float32)
+
+    model, x = Mixed(), torch.randn(4, 8)
+    chosen = choice(model, x)
+    made = calls(model, x, lambda watcher: chosen.way(watcher=watcher))
+    assert list(chosen.ops) == [
+        "tanh",
+        "add",
+        "linear",
+        "layer_norm",
+        "mul",
+        "where",
+        "log_softmax",
+    ]
+    assert {c.op for c in made if c.dtype == torch.float32} == {"log_softmax"}  # as its code says
+    assert float32_share(made) == pytest.approx(1 / 7)
+    everything = calls(model, x, lambda watcher: chosen.way(list(chosen.ops), watcher=watcher))
+    assert float32_share(everything) == 1
+
+
+def test_ops_that_cannot_be_moved_are_no_candidates() -> None:
+    class Code(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.drop(self.layer(x)).view(2, -1).reshape(-1, 8).contiguous()
+            h.add_(1)  # in place
+            h = F.relu(h.transpose(0, 1).clone()).double().sum()  # a view, a copy, a cast
+            return h.float() if (h > 0).item() else h.float() * 2
+
+    chosen = choice(Code(), torch.randn(4, 8))
+    assert list(chosen.ops) == ["linear", "relu", "sum"]
+    assert chosen.modules == {"layer": 1}
+
+
+def test_modules_are_those_whose_own_code_calls_something() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    model = nn.Sequential(Block(), nn.Linear(8, 3))
+    assert choice(model, torch.randn(2, 8)).modules == {
+        "0": 1,
+        "0.inner.0": 1,
+        "0.inner.1": 1,
+        "1": 1,
+    }
+
+
+def test_ops_can_be_kept_in_float32_in_any_case() -> None:
+    measured = found(lambda x: torch.relu(x.softmax(-1)), always=["F.softmax"])
+    assert [row.name for row in measured.ops] == ["linear", "relu"]
+    ops = measured.smallest_ops()
+    assert ops.fp32 == ()
+    assert ops.lists.rules["softmax"] == "fp32"
+    assert ops.float32_share > 0
+
+
+def test_a_name_that_no_op_has_cannot_be_kept() -> None:
+    with pytest.raises(NotMeasurableError, match=r"'sofmax'; did you mean 'softmax'\?"):
+        found(always=["sofmax"])
+
+
+def test_an_error_that_is_no_op_s_is_said() -> None:
+    def picky(x: Tensor) -> Tensor:
+        if x.dtype == torch.float16:
+            raise RuntimeError("expected Float")
+        return x
+
+    with pytest.raises(
+        NotMeasurableError, match=r"with every op in torch.float16, .*expected Float"
+    ):
+        found(picky)
+
+
+def test_another_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype=torch.float64: legal are torch.float16, torch.bf"):
+        found(dtype=torch.float64)
+
+
+def test_models_of_many_kinds_of_layer_are_measured() -> None:
+    class Kinds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+            self.table, self.recurrent = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
+            self.conv, self.norm = nn.Conv1d(16, 16, 3), nn.BatchNorm1d(16)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, _ = self.recurrent(self.encoder(self.table(x)))
+            return self.head(self.norm(self.conv(h.mT)).mean(2))
+
+    torch.manual_seed(0)
+    model = Kinds()
+    data = [(torch.randint(0, 10, (4, 6)), torch.randint(0, 3, (4,)))]
+    measured = sensitivity(model, F.cross_entropy, data, BF16)
+    assert "conv.bias" in measured.unjudged  # before a normalisation
+    names = {row.name for row in measured.ops}
+    assert {"embedding", "linear", "scaled_dot_product_attention", "lstm", "conv1d"} <= names
+    assert {"batch_norm", "layer_norm", "mean"} <= names
+    assert {"recurrent", "conv", "norm", "head", "table"} <= {row.name for row in measured.modules}
+    assert measured.lower.loss_difference < 0.05
