@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,15 @@ def draw_losses(axes: Any) -> None:
     axes.legend(title="precision", frameon=False)
 
 
+def draw_memory(out: Path) -> None:
+    """Take over the command's own picture."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["recipe=fashion_mnist", "precision=fp32,half_sr", f"run.dir='{folder}'"]
+        if mprun(["memory", *words, "device=cpu"]) != 0:
+            raise SystemExit("mprun memory failed")
+        shutil.copy(Path(folder) / "memory.png", out)
+
+
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -104,6 +114,7 @@ def main() -> None:
     draw_walks(left)
     draw_losses(right)
     figure.savefig(out / "stochastic_rounding.png", dpi=110)
+    draw_memory(out)
 
 
 if __name__ == "__main__":

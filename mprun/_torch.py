@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from traceback import walk_stack
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
@@ -26,21 +27,36 @@ from torch.utils._python_dispatch import (
 
 __all__ = [
     "FakeTensorMode",
+    "StorageWeakRef",
     "backward_node",
     "dispatch_modes",
     "function_modes",
     "in_backward",
     "in_recomputation",
+    "is_compiled",
     "is_fake",
     "load_hooks_run",
     "next_node",
+    "no_dispatch",
     "node_number",
+    "onednn_takes",
     "outside_of_modes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
     "step_unless",
     "unscale_and_check",
 ]
+
+
+class FakeTensorMode(fake_tensor.FakeTensorMode):
+    """PyTorch's, whose tensors can be deep-copied as well.
+
+    A tensor keeps the mode it was made in, and a copy of the mode would be another one, with which
+    the tensors of the first do not mix: `nn.TransformerEncoder`, for one, copies its layer.
+    """
+
+    def __deepcopy__(self, memo: Any) -> FakeTensorMode:
+        return self
 
 
 def in_backward() -> bool:
@@ -108,6 +124,12 @@ def in_recomputation() -> bool:
     return False
 
 
+def no_dispatch() -> AbstractContextManager[None]:
+    """A region whose ops go to PyTorch's kernels past all dispatch modes and tensor subclasses."""
+    region: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return region
+
+
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes ops of the calling thread go through, the outermost first."""
     return _get_current_dispatch_mode_stack()
@@ -136,6 +158,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
     """`optimizer.step()` where `overflow` (float32 scalar) is 0.
 
     Fused optimizers on CUDA look at the flag on the device, so that the host need not wait for it.
+    A fake flag has no value: the step is taken.
     """
     if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
@@ -143,13 +166,34 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
             optimizer.step()
         finally:
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    elif not overflow.item():
+    elif is_fake(overflow) or not overflow.item():
         optimizer.step()
+
+
+def onednn_takes(dtype: torch.dtype) -> bool | None:
+    """Whether PyTorch hands 16-bit matmuls and convolutions on a CPU to oneDNN; None: not told.
+
+    It asks oneDNN, so that a limit on its instructions counts.
+
+    Args:
+        dtype: torch.bfloat16 or torch.float16.
+    """
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    try:
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
+    except (AttributeError, RuntimeError):  # PyTorch built without oneDNN
+        return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module, or its own `compile` was called."""
+    own = getattr(module, "_compiled_call_impl", None)
+    return own is not None or hasattr(module, "_orig_mod")
 
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(tensor, fake_tensor.FakeTensor)
 
 
 @contextmanager

@@ -11,11 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mprun.data_command import data_command
-from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint
-from mprun.numerics_command import numerics_command
-from mprun.trace_command import trace_command
-from mprun.train_command import SweepStoppedError, train
+from mprun.commands.advise import advise_command
+from mprun.commands.compare import compare_command
+from mprun.commands.data import data_command
+from mprun.commands.doctor import doctor_command
+from mprun.commands.double import double_command
+from mprun.commands.memory import memory_command
+from mprun.commands.numerics import numerics_command
+from mprun.commands.sweep import sweep_command
+from mprun.commands.trace import trace_command
+from mprun.commands.train import SweepStoppedError, train
+from mprun.errors import EXIT_INTERRUPTED, EXIT_OK, MprunError, UsageError, hint, printable
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,60 @@ class Command:
     name: str
     summary: str
     run: Callable[[list[str]], int]
+    settings: tuple[str, ...] = ()
+    """Sections of `config/settings.py` it takes."""
+
+    @property
+    def text(self) -> str:
+        """What its module says of it."""
+        return (sys.modules[self.run.__module__].__doc__ or "").strip()
 
 
 COMMANDS = (
     Command("train", "train one recipe in one precision (the default command)", train),
+    Command(
+        "sweep",
+        "every mode with every seed, then the comparison: mprun sweep recipe=mnist",
+        sweep_command,
+        ("compare", "seeds"),
+    ),
+    Command(
+        "compare",
+        "variants of finished runs side by side: mprun compare outputs/DATE/TIME",
+        compare_command,
+        ("compare",),
+    ),
+    Command(
+        "advise",
+        "try the modes, recommend one, write it as a preset: mprun advise recipe=mnist",
+        advise_command,
+        ("advise", "compare", "seeds"),
+    ),
+    Command(
+        "double",
+        "is a doubled batch worth it? mprun double recipe=mnist precision=bf16_mixed",
+        double_command,
+        ("double", "compare", "seeds"),
+    ),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
-    Command("numerics", "what formats lose of its numbers; a loss scale", numerics_command),
+    Command(
+        "doctor",
+        "what this machine does natively, and how fast in each format",
+        doctor_command,
+        ("doctor",),
+    ),
+    Command(
+        "memory",
+        "memory of a step, modes side by side: mprun memory precision=fp32,half_sr",
+        memory_command,
+        ("memory",),
+    ),
+    Command(
+        "numerics",
+        "what formats lose of a run's numbers; a loss scale: mprun numerics recipe=mnist",
+        numerics_command,
+        ("numerics",),
+    ),
     Command("data", "verify or fetch the published files: mprun data verify", data_command),
 )
 
@@ -42,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = _dispatch(words)
         sys.stdout.flush()
     except MprunError as error:
-        print(f"mprun: {_printable(str(error))}", file=sys.stderr)
+        print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status
     except KeyboardInterrupt:  # before a run catches signals itself
         print("mprun: stopped by Ctrl-C before the run began", file=sys.stderr)
@@ -56,26 +110,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _printable(text: str) -> str:
-    """`text` as one line that cannot steer a terminal, whatever the user's words held."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def _dispatch(words: list[str]) -> int:
+    by_name = {c.name: c for c in COMMANDS}
+    first = words[0] if words else ""
     if any(w in ("--help", "-h", "help") for w in words):
-        from mprun.help import show_help
-
-        show_help([(c.name, c.summary) for c in COMMANDS])
+        _help(by_name.get(first))
         return EXIT_OK
     if "--version" in words:
         from mprun import __version__
 
         print(f"mprun {__version__}")
         return EXIT_OK
-    by_name = {c.name: c for c in COMMANDS}
-    first = words[0] if words else ""
     if first in by_name:
         return by_name[first].run(words[1:])
-    if first.isalpha() and (near := hint(first, by_name)):
+    if _is_no_override(first) and (near := hint(first, by_name)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(by_name)}{near}")
     return train(words)
+
+
+def _is_no_override(word: str) -> bool:
+    """Whether a word looks like a command; the name of a group or a field lacks its value."""
+    from mprun.config.reference import GROUPS, leaves, sections
+
+    letters = word.replace("-", "").isalpha()
+    return letters and word not in (*GROUPS, *leaves(), *sections())
+
+
+def _help(command: Command | None) -> None:
+    from mprun.help import show_command, show_help
+
+    if command is None or command.run is train:
+        show_help([(c.name, c.summary) for c in COMMANDS])
+    else:
+        show_command(command.text, command.settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,8 +28,12 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@cache
 def git_commit() -> str | None:
-    """The commit of mprun's source tree, "-dirty" where it was changed; None in a wheel."""
+    """The commit of mprun's source tree, "-dirty" where it was changed; None in a wheel.
+
+    Asked once: what a process has imported stays, whatever becomes of the tree meanwhile.
+    """
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return None

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_CONDITION = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
 EXIT_TERMINATED = 143  # 128 + SIGTERM
 
@@ -32,6 +33,12 @@ class RunFailedError(MprunError):
     """The run itself failed, for a reason that needs no traceback (status 1)."""
 
 
+class ConditionMetError(MprunError):
+    """What the user wanted to be told of by the exit status, `fail_if`, is so (status 3)."""
+
+    status = EXIT_CONDITION
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` closest in spelling to `word`, or None where nothing is close."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -42,6 +49,11 @@ def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
     found = nearest(word, known)
     return f"; did you mean '{found}'?" if found else ""
+
+
+def printable(text: str) -> str:
+    """`text` as one line that cannot steer a terminal, whatever words or files it is from."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def first_line(error: BaseException) -> str:

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
-from mprun.config.reference import GROUPS, leaves, options
+from mprun.config import settings
+from mprun.config.reference import GROUPS, Field, leaves, options
 
 COMMON = (
     "seed",
@@ -45,6 +46,8 @@ what it buys.
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
   mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
   mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
+  mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
+  mprun advise recipe=mnist                 (which mode to take here)
   mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=outputs/DATE/TIME        (go on where a run stopped)
 """
@@ -54,8 +57,8 @@ Options: -m (run every combination of the values listed), --config-dir FOLDER
 (a folder with recipe/*.yaml of your own), --show-config (print the resolved
 configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
-Exit status: 0 done, 1 the run failed, 2 usage or configuration, 130 Ctrl-C,
-143 SIGTERM.
+Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
+condition, 130 Ctrl-C, 143 SIGTERM.
 Every field: docs/configuration.md
 """
 
@@ -63,13 +66,23 @@ Every field: docs/configuration.md
 def show_help(commands: Sequence[tuple[str, str]]) -> None:
     """Print the help to standard output."""
     print(INTRO)
-    print(_section("Commands (the first word)", commands))
+    print(_section("Commands (the first word; mprun COMMAND --help)", commands))
     for group in GROUPS:
         print(_section(f"{group}=", list(options(group).items())))
     fields = leaves()
     rows = [(f"{key} = {fields[key].default_text}", fields[key].doc) for key in COMMON]
     print(_section("Common overrides and their defaults", rows))
     print(OUTRO, end="")
+
+
+def show_command(text: str, sections: Sequence[str]) -> None:
+    """Print the help of one command: its module's text and its settings."""
+    print(text, end="\n\n")
+    found = settings.fields(sections) if sections else {}
+    rows = [(f"{key} = {field.default_text}", field.doc) for key, field in found.items()]
+    if rows:
+        print(_section("Settings and their defaults", rows))
+    print("Overrides of a run: mprun --help", end="\n")
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
@@ -95,6 +108,12 @@ documented in its class in `recipes/`.
 """
 
 
+SETTINGS_INTRO = """\
+Said to a command and not to a run: they are in no record and change no variant. Which command takes
+which: `mprun COMMAND --help`.
+"""
+
+
 def configuration_page() -> str:
     """docs/configuration.md: groups with their options, then every field."""
     lines = [PAGE_INTRO + "## Groups\n", "| group | options |", "|---|---|"]
@@ -102,6 +121,12 @@ def configuration_page() -> str:
         found = "<br>".join(f"`{k}`: {v}" for k, v in options(group).items())
         lines.append(f"| `{group}` | {found} |")
     lines += ["\n## Fields\n", "| field | legal | default | meaning |", "|---|---|---|---|"]
-    for field in leaves().values():
-        lines.append(f"| `{field.key}` | {field.legal} | {field.default_text} | {field.doc} |")
+    lines += [_row(field) for field in leaves().values()]
+    lines += ["\n## Settings of commands\n", SETTINGS_INTRO]
+    lines += ["| setting | legal | default | meaning |", "|---|---|---|---|"]
+    lines += [_row(field) for field in settings.fields().values()]
     return "\n".join(lines) + "\n"
+
+
+def _row(field: Field) -> str:
+    return f"| `{field.key}` | {field.legal} | {field.default_text} | {field.doc} |"

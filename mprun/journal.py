@@ -56,6 +56,8 @@ class Journal:
         self._began = self._written_at = time.perf_counter()
         self._elapsed_before_s = 0.0
         self._shown_at = 0.0
+        self._times = summary["fp_exceptions"] is None  # looking at each op takes its time
+        self._events: list[dict[str, Any]] = []
 
     @property
     def elapsed_s(self) -> float:
@@ -66,7 +68,7 @@ class Journal:
         """Steps were taken."""
         summary, every = self.summary, self._plan.config.train.log_every
         for line in lines:
-            if line.timed:
+            if line.timed and self._times:
                 self._statistics.add(line.step_time_ms, line.data_time_ms)
         self.losses += [x.loss for x in lines]
         last = lines[-1]
@@ -75,9 +77,15 @@ class Journal:
         summary["loss_scale"]["final"] = last.loss_scale
         rows = [_step_row(x) for x in lines if x.step % every == 0 or x.skipped]
         rows += [_skip_row(x) for x in lines if x.skipped]
+        rows += self._events
+        self._events = []
         self._folder.lines(sorted(rows, key=lambda row: int(row["step"])))
         self._logger.steps(lines)
         self._view.update(self._moment(last))
+
+    def event(self, row: dict[str, Any]) -> None:
+        """Something happened in a step; the row is written with the step's."""
+        self._events.append(row)
 
     def _moment(self, line: StepLine) -> Moment:
         limit_s = self._plan.config.train.max_time_s
@@ -120,7 +128,10 @@ class Journal:
         self._written_at = time.perf_counter()
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Write the last summary."""
+        """Write what is left, and the last summary."""
+        if self._events:  # of a step that was not finished
+            self._folder.lines(self._events)
+            self._events = []
         self.summary["status"], self.summary["error"] = status, error
         self.write()
 

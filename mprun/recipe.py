@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits
+from mprun.data import DataRequest, Splits, TensorSet
 
 
 class Recipe(ABC):
@@ -27,6 +27,9 @@ class Recipe(ABC):
 
     ignores: ClassVar[frozenset[str]] = frozenset()
     """Configuration keys without effect in this recipe; the user who sets one is told."""
+
+    draws_data: ClassVar[bool] = True
+    """Whether the samples depend on the run's seed; false lets runs of other seeds share them."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -39,6 +42,15 @@ class Recipe(ABC):
         Raises:
             UsageError: the data cannot be had, with the ways on.
         """
+
+    def sample(self) -> TensorSet | None:
+        """Samples such as `data` gives, any number of them, or None.
+
+        Only shapes and dtypes are looked at, so that a step can be planned without the data
+        (`mprun memory`); it is called where tensors are made without values, and `torch.empty` is
+        enough. Without it, None, planning loads the data.
+        """
+        return None
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """A stored batch [B, ...] as the model's input, float32 or, like token ids, integer.

@@ -6,6 +6,7 @@ A run's folder holds
     metrics.jsonl    a line per step, validation or event, appended as the run goes
     summary.json     one object, `Summary` below, written at the start (status "running"), replaced
                      whenever an epoch ends, and at the end
+    fp_exceptions.json   with `debug.fp_exceptions`: each distinct exception, in full
     checkpoints/     what a run can be continued from
 
 Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one
@@ -143,6 +144,20 @@ class LossScaleRow(TypedDict):
     final: float
 
 
+class FpExceptionsRow(TypedDict):
+    """Floating-point exceptions: what is done about them, and how many there were by verdict.
+
+    A finding spoiled the loss, a gradient, a weight, a buffer, optimizer state or a result; an
+    expected one did in a step that dynamic loss scaling skipped; an absorbed one spoiled nothing.
+    """
+
+    action: str
+    finding: int
+    expected: int
+    absorbed: int
+    dropped_steps: int
+
+
 class Metric(TypedDict):
     """What the recipe is judged by."""
 
@@ -204,26 +219,37 @@ class Summary(TypedDict):
     wall_time_s: float
     memory_bytes: Memory
     loss_scale: LossScaleRow
+    fp_exceptions: FpExceptionsRow | None
     metric: Metric
     history: list[Epoch]
     train: TrainScore
     test: Scores
 
 
-def variant_hash(resolved: Mapping[str, Any]) -> str:
-    """Twelve hex digits of the resolved configuration without seed, paths and loggers.
-
-    Runs with one hash differ in nothing a comparison should keep apart.
-    """
-    config = json.loads(json.dumps(resolved))
+def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved configuration without seed, paths and loggers: what makes a variant."""
+    config: dict[str, Any] = json.loads(json.dumps(resolved))
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
     config.get("data", {}).pop("root", None)
+    config.get("preset", {}).pop("name", None)  # what it sets stays
     for key in ("log_every", "checkpoint_every_steps"):
         config.get("train", {}).pop(key, None)
+    if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps
+        config["debug"] = {"fp_exceptions": "skip"}
+    else:
+        config.pop("debug", None)
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
         config.get("op_lists", {}).pop(key, None)  # the names in the files stay
-    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return config
+
+
+def variant_hash(resolved: Mapping[str, Any]) -> str:
+    """Twelve hex digits of what makes a variant.
+
+    Runs with one hash differ in nothing a comparison should keep apart.
+    """
+    text = json.dumps(variant_config(resolved), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -270,6 +296,23 @@ def dated_folder() -> Path:
         n += 1
         candidate = base.with_name(f"{base.name}-{n}")
     return candidate
+
+
+def new_folder(wanted: str | None) -> Path:
+    """The folder `run.dir` names, or one with the date, made; for commands that leave no run.
+
+    Raises:
+        UsageError: it cannot be written, or holds something already.
+    """
+    folder = dated_folder() if wanted is None else Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = next(folder.iterdir(), None)
+    except OSError as error:
+        raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
+    if taken is not None:
+        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
+    return folder
 
 
 class Recorder(Protocol):
@@ -351,6 +394,11 @@ class RunFolder:
     def summary(self, summary: Summary) -> None:
         text = json.dumps(jsonable(summary), indent=1, allow_nan=False)
         write_atomic(self.path / "summary.json", f"{text}\n".encode())
+
+    def fp_exceptions(self, found: dict[str, Any]) -> None:
+        """Replace fp_exceptions.json."""
+        text = json.dumps(jsonable(found), indent=1, allow_nan=False)
+        write_atomic(self.path / "fp_exceptions.json", f"{text}\n".encode())
 
     def close(self) -> None:
         """Close metrics.jsonl and let others have the folder."""

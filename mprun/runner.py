@@ -335,7 +335,7 @@ class Trainer:
             raise RunFailedError(
                 f"the loss became {line.loss} at step {line.step} in precision={mode} "
                 f"(lr {line.lr:g}); try a smaller train.lr, train.clip_norm, or precision=fp32 "
-                "to tell the model from the precision"
+                "to tell the model from the precision; debug.fp_exceptions=halt names the op"
             )
 
     def _close_epoch(self, validation: Scores) -> Epoch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,30 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from mprun import checkpoint
-from mprun.build import Plan, build_caster, build_parts, build_precision, footprint
+from mprun.build import (
+    Plan,
+    build_caster,
+    build_exceptions,
+    build_parts,
+    build_precision,
+    footprint,
+)
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
+from mprun.exception_log import ExceptionLog
 from mprun.journal import Journal
 from mprun.loggers import build_logger
+from mprun.numerics.exceptions import Exceptions
 from mprun.precision import Precision, backend_flags
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
 from mprun.record import RunFolder, Status, Summary, dated_folder, read_summary
 from mprun.report import tables
-from mprun.report.progress import view_for
+from mprun.report.progress import ProgressView, view_for
 from mprun.runner import StopRequestedError, Trainer
 from mprun.stop import SignalReceivedError, StopSignals
 from mprun.summary import initial_summary
 
+MakeView = Callable[[int | None, int | None], ProgressView]
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -41,6 +51,7 @@ def run(
     stop: StopSignals,
     console: Console,
     saved: dict[str, Any] | None = None,
+    view: MakeView | None = None,
 ) -> int:
     """Carry a plan out; the exit status.
 
@@ -50,6 +61,7 @@ def run(
         stop: the signals, entered.
         console: where progress and the result are shown.
         saved: the checkpoint of the run to go on with, or None.
+        view: makes what shows progress, of the planned epochs and steps; None for the console's.
 
     Raises:
         UsageError: the run's folder cannot be used; nothing was begun.
@@ -60,7 +72,8 @@ def run(
     if chosen.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
             summary["started_at"] = read_summary(folder.path)["started_at"]
-    session = _Session(chosen, summary, folder, console)
+    made = view or (lambda epochs, steps: view_for(console, epochs, steps))
+    session = _Session(chosen, summary, folder, console, made)
     try:
         with _faults_explained(session), backend_flags(chosen.policy, chosen.native_tf32):
             try:
@@ -103,9 +116,16 @@ def _open_folder(chosen: Plan, saved: dict[str, Any] | None) -> RunFolder:
 class _Session:
     """The pieces of one run while it goes."""
 
-    def __init__(self, chosen: Plan, summary: Summary, folder: RunFolder, console: Console) -> None:
+    def __init__(
+        self,
+        chosen: Plan,
+        summary: Summary,
+        folder: RunFolder,
+        console: Console,
+        view: MakeView,
+    ) -> None:
         self.summary, self.folder = summary, folder
-        self._plan, self._console = chosen, console
+        self._plan, self._console, self._view = chosen, console, view
         self._journal: Journal | None = None
 
     def train(self, stop: StopSignals, saved: dict[str, Any] | None) -> None:
@@ -116,29 +136,37 @@ class _Session:
         if chosen.weights.state:
             self._say(f"weights: {chosen.config.train.init_from}")
         self._warn_if_slow()
-        self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
-        parts = build_parts(chosen, self._precision())
+        with stop.deferred():
+            self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
+            exceptions = build_exceptions(chosen, lambda *told: log.tell(*told))
+            parts = build_parts(chosen, self._precision(exceptions))
+        stop.check()
         if chosen.layers:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
             self._console.print(tables.layers(rows), highlight=False)
         planned = chosen.limits.planned_steps(len(parts.train))
-        view = view_for(self._console, chosen.limits.epochs, planned)
+        view = self._view(chosen.limits.epochs, planned)
         first_step = saved["trainer"]["step"] + 1 if saved is not None else None
         logger = build_logger(chosen.config.logger.name, path, first_step)
 
         def save() -> None:
             state = {"trainer": trainer.state_dict(), "journal": journal.state_dict()}
+            state["exceptions"] = exceptions.state_dict()
             checkpoint.save(path, {**state, "choices": chosen.choices, **_identity(self.summary)})
 
         journal = self._journal = Journal(
             chosen, self.summary, self.folder, view, logger, planned, save
         )
+        log = ExceptionLog(self.summary, exceptions.found, self.folder, journal, self._say)
         every = chosen.config.train.checkpoint_every_steps
         trainer = Trainer(parts, chosen.limits, journal, stop.requested, every)
         if saved is not None:
             trainer.load_state_dict(saved["trainer"])
             journal.load_state_dict(saved["journal"])
+            exceptions.load_state_dict(saved.get("exceptions", {}))
             self._say(f"resumed at step {trainer.step}")
+        for notice in exceptions.attach(parts.model, parts.optimizer):
+            self._say(f"note: {notice}")
         view.start()
         try:
             with stop.deferred():
@@ -152,6 +180,7 @@ class _Session:
         finally:
             view.stop()
             logger.close()
+            log.write()
         if chosen.config.preset.loss_must_fall:
             check_loss_falls(journal.losses)
 
@@ -176,14 +205,15 @@ class _Session:
         if not self.summary["hardware"]["accelerated"].get(name, True):
             self._say(
                 f"warning: {name} matmuls are slower than float32 on this machine: "
-                "this run shows accuracy, not speed"
+                "this run shows accuracy, not speed (mprun doctor says why)"
             )
 
-    def _precision(self) -> Precision:
-        """The plan's, which tells of its casts where that is wished."""
+    def _precision(self, exceptions: Exceptions) -> Precision:
+        """The plan's, which tells of its casts and exceptions where that is wished."""
         chosen = self._plan
         told = chosen.op_lists is not None and chosen.config.op_lists.verbose
-        return build_precision(chosen, build_caster(chosen, CastLog(self._say) if told else None))
+        caster = build_caster(chosen, CastLog(self._say) if told else None)
+        return build_precision(chosen, caster, make=exceptions.precision)
 
     def _footprint(self) -> dict[str, int]:
         try:

@@ -1,8 +1,9 @@
 """Ctrl-C and SIGTERM: end between two steps, with everything recorded.
 
-Inside the loop a signal only sets a flag, which the loop looks at after each step: parameters are
-never half updated. Anywhere else, or at the second signal, it raises at once, so that a slow
-download or a user in a hurry is not kept waiting.
+Where PyTorch computes a signal only sets a flag, which the loop looks at after each step:
+parameters are never half updated, and no exception passes through C++ code that ends the process at
+one. Anywhere else, or at the second signal, it raises at once, so that a slow download or a user in
+a hurry is not kept waiting.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether a signal came."""
         return self.received is not None
+
+    def check(self) -> None:
+        """Raise `SignalReceivedError` if a signal came while it was deferred."""
+        if self.requested():
+            raise SignalReceivedError
 
     @property
     def name(self) -> str:

@@ -9,7 +9,14 @@ import torch
 
 from mprun import __version__, environment
 from mprun.build import Plan, build_arithmetic, build_loss_scale
-from mprun.record import SCHEMA_VERSION, Memory, PrecisionRow, Summary, variant_hash
+from mprun.record import (
+    SCHEMA_VERSION,
+    FpExceptionsRow,
+    Memory,
+    PrecisionRow,
+    Summary,
+    variant_hash,
+)
 
 
 def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
@@ -73,6 +80,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "wall_time_s": 0.0,
         "memory_bytes": memory,
         "loss_scale": {"kind": scale.kind, "initial": initial, "final": initial},
+        "fp_exceptions": _fp_exceptions(chosen),
         "metric": {
             "name": chosen.recipe.metric,
             "higher_is_better": chosen.recipe.metric != "loss",
@@ -83,9 +91,18 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
     }
 
 
+def _fp_exceptions(chosen: Plan) -> FpExceptionsRow | None:
+    action = chosen.config.debug.fp_exceptions.name
+    if action == "off":
+        return None
+    return {"action": action, "finding": 0, "expected": 0, "absorbed": 0, "dropped_steps": 0}
+
+
 def variant_label(chosen: Plan) -> str:
     """A short name for tables: the mode, and what was changed about it."""
     factor, lists = chosen.config.batch.factor, chosen.config.op_lists
     files = (lists.lower_file, lists.fp32_file, lists.promote_file)
     label = chosen.policy.name + (f"+{lists.name}" if chosen.op_lists else "")
-    return label + ("+files" if any(files) else "") + (f" x{factor}" if factor > 1 else "")
+    label += "+files" if any(files) else ""
+    label += "+skip" if chosen.config.debug.fp_exceptions.name == "skip" else ""
+    return label + (f" x{factor}" if factor > 1 else "")

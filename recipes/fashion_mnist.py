@@ -14,12 +14,13 @@ in float32 in every mode (Keras' rule for a last softmax).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
 
 
@@ -53,6 +54,8 @@ class FashionMnist(Classification):
     log_softmax_dim: int
     """Dimension of the log-softmax: 1, the classes; 0, the batch, as published."""
 
+    draws_data: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         if self.image_size < 12:
             raise ValueError(f"image_size={self.image_size}: legal is 12 or more")
@@ -64,6 +67,9 @@ class FashionMnist(Classification):
 
     def data(self, request: DataRequest) -> Splits:
         return image_splits("FashionMNIST", request)
+
+    def sample(self) -> TensorSet:
+        return image_sample()
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """[B, 1, 28, 28] of bytes to [B, 1, S, S], scaled as (x / 255 - 0.5) / 0.5.

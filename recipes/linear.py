@@ -37,6 +37,7 @@ class Linear(Recipe):
             "data.fallback",
             "data.validation_fraction",
             "data.eval_limit",
+            "data.test",
             "train.eval_batch_size",
         }
     )
@@ -57,6 +58,9 @@ class Linear(Recipe):
         return Splits(
             "random regression", "generated", train, train.first(0), train.first(0), shuffle=False
         )
+
+    def sample(self) -> TensorSet:
+        return TensorSet(torch.empty(1, self.in_features), torch.empty(1, self.out_features))
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return F.mse_loss(output, target)

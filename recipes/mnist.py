@@ -12,11 +12,12 @@ accuracy, not in bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, image_splits
+from mprun.data import DataRequest, Splits, TensorSet, image_sample, image_splits
 from mprun.recipe import Classification
 
 
@@ -26,6 +27,8 @@ class Mnist(Classification):
 
     units: int
     """Units in each hidden layer: 256; the guide takes 64 where there is no accelerator."""
+
+    draws_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.units < 1:
@@ -47,6 +50,9 @@ class Mnist(Classification):
 
     def data(self, request: DataRequest) -> Splits:
         return image_splits("MNIST", request)
+
+    def sample(self) -> TensorSet:
+        return image_sample()
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """[B, 1, 28, 28] of bytes to [B, 784] in 0..1."""

@@ -81,6 +81,7 @@ def example() -> Summary:
             "allocator_peak": None,
         },
         "loss_scale": {"kind": "none", "initial": 1.0, "final": 1.0},
+        "fp_exceptions": None,
         "metric": {"name": "accuracy", "higher_is_better": True},
         "history": [
             {

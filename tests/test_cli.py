@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from mprun import __version__
 from mprun.build import load_recipe
 from mprun.cli import main
+from mprun.commands.train import Arguments, parse
 from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError
 from mprun.record import read_lines, read_summary
-from mprun.train_command import Arguments, parse
 
 LINEAR = ["recipe=linear", "train.max_steps=2"]
 
@@ -396,6 +396,7 @@ def test_every_field_the_recipe_ignores_is_warned_of(capsys: pytest.CaptureFixtu
         "data.fallback": "generated",
         "data.validation_fraction": "0.5",
         "data.eval_limit": "1",
+        "data.test": "false",
         "train.eval_batch_size": "1",
     }
     recipe = compose(LINEAR).config.recipe

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 
+from mprun.config.settings import fields
 from mprun.help import configuration_page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,3 +41,9 @@ def test_links_between_documents_lead_somewhere() -> None:
     for page in (p for p in pages if p.exists()):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_page_on_comparing_lists_every_setting() -> None:
+    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    for field in fields(["compare"]).values():
+        assert f"| `{field.key}` | `{field.default_text}` | {field.doc} |" in page

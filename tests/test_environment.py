@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def commit(tree: Path) -> None:
         ["tag", "v1"],
     ):
         subprocess.run(["git", *arguments], cwd=tree, check=True)
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    """The commit is asked for once in a process."""
+    environment.git_commit.cache_clear()
+    yield
+    environment.git_commit.cache_clear()
+
+
+def test_the_commit_is_that_of_the_code_a_process_runs(tree: Path) -> None:
+    commit(tree)
+    found = environment.git_commit()
+    (tree / "mprun" / "environment.py").write_text("# changed while it runs\n")
+    assert environment.git_commit() == found
 
 
 def test_a_repository_has_a_commit(tree: Path) -> None:

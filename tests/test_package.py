@@ -27,7 +27,8 @@ ALLOWED = {
     "data": set(),
     "record": set(),
     "comparison": {"record"},
-    "report": {"comparison", "record"},
+    "examination": {"record"},
+    "report": {"comparison", "examination", "record"},
     "schedule": set(),
     "speed": set(),
     "stop": set(),
@@ -54,16 +55,34 @@ ALLOWED = {
     "weights": {"checkpoint", "precision", "recipe"},
 }
 ALLOWED["build"] = set(ALLOWED) - {"comparison", "help", "report", "checkpoint", "stop"}
+ALLOWED["doctor"] = {
+    "_torch",
+    "build",
+    "config",
+    "environment",
+    "examination",
+    "precision",
+    "speed",
+    "timing",
+}
 ALLOWED["summary"] = {"build", "environment", "record"}
 ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
+ALLOWED["exception_log"] = {"journal", "numerics", "record"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}
-ALLOWED["train_command"] = set(ALLOWED)
-ALLOWED["trace_command"] = set(ALLOWED)
-ALLOWED["numerics_command"] = set(ALLOWED)
-ALLOWED["data_command"] = {"data", "stop"}
+ALLOWED["commands"] = set(ALLOWED)
 ALLOWED["cli"] = set(ALLOWED)
-NO_TORCH = ("errors", "op_list_file", "comparison", "config", "help", "record", "report", "stop")
+NO_TORCH = (
+    "errors",
+    "op_list_file",
+    "comparison",
+    "config",
+    "examination",
+    "help",
+    "record",
+    "report",
+    "stop",
+)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -110,8 +129,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected_files() -> set[str]:
     code = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun").rglob("*.py")}
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "mprun/report").glob("report.*")}
     conf = {f"mprun/conf/{p.relative_to(ROOT / 'conf')}" for p in (ROOT / "conf").rglob("*.yaml")}
-    return code | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    return (
+        code | pages | conf | {f"mprun/recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    )
 
 
 def test_a_wheel_holds_conf_and_recipes_and_runs_from_any_folder(

@@ -234,3 +234,21 @@ def test_signals_leave_a_usable_record_and_the_right_status(
     assert summary["train"]["loss"] is not None
     saved = torch.load("run/checkpoints/last.pt", weights_only=True)
     assert saved["trainer"]["step"] == summary["steps"]
+
+
+def test_a_signal_while_the_step_is_measured_waits_until_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exception out of PyTorch's C++ code that calls Python ends the process."""
+    measured = []
+
+    def footprint(chosen: object) -> dict[str, int]:
+        signal.raise_signal(signal.SIGINT)
+        measured.append(chosen)
+        return {}
+
+    monkeypatch.setattr(session, "footprint", footprint)
+    assert main(QUICK) == 130
+    assert measured
+    summary = read_summary(Path("run"))
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)

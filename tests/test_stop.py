@@ -70,3 +70,13 @@ def test_the_loop_ended_by_an_error_defers_no_longer() -> None:
 
 def test_no_handler_of_exceptions_takes_it() -> None:
     assert not issubclass(SignalReceivedError, Exception)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_deferred_signal_is_raised_by_a_check(number: signal.Signals) -> None:
+    with StopSignals() as stop:
+        stop.check()
+        with stop.deferred():
+            signal.raise_signal(number)
+        with pytest.raises(SignalReceivedError):
+            stop.check()

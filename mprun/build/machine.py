@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from mprun._torch import FakeTensorMode
 from mprun.config import Config
 from mprun.config.schema import Casting, LayerDType, OpListsConfig, Unlisted
 from mprun.errors import UsageError, first_line
+from mprun.numerics.footprint import fake_tensors
 from mprun.precision import Policy, accelerated, has_tf32
 from mprun.precision.convert import convert
 from mprun.precision.layers import LAYER_DTYPES, resolve
@@ -44,13 +44,13 @@ def choose_device(wanted: str) -> torch.device:
 
 def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
     """native or emulated: what was asked for, else native where that can be."""
-    can, reason = _executions(policy, device)
+    can, reason = executions(policy, device)
     if wanted != "auto" and wanted not in can:
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
     return can[0] if wanted == "auto" else wanted
 
 
-def _executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
     """How a policy can be carried out, the best first, and why not otherwise."""
     emulated, both = ("emulated",), ("native", "emulated")
     if policy.rounding_scope == "all":
@@ -81,7 +81,7 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
         wanted = {**_layers_file(Path(config.precision.layers_file)), **wanted}
     if not wanted:
         return {}
-    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+    with fake_tensors():
         model = recipe.model()
         try:
             found = resolve(model, wanted)

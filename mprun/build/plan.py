@@ -11,7 +11,7 @@ import torch
 
 from mprun.build import machine
 from mprun.build.optimizer import engine_for, keeps_low_precision
-from mprun.build.recipe import load_data, load_recipe
+from mprun.build.recipe import Load, load_data, load_recipe
 from mprun.config import Config
 from mprun.config.schema import LrRule
 from mprun.config.validate import SATURATES, loss_scale_kind
@@ -74,13 +74,19 @@ class Plan:
         return Limits(train.epochs, train.max_steps, train.max_time_s)
 
 
-def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None = None) -> Plan:
+def plan(
+    config: Config,
+    given: Sequence[str],
+    choices: Mapping[str, Any] | None = None,
+    load: Load = load_data,
+) -> Plan:
     """Choose, check and load.
 
     Args:
         config: the checked configuration.
         given: keys the user set, for warnings about those without effect in the recipe.
         choices: `Plan.choices` of the run being resumed, taken instead of choosing anew.
+        load: gives a recipe's samples; `DataCache` where several runs share them.
 
     Raises:
         UsageError: see the module's text.
@@ -111,9 +117,11 @@ def plan(config: Config, given: Sequence[str], choices: Mapping[str, Any] | None
     weights = DRAWN
     if config.train.init_from is not None and not choices:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
-    splits = as_stored(load_data(recipe, data_request(config)), recipe, policy)
+    splits = as_stored(load(recipe, data_request(config)), recipe, policy)
     if not len(splits.train):
         raise UsageError(f"{splits.name} has no training sample")
+    if not config.data.test:
+        splits = replace(splits, test=splits.test.first(0))
     name = config.recipe.name
     warnings = [f"{k} has no effect: recipe={name} does not use it" for k in recipe.ignores]
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -26,6 +26,7 @@ from mprun.precision import (
     NoClip,
     NoLossScale,
     OpListCaster,
+    Policy,
     Precision,
     StaticLossScale,
 )
@@ -37,11 +38,21 @@ DEFAULT_INITIAL = 2.0**16
 
 
 def build_precision(
-    chosen: Plan, caster: Caster | None = None, arithmetic: Arithmetic | None = None
+    chosen: Plan,
+    caster: Caster | None = None,
+    arithmetic: Arithmetic | None = None,
+    make: Callable[..., Precision] = Precision,
 ) -> Precision:
-    """The parts that carry the policy out, the plan's own unless others are given."""
+    """The parts that carry the policy out, the plan's own unless others are given.
+
+    Args:
+        chosen: the plan.
+        caster: what decides the dtypes of ops.
+        arithmetic: whose kernels compute.
+        make: puts the parts together; takes the arguments of `Precision`.
+    """
     policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
-    return Precision(
+    return make(
         policy,
         caster or build_caster(chosen),
         arithmetic or build_arithmetic(chosen),
@@ -64,21 +75,25 @@ def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
 
 def build_arithmetic(chosen: Plan) -> Arithmetic:
     """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
-    if chosen.policy.tf32 and chosen.execution == "emulated":
+    return arithmetic_for(chosen.policy, chosen.execution, chosen.by_float32, chosen.config.seed)
+
+
+def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -> Arithmetic:
+    """The arithmetic of a policy: `Plan` says what the others are."""
+    if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
-    policy = chosen.policy
-    if chosen.execution == "emulated":
+    if execution == "emulated":
         everywhere = policy.rounding_scope == "all"
         return Emulated16(
             policy.rounding if everywhere else "nearest",
             policy.overflow,
             policy.partials_dtype,
-            chosen.config.seed,
+            seed,
         )
     if policy.partials_dtype == "float16":
         return BlockedConvolutions()
-    if chosen.by_float32 != "none":
-        return Float16ByFloat32(matmuls=chosen.by_float32 == "all")
+    if by_float32 != "none":
+        return Float16ByFloat32(matmuls=by_float32 == "all")
     return NativeArithmetic()
 
 

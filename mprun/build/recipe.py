@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from mprun.config.reference import describe_type
-from mprun.data import DataRequest, Splits
+from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError, first_line, hint
 from mprun.recipe import Recipe
+
+Load = Callable[[Recipe, DataRequest], Splits]
+"""Gives a recipe's samples."""
 
 
 def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
@@ -63,10 +70,62 @@ def _import_recipe(target: str) -> type[Recipe]:
 
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; what fails in a recipe's own code is said in one line."""
-    try:
+    with _explained("the data", recipe):
         return recipe.data(request)
+
+
+def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
+    """One training sample that has shapes and dtypes, and neither values nor memory.
+
+    From the recipe's `sample`; where it has none, the data are loaded. A step of a plan made of it
+    can be counted (`step_memory`), not run.
+    """
+    with _explained("a sample", recipe), torch.device("meta"):
+        like = recipe.sample()
+        if not isinstance(like, TensorSet | None):
+            raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
+    notice = None
+    if like is None:
+        like = load_data(recipe, request).train
+        notice = (
+            f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
+            "(see mprun.recipe.Recipe) makes that needless"
+        )
+
+    def one(x: Tensor) -> Tensor:
+        return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
+
+    train = TensorSet(one(like.inputs), one(like.targets))
+    none = train.first(0)
+    return Splits("no data", "none", train, none, none, notice=notice)
+
+
+@contextmanager
+def _explained(what: str, recipe: Recipe) -> Iterator[None]:
+    try:
+        yield
     except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
-            f"the data of {type(recipe).__name__} cannot be made: "
+            f"{what} of {type(recipe).__name__} cannot be made: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from None
+
+
+class DataCache:
+    """Loads what differs from the last load: runs of one recipe share their samples.
+
+    Holds one set of samples. A recipe that draws its data from the run's seed is loaded anew for
+    each seed.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[str, DataRequest] | None = None
+        self._held: Splits | None = None
+
+    def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
+        key = (repr(recipe), request if recipe.draws_data else replace(request, seed=0))
+        if self._held is None or key != self._key:
+            self._key, self._held = None, None  # not two sets at once
+            self._held = load_data(recipe, request)
+            self._key = key
+        return self._held

@@ -50,7 +50,8 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.word == "inconclusive" and self.more_seeds:
-            return f"inconclusive: about {self.more_seeds} more seeds"
+            plural = "s" if self.more_seeds > 1 else ""
+            return f"inconclusive: about {self.more_seeds} more seed{plural}"
         return self.word
 
 

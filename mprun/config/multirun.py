@@ -59,9 +59,7 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: 
             )
     ours = [o for o in parsed if not o.key_or_group.startswith(("hydra.", "hydra/"))]
     for_launcher = [str(o.input_line) for o in parsed if o not in ours]
-    with initialize_config_module("mprun.conf", version_base="1.3"):
-        lists = [_values(o) for o in ours]
-    for combination in product(*lists):
+    for combination in combinations(ours):
         compose(combination, config_dir)
     words = [*map(for_hydra, ours), *QUIET, f"hydra.sweep.dir='{folder}'", *for_launcher]
     if config_dir is not None:
@@ -73,6 +71,12 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: 
             hydra.multirun(CONFIG_NAME, _Task(job), words, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+
+
+def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
+    """Every combination of the values that overrides list, as overrides with one value each."""
+    with initialize_config_module("mprun.conf", version_base="1.3"):
+        return list(product(*(_values(o) for o in parsed)))
 
 
 def _values(override: Override) -> list[str]:

@@ -26,6 +26,8 @@ MAY_CHANGE = (
     "train.log_every",
     "train.checkpoint_every_steps",
     "data.root",
+    "debug.fp_exceptions",
+    "debug.halt_after",
 )
 LENGTH = ("train.epochs", "train.max_steps")
 
@@ -43,6 +45,7 @@ def resumed(folder: str, parsed: list[Override]) -> DictConfig:
             continue
         if key in MAY_CHANGE:
             _check_length(config, key, value)
+            _check_skip(config, key, value)
             _update(config, key, value, str(override.input_line))
         elif not _is_same(config, key, value):
             raise UsageError(
@@ -75,6 +78,16 @@ def _check_length(config: DictConfig, key: str, value: Any) -> None:
         raise UsageError(
             f"{key}={value}: the run's train.scheduler={config.train.scheduler.name} was planned "
             f"for {key}={OmegaConf.select(config, key)}, which a resumed run keeps"
+        )
+
+
+def _check_skip(config: DictConfig, key: str, value: Any) -> None:
+    """Dropping steps is part of what is being continued; looking on is not."""
+    kept = config.debug.fp_exceptions.name
+    if key == "debug.fp_exceptions" and value != kept and "skip" in (value, kept):
+        raise UsageError(
+            f"{key}={value}: skip decides what is computed, and the run has {kept}; "
+            "legal changes: between off, log and halt"
         )
 
 

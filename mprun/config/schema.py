@@ -123,6 +123,15 @@ class LayerDType(Enum):
     bf16 = "bf16"
 
 
+class FpExceptions(Enum):
+    """What is done about ops that make numbers that are not finite."""
+
+    off = "off"
+    log = "log"
+    halt = "halt"
+    skip = "skip"
+
+
 class Scheduler(Enum):
     """Learning-rate schedule over the planned optimizer steps."""
 
@@ -335,6 +344,18 @@ class DataConfig:
     """Use only the first n training samples; null for all."""
     eval_limit: int | None = None
     """Use only the first n validation and n test samples; null for all."""
+    test: bool = True
+    """Whether the test set is used, once, at the end; false while something is being chosen."""
+
+
+@dataclass
+class DebugConfig:
+    """Looking for faults; the run computes the same meanwhile (with skip: until it finds one)."""
+
+    fp_exceptions: FpExceptions = FpExceptions.off
+    """Find the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
+    halt_after: int = 20
+    """Steps lost in a row, skipped by a dynamic loss scale or dropped, that end halt and skip."""
 
 
 @dataclass
@@ -369,6 +390,8 @@ class Config:
     """The loop."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    """Looking for faults."""
     run: RunConfig = field(default_factory=RunConfig)
     """The record."""
     seed: int = 0

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
+from mprun.config.validate import COUNT, NOT_NEGATIVE, Range
 from mprun.errors import UsageError, hint
 
 
@@ -62,9 +62,62 @@ class CompareSettings:
     fail_if: FailIf = FailIf.none
     """End with status 3 where a variant is worse, or not shown to be equivalent or better."""
     dir: str | None = None
-    """Folder of report.html and the rest; null: the folder compared, or the current one."""
+    """Folder of report.html and the rest; null: the one folder compared, or comparison/ here."""
     report: bool = True
     """Whether files are written, or the table is only printed."""
+
+
+class Objective(Enum):
+    """What the advised mode is to need least of."""
+
+    time = "time"
+    memory = "memory"
+
+
+@dataclass
+class AdviseSettings:
+    """How a mode is chosen."""
+
+    objective: Objective = Objective.time
+    """What is to be small: time (of a step) or memory (at its peak)."""
+    max_steps: int = 500
+    """Steps of a trial, where train.max_steps does not say."""
+    screen: int = 2
+    """Pairs after which a mode that was slower in every one is tried no more."""
+
+
+@dataclass
+class DoubleSettings:
+    """How a doubled batch is judged."""
+
+    until_oom: bool = False
+    """Look for the largest batch that fits instead (CUDA)."""
+    headroom: float = 0.1
+    """Share taken off the largest batch found."""
+
+
+@dataclass
+class DoctorSettings:
+    """How a machine is examined."""
+
+    json: bool = False
+    """Whether one JSON object is printed, and nothing else, instead of tables."""
+    budget_s: float = 5.0
+    """About how long rates are measured, in seconds; five rounds are made even beyond."""
+
+
+@dataclass
+class MemorySettings:
+    """What `mprun memory` shows."""
+
+    against: str | None = None
+    """Precision mode the others are set against; null: the first of several, else fp32."""
+    fits: str | None = None
+    """Look for the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    depth: int | None = None
+    """Modules are shown down to this depth, what is inside added to them; null for all."""
+    picture: bool = True
+    """Whether the pictures are drawn."""
 
 
 @dataclass
@@ -95,15 +148,29 @@ class Settings:
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    advise: AdviseSettings = field(default_factory=AdviseSettings)
+    """How a mode is chosen."""
+    double: DoubleSettings = field(default_factory=DoubleSettings)
+    """How a doubled batch is judged."""
+    doctor: DoctorSettings = field(default_factory=DoctorSettings)
+    """How a machine is examined."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """What `mprun memory` shows."""
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
-    """Which steps `mprun numerics` looks at, and what it asks of their numbers."""
-    seeds: int = 5
-    """Runs of each variant: seeds 0, 1, ... below this."""
+    """Which steps are looked at, and what is asked of their numbers."""
+    seeds: int | None = None
+    """Runs of each variant: seeds 0, 1, ... below this; null for 5, in advise and double 10."""
 
 
 RANGES = {
-    "compare.margin": POSITIVE,
-    "compare.relative_margin": POSITIVE,
+    # 0.5 for half a point would find anything equivalent.
+    "compare.margin": Range(0, 0.1, low_open=True),
+    "compare.relative_margin": Range(0, 1, low_open=True),
+    "advise.max_steps": COUNT,
+    "advise.screen": COUNT,
+    "double.headroom": Range(0, 1, high_open=True),
+    "doctor.budget_s": Range(0, 600, low_open=True),
+    "memory.depth": COUNT,
     "numerics.steps": COUNT,
     "numerics.warmup": NOT_NEGATIVE,
     "numerics.span": COUNT,

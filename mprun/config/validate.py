@@ -19,6 +19,7 @@ from mprun.config.schema import (
     DataSource,
     DType,
     Execution,
+    FpExceptions,
     LayerDType,
     LossScaleKind,
     OptimizerConfig,
@@ -82,6 +83,7 @@ RANGES = {
     "train.optimizer.beta1": Range(0, 1, high_open=True),
     "train.optimizer.beta2": Range(0, 1, high_open=True),
     "train.optimizer.eps": NOT_NEGATIVE,
+    "debug.halt_after": COUNT,
     "data.validation_fraction": Range(0, 1, high_open=True),
     "data.train_limit": COUNT,
     "data.eval_limit": COUNT,
@@ -218,6 +220,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.op_lists.name == "none":
         for key in ("strict", "verbose", "unlisted"):
             yield f"op_lists.{key}", "op_lists=none casts no op by name"
+    yield from _debug_reasons(config)
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     optimizer = config.train.optimizer
@@ -225,6 +228,14 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     for name in vars(optimizer):
         if name not in used:
             yield f"train.optimizer.{name}", f"{optimizer.name.name} does not use it"
+
+
+def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    action = config.debug.fp_exceptions
+    if action in (FpExceptions.off, FpExceptions.log):
+        yield "debug.halt_after", f"debug.fp_exceptions={action.name} never ends a run"
+    elif action is FpExceptions.halt and loss_scale_kind(config) != "dynamic":
+        yield "debug.halt_after", "without a dynamic loss scale the first finding ends the run"
 
 
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:

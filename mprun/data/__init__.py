@@ -6,7 +6,7 @@ and batches them there.
 """
 
 from mprun.data.batches import Batch, Batches, Order, TensorSet
-from mprun.data.sources import DataRequest, Splits, image_splits
+from mprun.data.sources import DataRequest, Splits, image_sample, image_splits
 
 __all__ = [
     "Batch",
@@ -15,5 +15,6 @@ __all__ = [
     "Order",
     "Splits",
     "TensorSet",
+    "image_sample",
     "image_splits",
 ]

@@ -19,6 +19,7 @@ from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from filelock import FileLock, Timeout
 
 from mprun.data.batches import TensorSet
@@ -97,6 +98,13 @@ def image_splits(name: str, request: DataRequest) -> Splits:
         validation.first(request.eval_limit),
         test.first(request.eval_limit),
         notice=notice,
+    )
+
+
+def image_sample() -> TensorSet:
+    """One sample shaped like those of `image_splits`, of any value."""
+    return TensorSet(
+        torch.empty(1, 1, 28, 28, dtype=torch.uint8), torch.empty(1, dtype=torch.int64)
     )
 
 

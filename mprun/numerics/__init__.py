@@ -1,5 +1,19 @@
 """Looking at the numerics of a step: what is alive, what is computed, in which dtype."""
 
 from mprun.numerics.collect import Statistics, statistics
+from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions
+from mprun.numerics.footprint import MemoryRecorder, fake_tensors, memory, record_memory
+from mprun.numerics.step_memory import StepMemory
 
-__all__ = ["Statistics", "statistics"]
+__all__ = [
+    "FpException",
+    "FpExceptionError",
+    "MemoryRecorder",
+    "Statistics",
+    "StepMemory",
+    "fake_tensors",
+    "fp_exceptions",
+    "memory",
+    "record_memory",
+    "statistics",
+]

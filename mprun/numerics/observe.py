@@ -3,11 +3,9 @@
 A `TorchDispatchMode` sees each op below autograd and autocast, casts included. What it cannot see
 is why the op runs, so three things are told alongside:
 
-    module   hooks keep the path of the module whose forward pass runs; an op of the backward pass
-             has the path of the forward op whose gradient it computes. Autograd numbers its nodes
-             as they are made: the number is read when a forward op runs, and again from the node
-             that runs in the backward pass
-    phase    forward (of the model), backward, optimizer, or other (loss, loss scale, clipping)
+    module   the path of the module whose forward pass runs, or whose gradient is computed
+    phase    forward (of the model), backward, optimizer, or other (loss, loss scale, clipping);
+             both are found by `place.Follower`
     call     the Python call that led to the op, where a caller keeps track of it (`Calls`)
 
 Times are of the op's kernel and the dispatcher, not of the Python code around it; on CUDA the
@@ -19,7 +17,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,9 +27,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mprun._torch import backward_node, next_node
+from mprun.numerics.place import PHASES, Follower
 
-PHASES = ("forward", "backward", "optimizer", "other")
+__all__ = ["PHASES", "Observer", "Op", "Value"]
 
 
 class Value(NamedTuple):
@@ -73,7 +71,41 @@ class Op:
         return copies and self.inputs[0].dtype != self.outputs[0].dtype
 
 
-class Observer(TorchDispatchMode):
+class Following(TorchDispatchMode):
+    """A mode that knows which module and phase the op it meets belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._follower = Follower()
+        self._muted = False
+        """Whether an op is being carried out: what a mode below makes of it is not met."""
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """Entered like the arithmetic's regions."""
+        with self:
+            yield
+
+    @contextmanager
+    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
+        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
+        with self._follower.following(model, optimizer):
+            try:
+                yield
+            finally:
+                self.forget()
+
+    def forget(self) -> None:
+        """Let go of what was kept of steps that are done."""
+        self._follower.forget()
+
+    def _where(self) -> tuple[str, str]:
+        """Phase and module of the op that runs next."""
+        place = self._follower.place()
+        return place.phase, place.module or ""
+
+
+class Observer(Following):
     """Tells of each op while it is entered.
 
     Args:
@@ -88,76 +120,15 @@ class Observer(TorchDispatchMode):
         call: Callable[[], Any] = lambda: None,
         synchronize: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tell = tell
         self._call = call
         self._wait = synchronize or _no_wait
-        self._paths: list[str] = []
-        self._module_of: dict[int, str] = {}
-        self._before_model = 0
-        self._optimizing = False
-        self._muted = False
         self._held: list[Any] = []
 
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        """Stand above the dispatch modes entered so far: their own ops are not told."""
-        with self:
-            yield
-
-    @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
-        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
-        with ExitStack() as stack:
-            for path, module in model.named_modules():
-                enter, leave = self._hooks(path)
-                for handle in (
-                    module.register_forward_pre_hook(enter, prepend=True),
-                    module.register_forward_hook(leave, always_call=True),
-                ):
-                    stack.callback(handle.remove)
-            for register, active in (
-                (optimizer.register_step_pre_hook, True),
-                (optimizer.register_step_post_hook, False),
-            ):
-                stack.callback(register(self._on_step(active)).remove)
-            try:
-                yield
-            finally:
-                self._held.clear()
-                self._paths.clear()
-                self._optimizing = False
-
-    def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(*_: object) -> None:
-            if not self._paths:
-                self._before_model = next_node()
-            self._paths.append(path)
-
-        def leave(*_: object) -> None:
-            self._paths.pop()
-
-        return enter, leave
-
-    def _on_step(self, active: bool) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            self._optimizing = active
-
-        return hook
-
-    def _where(self) -> tuple[str, str]:
-        """Phase and module of the op that runs next."""
-        node = backward_node()
-        if self._paths:  # forward code, run again in the backward pass or not
-            path = self._paths[-1]
-            # The node was made just before its op runs; that of an autograd function of one's own,
-            # whose forward pass runs without a graph, too.
-            if (made := next_node() - 1) >= self._before_model:
-                self._module_of.setdefault(made, path)
-            return "forward", path
-        if node is not None:
-            return "backward", self._module_of.get(node, "")
-        return ("optimizer" if self._optimizing else "other"), ""
+    def forget(self) -> None:
+        super().forget()
+        self._held.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -165,7 +136,7 @@ class Observer(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._muted:
             return func(*args, **kwargs)
-        phase, module = self._where()
+        where = self._where()
         inputs = tuple(_values((args, kwargs)))
         self._wait()
         began = time.perf_counter()
@@ -178,7 +149,7 @@ class Observer(TorchDispatchMode):
         took = time.perf_counter() - began
         name = func.overloadpacket.__name__
         outputs = tuple(_values(result))
-        op = Op(name, phase, module, inputs, outputs, began, took, _is_view(func), self._call())
+        op = Op(name, *where, inputs, outputs, began, took, _is_view(func), self._call())
         if not inputs and not outputs:  # a profiler's mark
             return result
         if op.is_cast:  # memory that is freed would be given out again, and casts mixed up

@@ -14,7 +14,7 @@ from mprun.precision.arithmetic import (
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
 from mprun.precision.clip import Clip, ClipNorm, NoClip
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
-from mprun.precision.execution import accelerated, backend_flags, has_tf32
+from mprun.precision.execution import backend_flags, has_tf32
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     DynamicRule,
@@ -26,6 +26,7 @@ from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.precision import Precision
 from mprun.precision.range import Float16Loss, float16_loss
+from mprun.precision.rates import accelerated
 
 __all__ = [
     "Arithmetic",

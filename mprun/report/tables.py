@@ -84,14 +84,26 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("data wait", "-" if wait["median"] is None else f"{wait['median']:.2f} ms"),
         ("throughput", _figure(summary["samples_per_second"], ".0f", " samples/s")),
         ("peak memory of a step", _mebibytes(summary["memory_bytes"]["peak"])),
+        *_fp_exceptions(summary),
         ("training loss", _figure(summary["train"]["loss"], ".4f")),
         *_scores("validation", summary["history"][-1]["validation"] if summary["history"] else {}),
         *_scores("test", summary["test"]),
         ("wall time", f"{summary['wall_time_s']:.1f} s"),
     ]
     if step["median"] is None:
-        rows.append(("note", "too few full-size steps to time: all were warm-up"))
+        few = "too few full-size steps to time: all were warm-up"
+        watched = "steps are not timed while debug.fp_exceptions slows them"
+        rows.append(("note", watched if summary.get("fp_exceptions") else few))
     return rows
+
+
+def _fp_exceptions(summary: Summary) -> list[tuple[str, str]]:
+    row = summary.get("fp_exceptions")
+    if row is None:
+        return []
+    dropped = f"; {row['dropped_steps']} steps dropped" if row["dropped_steps"] else ""
+    counts = f"{row['finding']} findings, {row['expected']} expected, {row['absorbed']} absorbed"
+    return [("fp exceptions", counts + dropped)]
 
 
 def _step_time(summary: Summary) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mprun.cli import main
+from mprun.commands.data import NAMES
 from mprun.data import files, sources
-from mprun.data_command import NAMES
 from tests.data.conftest import Server
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = files.SIZE_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.precision import accelerated, backend_flags
+from mprun.precision import backend_flags
 from tests.precision.test_policy import policy
 
 
@@ -56,9 +56,3 @@ def test_float32_matmuls_are_float32_although_the_process_allows_bfloat16() -> N
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
     assert error < 1e-3  # 256 terms of size 1: far below bfloat16's, far above float32's error
-
-
-def test_accelerated_compares_with_float32() -> None:
-    assert accelerated(torch.float32, torch.device("cpu"))
-    # float64 has half of float32's vector width on every CPU and GPU there is.
-    assert not accelerated(torch.float64, torch.device("cpu"), side=512)

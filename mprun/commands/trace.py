@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError
-from mprun.train_command import parse
 
 if TYPE_CHECKING:
     from mprun.config import Composed
@@ -44,13 +43,16 @@ def trace_command(words: Sequence[str]) -> int:
 def _trace(composed: Composed) -> int:
     from mprun.build import plan, trace_step
     from mprun.precision import backend_flags
+    from mprun.record import new_folder
     from mprun.report import tables
     from mprun.report.trace import chrome, step_table, totals
     from mprun.summary import initial_summary
 
     chosen = plan(composed.config, composed.given)
     console, errors = tables.stdout_console(), tables.stderr_console()
-    for warning in (*composed.warnings, *chosen.warnings):
+    unused = (k for k in composed.given if k.startswith("debug."))
+    ignored = [f"{k} has no effect: mprun trace looks for no exceptions" for k in unused]
+    for warning in (*composed.warnings, *chosen.warnings, *ignored):
         errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     summary = initial_summary(chosen, composed.resolved)
     for line in tables.header(summary):
@@ -78,22 +80,3 @@ def _trace(composed: Composed) -> int:
         )
     console.print(f"written: {folder}/trace.json, trace.chrome.json", markup=False, soft_wrap=True)
     return EXIT_OK
-
-
-def new_folder(wanted: str | None) -> Path:
-    """The folder to leave files in, made and empty: `wanted`, or one with the date.
-
-    Raises:
-        UsageError: it holds something, or cannot be written.
-    """
-    from mprun.record import dated_folder
-
-    folder = dated_folder() if wanted is None else Path(wanted)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = next(folder.iterdir(), None)
-    except OSError as error:
-        raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
-    if taken is not None:
-        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
-    return folder

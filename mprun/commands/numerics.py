@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.train import parse
 from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
-from mprun.trace_command import new_folder
-from mprun.train_command import parse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,6 +70,7 @@ def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
 def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
     from mprun.build import look, plan, steps_to_look_at
     from mprun.precision import backend_flags
+    from mprun.record import new_folder
     from mprun.report import tables
     from mprun.report.progress import QuietProgress
     from mprun.summary import initial_summary
@@ -78,7 +78,9 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     chosen = plan(composed.config, composed.given)
     steps_to_look_at(chosen, settings)  # before a folder is made
     console, errors = tables.stdout_console(), tables.stderr_console()
-    for warning in (*composed.warnings, *chosen.warnings):
+    unused = (k for k in composed.given if k.startswith("debug."))
+    ignored = [f"{k} has no effect: mprun numerics looks for no exceptions" for k in unused]
+    for warning in (*composed.warnings, *chosen.warnings, *ignored):
         errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     summary = initial_summary(chosen, composed.resolved)
     for line in tables.header(summary):

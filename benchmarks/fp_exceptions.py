@@ -1,0 +1,87 @@
+"""What looking for floating-point exceptions costs a training step, and that off costs nothing.
+
+    python -m benchmarks.fp_exceptions [--blocks N]
+
+mprun's step on one batch (`Trainer.optimizer_step`) with `debug.fp_exceptions=off`, `log` and
+`skip` against the step of a loop built without it, two at a time and turn by turn (`alternate.py`).
+The ratio of `off` must be 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from datetime import date
+
+import torch
+
+from benchmarks.alternate import alternate, keep_the_heap
+from mprun.build import build_exceptions, build_parts, build_precision, plan
+from mprun.config import compose
+from mprun.environment import cpu_name, usable_cores
+from mprun.observer import NoObserver
+from mprun.precision import backend_flags
+from mprun.runner import Trainer
+
+CASES = (
+    ("linear", "fp32", 64, 20),
+    ("mnist", "bf16_mixed", 128, 20),
+    ("mnist", "bf16_sr", 128, 20),
+    ("fashion_mnist", "bf16_mixed", 64, 3),
+    ("fashion_mnist", "half_sr_full", 12, 3),
+)
+"""Recipe, mode, batch, steps a block."""
+
+ACTIONS = ("off", "log", "skip")
+BLOCKS = 80
+
+
+def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> Iterator[float]:
+    """Seconds per step, block after block, after one that warms up; none: a loop without it."""
+    words = [f"recipe={recipe}", f"train.batch_size={batch}", f"precision={mode}", "device=cpu"]
+    words += ["speed=plain", "data.train_limit=1200", "data.source=generated"]
+    words += [] if action == "none" else [f"debug.fp_exceptions={action}"]
+    chosen = plan(compose(words).config, ())
+    if action == "none":
+        parts = build_parts(chosen)
+    else:
+        exceptions = build_exceptions(chosen, lambda outcome, news: None)
+        parts = build_parts(chosen, build_precision(chosen, make=exceptions.precision))
+        exceptions.attach(parts.model, parts.optimizer)
+    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    taken = next(parts.train.epoch(None))
+    for block in itertools.count():
+        with backend_flags(chosen.policy):
+            start = time.perf_counter()
+            for _ in range(steps):
+                trainer.optimizer_step(taken)
+            took = (time.perf_counter() - start) / steps
+        if block:
+            yield took
+
+
+def main() -> None:
+    """Print a line per case and, last, one JSON line."""
+    keep_the_heap()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=BLOCKS)
+    blocks = parser.parse_args().blocks
+    print(
+        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}; {blocks} alternating blocks"
+    )
+    rows = {}
+    for (recipe, mode, batch, steps), action in itertools.product(CASES, ACTIONS):
+        base, ours = (step_times(recipe, mode, batch, each, steps) for each in ("none", action))
+        found = alternate(base, ours, blocks=blocks)
+        name = f"{recipe} {mode} at {batch}, {action}"
+        rows[name] = found._asdict()
+        print(f"{name:40} {found}", flush=True)
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

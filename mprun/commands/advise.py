@@ -1,0 +1,138 @@
+"""`mprun advise`: try the modes this machine runs natively, recommend one, write it as a preset.
+
+    mprun advise recipe=mnist
+    mprun advise recipe=mnist advise.objective=memory compare.margin=0.01
+    mprun --config-dir outputs/DATE/TIME preset=advised
+
+Trials are short, paired by seed, and judged on validation data: a test set that chose would be no
+test any more.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, cast
+
+from mprun.commands.study import Request, carry_out, held_out, request, tell
+from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError
+
+if TYPE_CHECKING:
+    from mprun.build import DataCache
+    from mprun.comparison.rows import Comparison
+    from mprun.study.advise import Advice
+    from mprun.study.sweep import Sweep
+
+SEEDS = 10
+PRESET = "advised"
+
+
+def advise_command(words: list[str]) -> int:
+    """Run `mprun advise` with what follows these words; the exit status.
+
+    Raises:
+        UsageError: anything wrong with the overrides, or a folder that holds something already.
+    """
+    asked = request("advise", words, "advise")
+    from mprun.build import DataCache
+    from mprun.commands.compare import compared, conclude
+    from mprun.study.advise import advise, screened
+    from mprun.study.sweep import read_sweep
+
+    load, settings = DataCache(), asked.settings.advise
+    objective = cast(Literal["time", "memory"], settings.objective.name)
+    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked, load)
+    baseline = next(iter(sweep.variants))
+    outcomes, status = carry_out(
+        sweep, "advise", lambda so_far: screened(so_far, baseline, objective, settings.screen), load
+    )
+    if status is not None:
+        return status
+    dropped = screened(outcomes, baseline, objective, settings.screen)
+    kept = [o.trial for o in outcomes if o.trial.variant not in dropped and o.error is None]
+    if not any(trial.variant == baseline for trial in kept):
+        tell(f"{baseline}, which the others are set against, failed in every run", error=True)
+        return EXIT_FAILED
+    comparison = compared([sweep.folder / trial.name for trial in kept], asked.settings.compare)
+    conclude(comparison, asked.settings.compare, sweep.folder)
+    advice = advise(comparison, _alarms(comparison), objective)
+    _show(advice, dropped)
+    _write(sweep, comparison, advice)
+    return EXIT_OK
+
+
+def _new(asked: Request, load: DataCache) -> Sweep:
+    """The trials: of modes whose times mean something here."""
+    from mprun.build import plan
+    from mprun.config import compose
+    from mprun.config.variants import BASELINE, variants
+    from mprun.study.sweep import new_sweep
+
+    found = variants(asked.words, asked.config_dir)
+    left_out = dict(found.left_out)
+    native: dict[str, tuple[str, ...]] = {}
+    of_trials: list[str] = []
+    for name, words in found.words.items():
+        composed = compose(words, asked.config_dir)
+        try:
+            chosen = plan(composed.config, composed.given, load=load)
+        except UsageError as error:
+            left_out[name] = str(error)
+            continue
+        if chosen.execution == "emulated":
+            left_out[name] = "emulated here: what it would cost on hardware that has it is unknown"
+            continue
+        if not native:
+            of_trials = held_out(composed, load)
+            if composed.config.train.max_steps is None:
+                of_trials.append(f"train.max_steps={asked.settings.advise.max_steps}")
+        native[name] = words
+    if not native:
+        raise UsageError(next(iter(left_out.values())))
+    if len(native) == 1:
+        raise UsageError(f"there is nothing to choose from: only {next(iter(native))} can be tried")
+    for name, reason in left_out.items():
+        tell(f"not tried: {name}: {reason}")
+    ordered = dict(sorted(native.items(), key=lambda item: item[0] != BASELINE))
+    seeds = asked.settings.seeds or SEEDS
+    return new_sweep(ordered, seeds, asked.folder, asked.config_dir, of_trials)
+
+
+def _alarms(comparison: Comparison) -> dict[str, list[str]]:
+    """A variant's label to what is alarming about its runs."""
+    from mprun.record import read_lines
+    from mprun.study.alarms import alarms
+
+    return {
+        v.label: [
+            f"seed {run.summary['seed']}: {text}"
+            for run in v.runs
+            for text in alarms(run.summary, read_lines(run.path))
+        ]
+        for v in comparison.variants
+    }
+
+
+def _show(advice: Advice, dropped: dict[str, str]) -> None:
+    tell(f"\ntake {advice.label}: {advice.reason}")
+    for name, reason in (*dropped.items(), *advice.lost.items()):
+        tell(f"not {name}: {reason}")
+    for line in advice.doubts:
+        tell(f"note: {line}")
+
+
+def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:
+    """The advised mode as a preset."""
+    from mprun.study.preset import preset_text, write_preset
+
+    chosen = next(v for v in comparison.variants if v.label == advice.label)
+    trial = next(t for t in sweep.trials if t.name == chosen.runs[0].path.name)
+    words = sweep.variants[trial.variant]
+    comments = (
+        f"{advice.label} for {comparison.recipe}: {advice.reason}",
+        f"{comparison.data}; {comparison.hardware}; {comparison.code}",
+        "Made by mprun advise.",
+    )
+    try:
+        path = write_preset(sweep.folder, PRESET, preset_text(PRESET, words, comments))
+    except OSError as error:
+        raise MprunError(f"{sweep.folder} cannot be written ({error.strerror})") from None
+    tell(f"written: {path}; use it: mprun --config-dir {sweep.folder} preset={PRESET}")

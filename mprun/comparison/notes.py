@@ -1,0 +1,56 @@
+"""What a reader of a comparison must know beside its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from mprun.comparison import measures
+from mprun.comparison.measures import Group
+from mprun.comparison.runs import counted
+
+
+def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) -> Iterator[str]:
+    """Sentences, the weightiest first.
+
+    Args:
+        groups: the variants, the baseline first.
+        split: whose samples the metric is of.
+        by_default: whether the baseline was chosen here.
+        tested: how many variants had tests, which were adjusted together.
+    """
+    base, *others = groups
+    summaries = [summary for group in groups for summary in group.by_seed.values()]
+    if any(summary["data"]["source"] == "generated" for summary in summaries):
+        yield "generated data: accuracies say nothing of real data"
+    if by_default:
+        yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
+    if split == "train":
+        yield "the metric is of the training samples: it says nothing of new ones"
+    missing = sum(measures.score(summary, split) is None for summary in summaries)
+    if missing:
+        yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
+    yield from _seeds(base, others, split)
+    if tested > 1:
+        yield f"verdicts: Holm over {tested} variants; the intervals shown are of one variant each"
+    emulated = [group.label for group in groups if not group.is_native]
+    if emulated:
+        yield f"emulated, so no gain in time or memory can be told: {', '.join(emulated)}"
+    if any((summary["git_commit"] or "").endswith("-dirty") for summary in summaries):
+        yield "the code had changes that were not committed; runs may differ in them unseen"
+
+
+def _seeds(base: Group, others: Sequence[Group], split: str) -> Iterator[str]:
+    """Where pairs are fewer than runs."""
+    theirs = measures.scores(base, split)
+    diverged = sum(not math.isfinite(value) for value in theirs.values())
+    if diverged:
+        yield f"{base.label}: {counted(diverged)} without a finite metric, in seeds left out"
+    for group in others:
+        ours = measures.scores(group, split)
+        common = len(ours.keys() & theirs.keys())
+        if ours and common < max(len(ours), len(theirs)):
+            yield (
+                f"{group.label}: differences and ratios are of the {common} seeds in common "
+                f"(of its {len(ours)} and the baseline's {len(theirs)})"
+            )

@@ -1,0 +1,73 @@
+"""The whole examination of this machine."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+
+import torch
+
+from mprun import __version__, environment
+from mprun.doctor.findings import findings
+from mprun.doctor.load import threads_to_measure
+from mprun.doctor.machine import examine_machine
+from mprun.doctor.measure import measure_rates
+from mprun.doctor.modes import examine_modes
+from mprun.doctor.verdicts import conclusions
+from mprun.errors import MprunError
+from mprun.examination import SCHEMA_VERSION, Examination, Measured
+from mprun.precision.rates import in_threads
+
+
+def examine(device: torch.device, budget_s: float) -> Examination:
+    """Look at the machine, measure its rates, and say what follows for each mode.
+
+    Args:
+        device: what is examined.
+        budget_s: about how long rates are measured.
+
+    Raises:
+        MprunError: the device has no memory for it.
+    """
+    examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    try:
+        machine = examine_machine(device)
+        threads = threads_to_measure(machine)
+        start = time.perf_counter()
+        with in_threads(threads):
+            rates, copy = measure_rates(device, budget_s)
+        measured_s = time.perf_counter() - start
+    except (MemoryError, torch.OutOfMemoryError):
+        raise MprunError(
+            f"out of memory on {device.type} while measuring, which takes about 2 GiB: free some"
+        ) from None
+    modes = examine_modes(device, machine["hardware"]["accelerated"])
+    found: Measured = {
+        "machine": machine,
+        "threads": threads,
+        "rates": rates,
+        "copy": copy,
+        "modes": modes,
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "examined_at": examined_at,
+        "mprun_version": __version__,
+        "git_commit": environment.git_commit(),
+        "versions": versions(),
+        "budget_s": budget_s,
+        "measured_s": measured_s,
+        **found,
+        "findings": findings(found),
+        "conclusions": conclusions(found),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Those of a record, and of what PyTorch computes with; None for what is not there."""
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {
+        **environment.versions(),
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+    }

@@ -1,0 +1,187 @@
+"""The rates of this machine, within a budget of time.
+
+Every op is timed in every format at a small size, which even a kernel a hundred times slower than
+the others gets through, and then at a large one, which shows what fast ones can do. What, going by
+the small size, does not fit the budget at the large one is left out there: a rate is always one
+that was measured, at the size it names. float32 takes part in each round, and
+a speed-up is float32's time over another's, round by round.
+
+Images lie in memory as a run's do in each format (`mprun.speed`): on CPUs float32 convolutions are
+faster channels-last, and a gain over the slower layout is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import comb
+from typing import NamedTuple, cast
+
+import torch
+
+from mprun.examination import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
+from mprun.precision import has_tf32
+from mprun.precision.policy import torch_dtype
+from mprun.precision.rates import (
+    Op,
+    Timer,
+    alternate,
+    convolution,
+    convolution_backward,
+    matmul,
+    speedups,
+    timer,
+    warm,
+)
+from mprun.speed import choose
+from mprun.timing import quantiles
+
+FEWEST, MOST = 6, 25
+"""Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""
+WARMUP = 2
+"""Calls made before an op is timed in rounds."""
+SMALL, LARGE = 0.3, 0.6
+"""Shares of the budget; copying takes the rest."""
+COPIES = 7
+OPTIMIZER = "sgd"
+"""Any: memory formats do not depend on it."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of the ops measured together."""
+
+    side: int
+    images: tuple[int, int, int]
+    """[batch, channels, height and width] of a convolution's input."""
+
+    def ops(self) -> tuple[Op, ...]:
+        """The ops at these sizes, in the order of `examination.OPS`."""
+        return (
+            matmul(self.side),
+            convolution(*self.images),
+            convolution_backward(*self.images),
+        )
+
+
+SIZES = {
+    "cpu": (Sizes(256, (4, 32, 28)), Sizes(1024, (16, 64, 28))),
+    "cuda": (Sizes(2048, (32, 64, 56)), Sizes(4096, (32, 256, 56))),
+}
+COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
+"""Beyond most caches."""
+
+
+class Case(NamedTuple):
+    """One op in one format."""
+
+    op: Op
+    format: Format
+
+
+def formats_of(device: torch.device) -> tuple[Format, ...]:
+    """What the device computes in without emulation."""
+    return tuple(f for f in FORMATS if f != "tf32" or has_tf32(device))
+
+
+def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Copy]:
+    """Time every op in every format, and copying.
+
+    Args:
+        device: where.
+        budget_s: about how long that may take; the fewest rounds are made even beyond.
+
+    Raises:
+        torch.OutOfMemoryError: the tensors do not fit.
+    """
+    small, large = SIZES[device.type]
+    formats = formats_of(device)
+    rates = _measure([Case(op, f) for op in small.ops() for f in formats], device, budget_s * SMALL)
+    flop_s: dict[tuple[str, str], float] = {
+        (r["op"], r["format"]): r["time_ms"]["median"] / 1e3 / r["flops"] for r in rates
+    }
+    expected_s = {Case(op, f): flop_s[op.name, f] * op.flops for op in large.ops() for f in formats}
+    fitting = which_fit(expected_s, budget_s * LARGE)
+    rates += _measure(fitting, device, budget_s * LARGE)
+    return rates, measure_copy(device, COPY_BYTES[device.type])
+
+
+def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
+    """The cases to measure: the slowest are left out until twice the fewest rounds fit the time.
+
+    An op is measured in no format where float32 does not fit: there is nothing to compare with.
+
+    Args:
+        expected_s: about how long a call of each case takes.
+        share_s: the time for all of them.
+    """
+    quickest = sorted(expected_s, key=lambda case: expected_s[case])
+    total_s = accumulate(expected_s[case] for case in quickest)
+    each_s = share_s / (2 * FEWEST + WARMUP)
+    fit = {case for case, s in zip(quickest, total_s, strict=True) if s <= each_s}
+    based = {case.op.name for case in fit if case.format == "float32"}
+    return [case for case in expected_s if case in fit and case.op.name in based]
+
+
+def _measure(cases: Sequence[Case], device: torch.device, share_s: float) -> list[Rate]:
+    """The rates of the cases, each op's float32 among them, timed in turn."""
+    timers = [_timer(case, device) for case in cases]
+    times = dict(zip(cases, alternate(timers, _rounds(timers, share_s)), strict=True))
+    return [_rate(case, times[case], times[Case(case.op, "float32")]) for case in cases]
+
+
+def _timer(case: Case, device: torch.device) -> Timer:
+    tf32 = case.format == "tf32"
+    dtype = "float32" if tf32 else case.format
+    layout = choose("auto", device.type, dtype, OPTIMIZER).torch_memory_format
+    return timer(case.op, torch_dtype(dtype), device, tf32, layout)
+
+
+def _rounds(timers: Sequence[Timer], share_s: float) -> int:
+    round_s = sum(t.round_s for t in timers)
+    return max(FEWEST, min(MOST, int(share_s / round_s))) if timers else 0
+
+
+def _rate(case: Case, times_s: Sequence[float], float32_s: Sequence[float]) -> Rate:
+    op = case.op
+    return {
+        "op": cast(OpName, op.name),
+        "format": case.format,
+        "size": op.size,
+        "flops": op.flops,
+        "time_ms": spread([t * 1e3 for t in times_s]),
+        "gflops": spread([op.flops / t / 1e9 for t in times_s]),
+        "speedup": ratio(speedups(float32_s, times_s)),
+    }
+
+
+def measure_copy(device: torch.device, size: int) -> Copy:
+    """How fast a buffer of `size` bytes is copied."""
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    (times,) = alternate([warm(lambda: target.copy_(source), device)], COPIES)
+    return {"bytes": size, "gigabytes_per_second": spread([2 * size / t / 1e9 for t in times])}
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, 10th and 90th percentile of at least one value."""
+    p10, median, p90 = quantiles(list(values))
+    if median is None or p10 is None or p90 is None:
+        raise ValueError("the spread of no value")
+    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+
+
+def ratio(values: Sequence[float]) -> Ratio:
+    """The median and its 95 % interval.
+
+    Whatever the distribution, the number of values below its median is binomial with p = 1/2: the
+    interval is from the k-th smallest value to the k-th largest, k as large as leaves 2.5 % or less
+    outside on either side (Hahn and Meeker, "Statistical Intervals"). Fewer than six values reach
+    no 95 %: their interval is all of them.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while (outside := outside + comb(n, k) / 2**n) <= 0.025:
+        k += 1
+    k = max(k, 1)
+    median = spread(values)["median"]
+    return {"median": median, "low": ordered[k - 1], "high": ordered[n - k], "n": n}

@@ -1,0 +1,162 @@
+"""What outlasts a step: gradients, parameters, buffers, the optimizer's state.
+
+An optimizer whose kernels are not PyTorch's writes to parameters unseen, so what it left is looked
+at after each step: a parameter that was finite before, from gradients that are, names the
+optimizer. What is not finite from the start (a mask kept as a buffer) is no news.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.numerics.exceptions.details import past_op
+from mprun.numerics.exceptions.found import FpException, TensorStats
+from mprun.numerics.exceptions.lineage import Origin, reach
+from mprun.numerics.exceptions.origins import Origins, at_largest
+from mprun.numerics.exceptions.tensors import Limits, limits, stats
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor that outlasts a step."""
+
+    label: str
+    """What it is called: `parameter fc1.weight`, `exp_avg of fc1.weight`."""
+    owner: str
+    """The name of its parameter, or its own."""
+    tensor: Tensor
+
+    @property
+    def module(self) -> str:
+        """The path of the module it belongs to."""
+        return self.owner.rpartition(".")[0]
+
+
+class Kept:
+    """The tensors of a model and its optimizer that outlast a step.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer; None where nothing is trained.
+        origins: is told.
+        saturates: whether 16-bit numbers at the largest of their dtype count.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, origins: Origins, saturates: bool
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._origins = origins
+        self._saturates = saturates
+        self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        self._spoiled: frozenset[Origin] = frozenset()
+        """The origins of this step's gradients that are not finite."""
+        self._by_optimizer: dict[str, frozenset[Origin]] = {}
+        """The origins of this step that are no ops, by the parameter they wrote to."""
+        found = [(item, limits(item.tensor)) for item in self._items()]
+        self._bad = {item.label for item, x in found if not _finite(x)}
+        self._large = {item.label for item, x in found if at_largest(item.tensor.dtype, x)}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._spoiled = frozenset()
+        self._by_optimizer = {}
+
+    def gradients(self, step: int) -> None:
+        """Look at the gradients before they are unscaled, clipped or used."""
+        for name, p in self._parameters():
+            if p.grad is None or _finite(found := limits(p.grad)):
+                continue
+            item = Item(f"gradient of {name}", name, p.grad)
+            origins = self._origins.lineage.of(p.grad)
+            if not origins:
+                origins = frozenset({self._unseen(step, item, "backward", _kind(found))})
+            reach(origins, item.label, item.owner)
+            self._spoiled |= origins
+
+    def after_step(self, step: int) -> None:
+        """Look at what the step left; what was so before it is left alone."""
+        bad, large = set(), set()
+        for item in self._items():
+            found = limits(item.tensor)
+            if not _finite(found):
+                bad.add(item.label)
+                if item.label not in self._bad:
+                    self._news(step, item, _kind(found))
+            elif self._saturates and at_largest(item.tensor.dtype, found):
+                large.add(item.label)
+                if item.label not in self._large:
+                    origin = self._unseen(step, item, "optimizer", "saturated")
+                    reach([origin], item.label, item.owner)
+        self._bad, self._large = bad, large
+
+    def _news(self, step: int, item: Item, kind: str) -> None:
+        """A tensor that was finite before the step is not any more."""
+        origins = self._origins.lineage.of(item.tensor) or self._spoiled
+        if not origins:  # the state of a parameter is spoiled by what spoiled it
+            origins = self._by_optimizer.get(item.owner, frozenset())
+        if not origins:
+            origins = frozenset({self._unseen(step, item, "optimizer", kind)})
+            self._by_optimizer[item.owner] = origins
+        self._origins.lineage.put(item.tensor, origins)
+        reach(origins, item.label, item.owner)
+        for origin in origins:
+            origin.lasts = True
+
+    def _unseen(self, step: int, item: Item, phase: str, kind: str) -> Origin:
+        """The origin of something written by what is no op of PyTorch's."""
+        in_optimizer = phase == "optimizer"
+        others = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
+        exception = FpException(
+            verdict="absorbed",
+            kind=kind,
+            step=step,
+            last_step=step,
+            op=f"{type(self._optimizer).__name__}.step" if in_optimizer else "an unseen kernel",
+            phase=phase,
+            module=item.module,
+            module_kind=self._kinds.get(item.module, ""),
+            location=None,
+            inputs=self._gradient_stats(item) if in_optimizer else (),
+            outputs=tuple(stats(x.label, x.tensor) for x in (item, *others)),
+            before=tuple(map(past_op, self._origins.past)),
+        )
+        return self._origins.unseen(exception, item.tensor)
+
+    def _gradient_stats(self, item: Item) -> tuple[TensorStats, ...]:
+        found = (p.grad for name, p in self._parameters() if name == item.owner)
+        return tuple(stats(f"gradient of {item.owner}", g) for g in found if g is not None)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Those of the model, and those the optimizer has beside them."""
+        named = dict(self._model.named_parameters())
+        yield from named.items()
+        known = {id(p) for p in named.values()}
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        for g, group in enumerate(groups):
+            for i, p in enumerate(group["params"]):
+                if id(p) not in known:
+                    yield f"parameter {i} of group {g}", p
+
+    def _items(self) -> Iterator[Item]:
+        for name, p in self._parameters():
+            yield Item(f"parameter {name}", name, p)
+            state = self._optimizer.state.get(p, {}) if self._optimizer is not None else {}
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield Item(f"{key} of {name}", name, value)
+        for name, buffer in self._model.named_buffers():
+            yield Item(f"buffer {name}", name, buffer)
+
+
+def _finite(found: Limits | None) -> bool:
+    return found is None or found.finite
+
+
+def _kind(found: Limits | None) -> str:
+    return "invalid" if found is not None and found.has_nan else "overflow"

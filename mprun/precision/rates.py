@@ -1,0 +1,209 @@
+"""How fast a device computes in which number format: measured.
+
+Having a kernel for a dtype and having hardware for it are two things: on a CPU without AMX-BF16 or
+AVX512-BF16, bfloat16 runs, up to a hundred times slower than float32. No list of processors answers
+it either, as kernels change with PyTorch's version and environment variables can forbid them
+instructions. So the op is run in both formats and timed.
+
+Calls that are compared take turns: a round times each once, forwards and then backwards, and a
+ratio is that of two times of one round. What slows the machine down for longer than a round slows
+both; what hits one time, a slice lost to another process, is what the median over rounds leaves
+out. One time is the mean of as many calls in a row as last a millisecond, so that the clock does
+not matter. On CUDA a call returns before its work is done: there it is the time between two events
+on the stream, and the calls in a row hide what it costs to launch one.
+
+The backend switches are those of a run: float32 is IEEE, 16-bit matmuls add up in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mprun.precision.execution import switches
+
+SAMPLE_S = 1e-3
+"""How long calls are repeated for one time."""
+ROUNDS = 9
+"""Rounds of `accelerated`."""
+SIDE = {"cpu": 256, "cuda": 2048}
+"""Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU."""
+
+
+class Op(NamedTuple):
+    """Something to time."""
+
+    name: str
+    size: str
+    flops: int
+    """Multiplications and additions of one call; products with padding are counted."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors it takes."""
+    function: Callable[..., object]
+
+
+def matmul(side: int) -> Op:
+    """[side, side] by [side, side]."""
+    shape = (side, side)
+    return Op("matmul", f"{side}x{side}x{side}", 2 * side**3, (shape, shape), torch.matmul)
+
+
+def convolution(batch: int, channels: int, side: int) -> Op:
+    """3x3, padding 1: [batch, channels, side, side] to the same shape."""
+    images, weight = (batch, channels, side, side), (channels, channels, 3, 3)
+    flops = 2 * batch * side**2 * channels**2 * 9
+    size = f"{batch}x{channels}x{side}x{side}, 3x3"
+    return Op("convolution", size, flops, (images, weight), _convolution)
+
+
+def convolution_backward(batch: int, channels: int, side: int) -> Op:
+    """The gradients of `convolution` to its input and weight."""
+    forward = convolution(batch, channels, side)
+    images, weight = forward.shapes
+    shapes = (images, images, weight)
+    return Op(
+        "convolution_backward", forward.size, 2 * forward.flops, shapes, _convolution_backward
+    )
+
+
+def _convolution(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.conv2d(x, weight, padding=1)
+
+
+def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
+    ones, mask = [1, 1], [True, True, False]
+    return torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, ones, ones, ones, False, [0, 0], 1, mask
+    )
+
+
+@dataclass(frozen=True)
+class Timer:
+    """An op in one format on a device, warm and ready to be timed again and again."""
+
+    call: Callable[[], object]
+    device: torch.device
+    tf32: bool
+    repeats: int
+    """Calls in a row for one time."""
+    call_s: float
+    """What a call takes, by one time: for planning."""
+
+    @property
+    def round_s(self) -> float:
+        """What a round takes, about."""
+        return self.repeats * self.call_s
+
+    def time_s(self) -> float:
+        """The time of one call, the mean over `repeats`."""
+        with switches(self.tf32):
+            timed = _device_s if self.device.type == "cuda" else _host_s
+            return timed(self.call, self.repeats) / self.repeats
+
+
+def timer(
+    op: Op,
+    dtype: torch.dtype,
+    device: torch.device,
+    tf32: bool = False,
+    images: torch.memory_format = torch.contiguous_format,
+) -> Timer:
+    """A timer of `op` on inputs drawn from the normal distribution.
+
+    Args:
+        op: what is timed.
+        dtype: of its inputs.
+        device: where.
+        tf32: whether float32 may be computed in TF32.
+        images: memory format of inputs with four dimensions.
+
+    Raises:
+        torch.OutOfMemoryError: they do not fit the device.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = (torch.randn(s, generator=generator, device=device).to(dtype) for s in op.shapes)
+    inputs = [x.contiguous(memory_format=images) if x.dim() == 4 else x for x in drawn]
+    return warm(lambda: op.function(*inputs), device, tf32)
+
+
+def warm(call: Callable[[], object], device: torch.device, tf32: bool = False) -> Timer:
+    """Call once to warm up, kernels are chosen and some compiled, and once to see how long."""
+    first = Timer(call, device, tf32, repeats=1, call_s=math.nan)
+    first.time_s()
+    call_s = max(first.time_s(), 1e-9)
+    return replace(first, repeats=max(1, math.ceil(SAMPLE_S / call_s)), call_s=call_s)
+
+
+def alternate(timers: Sequence[Timer], rounds: int) -> list[list[float]]:
+    """Seconds of one call of each, a list with an entry per round for each of `timers`."""
+    times: list[list[float]] = [[] for _ in timers]
+    order = list(range(len(timers)))
+    for _ in range(rounds):
+        for i in order:
+            times[i].append(timers[i].time_s())
+        order.reverse()
+    return times
+
+
+def accelerated(
+    dtype: torch.dtype, device: torch.device, side: int | None = None, tolerance: float = 1.0
+) -> bool:
+    """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
+
+    By the fastest round of each: a run needs an answer on a busy machine too, and whatever else
+    computes there only ever adds time.
+
+    Args:
+        dtype: the dtype in question.
+        device: where.
+        side: matmuls are of [side, side] by [side, side]; None for `SIDE`.
+        tolerance: how many times float32's time still counts.
+    """
+    if dtype == torch.float32:
+        return True
+    op = matmul(side or SIDE[device.type])
+    # Several beside another process slow down tenfold, now one dtype and now the other.
+    with in_threads(1):
+        pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
+        single, other = alternate(pair, ROUNDS)
+    return min(other) < tolerance * min(single)
+
+
+def speedups(base: Sequence[float], other: Sequence[float]) -> list[float]:
+    """How many times as fast `other` is, round by round."""
+    return [b / t for b, t in zip(base, other, strict=True)]
+
+
+@contextmanager
+def in_threads(count: int) -> Iterator[None]:
+    """Inside, PyTorch computes on the CPU in `count` threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _host_s(call: Callable[[], object], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return time.perf_counter() - start
+
+
+def _device_s(call: Callable[[], object], repeats: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,186 @@
+"""What a comparison comes to, in sentences: who keeps the metric, and what that buys.
+
+Speed is samples per second, not time per step: a doubled batch takes longer steps and may be faster
+all the same. It is called faster or slower only where the 95 % interval of the ratio leaves out 1.
+Peak memory is counted, not sampled, so it has no interval.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mprun.comparison.rows import Comparison, Variant
+from mprun.report.cells import (
+    counted,
+    difference_span,
+    difference_text,
+    is_emulated,
+    metric_name,
+    plain,
+)
+
+KEEPS = ("equivalent", "better")
+SAME_MEMORY = 0.02
+"""Peaks nearer than this share to the baseline's are called the same."""
+
+
+class Finding(NamedTuple):
+    """What is said of one variant."""
+
+    place: int
+    """Its place among the comparison's variants."""
+    label: str
+    word: str
+    sentence: str
+    """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
+
+
+def headline(comparison: Comparison) -> list[str]:
+    """The answer in a sentence or two: the fastest variant that keeps the metric, the smallest."""
+    others, name = comparison.variants[1:], plain(comparison.baseline)
+    if not others:
+        return [f"There is nothing to set {name} against: all runs are of one variant."]
+    keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
+    faster = [v for v in keeping if _speed(v) > 0]
+    smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
+    said = []
+    if faster:
+        best = max(faster, key=_throughput)
+        clauses = (_kept(comparison, best), _speed_clause(best, f" as {name}"))
+        said.append(_sentence(best, *clauses, _memory_clause(best)))
+        smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
+    if smaller:
+        least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
+        said.append(
+            _sentence(least, _kept(comparison, least), _memory_clause(least), _speed_clause(least))
+        )
+    return said or [
+        f"No variant was shown to keep the {comparison.metric} of {name} and to be faster or "
+        "smaller."
+    ]
+
+
+def _sentence(variant: Variant, *clauses: str) -> str:
+    """`label does one thing, does another and does a third.`"""
+    *first, last = filter(None, clauses)
+    return f"{plain(variant.label)} {', '.join(first)}{' and ' if first else ''}{last}."
+
+
+def findings(comparison: Comparison) -> list[Finding]:
+    """A sentence for each variant but the baseline, in the table's order."""
+    return [
+        Finding(index, plain(variant.label), variant.verdict.word, _in_full(comparison, variant))
+        for index, variant in enumerate(comparison.variants)
+        if index > 0
+    ]
+
+
+def _in_full(comparison: Comparison, variant: Variant) -> str:
+    clauses = [_metric_clause(comparison, variant)]
+    if is_emulated(variant):
+        clauses.append("emulated on this machine, so nothing is said of its speed and memory")
+    else:
+        clauses += [_speed_clause(variant), _memory_clause(variant)]
+    return "; ".join(filter(None, clauses)) + "."
+
+
+VERBS = {"equivalent": "keeps", "better": "improves", "worse": "worsens"}
+
+
+def _kept(comparison: Comparison, variant: Variant) -> str:
+    return f"{VERBS[variant.verdict.word]} the {comparison.metric}"
+
+
+def _metric_clause(comparison: Comparison, variant: Variant) -> str:
+    """What happens to the metric, with the difference and the interval that decided."""
+    word, found = variant.verdict.word, variant.difference
+    if word == "worse" and not _lost_metric(comparison, variant):
+        return f"is worse: {plain(variant.verdict.reason)}"
+    if word == "inconclusive":
+        more = variant.verdict.more_seeds
+        text = f"not settled whether it keeps the {comparison.metric}"
+        text += "" if more is None else f" (about {counted(more, 'more seed')} would tell)"
+    else:
+        text = _kept(comparison, variant)
+    if found is None:
+        return text
+    level, interval = 95, found.interval
+    if word == "equivalent":
+        level, interval = 90, variant.equivalence
+    text += f": {difference_text(comparison, found.value)}"
+    if interval is None:
+        return text
+    return f"{text}, {level} % interval {difference_span(comparison, interval)}"
+
+
+def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
+    """Whether the metric itself made a variant worse, and not runs that failed."""
+    found = variant.difference
+    return (
+        not variant.failed
+        and found is not None
+        and ((found.value < 0) == comparison.higher_is_better)
+    )
+
+
+def _speed(variant: Variant) -> int:
+    """1 where it is faster, -1 where slower, 0 where that cannot be told."""
+    interval = variant.throughput_ratio and variant.throughput_ratio.interval
+    if not interval:
+        return 0
+    return (interval.low > 1) - (interval.high < 1)
+
+
+def _throughput(variant: Variant) -> float:
+    return variant.throughput_ratio.value if variant.throughput_ratio else 1.0
+
+
+def _speed_clause(variant: Variant, than: str = "") -> str:
+    found = variant.throughput_ratio
+    if found is None:
+        return ""
+    if found.interval is None:
+        return f"trains {found.value:.2f} times as fast{than} (one seed, so without an interval)"
+    low, high = found.interval
+    interval = f"95 % interval {low:.2f} to {high:.2f}, n={found.n}"
+    if _speed(variant):
+        return f"trains {found.value:.2f} times as fast{than} ({interval})"
+    return f"shows no measurable difference in speed (ratio: {interval})"
+
+
+def _memory(variant: Variant) -> float:
+    """Peak memory over the baseline's; 1 where it is not known."""
+    return variant.memory_ratio or 1.0
+
+
+def _memory_clause(variant: Variant) -> str:
+    ratio = variant.memory_ratio
+    if ratio is None:
+        return ""
+    if abs(ratio - 1) <= SAME_MEMORY:
+        return "has the same peak memory"
+    if ratio > 1:
+        return f"takes {ratio:.2f} times the peak memory"
+    return f"takes {100 * (1 - ratio):.0f} % less peak memory"
+
+
+def terms(comparison: Comparison) -> list[str]:
+    """What is compared with what, and where it ran."""
+    margin = difference_text(comparison, comparison.margin, signed=False)
+    return [
+        f"baseline {plain(comparison.baseline)}; differences of "
+        f"{metric_name(comparison)} within {margin} do not matter",
+        f"data: {plain(comparison.data)}",
+        f"hardware: {plain(comparison.hardware)}",
+        f"code: {plain(comparison.code)}",
+    ]
+
+
+def failures(comparison: Comparison) -> list[str]:
+    """The runs that failed, with what they said."""
+    return [
+        f"{plain(variant.label)}, seed {run.summary['seed']}: "
+        f"{plain(run.summary['error'] or 'no reason recorded', 160)}"
+        for variant in comparison.variants
+        for run in variant.failed
+    ]

@@ -1,0 +1,238 @@
+"""Figures as texts: what the table, the page and the sentences call a number.
+
+Accuracies are shown in per cent and their differences in points, losses as they are and their
+differences in per cent of the baseline's, times in milliseconds, memory in one binary unit for the
+whole table. Files for programs hold the plain numbers (`exports.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from typing import NamedTuple
+
+from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
+
+NONE = "-"
+"""Where there is no figure."""
+
+
+def plain(text: str, longest: int | None = None) -> str:
+    """`text` of a record in one line without control characters, its middle cut out if too long."""
+    shown = "".join(
+        " " if c.isspace() else "\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cf") else c
+        for c in text
+    )
+    shown = " ".join(shown.split())
+    if longest is None or len(shown) <= longest:
+        return shown
+    tail = longest // 3
+    return f"{shown[: longest - tail - 3]}...{shown[-tail:]}"
+
+
+def is_emulated(variant: Variant) -> bool:
+    """Whether its times and memory are those of an emulation, which compare with nothing."""
+    return variant.execution != "native"
+
+
+class Row(NamedTuple):
+    """A variant's cells. Those of two parts have the figure first, its range or ratio second."""
+
+    label: str
+    runs: tuple[str, str]
+    step_time: tuple[str, str]
+    ratio: tuple[str, str]
+    samples: tuple[str, str]
+    memory: tuple[str, str]
+    metric: tuple[str, str]
+    difference: tuple[str, str]
+    verdict: tuple[str, str]
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """The table's cells, a row for each variant."""
+    return [_row(comparison, variant) for variant in comparison.variants]
+
+
+def headings(comparison: Comparison) -> Row:
+    """The columns' names, with units, and what the second parts are."""
+    return Row(
+        "variant",
+        ("runs", ""),
+        ("step ms", "p10 to p90"),
+        ("time ratio", "95 %"),
+        ("samples per s", "ratio"),
+        (f"peak {memory_unit(comparison)[0]}", "ratio"),
+        (" ".join(filter(None, (comparison.metric, metric_unit(comparison)))), "95 %"),
+        (difference_unit(comparison), "95 %"),
+        ("verdict", ""),
+    )
+
+
+def _row(comparison: Comparison, variant: Variant) -> Row:
+    step, emulated = variant.step_time_ms, is_emulated(variant)
+    ratio = None if emulated else variant.step_time_ratio
+    samples, runs = variant.samples_per_second, len(variant.runs)
+    more = variant.verdict.more_seeds
+    return Row(
+        plain(variant.label),
+        (f"{runs} of {runs + len(variant.failed)}" if variant.failed else f"{runs}", ""),
+        (ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}") if step else (NONE, ""),
+        ("EMULATED", "") if emulated else _ratio(ratio),
+        (
+            NONE if samples is None else f"{samples:.0f}",
+            "" if emulated or not variant.throughput_ratio else _ratio(variant.throughput_ratio)[0],
+        ),
+        _memory(comparison, variant),
+        _metric(comparison, variant.metric),
+        _difference(comparison, variant),
+        (variant.verdict.word, f"about {counted(more, 'more seed')}" if more else ""),
+    )
+
+
+def _ratio(found: Estimate | None) -> tuple[str, str]:
+    if found is None:
+        return NONE, ""
+    return times(found.value), span(found.interval, "{:.2f}")
+
+
+def _memory(comparison: Comparison, variant: Variant) -> tuple[str, str]:
+    ratio = None if is_emulated(variant) else variant.memory_ratio
+    return memory(comparison, peak(variant)), "" if ratio is None else times(ratio)
+
+
+def _metric(comparison: Comparison, found: Estimate | None) -> tuple[str, str]:
+    if found is None:
+        return NONE, ""
+    unit, shown = _metric_scale(comparison), _metric_form(comparison)
+    return shown.format(found.value * unit), span(found.interval, shown, unit)
+
+
+def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
+    found = variant.difference
+    if found is None or variant.verdict.word == "baseline":
+        return NONE, ""
+    unit, shown = _difference_scale(comparison), _difference_form(comparison)
+    pairs = "" if found.n == len(variant.runs) else f" n={found.n}"
+    return shown.format(found.value * unit), span(found.interval, shown, unit) + pairs
+
+
+def peak(variant: Variant) -> int | None:
+    """Bytes at the peak of a step."""
+    return variant.memory_bytes.get("peak")
+
+
+def ms(value: float) -> str:
+    """Milliseconds with about three digits that mean something: `0.812`, `12.5`, `180`."""
+    decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{decimals}f}"
+
+
+def times(ratio: float) -> str:
+    """A ratio: `0.82x`."""
+    return f"{ratio:.2f}x" if ratio < 99.5 else f"{ratio:.0f}x"
+
+
+def span(interval: Interval | None, form: str, scale: float = 1.0) -> str:
+    """An interval: `0.80 to 0.85`, or nothing."""
+    if interval is None:
+        return ""
+    return f"{form.format(interval.low * scale)} to {form.format(interval.high * scale)}"
+
+
+# ---- units ---------------------------------------------------------------------------------------
+
+
+def _is_share(comparison: Comparison) -> bool:
+    return comparison.metric == "accuracy"
+
+
+def _metric_scale(comparison: Comparison) -> float:
+    return 100.0 if _is_share(comparison) else 1.0
+
+
+def _difference_scale(comparison: Comparison) -> float:
+    return 100.0 if comparison.is_relative or _is_share(comparison) else 1.0
+
+
+def _metric_form(comparison: Comparison) -> str:
+    """Losses have as many decimals as make four digits of the largest."""
+    if _is_share(comparison):
+        return "{:.2f}"
+    found = [abs(v.metric.value) for v in comparison.variants if v.metric]
+    largest = max(filter(math.isfinite, found), default=0.0)
+    decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else 3
+    return f"{{:.{max(0, decimals)}f}}" if decimals <= MOST_DECIMALS else "{:.3e}"
+
+
+def _difference_form(comparison: Comparison) -> str:
+    return "{:+.4g}" if _difference_scale(comparison) == 1.0 else "{:+.2f}"
+
+
+MOST_DECIMALS = 7
+
+
+def metric_name(comparison: Comparison) -> str:
+    """`test accuracy`, `training loss`."""
+    split = "training" if comparison.split == "train" else comparison.split
+    return f"{split} {comparison.metric}"
+
+
+def variants(comparison: Comparison) -> str:
+    """`5 variants`."""
+    return counted(len(comparison.variants), "variant")
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 run`, `3 runs`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def metric_unit(comparison: Comparison) -> str:
+    """`%` of an accuracy; a loss has none."""
+    return "%" if _is_share(comparison) else ""
+
+
+def difference_unit(comparison: Comparison) -> str:
+    """The word for the unit of differences, which is the column's name as well."""
+    if comparison.is_relative:
+        return "difference %"
+    return "points" if _is_share(comparison) else "difference"
+
+
+def in_metric_units(comparison: Comparison, value: float) -> float:
+    """A metric in the unit it is shown in."""
+    return value * _metric_scale(comparison)
+
+
+def in_difference_units(comparison: Comparison, value: float) -> float:
+    """A difference in the unit it is shown in."""
+    return value * _difference_scale(comparison)
+
+
+def difference_text(comparison: Comparison, value: float, signed: bool = True) -> str:
+    """A difference with its unit: `-0.05 points`, `+2.00 %`; without a sign, a margin."""
+    number = _difference_form(comparison).format(value * _difference_scale(comparison))
+    unit = "%" if comparison.is_relative else "points" if _is_share(comparison) else ""
+    return f"{number if signed else number.lstrip('+')} {unit}".rstrip()
+
+
+def difference_span(comparison: Comparison, interval: Interval) -> str:
+    """An interval of differences with signs: `-0.20 to +0.10`."""
+    return span(interval, _difference_form(comparison), _difference_scale(comparison))
+
+
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
+
+
+def memory_unit(comparison: Comparison) -> tuple[str, int]:
+    """The unit all memory of the table is given in: the largest that leaves the least peak 1."""
+    peaks = [p for v in comparison.variants if (p := peak(v))]
+    least = min(peaks, default=2**20)
+    return next((unit for unit in UNITS if least >= unit[1]), UNITS[-1])
+
+
+def memory(comparison: Comparison, value: int | None) -> str:
+    """Bytes in the table's unit."""
+    size = memory_unit(comparison)[1]
+    return NONE if value is None else f"{value / size:.1f}" if size > 1 else str(value)

@@ -1,0 +1,137 @@
+"""A comparison as files for other programs: Markdown to paste, CSV and JSON to compute with.
+
+CSV and JSON hold the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
+from mprun.record import jsonable
+from mprun.report import answer, cells
+
+SCHEMA_VERSION = 1
+MEMORY = (
+    *("peak", "parameters", "buffers", "gradients", "optimizer_state"),
+    *("activations", "temporary", "data", "allocator_peak"),
+)
+
+
+def markdown(comparison: Comparison) -> str:
+    """The answer, the table and what belongs to it."""
+    rows = [cells.headings(comparison), *cells.rows(comparison)]
+    table = [f"| {' | '.join(_flat(cell) for cell in row)} |" for row in rows]
+    columns = len(rows[0])
+    table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
+    lists = {
+        "Verdicts": [f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.findings(comparison)],
+        "Terms": [_md(line) for line in answer.terms(comparison)],
+        "Notes": [_md(cells.plain(note)) for note in comparison.notes],
+        "Failed runs": [_md(line) for line in answer.failures(comparison)],
+        "Skipped folders": [
+            f"{_md(cells.plain(str(x.path)))}: {_md(cells.plain(x.reason))}"
+            for x in comparison.skipped
+        ],
+    }
+    parts = [
+        f"# {_md(cells.plain(comparison.recipe))}: precisions compared",
+        *(_md(sentence) for sentence in answer.headline(comparison)),
+        "\n".join(table),
+        *(
+            f"## {title}\n\n" + "\n".join(f"- {line}" for line in lines)
+            for title, lines in lists.items()
+            if lines
+        ),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _flat(cell: Sequence[str]) -> str:
+    """A cell in one line: `12.50 (11.25 to 14.75)`."""
+    if isinstance(cell, str):
+        return _md(cell)
+    first, second = cell
+    return _md(f"{first} ({second})" if second else first)
+
+
+def _md(text: str) -> str:
+    """Text that Markdown, and the HTML in it, leave as it is."""
+    escaped = re.sub(r"([\\`*_\[\]<>|#~$])", r"\\\1", text)
+    return escaped.replace("&", "&amp;")
+
+
+def csv_text(comparison: Comparison) -> str:
+    """A row for each variant; what there is not is empty."""
+    out = io.StringIO()
+    rows = [_record(variant) for variant in comparison.variants]
+    writer = csv.DictWriter(out, list(rows[0]) if rows else ["label"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _record(variant: Variant) -> dict[str, Any]:
+    step, verdict = variant.step_time_ms, variant.verdict
+    return {
+        "label": variant.label,
+        "variant_hash": variant.variant_hash,
+        "precision": variant.precision,
+        "execution": variant.execution,
+        "runs": len(variant.runs),
+        "seeds": " ".join(str(run.summary["seed"]) for run in variant.runs),
+        "failed": len(variant.failed),
+        "step_time_ms_median": step and step.median,
+        "step_time_ms_p10": step and step.p10,
+        "step_time_ms_p90": step and step.p90,
+        **_estimate("step_time_ratio", variant.step_time_ratio),
+        "samples_per_second": variant.samples_per_second,
+        **_estimate("throughput_ratio", variant.throughput_ratio),
+        **{f"memory_{name}_bytes": variant.memory_bytes.get(name) for name in MEMORY},
+        "memory_ratio": variant.memory_ratio,
+        **_estimate("metric", variant.metric),
+        **_estimate("difference", variant.difference),
+        **_interval("equivalence", variant.equivalence),
+        "verdict": verdict.word,
+        "more_seeds": verdict.more_seeds,
+        "reason": verdict.reason,
+    }
+
+
+def _estimate(name: str, found: Estimate | None) -> dict[str, Any]:
+    interval = found and found.interval
+    return {
+        name: found and found.value,
+        **_interval(name, interval or None),
+        f"{name}_n": found and found.n,
+    }
+
+
+def _interval(name: str, found: Interval | None) -> dict[str, Any]:
+    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+
+
+def json_text(comparison: Comparison) -> str:
+    """Everything, the runs' summaries included, under the names of `mprun.comparison.rows`."""
+    found = {"schema_version": SCHEMA_VERSION, **_plain(comparison)}
+    return json.dumps(jsonable(found), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses and named tuples as objects, paths as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    if isinstance(value, dict):
+        return {str(name): _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value

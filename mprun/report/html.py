@@ -1,0 +1,154 @@
+"""The report as one HTML page that needs nothing beside itself: no script, no font, no image.
+
+Whatever a record holds may come from someone else: jinja2 escapes all of it. Only this package's
+own style sheet and the drawings, whose text their serializer has escaped, are put in as they are.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from mprun.comparison.rows import Comparison, Variant
+from mprun.report import answer, cells, tables
+from mprun.report.cells import plain
+from mprun.report.configs import configs
+from mprun.report.plots import Plot, canvas
+from mprun.report.theme import DARK, LIGHT, declarations
+
+FOLDER = "mprun.report"
+TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
+
+
+class Shown(NamedTuple):
+    """A variant as the page shows it."""
+
+    label: str
+    key: Markup
+    """Its marker, as in the plots."""
+    word: str
+    tone: str
+    row: cells.Row
+    sentence: str
+    reason: str
+    details: tuple[tuple[str, str], ...]
+    memory: tuple[str, ...]
+
+
+def page(comparison: Comparison, plots: list[Plot]) -> str:
+    """The whole page.
+
+    Args:
+        comparison: what was found.
+        plots: its plots, in order, `mprun.report.plots.draw`.
+    """
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["sentence"] = lambda text: text.replace(" %", "\u00a0%")
+    template = environment.from_string(_resource("report.html"))
+    return template.render(**_context(comparison, plots))
+
+
+def _resource(name: str) -> str:
+    return resources.files(FOLDER).joinpath(name).read_text(encoding="utf-8")
+
+
+def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
+    runs = [run for v in comparison.variants for run in (*v.runs, *v.failed)]
+    started = sorted(run.summary["started_at"] for run in runs)
+    return {
+        "recipe": plain(comparison.recipe),
+        "metric_name": cells.metric_name(comparison),
+        "counted": cells.counted,
+        "data": plain(comparison.data),
+        "baseline": plain(comparison.baseline),
+        "margin": cells.difference_text(comparison, comparison.margin, signed=False),
+        "is_relative": comparison.is_relative,
+        "runs": sum(len(v.runs) for v in comparison.variants),
+        "first": plain(started[0], 40) if started else "",
+        "last": plain(started[-1], 40) if started else "",
+        "headline": answer.headline(comparison),
+        "headings": cells.headings(comparison),
+        "variants": _variants(comparison),
+        "memory_unit": cells.memory_unit(comparison)[0],
+        "memory_headings": ("peak", *_CATEGORIES),
+        "plots": [(plot, Markup(plot.svg)) for plot in plots],
+        "configs": configs(comparison),
+        "hardware": plain(comparison.hardware),
+        "code": plain(comparison.code),
+        "versions": _versions(comparison),
+        "notes": [plain(note) for note in comparison.notes],
+        "failures": answer.failures(comparison),
+        "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],
+        "style": Markup(_resource("report.css")),
+        "light": Markup(declarations(LIGHT)),
+        "dark": Markup(declarations(DARK)),
+    }
+
+
+_CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
+
+
+def _variants(comparison: Comparison) -> list[Shown]:
+    sentences = {f.place: f.sentence for f in answer.findings(comparison)}
+    rows = cells.rows(comparison)
+    return [
+        Shown(
+            label=rows[place].label,
+            key=Markup(canvas.key(place, cells.is_emulated(variant))),
+            word=variant.verdict.word,
+            tone=TONES.get(variant.verdict.word, "none"),
+            row=rows[place],
+            sentence=sentences.get(place, ""),
+            reason=plain(variant.verdict.reason),
+            details=tuple(_details(variant)),
+            memory=tuple(
+                cells.memory(comparison, variant.memory_bytes.get(name))
+                for name in ("peak", *_CATEGORIES)
+            ),
+        )
+        for place, variant in enumerate(comparison.variants)
+    ]
+
+
+def _details(variant: Variant) -> list[tuple[str, str]]:
+    """What is told of a variant beside its figures."""
+    if not variant.runs:
+        return []
+    summary = variant.runs[0].summary
+    batch, backend = summary["batch"], summary["backend"]
+    found = [
+        ("policy", plain(tables.policy(summary["effective"]))),
+        ("execution", variant.execution),
+        ("batch", f"{batch['micro']} x {batch['accumulate']} = {batch['effective']}"),
+        (
+            "backend",
+            f"{backend['memory_format']}, {backend['optimizer_impl']} optimizer, "
+            f"{backend['threads']} threads{', compiled' if backend['compile'] else ''}",
+        ),
+    ]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for x in summary["substitutions"]:
+        reasons.setdefault((x["dtype"], x["reason"]), []).append(x["op"])
+    found += [
+        ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
+        for (dtype, reason), ops in reasons.items()
+    ]
+    found += [("run", f"seed {run.summary['seed']}: {run.path}") for run in variant.runs]
+    return [(name, plain(text)) for name, text in found]
+
+
+def _versions(comparison: Comparison) -> list[tuple[str, str]]:
+    """Each package's version; all of them where runs differ."""
+    found: dict[str, dict[str, None]] = {}
+    for variant in comparison.variants:
+        for run in variant.runs:
+            summary = run.summary
+            versions = {"mprun": summary["mprun_version"], **summary["versions"]}
+            for name, version in {**versions, "commit": summary["git_commit"]}.items():
+                found.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
+    return [(name, ", ".join(versions)) for name, versions in found.items()]

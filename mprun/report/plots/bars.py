@@ -1,0 +1,155 @@
+"""The plots with a row for each variant: step times as distributions, memory by category."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mprun.comparison.rows import Comparison, Variant
+from mprun.report import cells
+from mprun.report.plots import canvas
+from mprun.report.plots.marks import face, label, mark, name_rows, times_axis
+from mprun.report.series import Column, Series, timed
+from mprun.report.theme import Theme, colour
+
+BINS = 90
+FEWEST = 40
+"""Of fewer steps each is drawn as a stroke: they support no outline."""
+
+CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
+
+
+class Times(NamedTuple):
+    """The timed steps of each variant, and the span of the axis."""
+
+    rows: list[Column]
+    low: float
+    high: float
+    outside: int
+    """Steps beyond the axis."""
+
+
+def step_times(series: Sequence[Sequence[Series]], variants: Sequence[Variant]) -> Times | None:
+    """The times to draw; None where there are none.
+
+    The axis ends where the slowest hundredth of the slowest variant's steps begins: one step in
+    which the machine did something else would otherwise press all others into a corner.
+    """
+    rows = [np.concatenate([timed(one) for one in runs] or [np.zeros(0)]) for runs in series]
+    rows = [row[row > 0] for row in rows]
+    lows = [float(np.quantile(row, 0.01)) for row in rows if len(row)]
+    highs = [float(np.quantile(row, 0.99)) for row in rows if len(row)]
+    lows += [v.step_time_ms.p10 for v in variants if v.step_time_ms]
+    highs += [v.step_time_ms.p90 for v in variants if v.step_time_ms]
+    if not highs or min(lows) <= 0:
+        return None
+    low, high = min(lows), max(highs)
+    outside = sum(int(((row < low) | (row > high)).sum()) for row in rows)
+    return Times(rows, low, high, outside)
+
+
+def distributions(comparison: Comparison, times: Times, theme: Theme) -> Figure:
+    """An outline of each variant's step times, with the median and the tenths the table gives."""
+    variants = comparison.variants
+    made = canvas.figure(0.7 + 0.46 * len(variants))
+    axes: Axes = made.subplots()
+    times_axis(axes, [times.low, times.high])
+    is_log = axes.get_xscale() == "log"
+    space = np.geomspace if is_log else np.linspace
+    edges = space(times.low, times.high, BINS + 1)
+    for index, (variant, row) in enumerate(zip(variants, times.rows, strict=True)):
+        _outline(axes, row, edges, index, variant, theme)
+        step = variant.step_time_ms
+        if step is not None:
+            drawn = colour(theme, index)
+            axes.plot([step.p10, step.p90], [index, index], color=drawn, linewidth=1.4, zorder=3)
+            axes.plot([step.median], [index], **mark(theme, variant, index), zorder=4)
+    name_rows(axes, [label(v) for v in variants])
+    axes.set_ylim(top=-0.85)
+    axes.set_xlabel("time per step (ms)")
+    axes.margins(x=0.02)
+    axes.grid(axis="x")
+    axes.set_axisbelow(True)
+    return made
+
+
+def _outline(
+    axes: Axes, row: Column, edges: Column, index: int, variant: Variant, theme: Theme
+) -> None:
+    drawn, inside = colour(theme, index), row[(row >= edges[0]) & (row <= edges[-1])]
+    if len(row) < FEWEST:
+        axes.vlines(inside, index - 0.3, index - 0.12, color=drawn, linewidth=0.8)
+        return
+    heights = smooth(np.histogram(inside, edges)[0].astype(np.float64))
+    tops = index - 0.1 - 0.62 * heights / max(heights.max(), 1e-9)
+    places = np.sqrt(edges[1:] * edges[:-1])
+    there = slice(*(np.flatnonzero(heights)[[0, -1]] + [0, 1])) if heights.any() else slice(0)
+    places, tops = places[there], tops[there]
+    fill = "none" if cells.is_emulated(variant) else face(theme, variant, index)
+    axes.fill_between(places, tops, index - 0.1, color=fill, alpha=0.3, linewidth=0)
+    axes.plot(places, tops, color=drawn, linewidth=0.8)
+
+
+def smooth(counts: Column) -> Column:
+    """Counts averaged with their neighbours, the nearer the more."""
+    kernel = np.array([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
+    smoothed: Column = np.convolve(counts, kernel, mode="same")
+    return smoothed
+
+
+def memory(comparison: Comparison, theme: Theme) -> Figure:
+    """A bar for each variant: what is alive at the peak of a step."""
+    variants = comparison.variants
+    unit, size = cells.memory_unit(comparison)
+    made = canvas.figure(1.05 + 0.31 * len(variants))
+    axes: Axes = made.subplots()
+    left = np.zeros(len(variants))
+    for name, fill in zip(CATEGORIES, theme.memory, strict=True):
+        parts = np.array([(v.memory_bytes.get(name) or 0) / size for v in variants])
+        axes.barh(
+            np.arange(len(variants)),
+            parts,
+            left=left,
+            height=0.56,
+            color=fill,
+            label=name.replace("_", " "),
+            edgecolor=theme.paper,
+            linewidth=0.6,
+        )
+        left += parts
+    widest = max(float(left.max()), 1e-9)
+    for index, variant in enumerate(variants):
+        axes.text(left[index] + 0.012 * widest, index, _total(comparison, variant), va="center")
+    name_rows(axes, [label(v) for v in variants])
+    axes.set_xlim(0, widest * 1.2)
+    axes.set_xlabel(f"alive at the peak of a training step ({unit})")
+    made.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside upper left",
+        ncols=len(CATEGORIES),
+        frameon=False,
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.45,
+        columnspacing=1.3,
+        fontsize=8,
+    )
+    return made
+
+
+def _total(comparison: Comparison, variant: Variant) -> str:
+    """What stands at the end of a bar: the peak, and its ratio."""
+    peak = cells.peak(variant)
+    if peak is None:
+        return "not known"
+    ratio = None if cells.is_emulated(variant) else variant.memory_ratio
+    text = f"{cells.memory(comparison, peak)} {cells.memory_unit(comparison)[0]}"
+    return (
+        text
+        if ratio is None or variant is comparison.variants[0]
+        else f"{text}, {cells.times(ratio)}"
+    )

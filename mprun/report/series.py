@@ -1,0 +1,165 @@
+"""What the plots are drawn from: the steps in runs' metrics.jsonl, as columns, thinned and banded.
+
+A curve over more steps than can be seen is cut into bins of equally many steps, and a point is the
+mean over its bin: that is smoothing and thinning at once, and hides no level. The band over seeds
+is from the lowest to the highest run, not an interval: three seeds support nothing finer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mprun.comparison.rows import Comparison, Run
+from mprun.record import Summary, read_lines
+from mprun.report.cells import plain
+
+Column = NDArray[np.float64]
+
+MOST_POINTS = 150
+"""Points of a curve."""
+
+
+class Steps(NamedTuple):
+    """A run's logged steps as columns of equal length; what a line lacks is NaN."""
+
+    step: Column
+    loss: Column
+    time_ms: Column
+    scale: Column
+    skipped: NDArray[np.bool_]
+
+
+class Series(NamedTuple):
+    """What one run logged."""
+
+    run: Run
+    steps: Steps
+    validation: tuple[Column, Column]
+    """Steps, and the validation loss after them."""
+
+
+class Band(NamedTuple):
+    """A curve over runs: their median, lowest and highest at each place."""
+
+    x: Column
+    middle: Column
+    low: Column
+    high: Column
+    width: int
+    """Steps in one point."""
+
+
+def read(comparison: Comparison) -> tuple[list[list[Series]], list[str]]:
+    """The series of each variant's runs, and a sentence for each run that has none."""
+    found: list[list[Series]] = []
+    problems: list[str] = []
+    for variant in comparison.variants:
+        found.append([])
+        for run in variant.runs:
+            name = f"{plain(variant.label)}, seed {run.summary['seed']}"
+            try:
+                found[-1].append(_series(run, read_lines(run.path)))
+            except OSError as error:
+                problems.append(f"{name}: metrics.jsonl cannot be read ({error.strerror})")
+            except (ValueError, AttributeError, RecursionError) as error:
+                problems.append(f"{name}: metrics.jsonl is damaged ({plain(str(error), 80)})")
+    return found, problems
+
+
+def _series(run: Run, lines: Sequence[dict[str, Any]]) -> Series:
+    steps = [line for line in lines if line.get("kind") == "step"]
+    validation = [line for line in lines if line.get("kind") == "validation"]
+    return Series(
+        run,
+        Steps(
+            step=_column(steps, "step"),
+            loss=_column(steps, "loss"),
+            time_ms=_column(steps, "step_time_ms"),
+            scale=_column(steps, "loss_scale"),
+            skipped=np.array([line.get("skipped") is True for line in steps], dtype=bool),
+        ),
+        (_column(validation, "step"), _column(validation, "loss")),
+    )
+
+
+def _column(lines: Iterable[dict[str, Any]], key: str) -> Column:
+    return np.array([_number(line.get(key)) for line in lines], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
+def timed(series: Series) -> Column:
+    """Milliseconds of the steps that enter the statistics: full batches after the warm-up.
+
+    The record does not mark them, but it tells which they are: an epoch's last batch is partial
+    where the batch size does not divide the samples, and the first timed steps are warm-up.
+    """
+    step, time_ms = series.steps.step, series.steps.time_ms
+    per_epoch, rest = _epoch(series.run.summary)
+    warmup = series.run.summary["step_time_ms"]["warmup"]
+    partial = np.floor(step / per_epoch) if rest else np.zeros_like(step)
+    full = (step % per_epoch != 0) if rest else np.ones_like(step, dtype=bool)
+    return time_ms[full & (step - partial > warmup) & np.isfinite(time_ms)]
+
+
+def _epoch(summary: Summary) -> tuple[int, int]:
+    """Steps of an epoch, and the samples of its last, partial batch (0: there is none)."""
+    samples, batch = summary["data"]["train_samples"], max(1, summary["batch_size"])
+    return max(1, math.ceil(samples / batch)), samples % batch
+
+
+def epochs_per_step(summary: Summary) -> float:
+    """The share of an epoch that a step is: for curves of different batch sizes on one axis."""
+    return 1 / _epoch(summary)[0]
+
+
+def band(curves: Sequence[tuple[Column, Column]], points: int = MOST_POINTS) -> Band | None:
+    """Median, lowest and highest over curves (steps, values), in at most `points` bins.
+
+    Values that are not finite are left out. None where nothing is left.
+    """
+    clean = [(x[keep], y[keep]) for x, y in curves if (keep := _usable(x, y)).any()]
+    if not clean:
+        return None
+    last = max(x.max() for x, _ in clean)
+    width = max(1, math.ceil(last / points))
+    bins = int(last // width) + 1
+    rows = np.array([_means(x, y, width, bins) for x, y in clean])
+    places = np.array([_means(x, x, width, bins) for x, _ in clean])
+    there = ~np.isnan(rows).all(axis=0)
+    rows, places = rows[:, there], places[:, there]
+    return Band(
+        np.nanmean(places, axis=0),
+        np.nanmedian(rows, axis=0),
+        np.nanmin(rows, axis=0),
+        np.nanmax(rows, axis=0),
+        width,
+    )
+
+
+def _usable(x: Column, y: Column) -> NDArray[np.bool_]:
+    return np.isfinite(x) & np.isfinite(y) & (x >= 0) & (x < 2**53)
+
+
+def _means(x: Column, y: Column, width: int, bins: int) -> Column:
+    """The mean of y in each bin of x; NaN in an empty one. Steps 1..width are the first bin."""
+    place = np.clip((x - 1) // width, 0, bins - 1).astype(np.int64)
+    count = np.bincount(place, minlength=bins)
+    with np.errstate(over="ignore"):
+        total = np.bincount(place, weights=y, minlength=bins)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def broken(series: Sequence[Series]) -> int:
+    """How many runs logged a loss that is not finite."""
+    return sum(not np.isfinite(one.steps.loss).all() for one in series)

@@ -1,0 +1,174 @@
+"""Which mode to take: a decision over a comparison, with a reason for every mode that lost.
+
+A mode may be taken where all of this holds:
+
+    its metric is shown to be equivalent to the baseline's within the margin, or better
+    no run of it failed, and none shows a numerical alarm
+    its step time (or its memory) is smaller than the baseline's: the ratio's interval lies below 1
+
+Of those that may, the one with the smallest ratio is taken; where none may, the baseline. A mode
+about which the trials cannot tell is not taken: not shown to be worse is not shown to be as good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mprun.comparison.rows import Comparison, Estimate, Variant
+from mprun.record import Summary
+from mprun.study.trials import Outcome
+
+Objective = Literal["time", "memory"]
+NOUN = {"time": "step time", "memory": "peak memory"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take, and why."""
+
+    label: str
+    reason: str
+    lost: dict[str, str]
+    """Every other mode's label to why it lost."""
+    doubts: tuple[str, ...]
+    """What would be worth another look."""
+
+
+def advise(
+    comparison: Comparison, alarms: Mapping[str, Sequence[str]], objective: Objective
+) -> Advice:
+    """The decision.
+
+    Args:
+        comparison: the trials', on validation data.
+        alarms: a variant's label to what is alarming about its runs.
+        objective: what is to be small.
+    """
+    baseline, *others = comparison.variants
+    refused = {v.label: _refusal(v, alarms.get(v.label, ()), objective) for v in others}
+    may = [v for v in others if refused[v.label] is None]
+    best = min(may, key=lambda v: _value(v, objective), default=baseline)
+    lost = {label: reason for label, reason in refused.items() if reason is not None}
+    for v in may:
+        if v is not best:
+            lost[v.label] = f"{_ratio_text(v, objective)}; {best.label} needs less"
+    if best is baseline:
+        reason = f"no other mode was shown to need less {NOUN[objective]} at an equal metric"
+    else:
+        lost[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
+        reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
+    return Advice(best.label, reason, lost, tuple(_doubts(may, best, others, objective)))
+
+
+def _refusal(variant: Variant, alarms: Sequence[str], objective: Objective) -> str | None:
+    """Why a mode cannot be taken, or None."""
+    if variant.execution == "emulated":
+        return (
+            "emulated here: what its own arithmetic would cost on hardware that has it cannot "
+            "be measured on this machine"
+        )
+    if variant.verdict.word not in ("equivalent", "better"):
+        return f"{variant.verdict}: {variant.verdict.reason}"
+    if alarms:
+        return f"numerical alarm: {alarms[0]}"
+    return (
+        None if _is_smaller(variant, objective) else f"not less: {_ratio_text(variant, objective)}"
+    )
+
+
+def _is_smaller(variant: Variant, objective: Objective) -> bool:
+    if objective == "memory":
+        return variant.memory_ratio is not None and variant.memory_ratio < 1
+    ratio = variant.step_time_ratio
+    return ratio is not None and ratio.interval is not None and ratio.interval.high < 1
+
+
+def _value(variant: Variant, objective: Objective) -> float:
+    if objective == "memory":
+        assert variant.memory_ratio is not None
+        return variant.memory_ratio
+    assert variant.step_time_ratio is not None
+    return variant.step_time_ratio.value
+
+
+def _ratio_text(variant: Variant, objective: Objective) -> str:
+    """`0.61 of the baseline's step time [0.59, 0.63]`."""
+    noun = NOUN[objective]
+    if objective == "memory":
+        known = variant.memory_ratio is not None
+        return f"{variant.memory_ratio:.2f} of the baseline's {noun}" if known else f"no {noun}"
+    return f"{ratio_figure(variant.step_time_ratio)} of the baseline's {noun}"
+
+
+def ratio_figure(ratio: Estimate | None) -> str:
+    """`0.61 [0.59, 0.63]`."""
+    if ratio is None:
+        return "an unknown share"
+    if ratio.interval is None:
+        return f"{ratio.value:.2f} (one pair)"
+    return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
+
+
+def _doubts(
+    may: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: Objective
+) -> list[str]:
+    found = []
+    if objective == "time" and best.step_time_ratio and best.step_time_ratio.interval:
+        high = best.step_time_ratio.interval.high
+        for v in may:
+            if v is not best and _value(v, objective) < high:
+                found.append(f"{v.label} is as fast as {best.label} within the noise{_memory(v)}")
+    for v in others:
+        if v.verdict.word == "inconclusive" and v.verdict.more_seeds and _is_smaller(v, objective):
+            seeds = len(v.runs) + v.verdict.more_seeds
+            found.append(
+                f"{v.label} needs {_ratio_text(v, objective)}, and its metric is undecided: "
+                f"seeds={seeds} would probably tell"
+            )
+    return found
+
+
+def _memory(variant: Variant) -> str:
+    if variant.memory_ratio is None:
+        return ""
+    return f", with {variant.memory_ratio:.2f} of the baseline's peak memory"
+
+
+def screened(
+    outcomes: Sequence[Outcome], baseline: str, objective: Objective, pairs: int
+) -> dict[str, str]:
+    """Variants that cannot win, with why: they failed, or needed more in every one of the pairs.
+
+    Args:
+        outcomes: of the trials so far.
+        baseline: the variant the others are set against.
+        objective: what is to be small.
+        pairs: how many pairs it takes.
+    """
+    found = {
+        o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
+        for o in outcomes
+        if o.error is not None and o.trial.variant != baseline
+    }
+    needs: dict[str, dict[int, float]] = {}
+    for o in outcomes:
+        need = _need(o.summary, objective)
+        if o.error is None and need is not None:
+            needs.setdefault(o.trial.variant, {})[o.trial.seed] = need
+    base = needs.pop(baseline, {})
+    for variant, by_seed in needs.items():
+        ratios = [need / base[seed] for seed, need in by_seed.items() if seed in base]
+        if len(ratios) >= pairs and min(ratios) >= 1:
+            figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+            found.setdefault(variant, f"{figures} of {baseline}'s {NOUN[objective]}")
+    return found
+
+
+def _need(summary: Summary | None, objective: Objective) -> float | None:
+    if summary is None:
+        return None
+    if objective == "memory":
+        return summary["memory_bytes"]["peak"]
+    return summary["step_time_ms"]["median"]

@@ -1,0 +1,63 @@
+"""What is said to a command and not to a run."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from mprun.config import settings
+from mprun.config.reference import docs_of, leaves
+from mprun.config.schema import Config
+from mprun.config.settings import FailIf, Mix, Settings, take
+from mprun.errors import UsageError
+
+
+def test_settings_are_taken_and_the_rest_is_left() -> None:
+    words = ["recipe=mnist", "compare.margin=0.01", "seeds=3", "train.lr=1,2", "compare.mix=[data]"]
+    found, rest = take(words, "compare", "seeds")
+    assert rest == ["recipe=mnist", "train.lr=1,2"]
+    assert (found.seeds, found.compare.margin, found.compare.mix) == (3, 0.01, [Mix.data])
+    assert found.compare.fail_if is FailIf.none
+
+
+def test_a_command_knows_its_own_sections_alone() -> None:
+    _, rest = take(["seeds=3", "advise.screen=1", "compare.margin=0.01"], "compare")
+    assert rest == ["seeds=3", "advise.screen=1"]
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("compare.margn=1", "did you mean 'compare.margin'?"),
+        ("compare.margin=a", "compare.margin is a number"),
+        ("compare.margin=-1", "compare.margin=-1: legal is above 0"),
+        ("compare.margin=nan", "legal is above 0"),
+        ("compare.mix=[x]", "a list [name, ...] of recipes, data, hardware, code"),
+        ("compare.fail_if=wors", "did you mean 'worse'?"),
+        ("seeds=0", "seeds=0: legal is 1 or more"),
+        ("seeds=1.5", "seeds is a whole number, or null"),
+        ("seeds=", "seeds is a whole number"),
+    ],
+)
+def test_a_mistake_names_what_is_legal(word: str, text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        take([word], "compare", "seeds")
+    assert text in str(error.value)
+
+
+def test_ranges_are_of_fields_that_exist() -> None:
+    assert set(settings.RANGES) <= set(settings.fields())
+
+
+def test_no_setting_has_the_name_of_a_part_of_a_run() -> None:
+    runs = {key.partition(".")[0] for key in leaves()} | {f.name for f in fields(Config)}
+    assert not runs & {f.name for f in fields(Settings)}
+
+
+def test_every_setting_is_documented() -> None:
+    sections = [f.type for f in fields(Settings)]
+    classes = [getattr(settings, str(name), None) for name in sections]
+    for cls in (Settings, *(c for c in classes if is_dataclass(c))):
+        assert set(docs_of(cls)) == {f.name for f in fields(cls)}  # type: ignore[arg-type]
+        assert all(text.endswith(".") for text in docs_of(cls).values())  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""Which variants overrides stand for."""
+
+from __future__ import annotations
+
+import pytest
+
+from mprun.config.reference import options
+from mprun.config.variants import modes, variants
+from mprun.errors import UsageError
+
+
+def test_without_a_mode_every_mode_is_meant_and_float32_comes_first() -> None:
+    found = variants(["recipe=linear"])
+    assert next(iter(found.words)) == "fp32"
+    assert set(found.words) == set(options("precision")) == set(modes())
+    assert found.words["half_sr"] == ("precision=half_sr", "recipe=linear")
+    assert found.left_out == {}
+
+
+def test_lists_are_combined_and_what_cannot_be_is_left_out() -> None:
+    found = variants(["precision=fp32,bf16_mixed", "op_lists=none,hmp", "train.lr=1e-3,1e-2"])
+    assert set(found.words) == {
+        f"{mode}+train.lr={lr}"
+        for mode in ("fp32", "bf16_mixed", "bf16_mixed+hmp")
+        for lr in ("0.001", "0.01")
+    }
+    assert set(found.left_out) == {"fp32+hmp+train.lr=0.001", "fp32+hmp+train.lr=0.01"}
+    assert "op lists choose between" in found.left_out["fp32+hmp+train.lr=0.001"]
+
+
+def test_modes_that_cannot_be_with_what_was_asked_are_left_out() -> None:
+    found = variants(["op_lists=hmp"])
+    assert set(found.words) == {"bf16_mixed", "fp16_mixed"}
+    assert set(found.left_out) == set(modes()) - set(found.words)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["precision=half_sr"], ["half_sr"]),
+        (["precision=bf16_mixed", "op_lists=none,hmp"], ["bf16_mixed", "hmp"]),
+        (["precision=bf16_mixed", "batch=base,double"], ["bf16_mixed", "double"]),
+    ],
+)
+def test_names_say_what_varies(words: list[str], names: list[str]) -> None:
+    assert list(variants(words).words) == names
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["precision=fp32,bf16_mixd"], "did you mean 'bf16_mixed'?"),
+        (["train.lrr=1"], "did you mean 'train.lr'?"),
+        (["precision=fp32", "op_lists=hmp"], "op lists choose between"),
+        (["precision=fp32,bf16_mixed", "train.lr=1e-3,-1"], "train.lr=-1.0: legal is above 0"),
+        (["train.epochs=0"], "train.epochs=0: legal is 1 or more"),
+        (["seed=1"], "seeds=5 runs seeds 0 to 4"),
+        (["run.dir=x"], "a study names seeds and folders itself"),
+    ],
+)
+def test_what_is_wrong_in_every_combination_is_a_mistake(words: list[str], text: str) -> None:
+    with pytest.raises(UsageError) as error:
+        variants(words)
+    assert text in str(error.value)

@@ -1,0 +1,64 @@
+"""The whole examination of this machine; what it says follows from what it found."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mprun import __version__
+from mprun.doctor import examine as module
+from mprun.doctor.examine import examine
+from mprun.doctor.findings import findings
+from mprun.doctor.verdicts import conclusions
+from mprun.errors import MprunError
+from mprun.examination import SCHEMA_VERSION, Examination, Measured
+from tests.schema import conforms
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def found() -> Examination:
+    return examine(CPU, 0.5)
+
+
+def test_it_is_what_the_schema_says_and_json(found: Examination) -> None:
+    text = json.dumps(found, allow_nan=False)
+    assert conforms(json.loads(text), Examination)
+
+
+def test_it_says_of_what_and_by_what(found: Examination) -> None:
+    assert found["schema_version"] == SCHEMA_VERSION == 1
+    assert found["mprun_version"] == __version__
+    assert found["budget_s"] == 0.5
+    assert found["measured_s"] > 0
+    assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert found["versions"]["cuda"] == torch.version.cuda
+    assert 1 <= found["threads"] <= found["machine"]["threads"] == torch.get_num_threads()
+
+
+def test_what_it_says_follows_from_what_it_found(found: Examination) -> None:
+    measured = cast(Measured, found)
+    assert found["findings"] == findings(measured)
+    assert found["conclusions"] == conclusions(measured)
+    named = {name for c in found["conclusions"] for name in c["modes"]}
+    assert named == {m["name"] for m in found["modes"]} - {"fp32"}
+
+
+def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def measure(device: torch.device, budget_s: float) -> Any:
+        seen.append(torch.get_num_threads())
+        raise torch.OutOfMemoryError("planted")
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(module, "measure_rates", measure)
+    monkeypatch.setattr(module, "threads_to_measure", lambda machine: before + 1)
+    with pytest.raises(MprunError, match="out of memory on cpu while measuring"):
+        examine(CPU, 0.5)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before

@@ -1,0 +1,30 @@
+"""What tests of floating-point exceptions share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mprun.numerics.exceptions.found import FpException, PastOp, TensorStats
+
+
+def exception(**fields: Any) -> FpException:
+    """An overflow in a layer, with other fields where they are given."""
+    given: dict[str, Any] = {
+        "verdict": "finding",
+        "kind": "overflow",
+        "step": 1,
+        "last_step": 1,
+        "op": "mul",
+        "phase": "forward",
+        "module": "fc",
+        "module_kind": "Linear",
+        "location": "model.py:3 (forward)",
+        "inputs": (TensorStats("self", "float16", (2, 3), -1.0, 300.0, 0, 0),),
+        "outputs": (TensorStats("result", "float16", (2, 3), -1.0, 1.0, 0, 2),),
+        "in_float64": TensorStats("result", "float64", (2, 3), -1.0, 90000.0, 0, 0),
+        "before": (PastOp("add", "forward", "fc", None, "float16", (2,), -math.inf, math.nan),),
+        "reached": ("the loss", "gradient of fc.weight"),
+        "reached_count": 2,
+    }
+    return FpException(**{**given, **fields})

@@ -1,0 +1,291 @@
+"""The parts: limits, ops, lines, lineage, what is told."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.numerics.exceptions.details import Made, in_float64
+from mprun.numerics.exceptions.found import (
+    KINDS_KEPT,
+    TOLD,
+    Found,
+    TensorStats,
+    from_dict,
+    told,
+)
+from mprun.numerics.exceptions.lineage import Lineage, Origin
+from mprun.numerics.exceptions.lines import _is_library, current_line
+from mprun.numerics.exceptions.ops import Call, spec_of
+from mprun.numerics.exceptions.tensors import limits, stats
+from mprun.record import jsonable
+from tests.numerics.exceptions import exception
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+VALUES = st.floats(width=16, allow_nan=True, allow_infinity=True)  # exact in all but bfloat16
+
+
+# ---- limits and statistics -----------------------------------------------------------------------
+
+
+@given(st.lists(VALUES, min_size=1, max_size=70), st.sampled_from(FLOATS))
+@settings(max_examples=200, deadline=None)
+def test_limits_and_statistics_are_those_of_the_values(
+    values: list[float], dtype: torch.dtype
+) -> None:
+    x = torch.tensor(values, dtype=torch.float64).to(dtype)
+    found, told = limits(x), stats("x", x)
+    assert found is not None
+    assert found.finite == bool(torch.isfinite(x).all())
+    assert found.has_nan == bool(torch.isnan(x).any())
+    exact = [v for v in x.double().tolist() if math.isfinite(v)]
+    assert (told.nan, told.inf) == (int(x.isnan().sum()), int(x.isinf().sum()))
+    expected = (min(exact), max(exact)) if exact else (None, None)
+    assert (told.low, told.high) == expected
+    assert told.max_abs == (max(map(abs, exact)) if exact else None)
+
+
+@pytest.mark.parametrize(
+    ("x", "finite"),
+    [
+        (torch.tensor([1.0, math.inf]).to_sparse(), False),
+        (torch.tensor([1 + 1j, complex(0, math.nan)]), False),
+        (torch.tensor([1 + 1j]).conj(), True),
+        (torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn), False),
+        (torch.tensor([1.0, 2.0]).to(torch.float8_e5m2), True),
+        (torch.randn(4, 6).t()[1::2], True),
+        (torch.tensor(math.inf), False),
+        (nn.Parameter(torch.tensor([math.nan])), False),
+    ],
+    ids=lambda x: str(x) if isinstance(x, bool) else f"{x.dtype} {x.layout}",
+)
+def test_every_kind_of_tensor_is_looked_into(x: Tensor, finite: bool) -> None:
+    found = limits(x)
+    assert found is not None
+    assert found.finite == finite
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_compressed_sparse_tensors_too() -> None:
+    found = limits(torch.tensor([[1.0, 0.0], [0.0, math.inf]]).to_sparse_csr())
+    assert found is not None
+    assert (found.low, found.high) == (1.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.tensor([1, 2]),
+        torch.tensor([True]),
+        torch.ones(0),
+        torch.ones(3, device="meta"),
+    ],
+    ids=["whole", "bool", "empty", "meta"],
+)
+def test_what_holds_no_floating_number_has_no_limits(x: Tensor) -> None:
+    assert limits(x) is None
+    assert stats("x", x) == TensorStats("x", str(x.dtype).removeprefix("torch."), tuple(x.shape))
+
+
+def test_looking_is_seen_by_no_mode() -> None:
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.tensor([1.0, math.nan, math.inf])
+    with Counting() as mode:  # type: ignore[no-untyped-call]
+        limits(x)
+        stats("x", x)
+    assert mode.count == 0
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+
+def call(func: Any, *args: Any, **kwargs: Any) -> Call:
+    return Call(func, args, kwargs, func(*args, **kwargs), {})
+
+
+@pytest.mark.parametrize(
+    ("op", "makes"),
+    [
+        (aten.add.Tensor, True),
+        (aten.add_.Tensor, True),
+        (aten.view.default, False),
+        (aten.detach.default, False),
+        (aten.t_.default, False),
+        (aten.expand.default, False),
+        (aten._unsafe_view.default, True),  # only looks, but has no mark
+        (aten.empty_like.default, False),
+        (aten.new_empty_strided.default, False),
+        (aten.full.default, True),
+    ],
+    ids=str,
+)
+def test_views_and_bare_memory_make_no_numbers(op: Any, makes: bool) -> None:
+    assert spec_of(op).makes_numbers == makes
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [
+        (aten.add.Tensor, []),
+        (aten.add_.Tensor, ["self"]),
+        (aten.add.out, ["out"]),
+        (aten.native_batch_norm.default, ["running_mean", "running_var"]),
+        (aten.native_batch_norm_backward.default, []),
+        (aten._foreach_add_.Scalar, ["self"]),
+    ],
+    ids=str,
+)
+def test_what_an_op_writes_to_is_known(op: Any, names: list[str]) -> None:
+    assert [name for _, name in spec_of(op).written] == names
+
+
+def test_an_op_that_copies_does_not_read_what_it_writes_to() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    assert [name for name, *_ in call(aten.copy_.default, a, b).inputs(0)] == ["src"]
+    assert [name for name, *_ in call(aten.add_.Tensor, a, b).inputs(0)] == ["self", "other"]
+
+
+def test_an_op_over_lists_is_taken_tensor_by_tensor() -> None:
+    xs, ys = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.zeros(3)]
+    found = call(aten._foreach_add_.List, xs, ys)
+    assert [(name, i, x.numel()) for name, i, x in found.outputs()] == [
+        ("self", 0, 2),
+        ("self", 1, 3),
+    ]
+    assert [(name, x.numel()) for name, x, _ in found.inputs(1)] == [("self", 3), ("other", 3)]
+
+
+def test_an_op_is_run_again_in_float64() -> None:
+    big = torch.tensor([300.0], dtype=torch.float16)
+    made = call(aten.mul.Tensor, big, big)
+    exact = in_float64(made, Made("result", 0, made.result, None))
+    assert exact is not None
+    assert (exact.dtype, exact.high) == ("float64", 90000.0)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        call(aten.mul_.Tensor, torch.ones(2), torch.ones(2)),
+        call(aten.native_dropout.default, torch.ones(2), 0.5, True),
+        call(aten._foreach_mul.Scalar, [torch.ones(2)], 2.0),
+    ],
+    ids=lambda c: c.name,
+)
+def test_what_writes_or_draws_is_not_run_again(made: Call) -> None:
+    state = torch.get_rng_state()
+    assert in_float64(made, Made("result", 0, torch.ones(2), None)) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- lines ---------------------------------------------------------------------------------------
+
+
+def test_the_line_is_that_of_the_nearest_code_of_the_user_s() -> None:
+    line = current_line()
+    assert line is not None
+    assert line.file == __file__
+    assert line.function == "test_the_line_is_that_of_the_nearest_code_of_the_user_s"
+
+
+def test_code_of_libraries_is_told_from_the_user_s() -> None:
+    import contextlib
+
+    import mprun.recipes.mnist
+    import mprun.runner
+
+    for library in (nn.__file__, mprun.runner.__file__, contextlib.__file__, "<string>"):
+        assert _is_library(str(library))
+    for own in (__file__, mprun.recipes.mnist.__file__, pytest.__file__, "<stdin>"):
+        assert not _is_library(str(own))
+
+
+# ---- lineage -------------------------------------------------------------------------------------
+
+
+def test_views_share_their_origins_and_memory_given_out_again_has_none() -> None:
+    lineage, origin = Lineage(), Origin(exception())
+    for _ in range(100):
+        x = torch.ones(1000)
+        assert lineage.of(x) == frozenset()
+        lineage.put(x, [origin])
+        assert lineage.of(x[3:].view(1, -1)) == {origin}
+        del x
+    lineage.forget_dead()
+    assert lineage._of == {}
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def test_an_exception_in_a_line() -> None:
+    assert exception().text() == (
+        "overflow: mul in fc (Linear), forward, model.py:3 (forward); inputs up to 300 (float16); "
+        "the exact result is up to 9e+04, float16 ends at 65504; reached the loss and 1 more"
+    )
+    bare = exception(
+        module="", module_kind="", location=None, reached=(), in_float64=None, inputs=()
+    )
+    assert bare.text() == "overflow: mul, forward; what was made of it is finite, and wrong"
+
+
+def test_an_exception_goes_through_json_and_back() -> None:
+    e = exception()
+    row = json.loads(json.dumps(jsonable(e.as_dict()), allow_nan=False))
+    assert row["inputs"][0]["max_abs"] == 300.0
+    assert row["before"][0]["high"] == "nan"
+    finite = exception(before=())
+    assert from_dict(json.loads(json.dumps(finite.as_dict()))) == finite
+
+
+def test_each_distinct_exception_is_kept_once_and_all_are_counted() -> None:
+    found = Found()
+    news = found.take(
+        [exception(step=1), exception(step=1, op="add"), exception(verdict="absorbed")]
+    )
+    assert [e.op for e in news] == ["mul", "add"]
+    assert found.take([exception(step=7)]) == []
+    assert found.counts == {"finding": 3, "expected": 0, "absorbed": 1}
+    first = found.findings[0]
+    assert (first.step, first.last_step, first.count) == (1, 7, 2)
+
+
+def test_very_many_distinct_ones_are_counted_alone() -> None:
+    found = Found()
+    for i in range(KINDS_KEPT + 5):
+        found.add(exception(op=f"op{i}"))
+    assert (len(found.findings), found.left_out) == (KINDS_KEPT, 5)
+    assert found.counts["finding"] == KINDS_KEPT + 5
+
+
+def test_what_was_found_goes_on_from_a_checkpoint() -> None:
+    found, other = Found(), Found()
+    found.take([exception(), exception(), exception(verdict="expected")])
+    other.load_state_dict(found.state_dict())
+    assert other.state_dict() == found.state_dict()
+    assert other.take([exception()]) == []
+
+
+def test_the_first_findings_of_a_step_are_told_and_the_rest_counted() -> None:
+    lines = told([exception(op=f"op{i}") for i in range(TOLD + 2)])
+    assert len(lines) == TOLD + 1
+    assert lines[0].startswith("step 1: overflow: op0 in fc")
+    assert lines[-1] == "step 1: 2 more, that may follow"
+    assert told([]) == []

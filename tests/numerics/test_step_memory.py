@@ -1,0 +1,136 @@
+"""Sums over what was alive: against counting every storage at every op."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mprun.numerics.step_memory import CATEGORIES, Held, Point, StepMemory
+
+OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
+KINDS = {"": "Net", "a": "Block", "a.b": "Linear", "(inputs)": "", "(loss)": ""}
+OPS = 12
+
+
+@st.composite
+def storages(draw: st.DrawFn) -> Held:
+    born = draw(st.integers(0, OPS))
+    died = draw(st.none() | st.integers(born, OPS + 2))
+    category, owner = draw(st.sampled_from(CATEGORIES)), draw(st.sampled_from(OWNERS))
+    nbytes = draw(st.integers(0, 1000))
+    return Held(nbytes, category, owner, born, (nbytes,), "torch.uint8", died)
+
+
+@given(held=st.lists(storages(), max_size=20), ops=st.integers(1, OPS))
+def test_every_sum_is_that_of_what_is_alive(held: list[Held], ops: int) -> None:
+    points = [Point(f"op{n}", "forward" if n % 2 else "backward", "a") for n in range(ops)]
+    found = StepMemory.of(held, points, KINDS)
+    totals = []
+    for n in range(ops):
+        alive = [h for h in held if h.born <= n and (h.died is None or h.died > n)]
+        totals.append(sum(h.nbytes for h in alive))
+        for category in CATEGORIES:
+            wanted = sum(h.nbytes for h in alive if h.category == category)
+            assert found.timeline[category][n] == wanted
+        assert sum(row[n] for row in found.timeline.values()) == totals[-1]
+    assert found.peak_bytes == max(totals) == totals[found.peak_at]
+    assert max(totals[: found.peak_at], default=-1) < found.peak_bytes  # the first such op
+    assert found.peak_bytes == sum(found.categories.values())
+    assert found.peak_bytes == sum(h.nbytes for h in found.peak_holds)
+    for category in CATEGORIES:
+        by_module = sum(row[category] for row in found.modules.values())
+        assert by_module == found.categories[category]
+    by_phase = {
+        p: max(t for t, at in zip(totals, points, strict=True) if at.phase == p)
+        for p in {at.phase for at in points}
+    }
+    assert found.phase_peaks == by_phase
+
+
+@given(held=st.lists(storages(), min_size=1, max_size=20))
+def test_what_is_held_at_the_peak_comes_largest_first(held: list[Held]) -> None:
+    found = StepMemory.of(held, [Point("op", "forward", "")] * OPS, KINDS)
+    assert all(a.nbytes >= b.nbytes for a, b in pairwise(found.peak_holds))
+
+
+def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> None:
+    held = [
+        Held(3, "activations", "(loss)", 0, (3,), "torch.uint8"),
+        Held(2, "parameters", "a.b", 0, (2,), "torch.uint8"),
+        Held(1, "parameters", "", 0, (1,), "torch.uint8"),
+    ]
+    found = StepMemory.of(held, [Point("op", "forward", "a.b")], KINDS)
+    assert list(found.modules) == ["", "a.b", "(loss)"]
+
+
+def test_as_plain_values() -> None:
+    held = [
+        Held(4, "parameters", "a", 0, (2, 1), "torch.bfloat16"),
+        Held(8, "activations", "(inputs)", 1, (2,), "torch.float32", 2),
+    ]
+    points = [Point("mm", "forward", "a"), Point("sum", "other", "(loss)"), Point("t", "other", "")]
+    assert StepMemory.of(held, points, KINDS).as_dict(largest=1) == {
+        "bytes": {
+            "peak": 12,
+            "parameters": 4,
+            "buffers": 0,
+            "gradients": 0,
+            "optimizer_state": 0,
+            "activations": 8,
+            "temporary": 0,
+        },
+        "peak_at": {"point": 1, "op": "sum", "phase": "other", "module": "(loss)"},
+        "phase_peaks": {"forward": 4, "other": 12},
+        "modules": [
+            {
+                "module": "a",
+                "kind": "Block",
+                "total": 4,
+                "parameters": 4,
+                "buffers": 0,
+                "gradients": 0,
+                "optimizer_state": 0,
+                "activations": 0,
+                "temporary": 0,
+            },
+            {
+                "module": "(inputs)",
+                "kind": "",
+                "total": 8,
+                "parameters": 0,
+                "buffers": 0,
+                "gradients": 0,
+                "optimizer_state": 0,
+                "activations": 8,
+                "temporary": 0,
+            },
+        ],
+        "largest": [
+            {
+                "bytes": 8,
+                "category": "activations",
+                "module": "(inputs)",
+                "shape": [2],
+                "dtype": "float32",
+            }
+        ],
+        "timeline": {
+            "op": ["mm", "sum", "t"],
+            "phase": ["forward", "other", "other"],
+            "module": ["a", "(loss)", ""],
+            "parameters": [4, 4, 4],
+            "buffers": [0, 0, 0],
+            "gradients": [0, 0, 0],
+            "optimizer_state": [0, 0, 0],
+            "activations": [0, 8, 0],
+            "temporary": [0, 0, 0],
+        },
+    }
+
+
+def test_a_step_without_an_op_is_no_step() -> None:
+    with pytest.raises(ValueError, match="no op ran"):
+        StepMemory.of([], [], KINDS)

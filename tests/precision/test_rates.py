@@ -1,0 +1,257 @@
+"""Rates: what is timed is the op it says, in turn, with the switches of a run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mprun.precision import accelerated, rates
+from mprun.precision.rates import (
+    Op,
+    Timer,
+    alternate,
+    convolution,
+    convolution_backward,
+    in_threads,
+    matmul,
+    speedups,
+    timer,
+    warm,
+)
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands still unless told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(rates.time, "perf_counter", lambda: self.now)
+
+    def takes(
+        self, seconds: float, log: list[str] | None = None, name: str = ""
+    ) -> Callable[[], None]:
+        """A call that takes so long by this clock."""
+
+        def call() -> None:
+            self.now += seconds
+            if log is not None:
+                log.append(name)
+
+        return call
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "op",
+    [matmul(24), convolution(3, 8, 10), convolution_backward(3, 8, 10)],
+    ids=lambda op: op.name,
+)
+def test_operations_are_counted_as_pytorch_counts_them(op: Op) -> None:
+    inputs = [torch.randn(shape) for shape in op.shapes]
+    with FlopCounterMode(display=False) as counter:
+        op.function(*inputs)
+    assert op.flops == counter.get_total_flops()
+
+
+def test_the_backward_pass_gives_the_gradients_of_input_and_weight() -> None:
+    op = convolution_backward(2, 4, 6)
+    gradient, x, weight = (torch.randn(shape, dtype=torch.float64) for shape in op.shapes)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    torch.nn.functional.conv2d(*leaves, padding=1).backward(gradient)
+    dx, dw, db = op.function(gradient, x, weight)  # type: ignore[misc]
+    assert torch.equal(dx, leaves[0].grad)
+    assert torch.equal(dw, leaves[1].grad)
+    assert not isinstance(db, torch.Tensor) or db.numel() == 0
+
+
+def test_inputs_have_the_dtype_and_memory_format_wanted() -> None:
+    seen: list[torch.Tensor] = []
+    op = Op("spy", "", 1, ((2, 3, 4, 5), (3, 4)), lambda *inputs: seen.extend(inputs))
+    timer(op, torch.bfloat16, CPU, images=torch.channels_last)
+    images, matrix = seen[:2]
+    assert images.dtype == matrix.dtype == torch.bfloat16
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert not images.is_contiguous()
+    assert matrix.is_contiguous()
+
+
+def test_drawing_inputs_leaves_the_process_s_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    timer(matmul(8), torch.float32, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- timing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call_s", "repeats"), [(0.0003, 4), (0.001, 1), (5.0, 1)])
+def test_a_time_is_the_mean_of_calls_that_last_a_millisecond(
+    clock: Clock, call_s: float, repeats: int
+) -> None:
+    made = warm(clock.takes(call_s), CPU)
+    start = clock.now
+    # The clock counts from 100 in steps as small as 0.3 ms: about 11 digits are left.
+    assert made.time_s() == pytest.approx(call_s, rel=1e-9)
+    assert made.repeats == repeats
+    assert clock.now - start == pytest.approx(repeats * call_s, rel=1e-9)
+    assert made.round_s == pytest.approx(repeats * call_s, rel=1e-9)
+
+
+def test_the_first_call_is_not_taken_for_the_time_of_others(clock: Clock) -> None:
+    log: list[str] = []
+    fast = clock.takes(0.001, log, "call")
+
+    def call() -> None:
+        clock.now += 0 if log else 3.0  # compiles
+        fast()
+
+    assert warm(call, CPU).call_s == pytest.approx(0.001, rel=1e-9)
+    assert len(log) == 2
+
+
+def test_calls_take_turns_and_the_order_turns_round(clock: Clock) -> None:
+    log: list[str] = []
+    timers = [warm(clock.takes(s, log, name), CPU) for name, s in (("a", 2.0), ("b", 4.0))]
+    log.clear()
+    assert alternate(timers, 3) == [[2.0, 2.0, 2.0], [4.0, 4.0, 4.0]]
+    assert log == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_a_slow_spell_of_the_machine_leaves_ratios_alone(clock: Clock) -> None:
+    """Half of the rounds are ten times slower; within a round both are."""
+    calls: list[float] = []
+
+    def takes(seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            slow = 10 if len(calls) >= 4 + 8 else 1  # after both warm-ups and four rounds
+            calls.append(seconds)
+            clock.now += slow * seconds
+
+        return call
+
+    base, other = alternate([warm(takes(2.0), CPU), warm(takes(0.5), CPU)], 8)
+    assert speedups(base, other) == [4.0] * 8
+    assert statistics.median(base) > 2.0
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_the_switches_are_those_of_a_run_and_are_put_back(tf32: bool) -> None:
+    matmuls = torch.backends.cuda.matmul
+    before = (matmuls.fp32_precision, matmuls.allow_bf16_reduced_precision_reduction)
+    seen = set()
+    warm(
+        lambda: seen.add((matmuls.fp32_precision, matmuls.allow_bf16_reduced_precision_reduction)),
+        CPU,
+        tf32,
+    )
+    assert seen == {("tf32" if tf32 else "ieee", False)}
+    assert (matmuls.fp32_precision, matmuls.allow_bf16_reduced_precision_reduction) == before
+
+
+def test_on_cuda_a_time_is_between_events_around_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: object) -> float:
+            return 6.0  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    made = Timer(lambda: log.append("call"), torch.device("cuda"), False, repeats=3, call_s=1.0)
+    assert made.time_s() == 0.002
+    assert log == ["event", "call", "call", "call", "event", "wait"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_gpu_is_timed() -> None:
+    device = torch.device("cuda")
+    (times,) = alternate([timer(matmul(1024), torch.bfloat16, device)], 3)
+    assert all(1e-6 < t < 1 for t in times)  # 2 GFLOP: no GPU does 2,000 TFLOP/s, or 2 GFLOP/s
+    assert accelerated(torch.float16, device)
+
+
+def test_threads_are_put_back_on_every_way_out() -> None:
+    before = torch.get_num_threads()
+    with in_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with pytest.raises(RuntimeError, match="planted"), in_threads(before + 1):
+        raise RuntimeError("planted")
+    assert torch.get_num_threads() == before
+
+
+# ---- accelerated ---------------------------------------------------------------------------------
+
+
+def test_accelerated_compares_with_float32() -> None:
+    assert accelerated(torch.float32, CPU)
+    # float64 has half of float32's vector width on every CPU and GPU there is.
+    assert not accelerated(torch.float64, CPU, side=512)
+
+
+@pytest.mark.parametrize(
+    ("factor", "tolerance", "expected"),
+    [(0.5, 1.0, True), (1.0, 1.0, False), (3.0, 1.0, False), (3.0, 4.0, True), (5.0, 4.0, False)],
+)
+def test_accelerated_is_by_the_fastest_round(
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    factor: float,
+    tolerance: float,
+    expected: bool,
+) -> None:
+    """By a clock made up bfloat16 takes `factor` times as long, and more in all rounds but one."""
+    threads = set()
+
+    def made(op: Op, dtype: torch.dtype, device: torch.device) -> Timer:
+        seconds = 1.0 if dtype == torch.float32 else factor
+        calls: list[int] = []
+
+        def call() -> None:
+            threads.add(torch.get_num_threads())
+            calls.append(1)
+            clock.now += seconds * (1 if len(calls) == 5 else 1000)
+
+        return warm(call, device)
+
+    monkeypatch.setattr(rates, "timer", made)
+    assert accelerated(torch.bfloat16, CPU, tolerance=tolerance) is expected
+    assert threads == {1}
+
+
+@pytest.mark.parametrize(("device", "side"), [("cpu", 256), ("cuda", 2048)])
+def test_a_gpu_gets_a_matmul_that_fills_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, side: int
+) -> None:
+    """A small one would time how long kernels take to launch."""
+    seen: list[Op] = []
+
+    def made(op: Op, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
+        seen.append(op)
+        return SimpleNamespace(time_s=lambda: 1.0)
+
+    monkeypatch.setattr(rates, "timer", made)
+    assert not accelerated(torch.float16, torch.device(device))
+    assert [op.size for op in seen] == [f"{side}x{side}x{side}"] * 2

@@ -1,0 +1,274 @@
+"""The report's page: valid, whole in itself, and deaf to what records try to say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from mprun.comparison.rows import Comparison, Skipped
+from mprun.report import cells
+from mprun.report.configs import configs
+from mprun.report.html import page
+from mprun.report.plots import draw
+from tests.report.compared import HOSTILE, comparison, hostile, of_losses
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+ADDRESSES = ("src", "href", "xlink:href", "action", "data", "poster", "srcset", "formaction")
+
+
+class StrictParser(HTMLParser):
+    """Collects what a page is made of, and complains about what is not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[str] = []
+        self.comments: list[str] = []
+        self.cells_of_rows: list[list[str]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._seen(tag, attrs)
+        if tag == "tr":
+            self.cells_of_rows.append([])
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._seen(tag, attrs)
+        assert "svg" in self.open, f"<{tag}/> outside of a drawing"
+
+    def _seen(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), f"an attribute twice in <{tag}>"
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th") and self.cells_of_rows:
+            self.cells_of_rows[-1].append(data.strip())
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+    def unknown_decl(self, data: str) -> None:
+        raise AssertionError(f"a declaration: {data}")
+
+
+def parsed(text: str) -> StrictParser:
+    parser = StrictParser()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == [], "not closed"
+    return parser
+
+
+def made(found: Comparison) -> str:
+    return page(found, draw(found))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {
+        "one": made(comparison(1, folder / "one")),
+        "two": made(comparison(2, folder / "two")),
+        "ten": made(comparison(10, folder / "ten")),
+        "losses": made(of_losses(comparison(3, folder / "losses", seeds=1))),
+        "hostile": made(hostile(folder / "hostile")),
+    }
+
+
+KINDS = ("one", "two", "ten", "losses", "hostile")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_is_valid_and_needs_nothing_beside_itself(
+    pages: dict[str, str], kind: str
+) -> None:
+    found = parsed(pages[kind])
+    assert pages[kind].startswith("<!doctype html>")
+    assert not {"script", "link", "img", "iframe", "object", "embed", "form"} & set(found.tags)
+    assert len(found.ids) == len(set(found.ids)), "an id twice"
+    assert "" not in found.ids
+    for tag, name, value in found.attributes:
+        assert not name.startswith("on"), f"{name} on <{tag}>"
+        if name in ADDRESSES:
+            assert value.startswith("#"), f"{tag} {name}={value}"
+            assert value[1:] in found.ids
+        for target in re.findall(r"url\(([^)]*)\)", value):
+            assert target.startswith("#")
+            assert target[1:] in found.ids
+        if name == "aria-labelledby":
+            assert value in found.ids
+    style = "".join(re.findall(r"<style>(.*?)</style>", pages[kind], re.DOTALL))
+    assert "url(" not in style
+    assert "@import" not in style
+    assert found.comments == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawings_are_xml_with_a_title(pages: dict[str, str], kind: str) -> None:
+    drawings = re.findall(r"<svg .*?</svg>", pages[kind], re.DOTALL)
+    assert drawings
+    for text in drawings:
+        root = ElementTree.fromstring(text)
+        if root.get("class") == "plot":
+            assert root.get("role") == "img"
+            assert root[0].tag.endswith("title")
+            assert root.get("aria-labelledby") == root[0].get("id")
+        else:
+            assert root.get("aria-hidden") == "true"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_colour_in_use_is_declared_for_both_schemes(pages: dict[str, str], kind: str) -> None:
+    used = set(re.findall(r"var\((--[\w-]+)\)", pages[kind]))
+    light, dark = re.findall(r":root \{([^}]*--ink[^}]*)\}", pages[kind])
+    own = set(re.findall(r"(--[\w-]+):", pages[kind].partition("</style>")[0]))
+    assert used <= own
+    names = [set(re.findall(r"(--[\w-]+):", scheme)) for scheme in (light, dark)]
+    assert names[0] == names[1]
+    assert used - names[0] <= {"--sans", "--mono"}
+
+
+def test_the_table_has_the_cells_and_the_headings(pages: dict[str, str]) -> None:
+    found, compared = parsed(pages["ten"]), comparison(10)
+    rows = [row for row in found.cells_of_rows if row]
+    headings = [cell if isinstance(cell, str) else cell[0] for cell in cells.headings(compared)]
+    assert rows[0] == [h.replace(" %", "\u00a0%") for h in headings]
+    text = " ".join(found.texts)
+    for row in cells.rows(compared):
+        assert all(part in text for cell in row[1:] for part in cell)
+    scopes = [(tag, value) for tag, name, value in found.attributes if name == "scope"]
+    assert scopes.count(("th", "row")) >= 10
+    assert len([t for t in found.tags if t == "th"]) == len(scopes)
+
+
+def test_the_answer_comes_before_the_table_and_the_table_before_the_plots(
+    pages: dict[str, str],
+) -> None:
+    text = pages["ten"]
+    places = [text.index(f'id="{name}"') for name in ("answer", "figures", "plots", "reasons")]
+    assert places == sorted(places)
+    assert "keeps the accuracy, trains 1.90 times as fast as fp32" in text
+    assert text.index("trains 1.90 times") < places[1]
+
+
+def test_every_plot_stands_in_a_figure_with_a_caption(pages: dict[str, str]) -> None:
+    found = parsed(pages["ten"])
+    assert found.tags.count("figure") == found.tags.count("figcaption") == 6
+    drawn = [x for x in found.attributes if x == ("svg", "class", "plot")]
+    assert len(drawn) == 6
+
+
+def test_configurations_are_whole_for_the_baseline_and_changes_for_the_others(
+    pages: dict[str, str],
+) -> None:
+    found = parsed(pages["two"])
+    assert "precision: {name: m0}" in "".join(found.texts)
+    assert ["precision.name", "m0", "m1"] in found.cells_of_rows
+
+
+def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
+    text = pages["hostile"]
+    assert "<script" not in text.lower()
+    found = parsed(text)
+    shown, everything = cells.plain(HOSTILE), "".join(found.texts)
+    compared = ("fp32", "bf16_mixed", "half_sr")
+    assert all(f"{shown}{label}" in everything for label in compared)
+    for place in (
+        f"on {shown}, against",  # the data
+        f"hardware{shown}",
+        f"better: {shown}",  # a reason
+        f"seed 0: {shown}",  # an error
+        f"{shown} in {shown}: {shown}",  # a substitution
+        f"mprun{cells.plain(HOSTILE, 60)}",  # a version, cut
+    ):
+        assert place in re.sub(r"\n", "", everything), place
+    assert "{{ 7*7 }}" in "".join(found.texts)
+    assert "49" not in "".join(t for t in found.texts if "alert" in t)
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", text)
+
+
+def test_skipped_folders_failures_and_notes_are_listed(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    run = found.variants[1].runs[0]
+    run.summary["error"] = "no space left on <device>"
+    variants = (found.variants[0], replace(found.variants[1], failed=(run,)))
+    skipped = tuple(Skipped(Path(f"out/{i}"), "still running") for i in range(40))
+    text = "".join(parsed(made(replace(found, variants=variants, skipped=skipped))).texts)
+    assert "40 folders skipped" in text
+    assert "out/39: still running" in text
+    assert "1 run failed:" in text
+    assert "bf16_mixed, seed 0: no space left on <device>" in text
+    assert "A note." in text
+
+
+def test_a_variant_of_which_no_run_completed_is_shown(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    gone = replace(found.variants[1], runs=(), failed=found.variants[1].runs)
+    text = "".join(parsed(made(replace(found, variants=(found.variants[0], gone)))).texts)
+    assert "0 of 3" in text
+    assert "no run of it completed" in text
+
+
+# ---- configurations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [1, 2\n", "it is no YAML"),
+        ("- 1\n", "it is no mapping"),
+        ("a: !!python/object/apply:os.system [echo]\n", "it is no YAML"),
+        ("a: " + "[" * 3000 + "]" * 3000, "it is "),
+        ("a: &a\n  b: *a\n", "it is nested more than 12 deep"),
+        ("a: &a [x, x, x, x, x, x, x, x, x, x]\nb: &b [*a, *a, *a, *a, *a, *a, *a, *a, *a, *a]\n"
+         "c: &c [*b, *b, *b, *b, *b, *b, *b, *b, *b, *b]\nd: [*c, *c, *c, *c]\n",
+         "it has more than 2000 fields"),
+        ("a: " + "x" * 300_000, "it is larger than 256 KiB"),
+        ("\udcff", "it is no text"),
+        (None, "it cannot be read (No such file or directory)"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_cannot_be_shown_is_told(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
+    found = comparison(2, tmp_path)
+    path = found.variants[1].runs[0].path / "config.yaml"
+    path.unlink()
+    if text is not None:
+        path.write_bytes(text.encode(errors="surrogateescape"))
+    read = configs(found)
+    assert problem in read[1].problem
+    assert read[0].problem == ""
+
+
+def test_changes_are_of_fields_that_make_a_variant(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    shared = "logger: {name: %s}\nrun: {dir: %s}\nseed: %d\n"
+    texts = (
+        shared % ("none", "a", 0) + "train: {lr: 0.1, clip: null}\nlist: [1, 2]\n",
+        shared % ("tb", "b", 1) + "train: {lr: 0.2, clip: true}\nlist: [1]\n",
+    )
+    for v, text in zip(found.variants, texts, strict=True):
+        (v.runs[0].path / "config.yaml").write_text(text)
+    assert configs(found)[1].changes == (
+        ("train.lr", "0.1", "0.2"),
+        ("train.clip", "null", "true"),
+        ("list[1]", "2", ""),
+    )

@@ -1,0 +1,493 @@
+"""What plots are drawn from, where labels go, and that nothing a run lacks breaks a drawing."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mprun.cli import main
+from mprun.comparison.rows import Comparison, Estimate, Run
+from mprun.record import read_summary
+from mprun.report import series
+from mprun.report.plots import NAMES, Plot, bars, canvas, curves, draw
+from mprun.report.plots.labels import Box, place
+from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
+from tests.report.compared import HOSTILE, comparison, hostile, lines, of_losses, variant, write_run
+
+
+def plots(found: Comparison, *names: str) -> dict[str, Plot]:
+    """The plots of these names, or all."""
+    return {plot.name: plot for plot in draw(found, names or None)}
+
+
+def texts(plot: Plot) -> list[str]:
+    """The texts of a drawing, without its title."""
+    root = ElementTree.fromstring(plot.svg)
+    return ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+
+
+def said(plot: Plot) -> str:
+    return " ".join((plot.caption, *plot.notes))
+
+
+# ---- what is read --------------------------------------------------------------------------------
+
+
+def test_timed_steps_are_those_the_run_took_its_median_of(tmp_path: Path) -> None:
+    """Oracle: the statistics that a real run made of the steps it knew to be timed."""
+    run = tmp_path / "run"
+    words = ["recipe=mnist", "data.source=generated", "recipe.model.units=8", "device=cpu"]
+    sizes = ["data.train_limit=250", "data.eval_limit=10", "train.batch_size=16", "train.epochs=3"]
+    assert main([*words, *sizes, f"run.dir={run}"]) == 0
+    summary = read_summary(run)
+    assert summary["data"]["train_samples"] % 16, "an epoch is to end with a partial batch"
+    found, problems = series.read(of_runs(run))
+    times = series.timed(found[0][0])
+    assert problems == []
+    assert len(times) == summary["step_time_ms"]["n"]
+    assert statistics.median(times.tolist()) == summary["step_time_ms"]["median"]
+
+
+def of_runs(*folders: Path) -> Comparison:
+    """A comparison of one variant with these runs."""
+    runs = tuple(Run(folder, read_summary(folder)) for folder in folders)
+    return replace(comparison(1), variants=(replace(variant("fp32", 0), runs=runs),))
+
+
+@given(
+    st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), min_size=1, max_size=5),
+    st.integers(1, 40),
+)
+def test_a_band_is_the_median_and_range_of_bin_means(runs: list[list[float]], points: int) -> None:
+    curves_ = [(np.arange(1.0, len(y) + 1), np.array(y)) for y in runs]
+    found = series.band(curves_, points)
+    assert found is not None
+    width = math.ceil(max(map(len, runs)) / points)
+    assert found.width == width
+    assert len(found.x) <= points
+    for place_, (middle, low, high) in enumerate(
+        zip(found.middle, found.low, found.high, strict=True)
+    ):
+        chunks = [y[place_ * width : (place_ + 1) * width] for y in runs]
+        means = [math.fsum(c) / len(c) for c in chunks if c]
+        near = {"rel_tol": 1e-9, "abs_tol": 1e-7}  # sums of up to 60 numbers of up to 1e6
+        assert math.isclose(middle, statistics.median(means), **near)
+        assert math.isclose(low, min(means), **near)
+        assert math.isclose(high, max(means), **near)
+
+
+def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_none() -> None:
+    x = np.array([1.0, 2.0, np.nan, np.inf, -5.0, 1e300, 3.0])
+    found = series.band([(x, np.array([1.0, np.nan, 1.0, 1.0, 1.0, 1.0, 3.0]))])
+    assert found is not None
+    assert found.x.tolist() == [1.0, 3.0]
+    assert found.middle.tolist() == [1.0, 3.0]
+    assert series.band([(x, np.full(7, np.inf))]) is None
+    assert series.band([]) is None
+
+
+def test_a_long_run_is_thinned(tmp_path: Path) -> None:
+    write_run(tmp_path / "0-0", lines(5000))
+    found, _ = series.read(replace(comparison(1), variants=(in_folder(tmp_path, 1),)))
+    band = curves.loss_band(found[0])
+    assert band is not None
+    assert len(band.x) <= series.MOST_POINTS
+    assert band.width == math.ceil(5000 / series.MOST_POINTS)
+
+
+def in_folder(folder: Path, runs: int) -> Any:
+    """The first variant, its runs in folders that were written already."""
+    found = variant("fp32", 0, seeds=runs)
+    return replace(
+        found, runs=tuple(Run(folder / f"0-{i}", r.summary) for i, r in enumerate(found.runs))
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["no json\n", "[]\n", '{"kind": "step"\n', "\udcff\n", '"text"\n', "[" * 5000 + "\n"]
+)
+def test_a_damaged_line_is_told_and_the_rest_drawn(tmp_path: Path, text: str) -> None:
+    found = comparison(1, tmp_path, seeds=2)
+    path = found.variants[0].runs[1].path / "metrics.jsonl"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    loss = plots(found, "loss")["loss"]
+    assert "fp32, seed 1: metrics.jsonl is damaged" in said(loss)
+    assert loss.svg
+
+
+def test_lines_with_wrong_types_are_no_steps(tmp_path: Path) -> None:
+    row = {"kind": "step", "step": "x", "loss": None, "step_time_ms": [], "loss_scale": {}}
+    folder = tmp_path / "runs"
+    found = comparison(2, folder)
+    for v in found.variants:
+        for run in v.runs:
+            text = "".join(json.dumps(x) + "\n" for x in (row, {"kind": 3}, {"kind": "step"}))
+            (run.path / "metrics.jsonl").write_text(text)
+    drawn = plots(found, "loss", "step-time")
+    assert drawn["loss"].caption == "No run logged a finite loss."
+    assert drawn["step-time"].svg, "the table's percentiles are known"
+
+
+def test_constant_and_changing_loss_scales(tmp_path: Path) -> None:
+    found = comparison(3, tmp_path)  # half_sr scales, and skips a step in each of three runs
+    plot = plots(found, "loss-scale")["loss-scale"]
+    assert "skipped steps (3 in all)" in plot.caption
+    assert texts(plot).count("half_sr") == 1
+    assert "fp32" not in texts(plot)
+    for run in found.variants[2].runs:
+        write_again(run, [x for x in lines(scale=8.0) if x["step"] < 10])
+    still = plots(found, "loss-scale")["loss-scale"]
+    assert not still.svg
+    assert still.caption.startswith("It stayed at 8 from the first step to the last")
+    assert not plots(comparison(2, tmp_path / "more"), "loss-scale")
+
+
+def write_again(run: Run, rows: list[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run.path / "metrics.jsonl").write_text(text)
+
+
+@given(st.lists(st.tuples(st.sampled_from([1.0, 2.0, 4.0]), st.booleans()), max_size=30))
+def test_the_places_kept_draw_the_same_line(steps: list[tuple[float, bool]]) -> None:
+    scale = np.array([s for s, _ in steps])
+    skipped = np.array([s for _, s in steps], dtype=bool)
+    kept = curves.changes(scale, skipped)
+    assert kept[skipped].all()
+    if steps:
+        assert kept[[0, -1]].all()
+        at = np.flatnonzero(kept)
+        redrawn = scale[at][np.searchsorted(at, np.arange(len(scale)), side="right") - 1]
+        assert redrawn.tolist() == scale.tolist()
+
+
+# ---- drawings ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
+    return plots(comparison(10, tmp_path_factory.mktemp("ten")))
+
+
+def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) -> None:
+    assert tuple(ten) == NAMES
+    found = comparison(10)
+    for name, plot in ten.items():
+        assert plot.png.startswith(b"\x89PNG\r\n\x1a\n")
+        shown = {text.removesuffix(" (emulated)") for text in texts(plot)}
+        if name in ("metric-time", "step-time", "memory"):
+            assert {v.label for v in found.variants} <= shown, name
+        if name in ("loss", "difference"):
+            assert {v.label for v in found.variants[1:]} <= shown, name
+
+
+def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
+    assert "tf32 (emulated)" in texts(ten["metric-time"])
+    index = [v.label for v in comparison(10).variants].index("tf32")
+    line = f"stroke: var(--series-{index})"
+    hollow = [x for x in markers(ten["metric-time"]) if line in x and "fill: var(--paper)" in x]
+    assert hollow
+    assert not [
+        x for x in markers(ten["metric-time"]) if line in x and f"fill: var(--series-{index})" in x
+    ]
+    assert "Hollow" in said(ten["metric-time"])
+
+
+def markers(plot: Plot) -> list[str]:
+    root = ElementTree.fromstring(plot.svg)
+    return [e.get("style", "") for e in root.iter() if e.tag.endswith("use")]
+
+
+def test_axes_have_titles_with_units(ten: dict[str, Plot]) -> None:
+    for name, title in {
+        "metric-time": "time per step (ms)",
+        "difference": "test accuracy less that of fp32 (percentage points)",
+        "loss": "optimizer step",
+        "step-time": "time per step (ms)",
+        "memory": "alive at the peak of a training step (MiB)",
+        "loss-scale": "loss scale",
+    }.items():
+        assert title in texts(ten[name]), name
+    assert "test accuracy (%)" in texts(ten["metric-time"])
+
+
+def test_drawings_have_no_colour_of_their_own(ten: dict[str, Plot]) -> None:
+    for plot in ten.values():
+        root = ElementTree.fromstring(plot.svg)
+        for element in root.iter():
+            for value in element.attrib.values():
+                assert not [
+                    c for c in value.split() if c.startswith("#") and element.tag[-3:] != "use"
+                ]
+                assert "rgb" not in value
+        assert root.get("role") == "img"
+        assert not [
+            e for e in root.iter() if e.tag.endswith(("style", "metadata", "script", "image"))
+        ]
+
+
+def test_batch_sizes_that_differ_are_drawn_over_epochs(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    for run in found.variants[1].runs:
+        run.summary["batch_size"] = 256
+    assert "epoch" in texts(plots(found, "loss")["loss"])
+
+
+def test_the_same_runs_give_the_same_drawings(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    assert draw(found, ["loss", "memory"]) == draw(found, ["loss", "memory"])
+
+
+def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    with pytest.raises(RuntimeError, match="inside"):
+        canvas.render("x", "x", _failing)
+    draw(comparison(1, tmp_path), ["memory"])
+    assert dict(matplotlib.rcParams) == before
+
+
+def _failing(theme: Theme) -> Any:
+    raise RuntimeError("inside")
+
+
+def test_a_user_s_settings_do_not_reach_the_drawings(tmp_path: Path) -> None:
+    found = comparison(1, tmp_path)
+    plain = draw(found, ["loss"])
+    with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.facecolor": "red"}):
+        assert draw(found, ["loss"]) == plain
+
+
+# ---- what runs do not have -----------------------------------------------------------------------
+
+Change = Callable[[Comparison], Comparison]
+
+
+def without_lines(found: Comparison) -> Comparison:
+    for v in found.variants:
+        for run in v.runs:
+            (run.path / "metrics.jsonl").unlink()
+    return found
+
+
+def each(**fields: Any) -> Change:
+    def change(found: Comparison) -> Comparison:
+        return replace(found, variants=tuple(replace(v, **fields) for v in found.variants))
+
+    return change
+
+
+NAN = Estimate(math.nan, None, 2)
+LACKING: dict[str, tuple[Change, dict[str, str]]] = {
+    "no metrics.jsonl": (
+        without_lines,
+        {"loss": "metrics.jsonl cannot be read (No such file or directory)"},
+    ),
+    "no runs": (each(runs=()), {"loss": "No run logged a finite loss"}),
+    "no times": (each(step_time_ms=None), {"metric-time": "No variant has both"}),
+    "no metric": (each(metric=None), {"metric-time": "No variant has both"}),
+    "no memory": (each(memory_bytes={}), {"memory": "The memory of a step is not known"}),
+    "null memory": (
+        each(memory_bytes={"peak": None, "activations": None}),
+        {"memory": "The memory of a step is not known"},
+    ),
+    "no pairs": (each(difference=None), {"difference": "No run of another variant has the seed"}),
+    "metric gone": (each(metric=NAN, difference=NAN), {"metric-time": "No variant has both"}),
+    "all emulated": (each(execution="emulated"), {"metric-time": "Hollow", "step-time": "Hollow"}),
+    "a regression": (of_losses, {"difference": "Training loss less that of fp32"}),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_is_missing_is_said(tmp_path: Path, name: str) -> None:
+    change, expected = LACKING[name]
+    drawn = plots(change(comparison(2, tmp_path)), *expected)
+    for plot, text in expected.items():
+        assert text in said(drawn[plot])
+
+
+def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
+    drawn = plots(comparison(2, tmp_path, seeds=1), "difference", "metric-time")
+    assert "One pair has no interval." in drawn["difference"].caption
+    assert "95 %" not in drawn["metric-time"].caption
+    assert "n = 1 seed." in drawn["metric-time"].caption
+
+
+def test_losses_that_are_not_finite_are_left_out_and_counted(tmp_path: Path) -> None:
+    found = comparison(2, tmp_path)
+    write_again(found.variants[1].runs[0], [{**x, "loss": "nan"} for x in lines()])
+    write_again(found.variants[1].runs[1], [{**x, "loss": "inf"} for x in lines()[-3:]])
+    loss = plots(found, "loss")["loss"]
+    assert "bf16_mixed: 2 runs logged losses that are not finite; they are left out." in loss.notes
+    assert loss.svg
+
+
+def test_too_few_steps_are_said(tmp_path: Path) -> None:
+    found = each(step_time_ms=None)(comparison(2, tmp_path))
+    for v in found.variants:
+        for run in v.runs:
+            write_again(run, lines(3))
+    assert (
+        plots(found, "step-time")["step-time"].caption
+        == "No run has timed steps beyond its warm-up."
+    )
+
+
+def test_steps_beyond_the_axis_are_counted(tmp_path: Path) -> None:
+    found = comparison(1, tmp_path)
+    rows = lines(200)
+    rows[150]["step_time_ms"] = 1e5
+    for run in found.variants[0].runs:
+        write_again(run, rows)
+    read, _ = series.read(found)
+    times = bars.step_times(read, found.variants)
+    assert times is not None
+    assert times.high < 20
+    assert times.outside >= 3
+    assert f"{times.outside} steps (" in said(plots(found, "step-time")["step-time"])
+
+
+@pytest.mark.parametrize(
+    "label",
+    [HOSTILE, "_begins so", "$x^2$", "a" * 300, "", "\u65e5\u672c\u8a9e \U0001f600", "\x00\ud800"],
+)
+def test_any_label_can_be_drawn(tmp_path: Path, label: str) -> None:
+    found = comparison(2, tmp_path)
+    variants = (found.variants[0], replace(found.variants[1], label=label))
+    for plot in draw(replace(found, variants=variants), ["loss", "metric-time"]):
+        ElementTree.fromstring(plot.svg)
+        if label.startswith(("_", "$")) and plot.name == "loss":
+            assert label in texts(plot)
+
+
+def test_hostile_records_stay_text(tmp_path: Path) -> None:
+    for plot in draw(hostile(tmp_path)):
+        root = ElementTree.fromstring(plot.svg)
+        assert not [e for e in root.iter() if e.tag.rpartition("}")[2] == "script"]
+
+
+# ---- labels --------------------------------------------------------------------------------------
+
+BOUNDS = Box(0, 0, 600, 300)
+POINTS = st.tuples(st.floats(40, 560), st.floats(20, 280))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(POINTS, min_size=1, max_size=10), st.data())
+def test_labels_overlap_neither_each_other_nor_the_edge(
+    points: list[tuple[float, float]], data: st.DataObject
+) -> None:
+    crowd = data.draw(st.booleans())
+    where = [points[0]] * len(points) if crowd else points
+    sizes = [(data.draw(st.floats(20, 120)), 12.0) for _ in where]
+    obstacles = [Box(x - 4, y - 4, 8, 8) for x, y in where]
+    placed = place(where, sizes, obstacles, BOUNDS)
+    boxes = [p.box for p in placed]
+    for i, box in enumerate(boxes):
+        assert box.inside(BOUNDS)
+        assert (box.width, box.height) == sizes[i]
+        assert not [other for other in boxes[:i] if box.overlap(other) > 0]
+
+
+def test_a_lonely_label_is_right_beside_its_point_and_a_far_one_has_a_line() -> None:
+    (placed,) = place([(300, 150)], [(40, 12)], [Box(296, 146, 8, 8)], BOUNDS)
+    assert placed.box.x == pytest.approx(307)
+    assert placed.box.y + placed.box.height / 2 == pytest.approx(150)
+    assert not placed.is_far
+    wall = [Box(240, 100, 120, 100)]
+    assert place([(300, 150)], [(40, 12)], wall, BOUNDS)[0].is_far
+
+
+# ---- colours -------------------------------------------------------------------------------------
+
+
+def luminance(text: str) -> float:
+    """Relative luminance, WCAG 2.1."""
+    parts = [int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(first: str, second: str) -> float:
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_text_and_series_stand_out_from_the_page(theme: Theme) -> None:
+    for text in (theme.ink, theme.muted, theme.good, theme.bad, theme.open):
+        assert contrast(text, theme.paper) >= 4.5
+        assert contrast(text, theme.wash) >= 4.5
+    for line in theme.series:
+        assert contrast(line, theme.paper) >= 3
+
+
+MACHADO = {  # Machado, Oliveira, Fernandes (2009), severity 1, linear RGB
+    "normal": np.eye(3),
+    "protan": np.array(
+        [
+            [0.152286, 1.052583, -0.204868],
+            [0.114503, 0.786281, 0.099216],
+            [-0.003882, -0.048116, 1.051998],
+        ]
+    ),
+    "deutan": np.array(
+        [
+            [0.367322, 0.860646, -0.227968],
+            [0.280085, 0.672501, 0.047413],
+            [-0.011820, 0.042940, 0.968881],
+        ]
+    ),
+}
+
+
+def oklab(text: str, seen: str) -> Any:
+    """Ottosson's OKLab of a colour as it is seen."""
+    parts = np.array([int(text[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    linear = np.clip(MACHADO[seen] @ linear, 0, 1)
+    cones = np.cbrt(
+        np.array(
+            [
+                [0.4122214708, 0.5363325363, 0.0514459929],
+                [0.2119034982, 0.6806995451, 0.1073969566],
+                [0.0883024619, 0.2817188376, 0.6299787005],
+            ]
+        )
+        @ linear
+    )
+    return (
+        np.array(
+            [
+                [0.2104542553, 0.7936177850, -0.0040720468],
+                [1.9779984951, -2.4285922050, 0.4505937099],
+                [0.0259040371, 0.7827717662, -0.8086757660],
+            ]
+        )
+        @ cones
+    )
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("seen", MACHADO)
+def test_ten_variants_have_ten_colours_for_every_eye(theme: Theme, seen: str) -> None:
+    """0.02 in OKLab is about a just noticeable difference; ask for three of them."""
+    colours = [oklab(colour(theme, i), seen) for i in range(10)]
+    distances = [float(np.linalg.norm(a - b)) for i, a in enumerate(colours) for b in colours[:i]]
+    assert min(distances) > 0.06
+
+
+def test_colour_and_marker_together_name_ninety_variants() -> None:
+    pairs = {(colour(LIGHT, i), marker(i)) for i in range(1, 91)}
+    assert len(pairs) == 90
+    assert len({marker(i) for i in range(10)}) == len(MARKERS) == 10

@@ -1,0 +1,117 @@
+"""Which mode is taken, and why the others lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from mprun.record import Summary
+from mprun.study.advise import advise, screened
+from mprun.study.trials import Outcome, Trial
+from tests.study import comparison, variant
+from tests.summaries import example
+
+
+def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
+    found = advise(
+        comparison(
+            variant("bf16_mixed", time=(0.6, 0.58, 0.62)),
+            variant("bf16_sr", time=(0.5, 0.48, 0.52)),
+            variant("fp16_true", "worse", time=(0.3, 0.28, 0.32)),
+        ),
+        {},
+        "time",
+    )
+    assert found.label == "bf16_sr"
+    assert found.reason == "0.50 [0.48, 0.52] of the baseline's step time, accuracy equivalent"
+    assert found.lost == {
+        "bf16_mixed": "0.60 [0.58, 0.62] of the baseline's step time; bf16_sr needs less",
+        "fp16_true": "worse: made by hand",
+        "fp32": "bf16_sr needs 0.50 [0.48, 0.52] of the baseline's step time",
+    }
+    assert found.doubts == ()
+
+
+def test_a_rival_within_the_noise_is_named() -> None:
+    rival, best = variant("a", time=(0.52, 0.45, 0.6)), variant("b", time=(0.5, 0.45, 0.55))
+    found = advise(comparison(rival, best), {}, "time")
+    assert found.label == "b"
+    (doubt,) = found.doubts
+    assert doubt == ("a is as fast as b within the noise, with 0.75 of the baseline's peak memory")
+
+
+def test_a_better_metric_may_be_taken_too() -> None:
+    assert advise(comparison(variant("bf16_mixed", "better")), {}, "time").label == "bf16_mixed"
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (variant("x", "worse"), "worse: made by hand"),
+        (
+            variant("x", "inconclusive", more_seeds=4),
+            "inconclusive: about 4 more seeds: made by hand",
+        ),
+        (variant("x", time=(0.9, 0.7, 1.0)), "not less: 0.90 [0.70, 1.00] of the baseline's step"),
+        (variant("x", time=(1.4, 1.3, 1.5)), "not less: 1.40 [1.30, 1.50] of the baseline's step"),
+        (variant("x", execution="emulated", time=None), "emulated here"),
+        (variant("x", time=None), "not less: an unknown share of the baseline's step time"),
+    ],
+)
+def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
+    found = advise(comparison(other), {}, "time")  # type: ignore[arg-type]
+    assert found.label == "fp32"
+    assert found.reason == "no other mode was shown to need less step time at an equal metric"
+    assert found.lost["x"].startswith(reason)
+
+
+def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
+    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
+    (doubt,) = found.doubts
+    assert doubt.endswith("its metric is undecided: seeds=5 would probably tell")  # 1 run + 4
+    slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
+    assert advise(comparison(slower), {}, "time").doubts == ()
+
+
+def test_an_alarm_keeps_a_mode_from_being_taken() -> None:
+    rows = comparison(variant("fp16_mixed"), variant("bf16_mixed", time=(0.8, 0.7, 0.9)))
+    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, "time")
+    assert found.label == "bf16_mixed"
+    assert found.lost["fp16_mixed"] == "numerical alarm: seed 0: steps were skipped"
+
+
+def test_memory_is_another_objective() -> None:
+    small = variant("half_sr", time=(1.5, 1.4, 1.6), memory=0.7)
+    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, "memory")
+    assert found.label == "half_sr"
+    assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
+    assert found.lost["bf16_mixed"] == "not less: 1.05 of the baseline's peak memory"
+
+
+def outcome(
+    name: str, seed: int, ms: float, error: str | None = None, peak: int = 2**20
+) -> Outcome:
+    summary: Summary = example()
+    summary["step_time_ms"]["median"] = ms
+    summary["memory_bytes"]["peak"] = peak
+    return Outcome(Trial(name, seed, ()), summary, error)
+
+
+def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
+    rows = [
+        *(outcome("fp32", seed, 10.0) for seed in range(2)),
+        *(outcome("slow", seed, 14.1) for seed in range(2)),
+        *(outcome("once", seed, ms) for seed, ms in enumerate((12.0, 9.0))),
+        outcome("new", 0, 50.0),
+    ]
+    assert screened(rows, "fp32", "time", pairs=2) == {"slow": "1.41, 1.41 of fp32's step time"}
+    assert set(screened(rows, "fp32", "time", pairs=1)) == {"slow", "new"}
+
+
+def test_a_failed_mode_is_screened_out_and_the_baseline_never() -> None:
+    rows = [outcome("fp32", 0, 10.0, "boom"), outcome("x", 0, 1.0, "the loss became nan")]
+    assert screened(rows, "fp32", "time", pairs=2) == {"x": "seed 0 failed: the loss became nan"}
+
+
+def test_screening_by_memory_looks_at_memory() -> None:
+    rows = [outcome("fp32", 0, 10.0), outcome("x", 0, 1.0, peak=2**21), outcome("y", 0, 99, peak=5)]
+    assert screened(rows, "fp32", "memory", pairs=1) == {"x": "2.00 of fp32's peak memory"}

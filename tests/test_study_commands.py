@@ -1,0 +1,154 @@
+"""`mprun sweep`, `mprun advise` and `mprun double` from the command line, with real runs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.cli import main
+from mprun.config import compose
+from mprun.record import read_summary
+
+LINEAR = ["recipe=linear", "train.max_steps=5"]
+MNIST = [
+    "recipe=mnist",
+    "data.source=generated",
+    "data.train_limit=640",
+    "data.eval_limit=64",
+    "train.batch_size=64",
+    "train.eval_batch_size=64",
+    "train.epochs=1",
+    "seeds=2",
+]
+
+
+def runs(folder: str) -> list[str]:
+    return sorted(p.name for p in Path(folder).iterdir() if (p / "summary.json").exists())
+
+
+def test_a_sweep_ends_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+    assert main(words) == 0
+    assert runs("s") == ["bf16_mixed-seed0", "bf16_mixed-seed1", "fp32-seed0", "fp32-seed1"]
+    assert (Path("s") / "report.html").exists()
+    found = json.loads(Path("s/comparison.json").read_text(encoding="utf-8"))
+    assert [v["label"] for v in found["variants"]] == ["fp32", "bf16_mixed"]
+    output = capsys.readouterr().out
+    assert "sweep: 4 runs in s" in output
+    assert "4 of 4 runs" in output
+
+
+def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32", "train.lr=1e-3,1e30", "seeds=2", "run.dir=s"]
+    assert main([*words, "compare.fail_if=worse"]) == 3
+    output = capsys.readouterr()
+    assert "train.lr=1e+30 seed 0 failed: the loss became" in output.out
+    assert "2 of 2 runs failed" in output.out + output.err
+
+
+def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "train.lr=1e30", "seeds=1"]
+    assert main(words) == 1
+    assert "no run was completed" in capsys.readouterr().out
+
+
+def test_a_stopped_sweep_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mprun.report.study import QuietStudy
+
+    shown = QuietStudy.end
+
+    def stopping(self: QuietStudy, *arguments: object) -> None:
+        shown(self, *arguments)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuietStudy, "end", stopping)
+        words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+        assert main(words) == 130
+    assert runs("s") == ["fp32-seed0"]
+    assert "go on with: mprun sweep run.resume=s" in capsys.readouterr().out
+    before = read_summary(Path("s/fp32-seed0"))
+    assert main(["sweep", "run.resume=s"]) == 0
+    assert len(runs("s")) == 4
+    assert read_summary(Path("s/fp32-seed0")) == before
+    assert (Path("s") / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["sweep", "-m", *LINEAR], "takes lists of values by itself"),
+        (["sweep", "run.resume=nowhere"], "is it a sweep?"),
+        (["sweep", "run.resume=nowhere", "train.lr=1"], "'train.lr=1': what goes on keeps"),
+        (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
+        (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
+        (["sweep", "precison=fp32"], "did you mean 'precision'?"),
+        (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
+        (["advise", "advise.objective=speed"], "advise.objective is one of time, memory"),
+        (["double", *LINEAR], "compares after equal epochs"),
+        (["double", "recipe=mnist", "batch=double"], "train.batch_size is its base"),
+        (["double", *MNIST, "train.max_steps=3"], "train.max_steps=3: mprun double compares"),
+        (["double", *MNIST, "train.batch_size=400"], "legal: train.batch_size up to"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert not Path("outputs").exists()
+
+
+def test_advise_recommends_and_writes_what_mprun_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["advise", *MNIST, "precision=fp32,bf16_mixed,tf32", "run.dir=a"]
+    assert main([*words, "execution=auto"]) == 0
+    output = capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert "not tried: tf32: emulated here" in output
+    assert "\ntake " in output
+    taken = output.partition("\ntake ")[2].partition(":")[0]
+    assert taken in ("fp32", "bf16_mixed")
+    loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
+    assert f"\nnot {loser}: " in output
+    advised = compose(["preset=advised"], Path("a")).config
+    assert advised.precision.name == taken
+    assert (advised.recipe.name, advised.train.batch_size) == ("mnist", 64)
+    assert advised.data.test
+    assert main(["--config-dir", "a", "preset=advised", "train.max_steps=2"]) == 0
+    for name in runs("a"):
+        summary = read_summary(Path("a") / name)
+        assert summary["test"] == {"loss": None, "accuracy": None}, "a test set must not choose"
+        assert summary["data"]["test_samples"] == 0
+        assert summary["history"][-1]["validation"]["accuracy"] is not None
+
+
+def test_double_compares_every_rule_after_equal_epochs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["double", *MNIST, "precision=bf16_mixed", "run.dir=d"]) == 0
+    names = ["base", "double-linear", "double-none", "double-sqrt"]
+    assert runs("d") == [f"{name}-seed{seed}" for name in names for seed in (0, 1)]
+    for name in runs("d"):
+        summary = read_summary(Path("d") / name)
+        doubled = name.startswith("double")
+        assert summary["batch_size"] == (128 if doubled else 64)
+        assert summary["epochs"] == 1
+        assert summary["test"]["accuracy"] is None
+    answer = capsys.readouterr().out.splitlines()[-1]
+    assert answer.startswith(("double it: ", "don't: ", "inconclusive: "))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["double", *LINEAR, "double.until_oom=true"]) == 2
+    assert "needs device=cuda" in capsys.readouterr().err
