@@ -17,7 +17,7 @@ from mprun.build import build_parts, look, plan, steps_to_look_at
 from mprun.build import numerics as built
 from mprun.cli import main
 from mprun.config import compose
-from mprun.config.settings import NumericsSettings, take
+from mprun.config.settings import NumericsSettings, fields, take
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.numerics.loss_scale import ALIKE_DB
@@ -26,6 +26,7 @@ from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.runner import Limits, Parts, StopRequestedError, Trainer
 
+ROOT = Path(__file__).resolve().parent.parent
 MNIST = [
     *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
     *("data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
@@ -471,6 +472,20 @@ def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
     assert looked.findings.as_dict()["rows"]
     with pytest.raises(StopRequestedError):
         looking(lambda: True, steps=1)
+
+
+def test_the_page_lists_every_setting() -> None:
+    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    for field in fields(["numerics"]).values():
+        assert f"| `{field.key}` | `{field.default_text}` | {field.doc} |" in page
+
+
+def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: data.root has no effect: recipe=linear does not use it",
+        "warning: debug.fp_exceptions has no effect: mprun numerics looks for no exceptions",
+    ]
 
 
 def test_each_look_is_told() -> None:

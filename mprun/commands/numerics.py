@@ -78,7 +78,9 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     chosen = plan(composed.config, composed.given)
     steps_to_look_at(chosen, settings)  # before a folder is made
     console, errors = tables.stdout_console(), tables.stderr_console()
-    for warning in (*composed.warnings, *chosen.warnings):
+    unused = (k for k in composed.given if k.startswith("debug."))
+    ignored = [f"{k} has no effect: mprun numerics looks for no exceptions" for k in unused]
+    for warning in (*composed.warnings, *chosen.warnings, *ignored):
         errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
     summary = initial_summary(chosen, composed.resolved)
     for line in tables.header(summary):

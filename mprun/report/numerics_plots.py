@@ -32,18 +32,20 @@ LEAST = 1e-6
 """Shares below this are not drawn."""
 MOST_ROWS = 80
 """Rows drawn of a kind; a picture of more could not be read."""
-FORMATS = ("png", "svg")
 
 
 def save_plots(found: Mapping[str, Any], folder: Path) -> list[str]:
     """Draw what there is to draw into `folder`; the files' names."""
-    figures = {"numerics": exponents(found)}
-    if found["loss_scale"]["tried_db"]:
-        figures["loss_scale"] = scales(found["loss_scale"])
-    names = [f"{name}.{suffix}" for name in figures for suffix in FORMATS]
-    for name in names:
-        figures[name.partition(".")[0]].savefig(folder / name, dpi=110)
-    return names
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "mprun", "svg.fonttype": "none"}):
+        figures = {"numerics": exponents(found)}
+        if found["loss_scale"]["tried_db"]:
+            figures["loss_scale"] = scales(found["loss_scale"])
+        for name, figure in figures.items():
+            figure.savefig(folder / f"{name}.png", dpi=110)
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    return [f"{name}.{suffix}" for name in figures for suffix in ("png", "svg")]
 
 
 def exponents(found: Mapping[str, Any]) -> Figure:
