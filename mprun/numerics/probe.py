@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.passes import FLOAT32, NotMeasurableError, Pass, Passes, Way
-from mprun.numerics.sqnr import ratio_db
+from mprun.numerics.sqnr import sums_db
 
 LOSS_SCALES = {torch.float16: (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)}
 """Loss scales that are tried, the largest first; other dtypes need none."""
@@ -100,8 +100,8 @@ class Probe:
         noise = _sums(self._noise(g, n) for n, g in batches if g is not None)
         rows = zip(self._passes.names, self._signal, noise, self._judged, strict=True)
         judged = [(name, signal, e) for name, signal, e, is_judged in rows if is_judged]
-        whole_db = ratio_db(sum(s for _, s, _ in judged), sum(e for _, _, e in judged))
-        each = [(ratio_db(s, e), name) for name, s, e in judged] or [(math.inf, "")]
+        whole_db = sums_db(sum(s for _, s, _ in judged), sum(e for _, _, e in judged))
+        each = [(sums_db(s, e), name) for name, s, e in judged] or [(math.inf, "")]
         worst_db, worst = min(each, key=lambda x: -math.inf if math.isnan(x[0]) else x[0])
         return Measure(relative, whole_db, worst_db, worst, scale)
 
@@ -130,7 +130,7 @@ class Probe:
         with changed(self._passes.parameters):
             passes = [self._passes.run(FLOAT32, n) for n in range(self._count)]
         noise = _sums(self._noise(_finite(found, n), n) for n, found in enumerate(passes))
-        return [ratio_db(s, e) >= ROUNDING_DB for s, e in zip(self._signal, noise, strict=True)]
+        return [sums_db(s, e) >= ROUNDING_DB for s, e in zip(self._signal, noise, strict=True)]
 
     def _on_batch(self, way: Way, n: int) -> tuple[Pass, float]:
         """The pass with the largest loss scale at which its gradients are finite, or the last."""

@@ -20,7 +20,11 @@ def sqnr_db(exact: Tensor, found: Tensor) -> float:
     holds a NaN or an infinity.
     """
     exact, found = exact.double(), found.double()
-    signal, noise = exact.square().sum().item(), (found - exact).square().sum().item()
+    return sums_db(exact.square().sum().item(), (found - exact).square().sum().item())
+
+
+def sums_db(signal: float, noise: float) -> float:
+    """The same of two sums of squares, which may be over several tensors."""
     if not (math.isfinite(signal) and math.isfinite(noise)):
         return math.nan
     return ratio_db(signal, noise)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.passes import FLOAT32, NotMeasurableError, Passes, Way, ready
 from mprun.numerics.probe import CHANGE, LOSS_SCALES, Measure, Probe, changed
-from mprun.numerics.sqnr import ratio_db, sqnr_db
+from mprun.numerics.sqnr import sums_db, sqnr_db
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
 
 FP16 = Way(AutocastCaster("cpu", torch.float16))
@@ -440,10 +440,10 @@ def test_a_pass_takes_time() -> None:
     [(1.0, 0.1, 10.0), (1.0, 0.0, math.inf), (0.0, 1.0, -math.inf), (0.0, 0.0, math.inf)],
 )
 def test_a_ratio_of_sums_of_squares(signal: float, noise: float, db: float) -> None:
-    assert ratio_db(signal, noise) == pytest.approx(db)
+    assert sums_db(signal, noise) == pytest.approx(db)
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_ratio_of_sums_that_are_not_finite_is_none(broken: float) -> None:
-    assert math.isnan(ratio_db(broken, 1.0))
-    assert math.isnan(ratio_db(1.0, broken))
+    assert math.isnan(sums_db(broken, 1.0))
+    assert math.isnan(sums_db(1.0, broken))
