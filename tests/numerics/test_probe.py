@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.passes import FLOAT32, NotMeasurableError, Passes, Way, ready
 from mprun.numerics.probe import CHANGE, LOSS_SCALES, Measure, Probe, changed
-from mprun.numerics.sqnr import sums_db, sqnr_db
+from mprun.numerics.sqnr import sqnr_db, sums_db
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
 
 FP16 = Way(AutocastCaster("cpu", torch.float16))
