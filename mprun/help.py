@@ -32,6 +32,7 @@ COMMON = (
     "op_lists.strict",
     "op_lists.verbose",
     "loss_scale.value",
+    "debug.fp_exceptions",
     "data.source",
     "data.root",
     "run.dir",
@@ -48,6 +49,8 @@ what it buys.
   mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
   mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
   mprun advise recipe=mnist                 (which mode to take here)
+  mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
+  mprun memory precision=fp32,half_sr       (where a step's memory goes)
   mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=outputs/DATE/TIME        (go on where a run stopped)
 """
