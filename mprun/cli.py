@@ -47,7 +47,7 @@ COMMANDS = (
         "sweep",
         "every mode with every seed, then the comparison: mprun sweep recipe=mnist",
         sweep_command,
-        ("compare", "seeds"),
+        ("compare", "seeds", "first_seed"),
     ),
     Command(
         "compare",
@@ -59,13 +59,13 @@ COMMANDS = (
         "advise",
         "try the modes, recommend one, write it as a preset: mprun advise recipe=mnist",
         advise_command,
-        ("advise", "compare", "seeds"),
+        ("advise", "compare", "seeds", "first_seed"),
     ),
     Command(
         "double",
         "is a doubled batch worth it? mprun double recipe=mnist precision=bf16_mixed",
         double_command,
-        ("double", "compare", "seeds"),
+        ("double", "compare", "seeds", "first_seed"),
     ),
     Command("trace", "one step op by op, rules and casts: mprun trace op_lists=hmp", trace_command),
     Command(

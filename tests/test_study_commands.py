@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from mprun.cli import main
 from mprun.config import compose
@@ -87,6 +88,10 @@ def test_a_stopped_sweep_goes_on(
         (["sweep", "run.resume=nowhere"], "is it a sweep?"),
         (["sweep", "run.resume=nowhere", "train.lr=1"], "'train.lr=1': what goes on keeps"),
         (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
+        (["sweep", "run.resume=x", "seeds=7"], "'seeds=7': what goes on keeps its plan"),
+        (["sweep", "run.resume=x", "--config-dir", "y"], "what goes on keeps its plan"),
+        (["advise", "compare.split=test"], "mprun advise decides this itself"),
+        (["double", "compare.baseline=fp32"], "mprun double decides this itself"),
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
@@ -152,3 +157,82 @@ def test_double_compares_every_rule_after_equal_epochs(
 def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["double", *LINEAR, "double.until_oom=true"]) == 2
     assert "needs device=cuda" in capsys.readouterr().err
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mprun.data import DataRequest, Splits, TensorSet
+from mprun.recipe import Classification
+
+
+@dataclass(frozen=True)
+class Own(Classification):
+    ignores: ClassVar[frozenset[str]] = frozenset({"data.validation_fraction", "data.source"})
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def data(self, request: DataRequest) -> Splits:
+        inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+        made = TensorSet(inputs, inputs[:, :3].argmax(1))
+        return Splits("own", "generated", made, made.first(32), made.first(32))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+"""
+OWN_YAML = """
+# @package _global_
+recipe: {name: own, target: own_of_studies.Own, model: {}}
+train: {epochs: 3, batch_size: 16, eval_batch_size: 32, lr: 0.1, optimizer: {name: sgd}}
+"""
+
+
+def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my confs/recipe").mkdir(parents=True)
+    Path("my confs/recipe/own.yaml").write_text(OWN_YAML, encoding="utf-8")
+    Path("own_of_studies.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    words = ["--config-dir", "my confs", "recipe=own", "seeds=2", "precision=fp32,bf16_mixed"]
+    assert main(["advise", *words, "run.dir='o 1'"]) == 0
+    output = capsys.readouterr().out
+    assert "differences of validation accuracy" in output
+    assert "use it: mprun --config-dir 'o 1' preset=advised" in output
+    assert main(["--config-dir", "o 1", "preset=advised", "run.dir=taken"]) == 0
+    assert read_summary(Path("taken"))["recipe"] == "own"
+
+
+def test_a_study_is_gone_on_with_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=1", r"run.dir='it\'s'"]
+    assert main(words) == 0
+    assert runs("it's") == ["bf16_mixed-seed0", "fp32-seed0"]
+    assert main(["advise", r"run.resume='it\'s'"]) == 2
+    assert "a study of mprun sweep; go on with: mprun sweep" in capsys.readouterr().err
+
+
+def test_a_study_is_run_by_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *LINEAR, "precision=fp32", "seeds=1", "run.dir=s"]) == 0
+    with FileLock("s/.lock"):
+        assert main(["sweep", "run.resume=s"]) == 2
+    assert "another mprun is running this study" in capsys.readouterr().err
+
+
+def test_conditions_are_checked_after_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", *MNIST, "precision=fp32,bf16_true", "compare.fail_if=not_equivalent"]
+    status = main([*words, "compare.margin=1e-9", "run.dir=a"])
+    assert status in (0, 3)  # 0: screened out by its time, or equal to the last sample
+    assert "\ntake " in capsys.readouterr().out
+    assert (Path("a") / "preset" / "advised.yaml").exists()
+
+
+def test_fresh_seeds_can_be_asked_for() -> None:
+    words = ["sweep", *LINEAR, "precision=fp32", "seeds=2", "first_seed=10", "run.dir=s"]
+    assert main(words) == 0
+    assert runs("s") == ["fp32-seed10", "fp32-seed11"]

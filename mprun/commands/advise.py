@@ -10,10 +10,11 @@ test any more.
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Literal, cast
 
-from mprun.commands.study import Request, carry_out, held_out, request, tell
-from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError
+from mprun.commands.study import Request, carry_out, held_out, judged, request, seeds_of, tell
+from mprun.errors import EXIT_OK, MprunError, UsageError
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
@@ -31,15 +32,16 @@ def advise_command(words: list[str]) -> int:
     Raises:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
     """
-    asked = request("advise", words, "advise")
+    asked = request("advise", words, "advise", refused=("compare.baseline", "compare.split"))
     from mprun.build import DataCache
-    from mprun.commands.compare import compared, conclude
+    from mprun.commands.compare import check, compared, report
     from mprun.study.advise import advise, screened
     from mprun.study.sweep import read_sweep
 
     load, settings = DataCache(), asked.settings.advise
     objective = cast(Literal["time", "memory"], settings.objective.name)
-    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked, load)
+    resume = asked.resume
+    sweep = read_sweep("advise", resume) if resume is not None else _new(asked, load)
     baseline = next(iter(sweep.variants))
     outcomes, status = carry_out(
         sweep, "advise", lambda so_far: screened(so_far, baseline, objective, settings.screen), load
@@ -47,15 +49,15 @@ def advise_command(words: list[str]) -> int:
     if status is not None:
         return status
     dropped = screened(outcomes, baseline, objective, settings.screen)
-    kept = [o.trial for o in outcomes if o.trial.variant not in dropped and o.error is None]
-    if not any(trial.variant == baseline for trial in kept):
-        tell(f"{baseline}, which the others are set against, failed in every run", error=True)
-        return EXIT_FAILED
-    comparison = compared([sweep.folder / trial.name for trial in kept], asked.settings.compare)
-    conclude(comparison, asked.settings.compare, sweep.folder)
+    how = judged(asked, sweep, outcomes)
+    kept = [o.trial for o in outcomes if o.trial.variant not in dropped and o.summary is not None]
+    comparison = compared([sweep.folder / trial.name for trial in kept], how)
+    report(comparison, how, sweep.folder)
     advice = advise(comparison, _alarms(comparison), objective)
     _show(advice, dropped)
     _write(sweep, comparison, advice)
+    if len(comparison.variants) > 1:
+        check(comparison, how.fail_if.value)
     return EXIT_OK
 
 
@@ -69,6 +71,7 @@ def _new(asked: Request, load: DataCache) -> Sweep:
     found = variants(asked.words, asked.config_dir)
     left_out = dict(found.left_out)
     native: dict[str, tuple[str, ...]] = {}
+    precisions: dict[str, str] = {}
     of_trials: list[str] = []
     for name, words in found.words.items():
         composed = compose(words, asked.config_dir)
@@ -84,16 +87,18 @@ def _new(asked: Request, load: DataCache) -> Sweep:
             of_trials = held_out(composed, load)
             if composed.config.train.max_steps is None:
                 of_trials.append(f"train.max_steps={asked.settings.advise.max_steps}")
-        native[name] = words
+        native[name], precisions[name] = words, chosen.policy.name
     if not native:
         raise UsageError(next(iter(left_out.values())))
     if len(native) == 1:
         raise UsageError(f"there is nothing to choose from: only {next(iter(native))} can be tried")
     for name, reason in left_out.items():
         tell(f"not tried: {name}: {reason}")
-    ordered = dict(sorted(native.items(), key=lambda item: item[0] != BASELINE))
-    seeds = asked.settings.seeds or SEEDS
-    return new_sweep(ordered, seeds, asked.folder, asked.config_dir, of_trials)
+    ordered = {
+        name: native[name] for name in sorted(native, key=lambda n: precisions[n] != BASELINE)
+    }
+    seeds = seeds_of(asked, SEEDS)
+    return new_sweep("advise", ordered, seeds, asked.folder, asked.config_dir, of_trials)
 
 
 def _alarms(comparison: Comparison) -> dict[str, list[str]]:
@@ -121,7 +126,7 @@ def _show(advice: Advice, dropped: dict[str, str]) -> None:
 
 def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:
     """The advised mode as a preset."""
-    from mprun.study.preset import preset_text, write_preset
+    from mprun.study.preset import copy_options, preset_text, write_preset
 
     chosen = next(v for v in comparison.variants if v.label == advice.label)
     trial = next(t for t in sweep.trials if t.name == chosen.runs[0].path.name)
@@ -133,6 +138,8 @@ def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:
     )
     try:
         path = write_preset(sweep.folder, PRESET, preset_text(PRESET, words, comments))
+        copy_options(words, sweep.config_dir, sweep.folder)
     except OSError as error:
         raise MprunError(f"{sweep.folder} cannot be written ({error.strerror})") from None
-    tell(f"written: {path}; use it: mprun --config-dir {sweep.folder} preset={PRESET}")
+    folder = shlex.quote(str(sweep.folder))
+    tell(f"written: {path}; use it: mprun --config-dir {folder} preset={PRESET}")

@@ -65,11 +65,15 @@ def conclude(comparison: Comparison, settings: CompareSettings, folder: Path) ->
         UsageError: the report cannot be written.
         ConditionMetError: a variant is what `compare.fail_if` names (status 3).
     """
+    report(comparison, settings, folder)
+    check(comparison, settings.fail_if.value)
+
+
+def report(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
+    """Print a comparison, and leave its report in `compare.dir` or `folder`."""
     _show(comparison)
     if settings.report:
         _write(comparison, Path(settings.dir) if settings.dir else folder)
-    if settings.fail_if.value != "none":
-        check(comparison, settings.fail_if.value)
 
 
 def parse(words: Sequence[str]) -> tuple[list[Path], CompareSettings]:
@@ -148,6 +152,8 @@ def _write(comparison: Comparison, folder: Path) -> None:
 
 def check(comparison: Comparison, condition: str) -> None:
     """Raise `ConditionMetError` for variants whose verdict `compare.fail_if` does not accept."""
+    if condition == "none":
+        return
     others = comparison.variants[1:]
     if not others:
         raise UsageError(

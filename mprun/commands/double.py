@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mprun.commands.study import Request, carry_out, held_out, request, tell
+from mprun.commands.study import Request, carry_out, held_out, judged, request, seeds_of, tell
 from mprun.errors import EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
     from mprun.config import Composed
     from mprun.study.sweep import Sweep
+    from mprun.study.trials import Outcome
 
 SEEDS = 10
 BASE = "base"
@@ -29,28 +30,31 @@ def double_command(words: list[str]) -> int:
     Raises:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
     """
-    asked = request("double", words, "double")
+    asked = request("double", words, "double", refused=("compare.baseline", "compare.split"))
     from mprun.build import DataCache
     from mprun.study.sweep import read_sweep
 
     load = DataCache()
     if asked.settings.double.until_oom:
         return _until_oom(asked, load)
-    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked, load)
-    _, status = carry_out(sweep, "double", load=load)
+    resume = asked.resume
+    sweep = read_sweep("double", resume) if resume is not None else _new(asked, load)
+    outcomes, status = carry_out(sweep, "double", load=load)
     if status is not None:
         return status
-    return _judge(asked, sweep)
+    return _judge(asked, sweep, outcomes)
 
 
-def _judge(asked: Request, sweep: Sweep) -> int:
-    from mprun.commands.compare import compared, conclude
+def _judge(asked: Request, sweep: Sweep, outcomes: list[Outcome]) -> int:
+    from mprun.commands.compare import check, compared, report
     from mprun.study.double import double
 
-    comparison = compared([sweep.folder], asked.settings.compare)
-    conclude(comparison, asked.settings.compare, sweep.folder)
+    how = judged(asked, sweep, outcomes)
+    comparison = compared([sweep.folder], how)
+    report(comparison, how, sweep.folder)
     found = double(comparison)
     tell(f"\n{found.answer}: {found.reason}")
+    check(comparison, how.fail_if.value)
     return EXIT_OK
 
 
@@ -77,8 +81,8 @@ def _new(asked: Request, load: DataCache) -> Sweep:
     variants = {BASE: [*asked.words, "batch=base"]} | {
         f"double-{rule}": [*asked.words, "batch=double", f"batch.lr_rule={rule}"] for rule in RULES
     }
-    seeds, held = asked.settings.seeds or SEEDS, held_out(composed, load)
-    return new_sweep(variants, seeds, asked.folder, asked.config_dir, held)
+    seeds, held = seeds_of(asked, SEEDS), held_out(composed, load)
+    return new_sweep("double", variants, seeds, asked.folder, asked.config_dir, held)
 
 
 def _check_length(composed: Composed) -> None:

@@ -1,16 +1,21 @@
 """`mprun sweep`: every mode with every seed, then the comparison.
 
-mprun sweep recipe=mnist seeds=5
-mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
-mprun sweep run.resume=outputs/DATE/TIME
+    mprun sweep recipe=mnist seeds=5
+    mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
+    mprun sweep run.resume=outputs/DATE/TIME
+
+Seeds go round all modes. What fails is named and the rest goes on; status 1 where a run could not
+even begin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.commands.study import Request, carry_out, request, tell
-from mprun.errors import EXIT_OK
+from mprun.commands.study import Request, carry_out, request, seeds_of, tell
+from mprun.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
@@ -31,27 +36,34 @@ def sweep_command(words: list[str]) -> int:
     from mprun.study.sweep import read_sweep
 
     load = DataCache()
-    sweep = read_sweep(asked.resume) if asked.resume is not None else _new(asked, load)
-    _, status = carry_out(sweep, "sweep", load=load)
+    resume = asked.resume
+    sweep = read_sweep("sweep", resume) if resume is not None else _new(asked, load)
+    _load(sweep.trials[0].words, sweep.config_dir, load)
+    outcomes, status = carry_out(sweep, "sweep", load=load)
     if status is not None:
         return status
     settings = asked.settings.compare
     conclude(compared([sweep.folder], settings), settings, sweep.folder)
-    return EXIT_OK
+    return EXIT_FAILED if any(o.summary is None for o in outcomes) else EXIT_OK
 
 
-def _new(asked: Request, load: DataCache) -> Sweep:
-    """The sweep, its samples loaded: what is wrong with them is wrong in every run."""
+def _load(words: Sequence[str], config_dir: Path | None, load: DataCache) -> None:
+    """Load the samples: what is wrong with them is wrong in every run."""
     from mprun.build import load_recipe
     from mprun.build.plan import data_request
     from mprun.config import compose
+
+    config = compose(words, config_dir).config
+    load(load_recipe(config.recipe.target, config.recipe.model), data_request(config))
+
+
+def _new(asked: Request, load: DataCache) -> Sweep:
     from mprun.config.variants import variants
     from mprun.study.sweep import new_sweep
 
     found = variants(asked.words, asked.config_dir)
-    config = compose(next(iter(found.words.values())), asked.config_dir).config
-    load(load_recipe(config.recipe.target, config.recipe.model), data_request(config))
+    _load(next(iter(found.words.values())), asked.config_dir, load)  # before a folder is made
     for name, reason in found.left_out.items():
         tell(f"left out: {name}: {reason}", error=True)
-    seeds = asked.settings.seeds or SEEDS
-    return new_sweep(found.words, seeds, asked.folder, asked.config_dir)
+    seeds = seeds_of(asked, SEEDS)
+    return new_sweep("sweep", found.words, seeds, asked.folder, asked.config_dir)

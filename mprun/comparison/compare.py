@@ -41,7 +41,7 @@ def compare(
         skipped: what was passed over on the way here, to be told with the result.
         margin: differences of accuracies inside plus and minus this do not matter.
         relative_margin: the same for losses, as a share of the baseline's mean.
-        baseline: a variant's label; None for the fp32 variant with the fewest changes.
+        baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
         split: whose samples the metric is of; auto: test where every run has it, else validation,
             else train.
         mix: what runs may differ in besides the variant: recipes, data, hardware, code.
@@ -125,6 +125,9 @@ def _check_usable(groups: Sequence[Group], skipped: Sequence[Skipped]) -> None:
 def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     by_label = {group.label: group for group in groups}
     if wanted is not None:
+        by_hash = {group.first.summary["variant_hash"]: group for group in groups}
+        if wanted in by_hash:
+            return by_hash[wanted]
         if wanted not in by_label:
             near = hint(wanted, by_label)
             raise UsageError(

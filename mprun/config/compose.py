@@ -112,6 +112,14 @@ def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
             resolved["op_lists"][key] = value
 
 
+def quoted(value: object) -> str:
+    """A value as the grammar of overrides takes it, whatever it holds."""
+    text = str(value)
+    inner = text.replace("'", "\\'")
+    end = "\\" * (len(inner) - len(inner.rstrip("\\")))  # a backslash would hide the last quote
+    return f"'{inner}{end}'"
+
+
 def search_path(folder: Path) -> str:
     try:
         next(folder.iterdir(), None)

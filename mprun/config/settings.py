@@ -54,7 +54,7 @@ class CompareSettings:
     relative_margin: float = 0.02
     """The same for losses, as a share of the baseline's."""
     baseline: str | None = None
-    """Label of the variant the others are set against; null for fp32."""
+    """Label or hash of the variant the others are set against; null for fp32."""
     split: Split = Split.auto
     """Which samples the metric is of: auto, test, validation or train."""
     mix: list[Mix] = field(default_factory=list)
@@ -188,7 +188,9 @@ class Settings:
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
     """How ops that must stay in float32 are searched."""
     seeds: int | None = None
-    """Runs of each variant: seeds 0, 1, ... below this; null for 5, 10 in advise and double."""
+    """Runs of each variant; null for 5, in advise and double 10."""
+    first_seed: int = 0
+    """The first seed; the others follow. Another one makes a study of fresh seeds."""
 
 
 RANGES = {
@@ -215,6 +217,7 @@ RANGES = {
     "search_ops.margin": Range(0, 0.1, low_open=True),
     "search_ops.relative_margin": Range(0, 1, low_open=True),
     "seeds": COUNT,
+    "first_seed": Range(0, 2**31),
 }
 
 

@@ -32,9 +32,11 @@ class Variants:
     """A combination's name to why it cannot be."""
 
 
-def modes() -> list[str]:
-    """Every precision mode, float32 first."""
-    return sorted(options("precision"), key=lambda name: (name != BASELINE, name))
+def modes(config_dir: Path | None = None) -> list[str]:
+    """Every precision mode, the user's own among them, float32 first."""
+    own = () if config_dir is None else (config_dir / "precision").glob("*.yaml")
+    found = {*options("precision"), *(path.stem for path in own)}
+    return sorted(found, key=lambda name: (name != BASELINE, name))
 
 
 def variants(words: Sequence[str], config_dir: Path | None = None) -> Variants:
@@ -56,7 +58,7 @@ def variants(words: Sequence[str], config_dir: Path | None = None) -> Variants:
             )
     named = any(o.key_or_group == "precision" for o in parsed)
     if not named:
-        parsed = [parse(f"precision={','.join(modes())}"), *parsed]
+        parsed = [parse(f"precision={','.join(modes(config_dir))}"), *parsed]
     varied = [i for i, o in enumerate(parsed) if o.is_sweep_override()]
     varied = varied or [i for i, o in enumerate(parsed) if o.key_or_group == "precision"]
     found: dict[str, tuple[str, ...]] = {}

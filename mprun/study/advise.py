@@ -12,6 +12,7 @@ about which the trials cannot tell is not taken: not shown to be worse is not sh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,8 @@ from mprun.record import Summary
 from mprun.study.trials import Outcome
 
 Objective = Literal["time", "memory"]
+SAME_MEMORY = 1.01
+"""Peaks within this factor are the same."""
 NOUN = {"time": "step time", "memory": "peak memory"}
 
 
@@ -49,17 +52,35 @@ def advise(
     baseline, *others = comparison.variants
     refused = {v.label: _refusal(v, alarms.get(v.label, ()), objective) for v in others}
     may = [v for v in others if refused[v.label] is None]
-    best = min(may, key=lambda v: _value(v, objective), default=baseline)
+    best = _best(may, objective) if may else baseline
     lost = {label: reason for label, reason in refused.items() if reason is not None}
     for v in may:
         if v is not best:
-            lost[v.label] = f"{_ratio_text(v, objective)}; {best.label} needs less"
+            less = "is faster with as little" if _is_tie(v, best, objective) else "needs less"
+            lost[v.label] = f"{_ratio_text(v, objective)}; {best.label} {less}"
     if best is baseline:
         reason = f"no other mode was shown to need less {NOUN[objective]} at an equal metric"
     else:
         lost[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
         reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
     return Advice(best.label, reason, lost, tuple(_doubts(may, best, others, objective)))
+
+
+def _best(may: Sequence[Variant], objective: Objective) -> Variant:
+    """The smallest; of those whose memory is as small, the fastest."""
+    least = min(may, key=lambda v: _value(v, objective))
+    if objective == "time":
+        return least
+    equal = [v for v in may if _is_tie(v, least, objective)]
+    return min(equal, key=lambda v: v.step_time_ratio.value if v.step_time_ratio else math.inf)
+
+
+def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
+    """Whether two peaks differ by a hundredth at most: a few bytes choose nothing."""
+    if objective == "time":
+        return False
+    ratio = _value(variant, objective) / _value(best, objective)
+    return 1 / SAME_MEMORY <= ratio <= SAME_MEMORY
 
 
 def _refusal(variant: Variant, alarms: Sequence[str], objective: Objective) -> str | None:
@@ -80,7 +101,7 @@ def _refusal(variant: Variant, alarms: Sequence[str], objective: Objective) -> s
 
 def _is_smaller(variant: Variant, objective: Objective) -> bool:
     if objective == "memory":
-        return variant.memory_ratio is not None and variant.memory_ratio < 1
+        return variant.memory_ratio is not None and variant.memory_ratio < 1 / SAME_MEMORY
     ratio = variant.step_time_ratio
     return ratio is not None and ratio.interval is not None and ratio.interval.high < 1
 
@@ -122,12 +143,17 @@ def _doubts(
                 found.append(f"{v.label} is as fast as {best.label} within the noise{_memory(v)}")
     for v in others:
         if v.verdict.word == "inconclusive" and v.verdict.more_seeds and _is_smaller(v, objective):
-            seeds = len(v.runs) + v.verdict.more_seeds
+            seeds, fresh = len(v.runs) + v.verdict.more_seeds, _fresh_seed(v)
             found.append(
                 f"{v.label} needs {_ratio_text(v, objective)}, and its metric is undecided: "
-                f"seeds={seeds} would probably tell"
+                f"a study with seeds={seeds} first_seed={fresh} would probably tell"
             )
     return found
+
+
+def _fresh_seed(variant: Variant) -> int:
+    """The first seed after those that were looked at."""
+    return 1 + max(run.summary["seed"] for run in variant.runs)
 
 
 def _memory(variant: Variant) -> str:

@@ -43,10 +43,8 @@ def double(comparison: Comparison) -> Doubling:
             f"second, {comparison.metric} {best.verdict.word}",
             best.label,
         )
-    if all(v.throughput_ratio is None for v in doubled):
-        return Doubling(
-            "inconclusive", "the runs are emulated: their times say nothing of this hardware", None
-        )
+    if not doubled:
+        return Doubling("inconclusive", "no run with the doubled batch was completed", None)
     against = []
     if all(_throughput(v, "high") <= 1 for v in doubled):
         figures = ratio_figure(max(doubled, key=lambda v: _throughput(v, "high")).throughput_ratio)
@@ -55,6 +53,12 @@ def double(comparison: Comparison) -> Doubling:
         against.append(f"{comparison.metric} is worse with every learning-rate rule")
     if against:
         return Doubling("don't", "; ".join(against), None)
+    if any(v.execution == "emulated" for v in comparison.variants):
+        return Doubling(
+            "inconclusive", "the runs are emulated: their times say nothing of this hardware", None
+        )
+    if all(v.throughput_ratio is None for v in doubled):
+        return Doubling("inconclusive", "no step was timed, the runs are too short", None)
     return Doubling("inconclusive", _undecided(doubled), None)
 
 

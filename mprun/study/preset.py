@@ -46,6 +46,18 @@ def write_preset(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+def copy_options(words: Sequence[str], config_dir: Path | None, folder: Path) -> None:
+    """Copy the user's own options that `words` choose beside a preset, which needs them there."""
+    if config_dir is None:
+        return
+    for word in words:
+        group, _, name = word.lstrip("+").partition("=")
+        source = config_dir / group / f"{name}.yaml"
+        if group in GROUPS and source.is_file():
+            (folder / group).mkdir(exist_ok=True)
+            write_atomic(folder / group / source.name, source.read_bytes())
+
+
 def _put(fields: dict[str, Any], keys: list[str], value: Any) -> None:
     for key in keys[:-1]:
         fields = fields.setdefault(key, {})

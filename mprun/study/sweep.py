@@ -6,6 +6,7 @@ The folder holds `sweep.json` (the plan) and a run's folder for each trial.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
 class Sweep:
     """What is to be run."""
 
+    command: str
+    """Which command it is a study of: sweep, advise or double."""
     folder: Path
     variants: dict[str, tuple[str, ...]]
     """Name to overrides."""
@@ -53,8 +56,9 @@ class Sweep:
 
 
 def new_sweep(
+    command: str,
     variants: Mapping[str, Sequence[str]],
-    seeds: int,
+    seeds: Sequence[int],
     folder: str | None = None,
     config_dir: Path | None = None,
     of_trials: Sequence[str] = (),
@@ -66,7 +70,7 @@ def new_sweep(
     """
     path = dated_folder() if folder is None else Path(folder)
     words = {name: tuple(found) for name, found in variants.items()}
-    sweep = Sweep(path, words, tuple(range(seeds)), config_dir, tuple(of_trials))
+    sweep = Sweep(command, path, words, tuple(seeds), config_dir, tuple(of_trials))
     kept = asdict(sweep) | {"folder": None, "config_dir": config_dir and str(config_dir.resolve())}
     text = json.dumps({"schema_version": SCHEMA_VERSION, **kept}, indent=1)
     try:
@@ -84,16 +88,16 @@ def new_sweep(
     return sweep
 
 
-def read_sweep(folder: Path) -> Sweep:
-    """The sweep kept in `folder`.
+def read_sweep(command: str, folder: Path) -> Sweep:
+    """The study of this command kept in `folder`.
 
     Raises:
-        UsageError: none is there, or a later version of mprun wrote it.
+        UsageError: none is there, it is another command's, or a later version of mprun wrote it.
     """
     path = folder / PLAN
     try:
         kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version = int(kept["schema_version"])
+        version, of = int(kept["schema_version"]), str(kept["command"])
         variants = {str(k): tuple(map(str, v)) for k, v in kept["variants"].items()}
         seeds = tuple(int(seed) for seed in kept["seeds"])
         of_trials = tuple(map(str, kept["of_trials"]))
@@ -108,4 +112,9 @@ def read_sweep(folder: Path) -> Sweep:
         raise UsageError(
             f"{path} has schema_version {version}, this mprun reads up to {SCHEMA_VERSION}"
         )
-    return Sweep(folder, variants, seeds, config_dir, of_trials)
+    if of != command:  # another study has other samples, and another question
+        raise UsageError(
+            f"run.resume={folder}: this is a study of mprun {of}; go on with: mprun {of} "
+            f"run.resume={shlex.quote(str(folder))}"
+        )
+    return Sweep(command, folder, variants, seeds, config_dir, of_trials)

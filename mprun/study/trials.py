@@ -10,7 +10,7 @@ its checkpoint, and what left none begins anew, its remains put aside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from rich.console import Console
 from mprun import checkpoint
 from mprun.build import DataCache, Plan, build_parts, plan
 from mprun.config import Composed, compose
+from mprun.config.compose import quoted
 from mprun.errors import EXIT_OK, MprunError
 from mprun.observer import NoObserver
 from mprun.precision import backend_flags
@@ -31,6 +32,8 @@ from mprun.session import run
 from mprun.stop import StopSignals
 
 WARM_UP_STEPS = 5
+LONGEST = 100
+"""Characters of a variant's name in a folder's."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,13 @@ class Trial:
     seed: int
     words: tuple[str, ...]
     """Overrides, without the seed and the folder."""
+    slug: str = ""
+    """The variant's name as part of a file's; empty where the name itself will do."""
 
     @property
     def name(self) -> str:
         """The run's folder in the study's."""
-        safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in self.variant)
-        return f"{safe}-seed{self.seed}"
+        return f"{self.slug or self.variant}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,26 @@ class StudyStoppedError(BaseException):
 
 def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Trial]:
     """Seed by seed over all variants, each seed beginning one variant later than the last."""
-    names, trials = list(variants), []
+    names, slugs = list(variants), file_names(variants)
+    trials: list[Trial] = []
     for i, seed in enumerate(seeds):
         first = i % len(names)
         order = names[first:] + names[:first]
-        trials += [Trial(name, seed, tuple(variants[name])) for name in order]
+        trials += [Trial(name, seed, tuple(variants[name]), slugs[name]) for name in order]
     return trials
+
+
+def file_names(variants: Iterable[str]) -> dict[str, str]:
+    """A name for each variant that any file system takes, and no two share."""
+    found: dict[str, str] = {}
+    for variant in variants:
+        safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
+        name, n = safe, 1
+        while name in found.values():
+            n += 1
+            name = f"{safe}~{n}"
+        found[variant] = name
+    return found
 
 
 class Trials:
@@ -138,10 +156,10 @@ class Trials:
     def _carry_out(self, trial: Trial, folder: Path) -> int:
         saved = checkpoint.load(folder)
         if saved is not None:
-            composed = compose([f"run.resume='{folder}'"], self._config_dir)
+            composed = compose([f"run.resume={quoted(folder)}"], self._config_dir)
         else:
             put_aside(folder)
-            words = [*trial.words, f"seed={trial.seed}", f"run.dir='{folder}'"]
+            words = [*trial.words, f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
             composed = compose(words, self._config_dir)
         chosen = plan(
             composed.config, composed.given, saved["choices"] if saved else None, self._load

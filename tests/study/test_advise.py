@@ -67,7 +67,9 @@ def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
 def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
     found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
     (doubt,) = found.doubts
-    assert doubt.endswith("its metric is undecided: seeds=5 would probably tell")  # 1 run + 4
+    assert doubt.endswith(
+        "undecided: a study with seeds=5 first_seed=8 would probably tell"
+    )  # 1 run + 4
     slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
     assert advise(comparison(slower), {}, "time").doubts == ()
 
@@ -85,6 +87,16 @@ def test_memory_is_another_objective() -> None:
     assert found.label == "half_sr"
     assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
     assert found.lost["bf16_mixed"] == "not less: 1.05 of the baseline's peak memory"
+
+
+def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
+    slow = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
+    fast = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
+    found = advise(comparison(slow, fast), {}, "memory")
+    assert found.label == "b"
+    assert found.lost["a"].endswith("b is faster with as little")
+    hardly = advise(comparison(variant("a", memory=0.9999)), {}, "memory")
+    assert hardly.label == "fp32"
 
 
 def outcome(

@@ -31,6 +31,8 @@ def test_no_faster_is_not_doubled() -> None:
 
 
 def test_worse_with_every_rule_is_not_doubled() -> None:
+    failed = double(comparison(variant("a", "worse", throughput=None)))
+    assert failed.answer == "don't"
     found = double(comparison(variant("a", "worse"), variant("b", "worse")))
     assert found.answer == "don't"
     assert "worse with every learning-rate rule" in found.reason
@@ -41,6 +43,12 @@ def test_what_cannot_be_told_is_not_told() -> None:
     assert undecided.answer == "inconclusive"
     noisy = double(comparison(variant("a", throughput=(1.1, 0.9, 1.3))))
     assert noisy.answer == "inconclusive"
-    emulated = double(comparison(variant("a", throughput=None)))
+    unknown = double(comparison(variant("a", throughput=None)))
+    assert (unknown.answer, unknown.reason) == (
+        "inconclusive",
+        "no step was timed, the runs are too short",
+    )
+    assert double(comparison()).answer == "inconclusive"
+    emulated = double(comparison(variant("a", throughput=None, execution="emulated")))
     assert emulated.answer == "inconclusive"
     assert "emulated" in emulated.reason

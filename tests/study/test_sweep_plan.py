@@ -24,14 +24,26 @@ def test_seeds_go_over_all_variants_each_beginning_with_another() -> None:
 
 
 def test_a_trial_has_a_folder_name_whatever_its_variant_is_called() -> None:
-    (trial,) = interleaved({"precision.layers={fc1: fp32}/..": ("x=1",)}, (3,))
-    assert trial.name == "precision.layers=_fc1__fp32__..-seed3"
-    assert Path(trial.name).name == trial.name
+    names = ["precision.layers={fc*: fp32}/..", "precision.layers={fc?: fp32}/..", "x" * 300]
+    trials = interleaved(dict.fromkeys(names, ("x=1",)), (3,))
+    assert [t.name for t in trials[:2]] == [
+        "precision.layers=_fc___fp32__..-seed3",
+        "precision.layers=_fc___fp32__..~2-seed3",
+    ]
+    for trial in trials:
+        assert Path(trial.name).name == trial.name
+        assert len(trial.name) < 120
+
+
+def test_a_study_of_another_command_is_refused() -> None:
+    new_sweep("advise", WORDS, range(2), "s")
+    with pytest.raises(UsageError, match="a study of mprun advise; go on with: mprun advise"):
+        read_sweep("sweep", Path("s"))
 
 
 def test_a_plan_read_again_is_the_same() -> None:
-    made = new_sweep(WORDS, 2, "s", None, ["train.max_steps=3"])
-    found = read_sweep(Path("s"))
+    made = new_sweep("sweep", WORDS, range(2), "s", None, ["train.max_steps=3"])
+    found = read_sweep("sweep", Path("s"))
     assert found == made
     assert [t.words for t in found.trials[:2]] == [
         ("precision=fp32", "train.max_steps=3"),
@@ -41,26 +53,26 @@ def test_a_plan_read_again_is_the_same() -> None:
 
 
 def test_a_folder_that_holds_something_is_refused() -> None:
-    new_sweep(WORDS, 2, "s")
+    new_sweep("sweep", WORDS, range(2), "s")
     with pytest.raises(UsageError, match=r"holds sweep\.json already.*run\.resume=s"):
-        new_sweep(WORDS, 2, "s")
+        new_sweep("sweep", WORDS, range(2), "s")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', "\xff"])
 def test_a_damaged_plan_is_refused(text: str) -> None:
     Path("sweep.json").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match="is no plan of a sweep"):
-        read_sweep(Path())
+        read_sweep("sweep", Path())
 
 
 def test_a_plan_of_a_later_version_or_none_is_refused() -> None:
     with pytest.raises(UsageError, match="is it a sweep"):
-        read_sweep(Path("nowhere"))
-    new_sweep(WORDS, 2, "s")
+        read_sweep("sweep", Path("nowhere"))
+    new_sweep("sweep", WORDS, range(2), "s")
     kept = json.loads(Path("s/sweep.json").read_text(encoding="utf-8"))
     Path("s/sweep.json").write_text(json.dumps(kept | {"schema_version": 99}), encoding="utf-8")
     with pytest.raises(UsageError, match="schema_version 99"):
-        read_sweep(Path("s"))
+        read_sweep("sweep", Path("s"))
 
 
 def test_what_a_killed_run_left_is_put_aside_and_nothing_is_lost() -> None:
