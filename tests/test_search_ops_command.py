@@ -323,20 +323,21 @@ def test_the_file_gives_its_reasons() -> None:
     lines = Path("found/ops.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# Found by mprun search-ops: recipe planted, precision fp16_mixed."
     assert "on 2 batches of 8 samples (validation)" in lines[1]
-    assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 10 dB."
-    assert lines[3] == "# Everything in float16: the loss is not finite."
-    assert lines[4].startswith("# As listed here: loss ")
+    assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 20 dB."
+    assert lines[3].startswith("# Weights of float16's precision alone: loss ")
+    assert lines[4] == "# Everything in float16: the loss is not finite."
+    assert lines[5].startswith("# As listed here: loss ")
     assert "  - exp  # harmful alone in fp16: the loss is not finite" in lines
     assert "  - relu  # search_ops.always" in lines
     (linear,) = (line for line in lines if line.startswith("  - linear"))
     assert linear.startswith("  - linear  # alone in fp16: loss ")
 
 
-def test_a_tolerance_that_only_float32_keeps_to_is_kept_to() -> None:
-    """Everything in float32 is the reference itself, bit for bit."""
+def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
     found = searched("none", "search_ops.steps=0", "search_ops.gradient_db=900")
-    assert found["search"]["ops"]["harm"] == 0
-    assert found["search"]["ops"]["float32_share"] == 1
+    assert found["settings"]["gradient_db"] == 900
+    assert found["tolerance"]["gradient_db"] == found["unavoidable"]["measure"]["worst_db"] - 10
+    assert found["search"]["ops"]["fp32"] == []
 
 
 # ---- what it refuses -----------------------------------------------------------------------------

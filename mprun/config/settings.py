@@ -148,9 +148,8 @@ class SearchOpsSettings:
 
     tolerance: float = 0.01
     """Relative difference of the loss from float32's that is tolerated."""
-    gradient_db: float | None = 10.0
-    """Least SQNR of any parameter's gradient against float32's, in dB; null to look at the loss
-    alone."""
+    gradient_db: float | None = 20.0
+    """Least SQNR of any parameter's gradient against float32's, in dB; null: the loss alone."""
     batches: int = 4
     """Batches of validation data that are measured on."""
     warmup_steps: int = 20

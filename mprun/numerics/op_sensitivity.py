@@ -25,16 +25,30 @@ from mprun.numerics.probe import LOSS_SCALES, Measure, Probe
 from mprun.numerics.smallest import Smallest, smallest
 from mprun.precision import Arithmetic, OpLists
 
+SLACK_DB = 10.0
+"""How much worse than weights of its precision alone a dtype may be, whatever else is asked."""
+
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far from float32 the lower dtype may lead."""
+    """How far from float32 the lower dtype may lead.
+
+    Where weights that have its precision lead further than that by themselves, no list of ops could
+    keep to it: then `SLACK_DB` more than those is tolerated.
+    """
 
     loss: float = 0.01
     """Relative difference of the loss."""
-    gradient_db: float | None = 10.0
-    """Least SQNR of any parameter's gradient, in dB: at 10 its error is a third of it. None to look
+    gradient_db: float | None = 20.0
+    """Least SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None to look
     at the loss alone."""
+
+    def beside(self, unavoidable: Measure) -> Tolerance:
+        """This, and at least what goes with `Probe.unavoidable`."""
+        loss = max(self.loss, unavoidable.loss_difference * 10 ** (SLACK_DB / 20))
+        if self.gradient_db is None:
+            return Tolerance(loss, None)
+        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - SLACK_DB))
 
     def harm(self, measure: Measure) -> float:
         """How much of what is tolerated is used up: 1 is all; infinite where a number is none."""
@@ -101,6 +115,8 @@ class Sensitivity:
         self._timed_steps = timed_steps
         self._told = told
         self._known: dict[tuple[frozenset[str], frozenset[str]], Measure] = {}
+        self.unavoidable = probe.unavoidable(choice.dtype)
+        """With everything in float32, and weights of the lower dtype's precision."""
         self.lower = self._measure((), ())
         """With everything lower."""
         movable = {n: c for n, c in choice.ops.items() if n not in choice.always}
@@ -117,18 +133,20 @@ class Sensitivity:
 
     def smallest_ops(self, tolerance: Tolerance = Tolerance()) -> Found:
         """The smallest list of ops in float32 that keeps to the tolerance."""
+        harm = tolerance.beside(self.unavoidable).harm
         search = smallest(
-            {row.name: tolerance.harm(row.alone) for row in self.ops},
-            lambda kept: tolerance.harm(self._measure(kept, ())),
+            {row.name: harm(row.alone) for row in self.ops},
+            lambda kept: harm(self._measure(kept, ())),
             lambda kept: self._float32_share(kept, ()),
         )
         return self._found(search, search.kept, ())
 
     def smallest_modules(self, tolerance: Tolerance = Tolerance()) -> Found:
         """The smallest set of modules in float32 that does."""
+        harm = tolerance.beside(self.unavoidable).harm
         search = smallest(
-            {row.name: tolerance.harm(row.alone) for row in self.modules},
-            lambda kept: tolerance.harm(self._measure((), kept)),
+            {row.name: harm(row.alone) for row in self.modules},
+            lambda kept: harm(self._measure((), kept)),
             lambda kept: self._float32_share((), kept),
         )
         return self._found(search, (), search.kept)

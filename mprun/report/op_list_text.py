@@ -38,8 +38,9 @@ def _head(found: Mapping[str, Any], outcome: Mapping[str, Any]) -> Iterator[str]
         f"({on['split']})."
     )
     gradients = tolerance["gradient_db"]
-    also = "" if gradients is None else f", every gradient's SQNR at least {gradients:g} dB"
+    also = "" if gradients is None else f", every gradient's SQNR at least {gradients:.3g} dB"
     yield f"# Tolerated: a loss {tolerance['loss']:.2%} off{also}."
+    yield f"# Weights of {low}'s precision alone: {measured(found['unavoidable']['measure'])}."
     yield f"# Everything in {low}: {measured(found['everything_lower']['measure'])}."
     yield f"# As listed here: {measured(outcome['measure'])}."
     if not outcome["is_within"]:

@@ -63,7 +63,7 @@ def outcome_table(found: Mapping[str, Any]) -> Table:
             *(loss(measure), decibels(measure["gradients_db"])),
             *(decibels(measure["worst_db"]), measure["worst_parameter"]),
             "" if share is None else f"{share:.0%}",
-            *([times(row["time_ratio"])] if timed else []),
+            *([times(row.get("time_ratio"))] if timed else []),
         )
     if timed:
         table.add_row("everything", *[""] * 4, "100%", times(found["float32"]["time_ratio"]))
@@ -71,6 +71,7 @@ def outcome_table(found: Mapping[str, Any]) -> Table:
 
 
 def _outcomes(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield "all, weights rounded", found["unavoidable"]
     yield "nothing", found["everything_lower"]
     yield f"as in {found['given']['name']}", found["given"]
     for what, row in found["search"].items():

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mprun.numerics.op_sensitivity import Found, Row
+from mprun.numerics.op_sensitivity import Found, Row, Tolerance
 from mprun.study.proof import Proof
 from mprun.study.search_ops import Searched
 
 
 def as_dict(searched: Searched) -> dict[str, Any]:
     """Everything but the proof; docs/search_ops.md explains the fields."""
-    rows, tolerance, given = searched.rows, searched.tolerance, searched.given
+    rows, given = searched.rows, searched.given
+    tolerance = searched.tolerance.beside(rows.unavoidable)
     return {
         "dtype": str(rows.choice.dtype).removeprefix("torch."),
         "measured_on": {
@@ -22,6 +23,7 @@ def as_dict(searched: Searched) -> dict[str, Any]:
         },
         "tolerance": {"loss": tolerance.loss, "gradient_db": tolerance.gradient_db},
         "unjudged_parameters": list(rows.unjudged),
+        "unavoidable": {"measure": rows.unavoidable._asdict()},
         "everything_lower": {"measure": rows.lower._asdict(), "time_ratio": 1.0},
         "float32": {"time_ratio": searched.float32_time_ratio},
         "given": {
@@ -29,8 +31,8 @@ def as_dict(searched: Searched) -> dict[str, Any]:
             "measure": given.measure._asdict(),
             "time_ratio": given.time_ratio,
         },
-        "ops": _rows(rows.ops, searched),
-        "modules": _rows(rows.modules, searched),
+        "ops": _rows(rows.ops, tolerance),
+        "modules": _rows(rows.modules, tolerance),
         "search": {
             "ops": _found(searched.ops, searched.ops_time_ratio),
             "modules": searched.modules and _found(searched.modules, searched.modules_time_ratio),
@@ -41,12 +43,12 @@ def as_dict(searched: Searched) -> dict[str, Any]:
     }
 
 
-def _rows(rows: Sequence[Row], searched: Searched) -> list[dict[str, Any]]:
+def _rows(rows: Sequence[Row], tolerance: Tolerance) -> list[dict[str, Any]]:
     return [
         {
             "name": row.name,
             "calls": row.calls,
-            "harm_alone": searched.tolerance.harm(row.alone),
+            "harm_alone": tolerance.harm(row.alone),
             "alone": row.alone._asdict(),
             "kept": row.kept._asdict(),
             "time_ratio": row.time_ratio,

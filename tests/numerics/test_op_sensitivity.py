@@ -259,6 +259,35 @@ def test_harm_is_1_at_the_tolerance_and_infinite_where_a_number_is_none(
     assert Tolerance(loss=0.01, gradient_db=10).harm(measure) == pytest.approx(harm)
 
 
+@pytest.mark.parametrize(
+    ("difference", "db", "expected"),
+    [
+        (0.0001, 60.0, Tolerance(0.01, 20.0)),  # weights alone are far better than what is asked
+        (0.01, 25.0, Tolerance(0.01 * 10**0.5, 15.0)),  # 10 dB worse: 10 times the power
+        (0.0, math.inf, Tolerance(0.01, 20.0)),
+    ],
+)
+def test_what_weights_alone_do_is_tolerated_and_10_db_more(
+    difference: float, db: float, expected: Tolerance
+) -> None:
+    found = Tolerance(0.01, 20.0).beside(Measure(difference, db, db, "w", 1))
+    assert found.loss == pytest.approx(expected.loss)
+    assert found.gradient_db == expected.gradient_db
+    assert Tolerance(0.01, None).beside(Measure(0.0, db, db, "w", 1)).gradient_db is None
+
+
+def test_a_model_whose_gradients_no_16_bits_can_keep_gets_no_list() -> None:
+    """A deep network of ReLU and batch normalisation: in bfloat16 its gradients are 10 dB above
+    their errors, as with weights of 8 bits in float32. It trains in bfloat16 all the same."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(12) for m in (nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 3))
+    measured = sensitivity(model, F.cross_entropy, batches(), BF16, modules=False)
+    assert measured.lower.worst_db < 15
+    assert measured.unavoidable.worst_db < 25
+    assert measured.smallest_ops().fp32 == ()
+
+
 def test_gradients_may_be_left_out_of_the_harm() -> None:
     measure = Measure(0.005, math.nan, math.nan, "w", 1)
     assert Tolerance(loss=0.01, gradient_db=None).harm(measure) == 0.5

@@ -53,6 +53,7 @@ FOUND: dict[str, Any] = {
     "dtype": "float16",
     "measured_on": {"split": "validation", "batches": 4, "batch_size": 32},
     "tolerance": {"loss": 0.01, "gradient_db": 10.0},
+    "unavoidable": {"measure": measure(0.0001, 66.0)},
     "everything_lower": {"measure": BROKEN, "time_ratio": 1.0},
     "float32": {"time_ratio": 2.0},
     "given": {"name": "autocast", "measure": BROKEN, "time_ratio": None},
