@@ -186,7 +186,13 @@ class Epoch(TypedDict):
     validation: Scores
 
 
-class Summary(TypedDict):
+class LaterFields(TypedDict, total=False):
+    """Fields that were added to summaries of this schema version; older ones lack them."""
+
+    fp_exceptions: FpExceptionsRow | None
+
+
+class Summary(LaterFields):
     """Everything a comparison needs to know of a run."""
 
     schema_version: int
@@ -219,7 +225,6 @@ class Summary(TypedDict):
     wall_time_s: float
     memory_bytes: Memory
     loss_scale: LossScaleRow
-    fp_exceptions: FpExceptionsRow | None
     metric: Metric
     history: list[Epoch]
     train: TrainScore

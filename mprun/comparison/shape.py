@@ -6,7 +6,7 @@ into a function once, since hundreds of summaries are checked for one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -28,7 +28,8 @@ def defect(value: Any, kind: Any) -> str | None:
 def _check(kind: Any) -> Check:
     origin, parts = get_origin(kind), get_args(kind)
     if is_typeddict(kind):
-        return _of_fields({k: _check(v) for k, v in get_type_hints(kind).items()})
+        fields = {k: _check(v) for k, v in get_type_hints(kind).items()}
+        return _of_fields(fields, kind.__required_keys__)
     if origin in (Union, UnionType):
         return _of_any([_check(part) for part in parts])
     if origin is list:
@@ -60,13 +61,15 @@ def _of_any(checks: list[Check]) -> Check:
     return check
 
 
-def _of_fields(checks: dict[str, Check]) -> Check:
+def _of_fields(checks: dict[str, Check], required: Collection[str]) -> Check:
     def check(value: Any) -> str | None:
         if type(value) is not dict:
             return f" is {str(value)[:40]!r}"
         for key, one in checks.items():
             if key not in value:
-                return f".{key} is missing"
+                if key in required:
+                    return f".{key} is missing"
+                continue
             found = one(value[key])
             if found is not None:
                 return f".{key}{found}"
