@@ -21,8 +21,6 @@ from mprun.comparison.statistics import ALPHA, estimate, interval
 from mprun.comparison.verdicts import Evidence, judge
 from mprun.errors import UsageError, hint
 
-SPLITS = ("test", "validation", "train")
-
 
 def compare(
     runs: Sequence[Run],
@@ -100,8 +98,8 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
     return [
         Group(
             label,
-            tuple(run for run in group if run.summary["status"] == "completed"),
-            tuple(run for run in group if run.summary["status"] == "failed"),
+            tuple(run for run in group if measures.trained(run.summary)),
+            tuple(run for run in group if not measures.trained(run.summary)),
         )
         for label, group in zip(labels, members, strict=True)
     ]
@@ -149,11 +147,11 @@ def _changes(group: Group) -> int:
 
 def _split(groups: Sequence[Group], wanted: str) -> str:
     runs = [summary for group in groups for summary in group.by_seed.values()]
-    has = {name: sum(measures.score(s, name) is not None for s in runs) for name in SPLITS}
+    has = {name: sum(measures.score(s, name) is not None for s in runs) for name in measures.SPLITS}
     if wanted == "auto":
-        return next((name for name in SPLITS if has[name] == len(runs)), "train")
+        return next((name for name in measures.SPLITS if has[name] == len(runs)), "train")
     if not has[wanted]:
-        legal = ", ".join(name for name in SPLITS if has[name])
+        legal = ", ".join(name for name in measures.SPLITS if has[name])
         raise UsageError(f"compare.split={wanted}: no run has such samples; legal: {legal}")
     return wanted
 

@@ -14,6 +14,8 @@ from mprun.comparison.rows import Estimate, Run, Spread
 from mprun.comparison.statistics import estimate, geometric_mean, summarise
 from mprun.record import Memory, Summary, number
 
+SPLITS = ("test", "validation", "train")
+
 
 @dataclass(frozen=True)
 class Group:
@@ -50,6 +52,12 @@ def score(summary: Summary, split: str) -> float | None:
     }
     value = places[split].get(summary["metric"]["name"])
     return None if value is None else number(value)
+
+
+def trained(summary: Summary) -> bool:
+    """Whether a run was completed and has a metric; it has none where every step was skipped."""
+    has_metric = any(score(summary, split) is not None for split in SPLITS)
+    return summary["status"] == "completed" and has_metric
 
 
 def scores(group: Group, split: str) -> dict[int, float]:

@@ -488,3 +488,20 @@ def test_no_figure_that_a_record_can_hold_breaks_a_comparison(
         assert variant.verdict.word in get_args(Word)
         for estimate in (variant.step_time_ratio, variant.throughput_ratio):
             assert estimate is None or estimate.value > 0
+
+
+def test_a_run_that_took_no_step_is_worse_and_no_baseline() -> None:
+    """Every step was skipped: it ended in peace, and has nothing to be judged by."""
+    nothing = {
+        "metric": "loss",
+        "test": {"loss": None, "accuracy": None},
+        "history": [],
+        "train": {"loss": None},
+    }
+    base = [run_of("fp32", i, metric="loss", loss=1.0 + i) for i in range(3)]
+    broken = [run_of("fp16_true", i, **nothing) for i in range(3)]
+    found = compared([*broken, *base])
+    assert found.baseline == "fp32"
+    verdict = found.variants[1].verdict
+    assert verdict.word == "worse"
+    assert verdict.reason == "3 of 3 runs failed: it has no metric: no step was taken"
