@@ -247,7 +247,7 @@ def test_text_of_a_record_cannot_steer_the_terminal(capsys: pytest.CaptureFixtur
     assert main(["compare", "sweep", "compare.report=false"]) == 0
     out = capsys.readouterr().out
     assert "\x1b[2J" not in out
-    assert "second line" not in out
+    assert "\nsecond line" not in out  # nor begin a line of its own
 
 
 # ---- what it costs -------------------------------------------------------------------------------
