@@ -139,6 +139,7 @@ class _Trainer(Trainer):
         number = self.step + 1
         if number not in self._steps:
             return super().optimizer_step(batch)
+        self._flush()  # a loss that broke a few steps ago ends the run before it is looked at
         self._looker.before(batch)
         with self._looker.held.watching():
             result = super().optimizer_step(batch)
