@@ -12,18 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Iterator
-from datetime import date
-
-import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
+from benchmarks.steps import heading, step_blocks
 from mprun.build import build_exceptions, build_parts, build_precision, plan
 from mprun.config import compose
-from mprun.environment import cpu_name, usable_cores
 from mprun.observer import NoObserver
-from mprun.precision import backend_flags
 from mprun.runner import Trainer
 
 CASES = (
@@ -52,15 +47,7 @@ def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> I
         parts = build_parts(chosen, build_precision(chosen, make=exceptions.precision))
         exceptions.attach(parts.model, parts.optimizer)
     trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
-    taken = next(parts.train.epoch(None))
-    for block in itertools.count():
-        with backend_flags(chosen.policy):
-            start = time.perf_counter()
-            for _ in range(steps):
-                trainer.optimizer_step(taken)
-            took = (time.perf_counter() - start) / steps
-        if block:
-            yield took
+    yield from step_blocks(chosen, trainer, steps)
 
 
 def main() -> None:
@@ -69,10 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     blocks = parser.parse_args().blocks
-    print(
-        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}; {blocks} alternating blocks"
-    )
+    print(heading(blocks))
     rows = {}
     for (recipe, mode, batch, steps), action in itertools.product(CASES, ACTIONS):
         base, ours = (step_times(recipe, mode, batch, each, steps) for each in ("none", action))

@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Iterator
-from datetime import date
 
 import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
+from benchmarks.steps import heading, step_blocks
 from mprun.build import build_parts, plan
 from mprun.config import compose
-from mprun.environment import cpu_name, usable_cores
 from mprun.observer import NoObserver
-from mprun.precision import backend_flags
 from mprun.runner import Trainer
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
@@ -42,15 +39,7 @@ def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) 
     if compiled:
         parts.model = torch.compile(parts.model)  # type: ignore[assignment]
     trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
-    taken = next(parts.train.epoch(None))
-    for block in itertools.count():
-        with backend_flags(chosen.policy):
-            start = time.perf_counter()
-            for _ in range(steps):
-                trainer.optimizer_step(taken)
-            took = (time.perf_counter() - start) / steps
-        if block:
-            yield took
+    yield from step_blocks(chosen, trainer, steps)
 
 
 def main() -> None:
@@ -59,10 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("eager", "compiled"))
     options = parser.parse_args()
-    print(
-        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}; {BLOCKS} alternating blocks"
-    )
+    print(heading(BLOCKS))
     rows = {}
     for compiled in (False, True):
         how = "compiled" if compiled else "eager"

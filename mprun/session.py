@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import shlex
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,12 +88,8 @@ def run(
         folder.close()
     console.print(tables.result(summary), highlight=False)
     if summary["status"] == "interrupted":
-        console.print(
-            f"stopped by {stop.name}; go on with: mprun run.resume={folder.path}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+        again = shlex.quote(f"run.resume={folder.path}")
+        tables.say(console, f"stopped by {stop.name}; go on with: mprun {again}")
         return stop.exit_status
     return EXIT_OK
 
@@ -198,7 +195,7 @@ class _Session:
             self.folder.summary(self.summary)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        tables.say(self._console, text)
 
     def _warn_if_slow(self) -> None:
         name = self._plan.policy.compute_dtype

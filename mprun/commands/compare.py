@@ -124,17 +124,17 @@ def default_folder(paths: Sequence[Path]) -> Path:
 
 def _show(comparison: Comparison) -> None:
     from mprun.report.comparison import comparison_table, footer
-    from mprun.report.tables import stdout_console
+    from mprun.report.tables import say, stdout_console
 
     console = stdout_console()
     console.print(comparison_table(comparison), highlight=False)
     for line in footer(comparison):  # names of folders among it, which may hold anything
-        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+        say(console, printable(line))
 
 
 def _write(comparison: Comparison, folder: Path) -> None:
     from mprun.report.comparison import write_report
-    from mprun.report.tables import stdout_console
+    from mprun.report.tables import say, stdout_console
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,9 +145,7 @@ def _write(comparison: Comparison, folder: Path) -> None:
             "with compare.dir=FOLDER, or leave it out with compare.report=false"
         ) from None
     names = ", ".join(os.path.relpath(path, folder) for path in written)
-    stdout_console().print(
-        f"written to {folder}: {names}", markup=False, highlight=False, soft_wrap=True
-    )
+    say(stdout_console(), f"written to {folder}: {names}")
 
 
 def check(comparison: Comparison, condition: str) -> None:

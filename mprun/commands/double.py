@@ -100,8 +100,8 @@ def _check_length(composed: Composed) -> None:
 def _until_oom(asked: Request, load: DataCache) -> int:
     from mprun.build import plan
     from mprun.config import compose
-    from mprun.study.fit import largest_that_fits
-    from mprun.study.probe import Probe
+    from mprun.study.batch_trials import BatchTrials
+    from mprun.study.largest_batch import largest_that_fits
 
     composed = compose(asked.words, asked.config_dir)
     chosen = plan(composed.config, composed.given, load=load)
@@ -110,14 +110,14 @@ def _until_oom(asked: Request, load: DataCache) -> int:
             "double.until_oom=true needs device=cuda: a CPU swaps, or is killed, before PyTorch "
             "can say that memory is out; mprun memory counts what a batch needs without running it"
         )
-    probe = Probe(asked.words, asked.config_dir, load)
+    tried = BatchTrials(asked.words, asked.config_dir, load)
     start, limit = chosen.batch["micro"], len(chosen.splits.train)
-    found = largest_that_fits(probe.fits, start, limit, asked.settings.double.headroom)
-    for line in probe.told:
+    found = largest_that_fits(tried.fits, start, limit, asked.settings.double.headroom)
+    for line in tried.told:
         tell(line)
     end = " (all of the training set)" if found.is_limited_by_data else ""
     tell(
         f"largest batch found: {found.found}{end}; recommended: train.batch_size="
-        f"{found.recommended}, proved by {probe.last_steps} steps"
+        f"{found.recommended}, proved by {tried.last_steps} steps"
     )
     return EXIT_OK

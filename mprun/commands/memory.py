@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.opening import without_effect
 from mprun.commands.train import parse as parse_words
 from mprun.errors import EXIT_OK, UsageError
 
@@ -107,11 +108,10 @@ def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
     from mprun.study.memory import side_by_side
 
     plans = [_plan(column.composed) for column in columns]
-    console, errors = tables.stdout_console(), tables.stderr_console()
-    for warning in _warnings(columns, plans):
-        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    console = tables.stdout_console()
+    tables.warn(_warnings(columns, plans))
     folder = new_folder(columns[0].composed.config.run.dir)
-    console.print(_header(plans[0]), highlight=False, markup=False, soft_wrap=True)
+    tables.say(console, _header(plans[0]))
     named = [_label(column, chosen) for column, chosen in zip(columns, plans, strict=True)]
     given = [key for column in columns for key in column.composed.given]
     found = side_by_side(list(zip(named, plans, strict=True)), given, settings.fits)
@@ -122,10 +122,10 @@ def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
         table = module_table(mode, found["modes"][0], settings.depth)
         console.print(table, highlight=False)
     for note in _notes(found):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        tables.say(console, note)
     drawn = draw(found, folder) if settings.picture else []
     written = ", ".join(["memory.json", *(path.name for path in drawn)])
-    console.print(f"written: {folder}/{written}", markup=False, soft_wrap=True)
+    tables.say(console, f"written: {folder}/{written}")
     return EXIT_OK
 
 
@@ -151,7 +151,8 @@ def _warnings(columns: Sequence[Column], plans: Sequence[Plan]) -> Iterator[str]
     """Each once, of all the modes."""
     said: dict[str, None] = {}
     for column, chosen in zip(columns, plans, strict=True):
-        said.update(dict.fromkeys((*column.composed.warnings, *chosen.warnings)))
+        unused = without_effect(column.composed, "memory")
+        said.update(dict.fromkeys((*column.composed.warnings, *chosen.warnings, *unused)))
         if column.composed.config.train.init_from is not None:
             said["train.init_from has no effect: memory depends on shapes, not on values"] = None
     yield from said

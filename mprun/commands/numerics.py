@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.opening import introduce, refuse_resume
 from mprun.commands.train import parse
 from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
 
@@ -47,11 +48,7 @@ def numerics_command(words: Sequence[str]) -> int:
         raise UsageError("mprun numerics looks at one run; leave out the option")
     settings, overrides = take(arguments.overrides, "numerics")
     composed = compose(overrides, arguments.config_dir)
-    if composed.config.run.resume is not None:
-        raise UsageError(
-            "mprun numerics begins anew: leave out run.resume; train.init_from takes a run's "
-            "weights"
-        )
+    refuse_resume(composed, "numerics")
     return _catching_signals(composed, settings.numerics)
 
 
@@ -71,20 +68,12 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     from mprun.build import look, plan, steps_to_look_at
     from mprun.precision import backend_flags
     from mprun.record import new_folder
-    from mprun.report import tables
     from mprun.report.progress import QuietProgress
-    from mprun.summary import initial_summary
+    from mprun.report.tables import say, stderr_console, stdout_console
 
     chosen = plan(composed.config, composed.given)
     steps_to_look_at(chosen, settings)  # before a folder is made
-    console, errors = tables.stdout_console(), tables.stderr_console()
-    unused = (k for k in composed.given if k.startswith("debug."))
-    ignored = [f"{k} has no effect: mprun numerics looks for no exceptions" for k in unused]
-    for warning in (*composed.warnings, *chosen.warnings, *ignored):
-        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-    summary = initial_summary(chosen, composed.resolved)
-    for line in tables.header(summary):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console, summary = stdout_console(), introduce(composed, chosen, "numerics")
     folder = new_folder(composed.config.run.dir)
     with backend_flags(chosen.policy, chosen.native_tf32), stop.deferred():
         looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
@@ -98,25 +87,23 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     }
     names = _leave(found, folder, settings.plots)
     _show(found, settings.top, console)
-    console.print(
+    say(
+        console,
         f"looked at {len(looked.steps)} of {looked.steps[-1]} steps, {len(looked.skipped)} of them "
         f"skipped; written: {folder}/{', '.join(names)}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
     )
     if looked.ended is not None:
-        text = f"the run ended early, what was seen is above: {looked.ended}"
-        errors.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(stderr_console(), f"the run ended early, what was seen is above: {looked.ended}")
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
 
 
 def _show(found: dict[str, Any], top: int, console: Console) -> None:
     from mprun.report.numerics import lost_table, rows_table, scales_table, sentences
+    from mprun.report.tables import say
 
     for line in sentences(found):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     for table in (scales_table(found), rows_table(found, top), lost_table(found, top // 2)):
         console.print(table, highlight=False)
 

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.opening import refuse_resume, without_effect
 from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError
 
@@ -71,21 +72,18 @@ def _search(
     from mprun.config import compose
     from mprun.numerics.passes import NotMeasurableError
     from mprun.record import new_folder
+    from mprun.report.tables import say, warn
     from mprun.study.proof import Margins, prove
     from mprun.study.search_ops import search_ops
     from mprun.study.search_ops_record import as_dict, proof_dict
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     low, chosen, held_out = _planned(overrides, config_dir)
-    for warning in (*low.warnings, *chosen.warnings):
-        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    warn((*low.warnings, *chosen.warnings, *without_effect(low, "search-ops")))
     shared = [w for w in (*overrides, *held_out) if _key(w).partition(".")[0] not in OF_THE_MODE]
     float32 = compose([*shared, "precision=fp32"], config_dir)
     found = _opening(low, chosen, settings)
     for line in _notes(low, chosen, held_out):
-        say(line)
+        say(console, line)
     folder = new_folder(low.config.run.dir)
     with errors.status("", spinner="line") as status:
         try:
@@ -112,9 +110,9 @@ def _search(
         found["proof"] = proof_dict(proof)
         _write(folder, found)
     for line in _closing(found, folder):
-        say(line)
+        say(console, line)
     at = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    say(f"use it: {shlex.join(['mprun', *at, *_using(found, folder, overrides)])}")
+    say(console, f"use it: {shlex.join(['mprun', *at, *_using(found, folder, overrides)])}")
     return EXIT_OK
 
 
@@ -139,12 +137,8 @@ def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
     from mprun.config import compose
 
     composed = compose(overrides, config_dir)
-    precision, run = composed.config.precision, composed.config.run
-    if run.resume is not None:
-        raise UsageError(
-            "mprun search-ops begins anew: leave out run.resume; train.init_from takes a run's "
-            "weights"
-        )
+    precision = composed.config.precision
+    refuse_resume(composed, "search-ops")
     if precision.casting.name == "none":
         raise UsageError(
             f"precision={precision.name} casts no op: mprun search-ops chooses between float32 and "

@@ -106,10 +106,9 @@ def seeds_of(asked: Request, default: int) -> range:
 
 def tell(text: str, error: bool = False) -> None:
     """Print a line as it is."""
-    from mprun.report.tables import stderr_console, stdout_console
+    from mprun.report.tables import say, stderr_console, stdout_console
 
-    console = stderr_console() if error else stdout_console()
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    say(stderr_console() if error else stdout_console(), text)
 
 
 def carry_out(

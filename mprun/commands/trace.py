@@ -12,6 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mprun.commands.opening import introduce, refuse_resume
 from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError
 
@@ -33,10 +34,7 @@ def trace_command(words: Sequence[str]) -> int:
     from mprun.config import compose
 
     composed = compose(arguments.overrides, arguments.config_dir)
-    if composed.config.run.resume is not None:
-        raise UsageError(
-            "mprun trace begins anew: leave out run.resume; train.init_from takes a run's weights"
-        )
+    refuse_resume(composed, "trace")
     return _trace(composed)
 
 
@@ -44,19 +42,11 @@ def _trace(composed: Composed) -> int:
     from mprun.build import plan, trace_step
     from mprun.precision import backend_flags
     from mprun.record import new_folder
-    from mprun.report import tables
+    from mprun.report.tables import say, stdout_console
     from mprun.report.trace import chrome, step_table, totals
-    from mprun.summary import initial_summary
 
     chosen = plan(composed.config, composed.given)
-    console, errors = tables.stdout_console(), tables.stderr_console()
-    unused = (k for k in composed.given if k.startswith("debug."))
-    ignored = [f"{k} has no effect: mprun trace looks for no exceptions" for k in unused]
-    for warning in (*composed.warnings, *chosen.warnings, *ignored):
-        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
-    summary = initial_summary(chosen, composed.resolved)
-    for line in tables.header(summary):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console, summary = stdout_console(), introduce(composed, chosen, "trace")
     folder = new_folder(composed.config.run.dir)
     with backend_flags(chosen.policy, chosen.native_tf32):
         step, step_time_s = trace_step(chosen)
@@ -72,11 +62,10 @@ def _trace(composed: Composed) -> int:
     console.print(step_table(found), highlight=False)
     console.print(totals(found), highlight=False)
     if chosen.execution == "emulated" or summary["substitutions"]:
-        console.print(
+        say(
+            console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "
             "has them; casts inside them are not counted",
-            highlight=False,
-            soft_wrap=True,
         )
-    console.print(f"written: {folder}/trace.json, trace.chrome.json", markup=False, soft_wrap=True)
+    say(console, f"written: {folder}/trace.json, trace.chrome.json")
     return EXIT_OK

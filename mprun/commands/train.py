@@ -90,17 +90,13 @@ def _catching_signals(composed: Composed) -> int:
 def _run(composed: Composed, stop: StopSignals) -> int:
     from mprun import checkpoint
     from mprun.build import plan
-    from mprun.report.tables import stderr_console, stdout_console
+    from mprun.report.tables import stdout_console, warn
     from mprun.session import run
 
     resume = composed.config.run.resume
     saved = checkpoint.load(Path(resume)) if resume is not None else None
     chosen = plan(composed.config, composed.given, saved["choices"] if saved else None)
-    errors = stderr_console()
-    said = (*composed.warnings, *chosen.warnings)
-    by_field = {text.partition(" has no effect")[0]: text for text in said}
-    for warning in by_field.values():
-        errors.print(f"warning: {warning}", highlight=False, markup=False, soft_wrap=True)
+    warn((*composed.warnings, *chosen.warnings))
     return run(chosen, composed.resolved, stop, stdout_console(), saved)
 
 

@@ -177,6 +177,18 @@ class PatientConsole(Console):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def say(console: Console, text: str) -> None:
+    """Print a line as it is: not folded, no word coloured, no bracket taken for markup."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def warn(warnings: Iterable[str]) -> None:
+    """Print warnings on standard error; of two that say a field has no effect, the last."""
+    console = stderr_console()
+    for warning in {text.partition(" has no effect")[0]: text for text in warnings}.values():
+        say(console, f"warning: {warning}")
+
+
 def stdout_console() -> Console:
     """Where results go; colour, width and NO_COLOR are rich's."""
     return PatientConsole()

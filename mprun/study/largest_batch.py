@@ -1,8 +1,9 @@
 """The largest batch that fits: found by trying, kept away from the edge, and proved.
 
 Memory is not a function of the batch alone: allocators keep blocks, libraries take workspace, and
-later steps may need more than the first. So the search ends with a margin, and the batch that comes
-out is run for as many steps again as were needed to find it.
+later steps may need more than the first. So the search ends with a margin, and the batch that
+comes out is run for `PROOF_STEPS` steps. An overflow has no size, so there is no line to guess
+along as in `numerics/fit.py`, which counts on fake tensors: this one halves.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.errors import UsageError
-from mprun.study.fit import PROOF_STEPS, TRY_STEPS, largest_that_fits
+from mprun.study.largest_batch import PROOF_STEPS, TRY_STEPS, largest_that_fits
 
 
 @given(st.integers(1, 64), st.integers(64, 100_000), st.integers(64, 200_000))

@@ -15,7 +15,7 @@ from mprun.precision import backend_flags
 from mprun.runner import Limits, Trainer
 
 
-class Probe:
+class BatchTrials:
     """Tries batches of one configuration.
 
     Args:

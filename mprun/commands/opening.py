@@ -1,0 +1,41 @@
+"""How the commands that look at a step begin: what they refuse, what has no effect, a header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mprun.errors import UsageError
+
+if TYPE_CHECKING:
+    from mprun.build import Plan
+    from mprun.config import Composed
+    from mprun.record import Summary
+
+
+def refuse_resume(composed: Composed, command: str) -> None:
+    """Raise `UsageError` where a run is to be gone on with."""
+    if composed.config.run.resume is not None:
+        raise UsageError(
+            f"mprun {command} begins anew: leave out run.resume; train.init_from takes a run's "
+            "weights"
+        )
+
+
+def without_effect(composed: Composed, command: str) -> Iterator[str]:
+    """What the user set that only a run looks at, a sentence each."""
+    for key in composed.given:
+        if key.startswith("debug."):
+            yield f"{key} has no effect: mprun {command} looks for no exceptions"
+
+
+def introduce(composed: Composed, chosen: Plan, command: str) -> Summary:
+    """Print warnings and what is about to be looked at; the summary of such a run."""
+    from mprun.report.tables import header, say, stdout_console, warn
+    from mprun.summary import initial_summary
+
+    warn((*composed.warnings, *chosen.warnings, *without_effect(composed, command)))
+    summary = initial_summary(chosen, composed.resolved)
+    for line in header(summary):
+        say(stdout_console(), line)
+    return summary
