@@ -258,6 +258,5 @@ def _set(settings: Any, found: Field, value: Any, word: str) -> None:
     except (OmegaConfBaseException, ValueError):
         near = hint(str(value), found.choices)
         raise UsageError(f"'{word}': {found.key} is {found.legal}{near}") from None
-    allowed: Range | None = RANGES.get(found.key)
-    if allowed is not None and value is not None and not allowed.holds(value):
-        raise UsageError(f"{word}: legal is {allowed}")
+    if found.key in RANGES:
+        RANGES[found.key].check(found.key, value)

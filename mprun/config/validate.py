@@ -46,6 +46,11 @@ class Range:
         below = value < self.high if self.high_open else value <= self.high
         return math.isfinite(value) and above and below
 
+    def check(self, key: str, value: float | None) -> None:
+        """Raise `UsageError` unless `value` lies inside, or is none."""
+        if value is not None and not self.holds(value):
+            raise UsageError(f"{key}={value}: legal is {self}")
+
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
         if self.high == math.inf:
@@ -120,9 +125,7 @@ def get(config: Config, key: str) -> Any:
 def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
     for key, allowed in RANGES.items():
-        value = get(config, key)
-        if value is not None and not allowed.holds(value):
-            raise UsageError(f"{key}={value}: legal is {allowed}")
+        allowed.check(key, get(config, key))
     _check_length(config)
     module, _, name = config.recipe.target.rpartition(".")
     if not all(part.isidentifier() for part in (*module.split("."), name)):

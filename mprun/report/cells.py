@@ -8,10 +8,10 @@ whole table. Files for programs hold the plain numbers (`exports.py`).
 from __future__ import annotations
 
 import math
-import unicodedata
 from typing import NamedTuple
 
 from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
+from mprun.errors import printable
 
 NONE = "-"
 """Where there is no figure."""
@@ -19,11 +19,7 @@ NONE = "-"
 
 def plain(text: str, longest: int | None = None) -> str:
     """`text` of a record in one line without control characters, its middle cut out if too long."""
-    shown = "".join(
-        " " if c.isspace() else "\ufffd" if unicodedata.category(c) in ("Cc", "Cs", "Cf") else c
-        for c in text
-    )
-    shown = " ".join(shown.split())
+    shown = printable(" ".join(text.split()))
     if longest is None or len(shown) <= longest:
         return shown
     tail = longest // 3
