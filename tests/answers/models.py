@@ -1,9 +1,9 @@
 """Small hostile models that a reader can see through, each with what is true of it.
 
 Every case is a classification that float32 learns in some hundred steps. Each has one trait that
-has led a tool to a wrong answer: a gradient that is zero but for rounding, a mask of -inf, an op that
-float16 cannot hold. `Case.fails` names the modes that really lose the accuracy; `test_truth.py`
-trains them with PyTorch's own autocast and GradScaler, without mprun, and checks it.
+has led a tool to a wrong answer: a gradient that is zero but for rounding, a mask of -inf, an op
+that float16 cannot hold. `Case.fails` names the modes that really lose accuracy; `test_truth.py`
+trains them with the autocast and GradScaler of PyTorch, without mprun, and checks it.
 """
 
 from __future__ import annotations
