@@ -57,6 +57,13 @@ class Composed:
     """Fields the user set that have no effect in this configuration."""
 
 
+SPELLINGS = {
+    "debug.fp_exceptions=true": "debug.fp_exceptions=log",
+    "debug.fp_exceptions=false": "debug.fp_exceptions=off",
+}
+"""Overrides that people write as a switch, and what they mean."""
+
+
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
     """Compose and check a configuration.
 
@@ -155,7 +162,8 @@ def parse(text: str) -> Override:
         ) from None
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
-    return parsed
+    meant = SPELLINGS.get(text.lower())
+    return parse(meant) if meant else parsed
 
 
 def _check_override(override: Override, config_dir: Path | None) -> None:

@@ -1,0 +1,192 @@
+"""torch.amp and TF32: autocast, loss scaling and the choice of a mode (rows B1 to B10)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.cli import main
+from mprun.config import compose
+from mprun.data import DataRequest
+from mprun.precision import EmulatedTf32, disable_casts
+from mprun.recipes.mnist import Mnist
+from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
+
+STEPS = 5
+BATCH = 32
+
+
+def raw(region: Callable[[], torch.autocast], scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+    """The weights of `STEPS` steps of the mnist recipe in PyTorch alone."""
+    recipe = Mnist(16)
+    data = recipe.data(DataRequest(source="generated", train_limit=160)).train
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9, eps=1e-7)
+    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
+    for rows in order.split(BATCH)[:STEPS]:
+        optimizer.zero_grad()
+        with region():
+            output = model(recipe.prepare(data.inputs[rows]))
+        scaler.scale(recipe.loss(output.float(), data.targets[rows])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return dict(model.state_dict())
+
+
+PLAIN = ["speed=plain", "data.validation_fraction=0", "train.optimizer.eps=1e-7"]
+
+
+def switches() -> tuple[object, ...]:
+    """PyTorch's process-wide switches of TF32."""
+    return (
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        torch.backends.cudnn.rnn.fp32_precision,
+    )
+
+
+def test_b1_fp32_is_pytorch_s_float32_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, ...]] = []
+    plain = Mnist.loss
+
+    def loss(self: Mnist, output: Tensor, target: Tensor) -> Tensor:
+        seen.append(switches())
+        return plain(self, output, target)
+
+    monkeypatch.setattr(Mnist, "loss", loss)
+    summary = run("precision=fp32", *PLAIN, steps=STEPS)
+    assert summary["effective"]["tf32"] is False
+    assert set(seen) == {("ieee", "ieee", "ieee")}
+    expected = raw(
+        lambda: torch.autocast("cpu", enabled=False), torch.amp.GradScaler(enabled=False)
+    )
+    assert same(weights(), expected)
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    """`x` with 10 mantissa bits, to nearest even, by whole numbers."""
+    bits = x.view(torch.int32).long()
+    return (bits + 0xFFF + ((bits >> 13) & 1) & ~0x1FFF).int().view(torch.float32)
+
+
+def test_b2_tf32_rounds_the_inputs_of_matmuls_and_convolutions_and_is_put_back() -> None:
+    before = switches()
+    summary = run("precision=tf32")
+    assert switches() == before
+    assert summary["effective"]["tf32"] is True
+    assert summary["execution"] == "emulated"  # a CPU has no TensorFloat-32
+    run("precision=fp32", name="exact")
+    assert losses()[0] != losses("exact")[0]
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    image, kernel = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+    with EmulatedTf32().region():
+        made = x @ w.t(), nn.functional.conv2d(image, kernel)
+    assert torch.equal(made[0], to_tf32(x) @ to_tf32(w).t())
+    assert torch.equal(made[1], nn.functional.conv2d(to_tf32(image), to_tf32(kernel)))
+
+
+def test_b3_fp16_with_a_dynamic_loss_scale_is_autocast_with_gradscaler() -> None:
+    summary = run("precision=fp16_mixed", *PLAIN, "loss_scale.value=65536", steps=STEPS)
+    assert summary["loss_scale"]["kind"] == "dynamic"
+    expected = raw(lambda: torch.autocast("cpu", torch.float16), torch.amp.GradScaler("cpu"))
+    assert same(weights(), expected)
+
+
+def test_b4_bf16_is_autocast_without_a_scale() -> None:
+    summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
+    assert summary["loss_scale"] == {"kind": "none", "initial": 1.0, "final": 1.0}
+    off = torch.amp.GradScaler(enabled=False)
+    assert same(weights(), raw(lambda: torch.autocast("cpu", torch.bfloat16), off))
+
+
+def test_b5_regions_and_named_modules_stay_out_of_autocast() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16), disable_casts():
+        assert torch.equal(x @ w.t(), torch.mm(x, w.t()))
+        assert (x @ w.t()).dtype == torch.float32
+    words = [*MNIST, "precision=bf16_mixed", "precision.layers={2: fp32}"]
+    rows = written("trace", *words, file="trace.json")["rows"]
+    linear = {
+        row["module"]: row["dtypes_out"]
+        for row in rows
+        if row["phase"] == "forward" and row["op"] == "linear"
+    }
+    assert linear == {"0": ["bfloat16"], "2": ["float32"], "4": ["bfloat16"]}
+
+
+def test_b6_advise_takes_the_fastest_mode_that_keeps_the_metric(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*MNIST, "precision=fp32,bf16_mixed", "seeds=2", "advise.max_steps=10"]
+    words += ["data.validation_fraction=0.2"]
+    assert main(["advise", *words, "run.dir=advised"]) == 0
+    shown = capsys.readouterr().out
+    taken = next(line for line in shown.splitlines() if line.startswith("take "))
+    other = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken.split()[1].rstrip(":")]
+    assert f"not {other}" in shown
+    found = compose([*MNIST, "preset=advised"], Path("advised")).config
+    assert found.precision.name == taken.split()[1].rstrip(":")
+
+
+HOSTILE = {"fp16_hostile": "range", "bf16_hostile": "precision"}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_b7_numerics_says_whether_range_or_precision_is_needed(case: str) -> None:
+    folder = Path("conf/recipe")
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text(
+        "# @package _global_\nrecipe: {name: own, target: tests.answers.models.Hostile, "
+        f"model: {{case: {case}}}}}\n"
+        "train: {epochs: 2, batch_size: 64, eval_batch_size: 64, lr: 0.01, "
+        "optimizer: {name: adamw}}\n",
+        encoding="utf-8",
+    )
+    few = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4", "numerics.plots=false"]
+    words = ["--config-dir=conf", "recipe=own", "precision=fp32", "device=cpu", *few]
+    verdict = written("numerics", *words, file="numerics.json")["verdict"]
+    assert HOSTILE[case] in verdict["word"], verdict
+
+
+def test_b8_trace_finds_a_cast_that_the_model_s_author_made() -> None:
+    rows = written("trace", *MNIST, "precision=bf16_mixed", file="trace.json")["rows"]
+    cast = [row for row in rows if row["op"] == "cast" and row["phase"] == "other"]
+    assert [(row["casts"][0]["from"], row["casts"][0]["to"]) for row in cast] == [
+        ("bfloat16", "float32")  # the outputs, and nothing else outside of the model
+    ]
+    assert all(row["dtypes_out"] for row in rows if row["op"] == "linear")
+
+
+def test_b10_going_on_in_fp16_warns_of_weights_beyond_its_range(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = nn.Linear(32, 8).bfloat16()
+    with torch.no_grad():
+        model.weight[0] = 1e5  # 32 of 264 numbers
+    torch.save(model.state_dict(), "trained.pt")
+    words = [*LINEAR, "precision=fp16_true", "train.init_from=trained.pt", "train.max_steps=1"]
+    main([*words, "run.dir=run"])
+    shown = capsys.readouterr()
+    assert "32 of 264 overflow (12.121 %)" in shown.out + shown.err
+
+
+def test_b9_the_published_speed_ups_stand_beside_the_measured_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("precision=fp32", name="outputs/a")
+    run("precision=bf16_mixed", name="outputs/b")
+    assert main(["compare", "outputs/a", "outputs/b", "compare.out=report"]) == 0
+    page = (Path("report") / "report.html").read_text(encoding="utf-8")
+    for figure in ("16x", "1.5x to 5.5x", "1.3x to 2.5x"):
+        assert figure in page
+    assert "A100" in page
+    assert "V100" in page
+    data = json.loads((Path("report") / "comparison.json").read_text(encoding="utf-8"))
+    assert "V100" not in json.dumps(data["variants"])  # no figure of ours
+    assert dtypes("outputs/b") == {torch.float32}

@@ -1,0 +1,209 @@
+"""Habana HMP: op lists (rows A1 to A13)."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from mprun.cli import main
+from mprun.config import compose
+from mprun.precision import OpListCaster, disable_casts, op_lists
+from mprun.recipes.linear import Linear
+from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+A2 = """addmm, batch_norm, bmm, conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d,
+conv_transpose3d, dot, dropout, dropout1d, dropout2d, dropout3d, group_norm, instance_norm,
+layer_norm, leaky_relu, linear, matmul, mm, mul, mv, relu, t"""
+A3 = """binary_cross_entropy, binary_cross_entropy_with_logits, cross_entropy, div, divide,
+embedding, embedding_bag, log, log2, log_softmax, nll_loss, smooth_l1_loss, softmax, topk,
+truediv"""
+A8 = """addmm, avg_pool2d, bmm, conv2d, dot, max_pool2d, mm, mv, relu, t, linear"""
+A8_FP32 = "cross_entropy, log_softmax, softmax, nll_loss, topk"
+
+
+def names(text: str) -> set[str]:
+    return set(text.replace("\n", " ").replace(",", " ").split())
+
+
+def shipped(name: str) -> dict[str, list[str]]:
+    """The lists of a file in conf/op_lists."""
+    text = (files("mprun.conf") / "op_lists" / f"{name}.yaml").read_text(encoding="utf-8")
+    section: dict[str, list[str]] = yaml.safe_load(text)["op_lists"]
+    return section
+
+
+def hmp() -> OpListCaster:
+    """The default lists in bfloat16."""
+    section = shipped("hmp")
+    lists = op_lists(section["lower"], section["fp32"], section["promote"])
+    return OpListCaster(lists, BF16)
+
+
+def file(name: str, *lines: str) -> str:
+    Path(name).write_text("\n".join(lines), encoding="utf-8")
+    return name
+
+
+def test_a1_listed_ops_cast_their_inputs() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    with hmp().region():
+        lower = nn.functional.linear(x, w)
+        upper = torch.softmax(x.bfloat16(), 1)
+    assert torch.equal(lower, nn.functional.linear(x.bfloat16(), w.bfloat16()))
+    assert torch.equal(upper, torch.softmax(x.bfloat16().float(), 1))
+    rows = written("trace", *MNIST, "op_lists=hmp", file="trace.json")["rows"]
+    linear = [row for row in rows if (row["op"], row["phase"]) == ("linear", "forward")]
+    assert [(row["rule"], row["dtypes_out"]) for row in linear] == [
+        ("listed lower", ["bfloat16"])
+    ] * 3
+
+
+def test_a2_the_default_bf16_list() -> None:
+    assert set(shipped("hmp")["lower"]) == names(A2)
+    found = compose(["op_lists=hmp"]).config
+    assert set(found.op_lists.lower) == names(A2)
+
+
+def test_a3_the_default_fp32_list() -> None:
+    assert set(shipped("hmp")["fp32"]) == names(A3)
+    assert set(compose(["op_lists=hmp"]).config.op_lists.fp32) == names(A3)
+
+
+@pytest.mark.parametrize("first", [BF16, FP32])
+def test_a4_an_unlisted_op_runs_in_the_dtype_of_its_first_input(first: torch.dtype) -> None:
+    x, y = torch.randn(8).to(first), torch.randn(8).to(FP32 if first == BF16 else BF16)
+    with hmp().region():
+        out = torch.heaviside(x, y)
+    assert out.dtype == first
+    assert torch.equal(out, torch.heaviside(x, y.to(first)))
+
+
+def test_a5_ops_of_several_tensors_take_the_widest_dtype_and_the_lists_come_first() -> None:
+    x, y = torch.randn(4, 4).bfloat16(), torch.randn(4, 4)
+    with hmp().region():
+        assert torch.equal(torch.cat([x, y]), torch.cat([x.float(), y]))
+        assert torch.equal(x + y, x.float() + y)
+        assert torch.equal(x * y, x * y.bfloat16())  # mul is on the bf16 list
+        assert torch.equal(x / y, x.float() / y)  # div is on the fp32 list
+
+
+def test_a6_an_in_place_op_keeps_the_dtype_of_its_first_input() -> None:
+    low, high = torch.randn(8).bfloat16(), torch.randn(8)
+    expected = low + high.bfloat16(), high + low.float()
+    with hmp().region():
+        a = low.clone().add_(high)
+        b = high.clone().add_(low)
+    assert (a.dtype, b.dtype) == (BF16, FP32)
+    assert torch.equal(a, expected[0])
+    assert torch.equal(b, expected[1])
+
+
+def test_a7_a_file_overrides_either_list(capsys: pytest.CaptureFixture[str]) -> None:
+    lower = file("lower.txt", "linear", "", "relu  ", "softmax")  # softmax is on the other list
+    run("op_lists=hmp", f"op_lists.lower_file={lower}", "train.max_steps=2")
+    kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
+    assert set(kept["lower"]) == {"linear", "relu", "softmax"}
+    assert "softmax" not in kept["fp32"]
+    shown = capsys.readouterr()
+    assert "softmax" in shown.out + shown.err
+    fp32 = file("fp32.txt", "linear")
+    run("op_lists=hmp", f"op_lists.fp32_file={fp32}", name="exact")
+    run("precision=fp32", name="plain")
+    assert losses("exact")[0] == losses("plain")[0]  # nothing but `linear` and `relu` computes
+    words = ["op_lists=hmp", f"op_lists.lower_file={lower}", f"op_lists.fp32_file={fp32}"]
+    assert main([*MNIST, *words, "run.dir=refused"]) == 2  # two files that contradict each other
+
+
+def test_a8_the_lists_for_resnet50() -> None:
+    section = shipped("hmp_resnet50")
+    assert set(section["lower"]) == names(A8)
+    assert set(section["fp32"]) == names(A8_FP32)
+    assert run("op_lists=hmp_resnet50")["variant"] == "bf16_mixed+hmp_resnet50"
+
+
+def test_a9_casts_are_off_in_a_region_and_in_named_modules() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    exact = nn.functional.linear(x, w)
+    with hmp().region():
+        assert nn.functional.linear(x, w).dtype == BF16
+        with disable_casts():
+            assert torch.equal(nn.functional.linear(x, w), exact)
+    rows = written(
+        "trace", *MNIST, "op_lists=hmp", "precision.layers={4: fp32}", file="trace.json"
+    )["rows"]
+    linear = [row for row in rows if (row["op"], row["phase"]) == ("linear", "forward")]
+    assert [row["dtypes_out"] for row in linear] == [["bfloat16"], ["bfloat16"], ["float32"]]
+    update = [row for row in rows if row["phase"] == "optimizer"]
+    assert update
+    assert {row["rule"] for row in update} == {"disabled"}
+    assert {dtype for row in update for dtype in row["dtypes_out"]} <= {"float32"}
+
+
+def test_a10_verbose_tells_what_is_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    run("op_lists=hmp", "op_lists.verbose=true")
+    shown = capsys.readouterr().out
+    line = next(line for line in shown.splitlines() if "linear" in line and "bfloat16" in line)
+    assert "float32" in line
+
+
+def test_a11_the_linear_recipe_is_the_published_one() -> None:
+    config = compose(["recipe=linear"]).config
+    assert (config.recipe.model["samples"], config.train.batch_size) == (64, 64)
+    assert (config.recipe.model["in_features"], config.recipe.model["out_features"]) == (1024, 512)
+    assert (config.train.lr, config.train.epochs) == (1e-3, 500)
+    recipe = Linear(1024, 512, 64)
+    assert [type(m) for m in recipe.model().modules()] == [nn.Linear]
+    x, y = torch.randn(5, 512), torch.randn(5, 512)
+    assert torch.equal(recipe.loss(x, y), (x - y).square().mean())
+    run("op_lists=hmp", recipe=["recipe=linear", "device=cpu", "speed=plain"], steps=5)
+    expected, caster = _sgd(recipe, 5), dtypes()
+    assert caster == {FP32}  # the optimizer step is outside of the casts
+    assert same(weights(), expected)
+
+
+def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
+    """Raw PyTorch: `linear` in bfloat16 by hand, everything else in float32."""
+    from mprun.data import DataRequest
+
+    data = recipe.data(DataRequest()).train
+    torch.manual_seed(0)
+    model = recipe.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        low = [p.bfloat16() for p in (data.inputs, model.weight, model.bias)]
+        recipe.loss(nn.functional.linear(*low).float(), data.targets).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_a12_a_doubled_batch_and_whether_it_is_worth_it() -> None:
+    base, double = run(name="base"), run("batch=double", name="double")
+    assert (base["batch_size"], double["batch_size"]) == (32, 64)
+    words = [*MNIST, "train.epochs=1", "seeds=2", "data.validation_fraction=0.2"]
+    assert main(["double", *words, "precision=bf16_mixed", "run.dir=studied"]) == 0
+    found = json.loads(Path("studied/comparison.json").read_text(encoding="utf-8"))
+    labels = [variant["label"] for variant in found["variants"]]
+    assert any("x2" in label for label in labels), labels
+
+
+MODES = sorted(
+    path.name.removesuffix(".yaml")
+    for path in (files("mprun.conf") / "precision").iterdir()
+    if path.name.endswith(".yaml")
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a13_every_mode_runs_on_a_cpu(mode: str) -> None:
+    summary = run(f"precision={mode}", recipe=LINEAR, steps=20)
+    assert summary["hardware"]["device"] == "cpu"
+    assert losses()[-1] < losses()[0]

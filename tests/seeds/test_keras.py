@@ -1,0 +1,142 @@
+"""Keras mixed precision on MNIST: policies (rows C1 to C10)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mprun.config import compose
+from mprun.data import DataRequest
+from mprun.recipes.mnist import Mnist
+from mprun.record import read_lines
+from mprun.runner import Trainer
+from tests.seeds.runs import MNIST, run, weights, written
+
+
+def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    effective = run("precision=bf16_mixed")["effective"]
+    assert (effective["compute_dtype"], effective["param_dtype"]) == ("bfloat16", "float32")
+    assert "policy: parameters float32, compute bfloat16" in capsys.readouterr().out
+    assert {x.dtype for x in weights().values()} == {torch.float32}
+
+
+def test_c2_a_layer_has_a_policy_of_its_own_by_name() -> None:
+    words = ["precision=fp32", "precision.layers={2: bf16_true}"]
+    run(*words)
+    stored = {name: str(x.dtype) for name, x in weights().items()}
+    assert stored == {
+        name: "torch.bfloat16" if name.startswith("2.") else "torch.float32" for name in stored
+    }
+    rows = written("trace", *MNIST, *words, file="trace.json", name="traced")["rows"]
+    forward = {
+        row["module"]: row["dtypes_out"]
+        for row in rows
+        if row["phase"] == "forward" and row["op"] in ("linear", "addmm")
+    }
+    assert forward["2"] == ["bfloat16"]
+    assert forward["0"] == forward["4"] == ["float32"]
+
+
+def test_c3_outputs_and_loss_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    plain = Mnist.loss
+
+    def loss(self: Mnist, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        made = plain(self, output, target)
+        seen.append((output.dtype, made.dtype))
+        return made
+
+    monkeypatch.setattr(Mnist, "loss", loss)
+    for mode in ("bf16_mixed", "fp16_mixed", "bf16_true", "half_sr"):
+        run(f"precision={mode}", name=mode)
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+def test_c5_the_mnist_recipe_is_the_published_one() -> None:
+    config = compose(["recipe=mnist"]).config
+    train, optimizer = config.train, config.train.optimizer
+    assert (train.batch_size, train.epochs, train.lr) == (8192, 5, 1e-3)
+    assert (optimizer.name.name, optimizer.alpha, optimizer.eps) == ("rmsprop", 0.9, 1e-7)
+    recipe = Mnist(config.recipe.model["units"])
+    layers = [m for m in recipe.model() if isinstance(m, nn.Linear)]
+    assert [(m.in_features, m.out_features) for m in layers] == [(784, 256), (256, 256), (256, 10)]
+    for layer in layers:
+        bound = math.sqrt(6 / (layer.in_features + layer.out_features))  # Glorot and Bengio, 2010
+        largest = layer.weight.abs().max().item()
+        assert 0.95 * bound < largest <= bound
+        assert not layer.bias.any()
+    assert [type(m) for m in recipe.model()][1::2] == [nn.ReLU, nn.ReLU]
+    image = torch.tensor([0, 51, 255], dtype=torch.uint8)[None]
+    assert torch.equal(recipe.prepare(image), torch.tensor([[0, 0.2, 1]]))
+    fraction = config.data.validation_fraction
+    splits = recipe.data(DataRequest(source="generated", validation_fraction=fraction))
+    shares = len(splits.train) / len(splits.validation)
+    assert shares == 48_000 / 12_000
+    x, y = torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
+    assert torch.equal(recipe.loss(x, y), -F.log_softmax(x, 1)[range(4), y].mean())
+
+
+def test_c5_accuracy_and_loss_of_each_epoch_are_recorded() -> None:
+    words = [*MNIST, "data.validation_fraction=0.2", "train.epochs=2"]
+    summary = run("data.validation_fraction=0.2", "train.epochs=2", steps=8)
+    assert words
+    assert len(summary["history"]) == 2
+    for epoch in summary["history"]:
+        for part in ("train", "validation"):
+            scores = epoch[part]  # type: ignore[literal-required]
+            assert 0 <= scores["accuracy"] <= 1
+            assert scores["loss"] > 0
+    assert summary["test"]["accuracy"] is not None
+
+
+def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: dict[str, list[torch.Tensor]] = {}
+    targets: dict[str, list[int]] = {}
+    plain = Trainer.optimizer_step
+    mode = ""
+
+    def step(self: Trainer, batch):  # type: ignore[no-untyped-def]
+        real = type(batch.targets) is torch.Tensor  # not the planned step on fake tensors
+        if real and mode not in begun:
+            begun[mode] = [p.detach().float().clone() for p in self.parts.model.parameters()]
+        if real:
+            targets.setdefault(mode, []).extend(batch.targets.tolist())
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "optimizer_step", step)
+    for mode in ("fp32", "bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"):
+        run(f"precision={mode}", name=mode)
+    first = begun["fp32"]
+    for name, parameters in begun.items():
+        low = {"bf16_sr": torch.bfloat16, "half_sr": torch.float16}.get(name, torch.float32)
+        for mine, exact in zip(parameters, first, strict=True):
+            assert torch.equal(mine, exact.to(low).float()), name
+        assert targets[name] == targets["fp32"]
+
+
+def test_c8_warm_up_steps_are_left_out_of_the_step_time_and_counted() -> None:
+    summary = run("train.epochs=4", steps=16)
+    times = [x["step_time_ms"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    timing = summary["step_time_ms"]
+    assert timing["warmup"] >= 1
+    assert timing["warmup"] + timing["n"] == 16
+    kept = sorted(times[timing["warmup"] :])
+    middle = len(kept) // 2
+    expected = kept[middle] if len(kept) % 2 else (kept[middle - 1] + kept[middle]) / 2
+    # A line holds microseconds.
+    assert timing["median"] == pytest.approx(expected, abs=2e-3)
+
+
+def test_c9_the_number_of_units_can_be_set() -> None:
+    run("recipe.model.units=64")
+    assert weights()["0.weight"].shape == (64, 784)
+    assert compose(["recipe=mnist"]).config.recipe.model["units"] == 256
