@@ -7,11 +7,9 @@ then for a common moment of the clock, so that they collide.
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,91 +21,115 @@ from mprun.record import Summary, read_summary
 from tests.schema import conforms
 
 TOGETHER = """
-import sys, time
-from pathlib import Path
+import json, math, multiprocessing, os, sys, time, traceback
+import mprun.record as record
 
-def wait(name):
-    "Until every process is here, and then for a common moment of the clock."
-    Path(f"ready-{name}").touch()
-    go = Path("go")
-    while not go.exists() or not (at := go.read_text()):
-        time.sleep(0.01)
-    while time.time() < float(at):
+words = json.loads(sys.argv[1])
+fork = multiprocessing.get_context("fork")
+barrier, at = fork.Barrier(len(words)), fork.Value("d")
+
+def together():
+    "Until every process is here, and then for the start of a second: all names begin alike."
+    if barrier.wait(300) == 0:
+        at.value = math.ceil(time.time() + 0.3)
+    barrier.wait(300)
+    time.sleep(max(0, at.value - time.time() - 0.005))
+    while time.time() < at.value:
         pass
+
+def child(n):
+    with open(f"out-{n}", "w") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        try:
+            status = body(words[n])
+        except BaseException:
+            traceback.print_exc()
+            status = 70
+        sys.stdout.flush()
+        os._exit(status)
+
+def begin():
+    processes = [fork.Process(target=child, args=(n,)) for n in range(len(words))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
 """
 
 TAKES_NAMES = """
-import json
 from mprun.record import RunFolder, dated_folder, new_folder
+from mprun.study.sweep import new_sweep
+
 def run_folder():
     folder = RunFolder(dated_folder())
     folder.close()
     return folder.path
-WAYS = {"run": run_folder, "new_folder": lambda: new_folder(None)}
-if "new_sweep" in sys.argv[2]:
-    from mprun.study.sweep import new_sweep
-    WAYS["new_sweep"] = lambda: new_sweep("sweep", {"a": ("x=1",)}, (0,)).folder
-ways = sys.argv[2].split(",")
-wait(sys.argv[1])
-print(json.dumps([str(WAYS[way]()) for way in ways]))
+
+WAYS = {
+    "run": run_folder,
+    "new_folder": lambda: new_folder(None),
+    "new_sweep": lambda: new_sweep("sweep", {"a": ("x=1",)}, (0,)).folder,
+}
+
+def body(ways):
+    together()
+    print(json.dumps([str(WAYS[way]()) for way in ways]))
+    return 0
+
+begin()
 """
 
 RUNS = """
-import mprun.record as record
-name, taken = sys.argv[1], record.dated_folder
-def dated_folder():
-    wait(name)
-    return taken()
-record.dated_folder = dated_folder
+import mprun.session
 from mprun.cli import main
-sys.exit(main(sys.argv[2:]))
+
+taken = record.dated_folder
+
+def held():
+    together()
+    return taken()
+
+record.dated_folder = mprun.session.dated_folder = held
+body = main
+begin()
 """
 
 SMALL = ["recipe=linear", "recipe.model.out_features=8", "train.max_steps=2"]
 
 
 def begun_together(code: str, words: Sequence[Sequence[str]]) -> list[str]:
-    """What processes print that run `code` with these words, held until all can go on."""
-    for file in (*Path().glob("ready-*"), Path("go")):
-        file.unlink(missing_ok=True)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TOGETHER + code, str(n), *own],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for n, own in enumerate(words)
-    ]
-    deadline = time.monotonic() + 300
-    while len(list(Path().glob("ready-*"))) < len(words) and time.monotonic() < deadline:
-        if any(p.poll() is not None for p in processes):  # it failed before it had a folder
-            break
-        time.sleep(0.02)
-    # The start of a second: all names begin with the same one.
-    Path("go.new").write_text(str(math.ceil(time.time() + 0.2)), encoding="utf-8")
-    Path("go.new").rename("go")
-    ended = [p.communicate(timeout=300) for p in processes]
-    for process, (out, error) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, out + error
-    return [out for out, _ in ended]
+    """What processes print that run `code`, one with each of these words, held until all are there.
+
+    They are forked from one that has imported everything, so that 64 fit into the memory.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", TOGETHER + code, json.dumps(words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=1500,
+    )
+    out = [Path(f"out-{n}").read_text(encoding="utf-8") for n in range(len(words))]
+    assert done.returncode == 0, done.stderr + "".join(out)
+    return out
 
 
 def check_names(processes: int, ways: Sequence[str]) -> None:
-    out = begun_together(TAKES_NAMES, [[",".join(ways)]] * processes)
+    out = begun_together(TAKES_NAMES, [list(ways)] * processes)
     found = [path for text in out for path in json.loads(text)]
     assert len(found) == len(set(found)) == processes * len(ways)
     assert all(Path(path).is_dir() for path in found)
 
 
 def test_names_taken_at_once_are_distinct() -> None:
-    check_names(8, ["run", "new_folder"] * 3)
+    check_names(8, ["run", "new_folder", "new_sweep"] * 2)
 
 
 @pytest.mark.exhaustive
 def test_names_taken_by_64_processes_are_distinct() -> None:
-    check_names(64, ["run", "new_folder"] * 3)
+    check_names(64, ["run", "new_folder", "new_sweep"] * 2)
 
 
 @pytest.mark.exhaustive
@@ -151,10 +173,8 @@ def test_four_sweeps_begun_at_once_twenty_times_leave_160_records() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-def test_64_runs_leave_64_records() -> None:
-    """Sixteen at once, four times: each holds about 0.4 GB."""
-    for wave in range(4):
-        begun_together(RUNS, [[*SMALL, f"seed={16 * wave + n}"] for n in range(16)])
+def test_64_runs_begun_at_once_leave_64_records() -> None:
+    begun_together(RUNS, [[*SMALL, f"seed={n}"] for n in range(64)])
     found = [read_summary(path.parent) for path in Path("outputs").glob("*/*/summary.json")]
     assert sorted(run["seed"] for run in found) == list(range(64))
     for run in found:
