@@ -32,6 +32,7 @@ def markdown(comparison: Comparison) -> str:
     columns = len(rows[0])
     table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
+        "Advice": [_md(line) for line in answer.advice_lines(comparison)],
         "Verdicts": [f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.findings(comparison)],
         "Terms": [_md(line) for line in answer.terms(comparison)],
         "Notes": [_md(cells.plain(note)) for note in comparison.notes],
@@ -85,6 +86,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "variant_hash": variant.variant_hash,
         "precision": variant.precision,
         "execution": variant.execution,
+        "substituted": variant.substituted,
         "runs": len(variant.runs),
         "seeds": " ".join(str(run.summary["seed"]) for run in variant.runs),
         "failed": len(variant.failed),

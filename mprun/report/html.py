@@ -72,6 +72,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "first": plain(started[0], 40) if started else "",
         "last": plain(started[-1], 40) if started else "",
         "headline": answer.headline(comparison),
+        "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
         "variants": _variants(comparison),
         "memory_unit": cells.memory_unit(comparison)[0],
@@ -98,7 +99,7 @@ def _variants(comparison: Comparison) -> list[Shown]:
     rows = cells.rows(comparison)
     return [
         Shown(
-            label=rows[place].label,
+            label=rows[place].label[0],
             key=Markup(canvas.key(place, cells.is_emulated(variant))),
             word=variant.verdict.word,
             tone=TONES.get(variant.verdict.word, "none"),
