@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.comparison.rows import Comparison, Variant
-from mprun.report import answer, cells, tables
+from mprun.report import answer, cells, published, tables
 from mprun.report.cells import plain
 from mprun.report.configs import configs
 from mprun.report.plots import Plot, canvas
@@ -78,6 +78,8 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "memory_unit": cells.memory_unit(comparison)[0],
         "memory_headings": ("peak", *_CATEGORIES),
         "plots": [(plot, Markup(plot.svg)) for plot in plots],
+        "published": published.rows(comparison),
+        "published_headings": published.HEADINGS,
         "configs": configs(comparison),
         "hardware": plain(comparison.hardware),
         "code": plain(comparison.code),
