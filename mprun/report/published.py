@@ -74,8 +74,9 @@ def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
     for summary in summaries:
         if figure.batch_size not in (None, summary["batch_size"]):
             found[f"batch {summary['batch_size']}"] = None
-        if figure.epochs not in (None, summary["epochs"]):
-            found[cells.counted(summary["epochs"], "epoch")] = None
+        epochs = summary["epochs"]
+        if epochs is not None and figure.epochs not in (None, epochs):
+            found[cells.counted(epochs, "epoch")] = None
         if summary["data"]["source"] == "generated":
             found["generated data"] = None
     return f" ({', '.join(found)})" if found else ""
