@@ -23,7 +23,10 @@ class Recipe(ABC):
     """Model, data, loss and metric of one training task."""
 
     metric: ClassVar[str] = "accuracy"
-    """What the task is judged by: "accuracy" (a fraction, higher is better) or "loss" (lower)."""
+    """What the task is judged by: "accuracy" (a fraction, higher is better) or "loss" (lower).
+
+    Others are refused when the recipe is loaded, and so is "accuracy" without `correct`.
+    """
 
     ignores: ClassVar[frozenset[str]] = frozenset()
     """Configuration keys without effect in this recipe; the user who sets one is told."""
@@ -64,7 +67,11 @@ class Recipe(ABC):
         """The batch's mean loss, a scalar of the output's dtype."""
 
     def correct(self, output: Tensor, target: Tensor) -> Tensor | None:
-        """How many samples [B] of the batch are right, an integer scalar; None for a regression."""
+        """How many samples [B] of the batch are right; None for a regression.
+
+        An integer scalar from 0 to B; the run fails with one line at anything else, such as a
+        count of tokens or a mean.
+        """
         return None
 
 

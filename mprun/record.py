@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO, TypedDict, cast
@@ -293,14 +294,50 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def dated_folder() -> Path:
-    """A folder under outputs/ named by date and time that does not exist yet."""
+    """Make a folder under outputs/, named by date and time, that belongs to this process alone.
+
+    Every name that mprun chooses itself comes from here. `mkdir` fails where the name exists, in
+    one step of the file system: of processes that begin in the same second each gets a folder of
+    its own, the later ones with -2, -3, ... at the end.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
     now = datetime.now()
-    base = Path("outputs") / now.strftime("%Y-%m-%d") / now.strftime("%H-%M-%S")
-    candidate, n = base, 1
-    while candidate.exists():
-        n += 1
-        candidate = base.with_name(f"{base.name}-{n}")
-    return candidate
+    day, clock = Path("outputs") / now.strftime("%Y-%m-%d"), now.strftime("%H-%M-%S")
+    for n in itertools.count(1):
+        folder = day / (clock if n == 1 else f"{clock}-{n}")
+        try:
+            day.mkdir(parents=True, exist_ok=True)
+            if _is_made(folder):
+                return folder
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be made ({error.strerror}); start mprun in a folder that can be "
+                "written"
+            ) from None
+    raise AssertionError("counting does not end")
+
+
+def _is_made(folder: Path) -> bool:
+    """Make `folder`; False where the name is taken, or its parent was removed just now."""
+    try:
+        folder.mkdir()
+    except (FileExistsError, FileNotFoundError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def dated_folder_if_used() -> Iterator[Path]:
+    """A folder from `dated_folder`, removed at the end if nothing was put into it."""
+    folder = dated_folder()
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # one that holds something stays
+            for path in (folder, *list(folder.parents)[:2]):
+                path.rmdir()
 
 
 def new_folder(wanted: str | None) -> Path:
@@ -309,7 +346,9 @@ def new_folder(wanted: str | None) -> Path:
     Raises:
         UsageError: it cannot be written, or holds something already.
     """
-    folder = dated_folder() if wanted is None else Path(wanted)
+    if wanted is None:
+        return dated_folder()
+    folder = Path(wanted)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = next(folder.iterdir(), None)

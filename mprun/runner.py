@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from mprun.readings import Reading, Readings, Scalars, readings_for
 from mprun.recipe import Recipe
 from mprun.record import Epoch, Scores
 from mprun.schedule import Schedule
-from mprun.scores import NO_SCORES, Sums
+from mprun.scores import NO_SCORES, Sums, not_a_count
 from mprun.timing import Clock
 
 FLUSH_EVERY_S = 0.25
@@ -288,7 +288,7 @@ class Trainer:
 
     def _correct(self, outputs: list[Tensor], targets: Tensor) -> Tensor | None:
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self.parts.recipe.correct(output, targets)
+        return count_correct(self.parts.recipe, output, targets)
 
     def _flush(self) -> None:
         """Read what is pending off the device, report it, stop where going on is pointless."""
@@ -355,7 +355,7 @@ class Trainer:
             for batch in batches:
                 output = parts.precision.forward(parts.model, batch.inputs)
                 loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
-                readings.put(Scalars(loss, parts.recipe.correct(output, batch.targets)))
+                readings.put(Scalars(loss, count_correct(parts.recipe, output, batch.targets)))
                 sizes.append(batch.size)
                 if readings.full:
                     sums.add_all(readings.take(), sizes)
@@ -363,3 +363,29 @@ class Trainer:
                     raise StopRequestedError
         sums.add_all(readings.take(), sizes)
         return sums.scores()
+
+
+def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
+    """What `recipe.correct` returns for a batch: an integer scalar, or None for a regression.
+
+    Raises:
+        RunFailedError: it returns something else. Whether the count is one of samples is seen when
+            it is read (`Sums.add`), which waits for no device.
+    """
+    correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
+    if correct is None and recipe.metric != "accuracy":
+        return None
+    is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
+    if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
+        return cast(Tensor, correct)
+    raise RunFailedError(not_a_count(_shown(correct), len(targets)))
+
+
+def _shown(value: object) -> str:
+    """A value in a few words: a scalar's number, a tensor's shape."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})" if value is not None else "None"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.numel() == 1:
+        return f"{value.item():g} ({dtype})"
+    return f"a tensor of shape {list(value.shape)} ({dtype})"

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from mprun.errors import RunFailedError
 from mprun.readings import Reading
 from mprun.record import Scores
 
 NO_SCORES: Scores = {"loss": None, "accuracy": None}
+
+
+def not_a_count(received: str, size: int) -> str:
+    """The message about a recipe's `correct` that does not count samples.
+
+    Args:
+        received: what it returned.
+        size: samples in the batch.
+    """
+    return (
+        f"accuracy: the recipe's correct returned {received} for a batch of {size:,} samples; it "
+        f"must return how many of these samples are right, an integer scalar from 0 to {size:,}: "
+        'count a sample with several targets once, or judge by the loss (metric = "loss", and '
+        "correct returns None)"
+    )
 
 
 class Sums:
@@ -24,12 +40,18 @@ class Sums:
         sizes.clear()
 
     def add(self, reading: Reading, size: int) -> None:
-        """Add a batch; one whose step was skipped trained nothing and does not count."""
+        """Add a batch; one whose step was skipped trained nothing and does not count.
+
+        Raises:
+            RunFailedError: more samples are right than there are, or fewer than none.
+        """
         if reading.skipped:
             return
         self.loss += reading.loss * size
         self.samples += size
         if reading.correct is not None:
+            if not 0 <= reading.correct <= size:
+                raise RunFailedError(not_a_count(f"{reading.correct:,}", size))
             self.correct = (self.correct or 0) + reading.correct
 
     def scores(self) -> Scores:

@@ -43,6 +43,8 @@ from mprun.stop import SignalReceivedError, StopSignals
 from mprun.summary import initial_summary
 
 MakeView = Callable[[int | None, int | None], ProgressView]
+SKIPPED_SHARE = 0.1
+"""Of the steps: a warning where more were skipped, as a tenth of the data then trained nothing."""
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -173,11 +175,14 @@ class _Session:
                     self.summary["train"] = {"loss": trainer.train_scores()["loss"]}
                     save()
                     raise
+                check_steps_taken(self.summary)
                 journal.test(trainer.evaluate(parts.test))
         finally:
             view.stop()
             logger.close()
             log.write()
+        if (text := skipped_warning(self.summary)) is not None:
+            self._say(f"warning: {text}")
         if chosen.config.preset.loss_must_fall:
             check_loss_falls(journal.losses)
 
@@ -276,6 +281,58 @@ def _fail_with_traceback(session: _Session, error: BaseException) -> None:
     raise RunFailedError(
         f"the run failed: {type(error).__name__}: {first_line(error)} ({where})"
     ) from None
+
+
+def check_steps_taken(summary: Summary) -> None:
+    """Raise `RunFailedError` where a run ended without a single optimizer step.
+
+    Its weights are those it began with: what it would be tested on was never trained.
+    """
+    steps, skipped = summary["steps"], summary["skipped_steps"]
+    if steps > skipped:
+        return
+    if not steps:
+        raise RunFailedError(
+            "no step was taken: train.max_time_s ended the run before the first one; give it more "
+            "time"
+        )
+    raise RunFailedError(
+        f"no step was taken: all {steps} were skipped, {_why_skipped(summary)}; the weights are "
+        f"those the run began with; {_against_skipping(summary)}"
+    )
+
+
+def skipped_warning(summary: Summary) -> str | None:
+    """A sentence where more than a tenth of the steps were skipped, or None."""
+    steps, skipped = summary["steps"], summary["skipped_steps"]
+    if skipped <= steps * SKIPPED_SHARE:
+        return None
+    return (
+        f"{skipped} of {steps} steps ({skipped / steps:.0%}) were skipped and trained nothing, "
+        f"{_why_skipped(summary)}; {_against_skipping(summary)}"
+    )
+
+
+def _why_skipped(summary: Summary) -> str:
+    scale, looked = summary["loss_scale"], summary["fp_exceptions"]
+    if looked is not None and looked["action"] == "skip":
+        return "dropped by debug.fp_exceptions=skip or with gradients that were not finite"
+    return (
+        f"because gradients were not finite at the {scale['kind']} loss scale "
+        f"({scale['initial']:g} at first, {scale['final']:g} at the last step)"
+    )
+
+
+def _against_skipping(summary: Summary) -> str:
+    """What to try, by the kind of loss scale."""
+    ways = {
+        "dynamic": "start from a smaller loss_scale.value, or train for more steps, since each "
+        "skipped one lowers the scale",
+        "static": "take a smaller loss_scale.value, or loss_scale=dynamic",
+    }
+    way = ways.get(summary["loss_scale"]["kind"])
+    look = "debug.fp_exceptions=halt names the op if the scale is not the cause"
+    return f"{way}; {look}" if way else look
 
 
 def check_loss_falls(losses: list[float]) -> None:

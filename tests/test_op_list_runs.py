@@ -421,3 +421,74 @@ def test_a_sweep_over_lists_has_a_run_for_each() -> None:
     for folder in found.values():
         kept = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         assert kept["op_lists"]["lower"] == ["linear"]
+
+
+# ---- one file alone ------------------------------------------------------------------------------
+
+
+def planned(*words: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The rules of a run of these words, by canonical name, and its warnings."""
+    made = plan(compose([*MNIST, *words]).config, ())
+    assert made.op_lists is not None
+    return dict(made.op_lists.rules), made.warnings
+
+
+SHIPPED = ("hmp", "hmp_resnet50", "native")
+
+
+@pytest.mark.parametrize("lists", SHIPPED)
+@pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
+def test_what_one_file_names_leaves_the_other_shipped_lists(lists: str, kind: str) -> None:
+    """The file takes every op of another list: all of them change place, and no other op does."""
+    shipped, _ = planned(f"op_lists={lists}")
+    for other in {"lower", "fp32", "promote"} - {kind}:
+        ops = sorted(op for op, rule in shipped.items() if rule == other)
+        if not ops:
+            continue
+        rules, warnings = planned(f"op_lists={lists}", f"op_lists.{kind}_file={file('f', *ops)}")
+        assert {op: rules[op] for op in ops} == dict.fromkeys(ops, kind)
+        third = {op: rule for op, rule in shipped.items() if rule not in (kind, other)}
+        assert {op: rule for op, rule in rules.items() if rule != kind} == third
+        said = [w for w in warnings if "takes precedence" in w]
+        if other == "promote":  # HMP's own rule: the two lists come before the third
+            assert said == []
+            continue
+        (line,) = said
+        assert line.startswith(f"op_lists.{kind}_file takes precedence over op_lists={lists}")
+        assert line.endswith(f" from the {other} list")
+        assert set(line.rpartition("names: ")[2].split(" from")[0].split(", ")) == set(ops)
+
+
+def test_a_file_may_spell_an_op_in_another_way_than_the_shipped_list() -> None:
+    """`hmp` has div, divide and truediv; `conv2d` is one of six that `_convolution` stands for."""
+    rules, (line,) = planned("op_lists=hmp", f"op_lists.lower_file={file('f', '__truediv__')}")
+    assert rules["div"] == "lower"
+    assert "names: div from the fp32 list" in line
+    words = ["op_lists=hmp", "op_lists.lower=[_convolution]"]
+    rules, (line,) = planned(*words, f"op_lists.fp32_file={file('g', 'conv2d')}")
+    assert (rules["conv2d"], rules["conv1d"], rules["conv3d"]) == ("fp32", "lower", "lower")
+    assert "names: conv2d from the lower list" in line
+
+
+def test_the_line_is_printed_and_a_resumed_run_has_the_same_lists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["op_lists=hmp", f"op_lists.lower_file={file('f', 'linear', 'log_softmax')}"]
+    run("whole", *words)
+    output = capsys.readouterr()
+    assert output.err.count("log_softmax from the fp32 list") == 1
+    run("half", *words, steps=3)
+    Path("f").unlink()  # a resumed run needs no file
+    assert main(["run.resume=half", "train.max_steps=6"]) == 0
+    assert_equal(weights("half"), weights("whole"))
+
+
+def test_two_files_that_contradict_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [f"op_lists.lower_file={file('a', 'softmax')}"]
+    files.append(f"op_lists.fp32_file={file('b', 'relu', '_softmax')}")
+    line = refused(capsys, "op_lists=hmp", *files)
+    assert "'_softmax' and 'softmax', the same op" in line
+    assert "(a:1)" in line
+    assert "(b:2)" in line

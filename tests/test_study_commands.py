@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from filelock import FileLock
 
 from mprun.cli import main
+from mprun.comparison.rows import Advice
 from mprun.config import compose
 from mprun.record import read_summary
 
@@ -135,6 +138,36 @@ def test_advise_recommends_and_writes_what_mprun_takes(
         assert summary["test"] == {"loss": None, "accuracy": None}, "a test set must not choose"
         assert summary["data"]["test_samples"] == 0
         assert summary["history"][-1]["validation"]["accuracy"] is not None
+
+
+def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", *LINEAR, "precision=fp32,bf16_true,tf32", "train.lr=1e-3,1e30", "seeds=2"]
+    assert main([*words, "execution=auto", "run.dir=a"]) == 0
+    output = capsys.readouterr().out
+    shown = output.partition("\ntake ")[2].partition("\nwritten: ")[0]
+    lines = f"take {shown}".splitlines()
+    kept = json.loads(Path("a/comparison.json").read_text(encoding="utf-8"))["advice"]
+    kept["notes"] = tuple(kept["notes"])
+    advice = Advice(**kept)
+    assert advice.lines == lines
+    planned = json.loads(Path("a/sweep.json").read_text(encoding="utf-8"))["variants"]
+    failed = [name for name in planned if name.endswith("1e+30")]
+    assert len(failed) == len(planned) / 2
+    assert all("seed 0 failed: the loss became" in advice.rejected[name] for name in failed)
+    assert len(advice.rejected) == len(planned) - 1
+    assert len(planned) + len(advice.not_tried) == 6
+    if not torch.cuda.is_available():
+        assert len([name for name in advice.not_tried if name.startswith("tf32+")]) == 2
+    page = html.unescape(Path("a/report.html").read_text(encoding="utf-8")).replace("\xa0", " ")
+    assert re.findall('<p class="headline">(.*)</p>', page) == [lines[0]]
+    (listed,) = re.findall('<ul class="advice">(.*?)</ul>', page, re.DOTALL)
+    assert re.findall("<li>(.*)</li>", listed) == lines[1:]
+    markdown = Path("a/comparison.md").read_text(encoding="utf-8")
+    assert markdown.count("\n- not ") >= len(advice.rejected)
+    # A study that goes on knows what was left out of it.
+    assert main(["advise", "run.resume=a"]) == 0
+    again = capsys.readouterr().out.partition("\ntake ")[2].partition("\nwritten: ")[0]
+    assert f"take {again}".splitlines() == lines
 
 
 def test_double_compares_every_rule_after_equal_epochs(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -518,12 +519,58 @@ def test_the_rule_in_the_small() -> None:
         assert range_warning(bf16, policy(*modes), {}) is None
     float16 = policy("float32", "float16")
     fp32 = Weights(state, parameters, frozenset({"float32"}))
-    assert range_warning(fp32, float16, {}) is None
+    found = range_warning(fp32, float16, {})
+    assert found is not None
+    assert found.startswith("these weights continue in float16, whose range is smaller: 3 of 5")
+    assert range_warning(fp32, float16, {"a": "fp32"}) is None  # b's are within it
     assert range_warning(DRAWN, float16, {}) is None
     kept = range_warning(bf16, float16, {"a": "fp32"})
     assert kept is not None
     assert "0 of 2 overflow" in kept
     assert range_warning(bf16, float16, {"a": "fp32", "b": "bf16"}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "warned"),
+    [
+        (1e5, 1, True),
+        (65520.0, 1, True),
+        (65519.0, 2000, False),
+        (1e-9, 3, True),
+        (1e-9, 2, False),  # one in a thousand is allowed
+        (1e-6, 2000, False),  # subnormal: fewer bits, but within the range
+    ],
+)
+@pytest.mark.parametrize(
+    ("mode", "reaches_float16"),
+    [
+        ("fp16_true", True),
+        ("fp16_mixed", True),
+        ("half_sr", True),
+        ("fp32 'precision.layers={a: fp16}'", True),
+        ("fp32", False),
+        ("bf16_true", False),
+    ],
+)
+def test_float32_weights_outside_of_float16_are_warned_about(
+    value: float, count: int, warned: bool, mode: str, reaches_float16: bool
+) -> None:
+    """Where they are stored or computed in float16; the counts are numpy's, of the real values."""
+    weight = torch.full((2000,), 0.5)
+    weight[:count] = value
+    precision, _, layers = mode.partition(" ")
+    row = plan(compose([*LINEAR, f"precision={precision}"]).config, {}).policy
+    weights = Weights({"a.weight": weight}, ("a.weight",), frozenset({"float32"}))
+    found = range_warning(weights, row, {"a": "fp16"} if layers else {})
+    with np.errstate(over="ignore"):
+        after = weight.numpy().astype(np.float16)
+    overflow, zero = int(np.isinf(after).sum()), int((after == 0).sum())
+    if not (warned and reaches_float16):
+        assert found is None
+        return
+    assert found is not None
+    assert f"{overflow:,} of 2,000 overflow" in found
+    assert f"{zero:,} become zero" in found
 
 
 def test_tied_parameters_are_counted_once() -> None:

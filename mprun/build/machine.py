@@ -17,6 +17,7 @@ from mprun.precision import Policy, accelerated, has_tf32
 from mprun.precision.convert import convert
 from mprun.precision.layers import LAYER_DTYPES, resolve
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
+from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 
@@ -102,12 +103,13 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
         resumed: whether the run goes on; the files may be gone.
 
     Raises:
-        UsageError: an op on two lists; with `op_lists.strict`, a name no op has.
+        UsageError: two files of the user's, or two of the configuration's lists, have one op; with
+            `op_lists.strict`, a name no op has.
     """
     if config.precision.casting is not Casting.op_lists:
         return None
     section = config.op_lists
-    lower, fp32, promote = (entries(section, kind, device, resumed) for kind in KINDS)
+    lower, fp32, promote = (kept for kept, _ in _without_displaced(section, device, resumed))
     try:
         first_input = section.unlisted is Unlisted.first_input
         found = op_lists(lower, fp32, promote, first_input)
@@ -130,6 +132,56 @@ def entries(
     own = getattr(section, f"{device.type}_{kind}", None)
     names = getattr(section, kind) if own is None else own
     return [Entry(name, path or f"op_lists={section.name}") for name in names]
+
+
+def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | None:
+    """A sentence about ops that the user's files take from the other lists, or None.
+
+    An op that leaves the promote list is not mentioned: by HMP's rules the other two lists take
+    precedence over it anyway.
+    """
+    section = config.op_lists
+    if config.precision.casting is not Casting.op_lists or not _kinds_from_files(section):
+        return None
+    settled = zip(KINDS, _without_displaced(section, device, resumed), strict=True)
+    gone = [(kind, names) for kind, (_, names) in settled if names and kind != "promote"]
+    if not gone:
+        return None
+    files = " and ".join(f"op_lists.{kind}_file" for kind in _kinds_from_files(section))
+    moved = ", ".join(f"{', '.join(names)} from the {kind} list" for kind, names in gone)
+    return (
+        f"{files} takes precedence over op_lists={section.name}, whose other lists lose what it "
+        f"names: {moved}"
+    )
+
+
+def _kinds_from_files(section: OpListsConfig) -> tuple[str, ...]:
+    """The lists that the user's files take the place of."""
+    return tuple(kind for kind in KINDS if getattr(section, f"{kind}_file") is not None)
+
+
+def _without_displaced(
+    section: OpListsConfig, device: torch.device, resumed: bool
+) -> list[tuple[list[Entry], list[str]]]:
+    """For each of `KINDS` its entries, and the ops that left it for a list of the user's files.
+
+    What a file names is on the file's list, whatever name the shipped lists have for that op. A
+    shipped entry that stands for several ops keeps the others. Lists from files lose nothing.
+    """
+    lists = {kind: entries(section, kind, device, resumed) for kind in KINDS}
+    from_files = _kinds_from_files(section)
+    taken = {op for kind in from_files for entry in lists[kind] for op in spelled(entry.text)}
+    settled = []
+    for kind, listed in lists.items():
+        kept: list[Entry] = []
+        left: dict[str, None] = {}
+        for entry in listed:
+            ops = spelled(entry.text)
+            lost = () if kind in from_files else [op for op in ops if op in taken]
+            left |= dict.fromkeys(lost)
+            kept += [entry] if not lost else [Entry(o, entry.where) for o in ops if o not in lost]
+        settled.append((kept, list(left)))
+    return settled
 
 
 def _layers_file(path: Path) -> dict[str, str]:

@@ -127,6 +127,8 @@ def plan(
     warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
     notices = (capped, splits.notice, range_warning(weights, policy, layers))
     warnings += [text for text in notices if text is not None]
+    moved = machine.displaced_ops(config, device, resumed=bool(choices))
+    warnings += [moved] if moved is not None else []
     warnings += unknown_names(op_lists.unknown) if op_lists else []
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(

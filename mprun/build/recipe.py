@@ -19,6 +19,7 @@ from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError, first_line, hint
 from mprun.recipe import Recipe
+from mprun.record import Scores
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
@@ -48,7 +49,23 @@ def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
     except (OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
     assert isinstance(recipe, Recipe)
+    _check_metric(recipe)
     return recipe
+
+
+def _check_metric(recipe: Recipe) -> None:
+    """Raise `UsageError` for a metric that no run measures and no comparison reads."""
+    name, metric = type(recipe).__name__, recipe.metric
+    if metric not in list(Scores.__annotations__):  # a list: it may not be hashable
+        raise UsageError(
+            f'{name}.metric = {metric!r}: legal is "accuracy" (the share of samples that correct '
+            'counts, higher is better) or "loss" (lower is better)'
+        )
+    if metric == "accuracy" and type(recipe).correct is Recipe.correct:
+        raise UsageError(
+            f'{name}.metric = "accuracy" needs a method correct(output, target) that counts the '
+            'samples that are right; write one, or metric = "loss"'
+        )
 
 
 def _import_recipe(target: str) -> type[Recipe]:

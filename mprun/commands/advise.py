@@ -11,6 +11,7 @@ test any more.
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mprun.commands.study import Request, carry_out, held_out, judged, request, seeds_of, tell
@@ -18,8 +19,7 @@ from mprun.errors import EXIT_OK, MprunError, UsageError
 
 if TYPE_CHECKING:
     from mprun.build import DataCache
-    from mprun.comparison.rows import Comparison
-    from mprun.study.advise import Advice
+    from mprun.comparison.rows import Advice, Comparison
     from mprun.study.sweep import Sweep
 
 SEEDS = 10
@@ -52,9 +52,10 @@ def advise_command(words: list[str]) -> int:
     how = judged(asked, sweep, outcomes)
     kept = [o.trial for o in outcomes if o.trial.variant not in dropped and o.summary is not None]
     comparison = compared([sweep.folder / trial.name for trial in kept], how)
+    advice = advise(comparison, _alarms(comparison), objective, dropped, sweep.not_tried)
+    comparison = replace(comparison, advice=advice)
     report(comparison, how, sweep.folder)
-    advice = advise(comparison, _alarms(comparison), objective)
-    _show(advice, dropped)
+    _show(comparison)
     _write(sweep, comparison, advice)
     if len(comparison.variants) > 1:
         check(comparison, how.fail_if.value)
@@ -98,7 +99,7 @@ def _new(asked: Request, load: DataCache) -> Sweep:
         name: native[name] for name in sorted(native, key=lambda n: precisions[n] != BASELINE)
     }
     seeds = seeds_of(asked, SEEDS)
-    return new_sweep("advise", ordered, seeds, asked.folder, asked.config_dir, of_trials)
+    return new_sweep("advise", ordered, seeds, asked.folder, asked.config_dir, of_trials, left_out)
 
 
 def _alarms(comparison: Comparison) -> dict[str, list[str]]:
@@ -116,12 +117,12 @@ def _alarms(comparison: Comparison) -> dict[str, list[str]]:
     }
 
 
-def _show(advice: Advice, dropped: dict[str, str]) -> None:
-    tell(f"\ntake {advice.label}: {advice.reason}")
-    for name, reason in (*dropped.items(), *advice.lost.items()):
-        tell(f"not {name}: {reason}")
-    for line in advice.doubts:
-        tell(f"note: {line}")
+def _show(comparison: Comparison) -> None:
+    from mprun.report.answer import advice_lines
+
+    tell("")
+    for line in advice_lines(comparison):
+        tell(line)
 
 
 def _write(sweep: Sweep, comparison: Comparison, advice: Advice) -> None:

@@ -102,13 +102,14 @@ def _run(composed: Composed, stop: StopSignals) -> int:
 
 def _sweep(arguments: Arguments) -> int:
     from mprun.config.multirun import sweep
-    from mprun.record import dated_folder
+    from mprun.record import dated_folder_if_used
     from mprun.stop import SignalReceivedError, StopSignals
 
-    folder = dated_folder()
     with StopSignals() as stop:
         try:
-            sweep(arguments.overrides, arguments.config_dir, folder, sweep_job)
+            folder = sweep(
+                arguments.overrides, arguments.config_dir, dated_folder_if_used, sweep_job
+            )
         except SignalReceivedError:
             print(f"mprun: stopped by {stop.name} between two runs", file=sys.stderr)
             return stop.exit_status

@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from mprun.comparison import measures, mixing
+from mprun.comparison import measures, mixing, substitutions
 from mprun.comparison.labels import distinguish
 from mprun.comparison.measures import Group
 from mprun.comparison.notes import notes
@@ -180,4 +180,5 @@ def _variant(
         difference=estimate(sample) if sample is not None else None,
         equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
         verdict=verdict,
+        substituted=substitutions.label(run.summary for run in group.completed),
     )

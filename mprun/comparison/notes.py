@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mprun.comparison import measures
+from mprun.comparison import measures, substitutions
 from mprun.comparison.measures import Group
 from mprun.comparison.runs import counted
 
@@ -36,6 +36,12 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
     emulated = [group.label for group in groups if not group.is_native]
     if emulated:
         yield f"emulated, so no gain in time or memory can be told: {', '.join(emulated)}"
+    for group in groups:
+        if label := substitutions.label(group.by_seed.values()):
+            yield (
+                f"{group.label}: {label}, for want of a float16 kernel on this machine: its time "
+                "is what the mode takes here, not what float16 arithmetic takes, and no gain"
+            )
     if any((summary["git_commit"] or "").endswith("-dirty") for summary in summaries):
         yield "the code had changes that were not committed; runs may differ in them unseen"
 

@@ -103,6 +103,49 @@ class Variant:
     equivalence: Interval | None
     """The 90 % interval of `difference`, which lies inside the margin where both are equivalent."""
     verdict: Verdict
+    substituted: str = ""
+    """What native runs computed in float32 in place of float16: `matmuls in fp32`, or nothing.
+
+    Times are this machine's and have ratios, but no gain is claimed from them.
+    """
+
+    @property
+    def has_own_times(self) -> bool:
+        """Whether its times are those of its own arithmetic, so that a gain may be claimed."""
+        return self.execution == "native" and not self.substituted
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which mode a study advises, and what becomes of every other one.
+
+    The terminal, the page and the files for programs all show `lines`, so they cannot disagree.
+    """
+
+    label: str
+    """The variant to take."""
+    reason: str
+    rejected: dict[str, str]
+    """Every other mode that was tried, screened out early or compared to the end, to the reason."""
+    not_tried: dict[str, str]
+    """Modes without any run, to the reason."""
+    notes: tuple[str, ...]
+    """What would be worth another look."""
+
+    @property
+    def sentence(self) -> str:
+        """`take bf16_mixed: 0.36 [0.33, 0.39] of the baseline's step time, ...`."""
+        return f"take {self.label}: {self.reason}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The advice in full: the sentence, a line for each other mode, the notes."""
+        return [
+            self.sentence,
+            *(f"not {label}: {reason}" for label, reason in self.rejected.items()),
+            *(f"not tried: {label}: {reason}" for label, reason in self.not_tried.items()),
+            *(f"note: {note}" for note in self.notes),
+        ]
 
 
 @dataclass(frozen=True)
@@ -131,3 +174,5 @@ class Comparison:
     """Versions and commit, in words."""
     notes: tuple[str, ...] = field(default=())
     """What a reader must know: mixed hardware, one seed only, Holm over how many variants."""
+    advice: Advice | None = None
+    """What `mprun advise` made of it; None of any other comparison."""

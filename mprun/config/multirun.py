@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 
@@ -33,18 +34,22 @@ from mprun.config.compose import (
 from mprun.errors import UsageError
 
 Job = Callable[[Composed, Path], int]
+NewFolder = Callable[[], AbstractContextManager[Path]]
 
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
 NAMED_BY_SWEEP = ("run.dir", "run.resume", "hydra.sweep.dir", "hydra.sweep.subdir")
 
 
-def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: Job) -> None:
-    """Run `job` for every combination, in `folder`/0, 1, ...
+def sweep(
+    overrides: Sequence[str], config_dir: Path | None, new_folder: NewFolder, job: Job
+) -> Path:
+    """Run `job` for every combination, in folders 0, 1, ... of a new folder; that folder.
 
     Args:
         overrides: Hydra overrides; `name=a,b` lists values. `hydra.*` ones go to Hydra.
         config_dir: a further folder of configs, or None.
-        folder: where the runs' folders go; made when every combination was found right.
+        new_folder: makes the folder for the runs' folders, which no other process has; called
+            after every combination was checked.
         job: gets a checked configuration and the run's folder; importable, since a launcher may
             call it in another process.
 
@@ -61,16 +66,18 @@ def sweep(overrides: Sequence[str], config_dir: Path | None, folder: Path, job: 
     for_launcher = [str(o.input_line) for o in parsed if o not in ours]
     for combination in combinations(ours):
         compose(combination, config_dir)
-    words = [*map(for_hydra, ours), *QUIET, f"hydra.sweep.dir='{folder}'", *for_launcher]
-    if config_dir is not None:
-        words.append(f"hydra.searchpath=[{search_path(config_dir)}]")
-    with initialize_config_module("mprun.conf", version_base="1.3"):
+    extra = [] if config_dir is None else [f"hydra.searchpath=[{search_path(config_dir)}]"]
+    with new_folder() as folder, initialize_config_module("mprun.conf", version_base="1.3"):
+        # Hydra's own name, the time to the second, is shared by sweeps that begin at once.
+        at = f"hydra.sweep.dir='{folder}'"
+        words = [*map(for_hydra, ours), *QUIET, at, *for_launcher, *extra]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
             hydra.multirun(CONFIG_NAME, _Task(job), words, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+    return folder
 
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:

@@ -36,12 +36,17 @@ class Finding(NamedTuple):
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in a sentence or two: the fastest variant that keeps the metric, the smallest."""
+    """The answer in a sentence or two: the fastest variant that keeps the metric, the smallest.
+
+    Of a study that advises a mode it is the advice, so that a page has one answer.
+    """
+    if comparison.advice is not None:
+        return [plain(comparison.advice.sentence)]
     others, name = comparison.variants[1:], plain(comparison.baseline)
     if not others:
         return [f"There is nothing to set {name} against: all runs are of one variant."]
     keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
-    faster = [v for v in keeping if _speed(v) > 0]
+    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0]
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     said = []
     if faster:
@@ -51,9 +56,8 @@ def headline(comparison: Comparison) -> list[str]:
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
-        said.append(
-            _sentence(least, _kept(comparison, least), _memory_clause(least), _speed_clause(least))
-        )
+        speed = _speed_clause(least) if least.has_own_times else ""
+        said.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
     return said or [
         f"No variant was shown to keep the {comparison.metric} of {name} and to be faster or "
         "smaller."
@@ -81,6 +85,8 @@ def _in_full(comparison: Comparison, variant: Variant) -> str:
         clauses.append("emulated on this machine, so nothing is said of its speed and memory")
     else:
         clauses += [_speed_clause(variant), _memory_clause(variant)]
+    if variant.substituted:
+        clauses.append(f"{plain(variant.substituted)}, so its speed is no gain of float16")
     return "; ".join(filter(None, clauses)) + "."
 
 
@@ -162,6 +168,11 @@ def _memory_clause(variant: Variant) -> str:
     if ratio > 1:
         return f"takes {ratio:.2f} times the peak memory"
     return f"takes {100 * (1 - ratio):.0f} % less peak memory"
+
+
+def advice_lines(comparison: Comparison) -> list[str]:
+    """The advice in full, a line for each mode; nothing of a comparison without one."""
+    return [] if comparison.advice is None else [plain(line) for line in comparison.advice.lines]
 
 
 def terms(comparison: Comparison) -> list[str]:

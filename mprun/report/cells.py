@@ -34,7 +34,8 @@ def is_emulated(variant: Variant) -> bool:
 class Row(NamedTuple):
     """A variant's cells. Those of two parts have the figure first, its range or ratio second."""
 
-    label: str
+    label: tuple[str, str]
+    """The name, and what was not computed in the mode's own dtype."""
     runs: tuple[str, str]
     step_time: tuple[str, str]
     ratio: tuple[str, str]
@@ -53,7 +54,7 @@ def rows(comparison: Comparison) -> list[Row]:
 def headings(comparison: Comparison) -> Row:
     """The columns' names, with units, and what the second parts are."""
     return Row(
-        "variant",
+        ("variant", ""),
         ("runs", ""),
         ("step ms", "p10 to p90"),
         ("time ratio", "95 %"),
@@ -71,7 +72,7 @@ def _row(comparison: Comparison, variant: Variant) -> Row:
     samples, runs = variant.samples_per_second, len(variant.runs)
     more = variant.verdict.more_seeds
     return Row(
-        plain(variant.label),
+        (plain(variant.label), plain(variant.substituted)),
         (f"{runs} of {runs + len(variant.failed)}" if variant.failed else f"{runs}", ""),
         (ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}") if step else (NONE, ""),
         ("EMULATED", "") if emulated else _ratio(ratio),

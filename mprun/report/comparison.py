@@ -20,7 +20,7 @@ from rich.text import Text
 from mprun.comparison.rows import Comparison
 from mprun.errors import UsageError
 from mprun.record import write_atomic
-from mprun.report import answer, cells
+from mprun.report import answer, cells, published
 from mprun.report.cells import plain
 
 STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
@@ -123,7 +123,7 @@ def footer(comparison: Comparison) -> list[str]:
     """What the table does not say, in lines of plain text (no rich markup).
 
     Why verdicts other than `equivalent` were given, baseline, margin, split, data, hardware, code,
-    notes, failed runs, skipped folders.
+    notes, published figures, failed runs, skipped folders.
     """
     return [
         *(
@@ -133,6 +133,7 @@ def footer(comparison: Comparison) -> list[str]:
         ),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
+        *published.lines(comparison),
         *(f"failed: {line}" for line in answer.failures(comparison)),
         *_skipped(comparison),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
 from mprun.record import jsonable
-from mprun.report import answer, cells
+from mprun.report import answer, cells, published
 
 SCHEMA_VERSION = 1
 MEMORY = (
@@ -32,9 +32,14 @@ def markdown(comparison: Comparison) -> str:
     columns = len(rows[0])
     table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
+        "Advice": [_md(line) for line in answer.advice_lines(comparison)],
         "Verdicts": [f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.findings(comparison)],
         "Terms": [_md(line) for line in answer.terms(comparison)],
         "Notes": [_md(cells.plain(note)) for note in comparison.notes],
+        "Published figures, used in no verdict": [
+            _md(f"{row.what}: {row.published} ({row.hardware}; {row.source}); here: {row.here}")
+            for row in published.rows(comparison)
+        ],
         "Failed runs": [_md(line) for line in answer.failures(comparison)],
         "Skipped folders": [
             f"{_md(cells.plain(str(x.path)))}: {_md(cells.plain(x.reason))}"
@@ -85,6 +90,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "variant_hash": variant.variant_hash,
         "precision": variant.precision,
         "execution": variant.execution,
+        "substituted": variant.substituted,
         "runs": len(variant.runs),
         "seeds": " ".join(str(run.summary["seed"]) for run in variant.runs),
         "failed": len(variant.failed),
@@ -119,8 +125,15 @@ def _interval(name: str, found: Interval | None) -> dict[str, Any]:
 
 
 def json_text(comparison: Comparison) -> str:
-    """Everything, the runs' summaries included, under the names of `mprun.comparison.rows`."""
-    found = {"schema_version": SCHEMA_VERSION, **_plain(comparison)}
+    """Everything, the runs' summaries included, under the names of `mprun.comparison.rows`.
+
+    Published figures stand beside it as `published`.
+    """
+    found = {
+        "schema_version": SCHEMA_VERSION,
+        **_plain(comparison),
+        "published": _plain(published.rows(comparison)),
+    }
     return json.dumps(jsonable(found), indent=1, allow_nan=False) + "\n"
 
 

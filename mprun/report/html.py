@@ -13,7 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.comparison.rows import Comparison, Variant
-from mprun.report import answer, cells, tables
+from mprun.report import answer, cells, published, tables
 from mprun.report.cells import plain
 from mprun.report.configs import configs
 from mprun.report.plots import Plot, canvas
@@ -72,11 +72,14 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "first": plain(started[0], 40) if started else "",
         "last": plain(started[-1], 40) if started else "",
         "headline": answer.headline(comparison),
+        "advice": answer.advice_lines(comparison)[1:],
         "headings": cells.headings(comparison),
         "variants": _variants(comparison),
         "memory_unit": cells.memory_unit(comparison)[0],
         "memory_headings": ("peak", *_CATEGORIES),
         "plots": [(plot, Markup(plot.svg)) for plot in plots],
+        "published": published.rows(comparison),
+        "published_headings": published.HEADINGS,
         "configs": configs(comparison),
         "hardware": plain(comparison.hardware),
         "code": plain(comparison.code),
@@ -98,7 +101,7 @@ def _variants(comparison: Comparison) -> list[Shown]:
     rows = cells.rows(comparison)
     return [
         Shown(
-            label=rows[place].label,
+            label=rows[place].label[0],
             key=Markup(canvas.key(place, cells.is_emulated(variant))),
             word=variant.verdict.word,
             tone=TONES.get(variant.verdict.word, "none"),

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mprun.comparison import substitutions
 from mprun.record import Summary, number
 from mprun.report.progress import duration
 
@@ -46,7 +47,8 @@ class _Row:
     step_ms: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     metric: str = ""
-    emulated: bool = False
+    mark: str = ""
+    """What its times are marked with: EMULATED, or what was computed in float32."""
     ended: int = 0
     failed: int = 0
 
@@ -55,7 +57,8 @@ class _Row:
         self.failed += error is not None
         if summary is None or error is not None:
             return
-        self.emulated = summary["execution"] == "emulated"
+        emulated = summary["execution"] == "emulated"
+        self.mark = "EMULATED" if emulated else substitutions.label([summary])
         if (ms := summary["step_time_ms"]["median"]) is not None:
             self.step_ms.append(ms)
         self.metric, score = score_of(summary)
@@ -66,7 +69,7 @@ class _Row:
         runs = f"{self.ended}/{seeds}" + (f", {self.failed} failed" if self.failed else "")
         ms = f"{median(self.step_ms):.2f} ms" if self.step_ms else "-"
         score = f"{self.metric} {fmean(self.scores):.4f}" if self.scores else "-"
-        return [runs, ms + (" EMULATED" if self.emulated and self.step_ms else ""), score]
+        return [runs, f"{ms} {self.mark}".rstrip() if self.step_ms else ms, score]
 
 
 def score_of(summary: Summary) -> tuple[str, float | None]:

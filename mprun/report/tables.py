@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mprun.comparison import substitutions
 from mprun.record import PrecisionRow, Summary
 
 
@@ -114,7 +115,9 @@ def _step_time(summary: Summary) -> str:
         f"{step['median']:.2f} ms median, {step['p10']:.2f} to {step['p90']:.2f} (p10 to p90), "
         f"n={step['n']}, {step['warmup']} warm-up"
     )
-    return text if summary["execution"] == "native" else f"{text}, EMULATED: not comparable"
+    if summary["execution"] == "emulated":
+        return f"{text}, EMULATED: not comparable"
+    return ", ".join(filter(None, (text, substitutions.label([summary]))))
 
 
 def _scores(name: str, scores: object) -> list[tuple[str, str]]:
@@ -148,13 +151,14 @@ def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> Table:
 
 def _sweep_row(summary: Summary) -> list[str]:
     median = summary["step_time_ms"]["median"]
-    emulated = "" if summary["execution"] == "native" else " EMULATED"
+    emulated = summary["execution"] == "emulated"
+    mark = "EMULATED" if emulated else substitutions.label([summary])
     return [
         summary["recipe"],
         summary["variant"],
         str(summary["seed"]),
         summary["data"]["source"],
-        _figure(median, ".2f", f" ms{emulated}"),
+        _figure(median, ".2f", " ".join(filter(None, (" ms", mark)))),
         _result(summary),
         summary["status"],
     ]

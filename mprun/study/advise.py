@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from mprun.comparison.rows import Comparison, Estimate, Variant
+from mprun.comparison.rows import Advice, Comparison, Estimate, Variant
 from mprun.record import Summary
+from mprun.report.cells import counted
 from mprun.study.trials import Outcome
 
 Objective = Literal["time", "memory"]
@@ -27,20 +27,12 @@ SAME_MEMORY = 1.01
 NOUN = {"time": "step time", "memory": "peak memory"}
 
 
-@dataclass(frozen=True)
-class Advice:
-    """What to take, and why."""
-
-    label: str
-    reason: str
-    lost: dict[str, str]
-    """Every other mode's label to why it lost."""
-    doubts: tuple[str, ...]
-    """What would be worth another look."""
-
-
 def advise(
-    comparison: Comparison, alarms: Mapping[str, Sequence[str]], objective: Objective
+    comparison: Comparison,
+    alarms: Mapping[str, Sequence[str]],
+    objective: Objective,
+    screened_out: Mapping[str, str] | None = None,
+    not_tried: Mapping[str, str] | None = None,
 ) -> Advice:
     """The decision.
 
@@ -48,12 +40,15 @@ def advise(
         comparison: the trials', on validation data.
         alarms: a variant's label to what is alarming about its runs.
         objective: what is to be small.
+        screened_out: modes whose trials ended early and are not in the comparison, to the reason.
+        not_tried: modes that had no trial, to the reason.
     """
     baseline, *others = comparison.variants
     refused = {v.label: _refusal(v, alarms.get(v.label, ()), objective) for v in others}
     may = [v for v in others if refused[v.label] is None]
     best = _best(may, objective) if may else baseline
-    lost = {label: reason for label, reason in refused.items() if reason is not None}
+    lost = dict(screened_out or {})
+    lost |= {label: reason for label, reason in refused.items() if reason is not None}
     for v in may:
         if v is not best:
             less = "is faster with as little" if _is_tie(v, best, objective) else "needs less"
@@ -63,7 +58,8 @@ def advise(
     else:
         lost[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
         reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
-    return Advice(best.label, reason, lost, tuple(_doubts(may, best, others, objective)))
+    notes = tuple(_doubts(may, best, others, objective))
+    return Advice(best.label, reason, lost, dict(not_tried or {}), notes)
 
 
 def _best(may: Sequence[Variant], objective: Objective) -> Variant:
@@ -94,9 +90,24 @@ def _refusal(variant: Variant, alarms: Sequence[str], objective: Objective) -> s
         return f"{variant.verdict}: {variant.verdict.reason}"
     if alarms:
         return f"numerical alarm: {alarms[0]}"
-    return (
-        None if _is_smaller(variant, objective) else f"not less: {_ratio_text(variant, objective)}"
-    )
+    if not _is_smaller(variant, objective):
+        return _no_gain(variant, objective)
+    if objective == "time" and variant.substituted:
+        return f"{variant.substituted}: {_ratio_text(variant, objective)}, no gain of float16"
+    return None
+
+
+def _no_gain(variant: Variant, objective: Objective) -> str:
+    """What was measured of a mode that is not shown to need less."""
+    ratio = variant.step_time_ratio
+    if objective == "memory" or ratio is None:
+        return f"not less: {_ratio_text(variant, objective)}"
+    interval = ratio.interval
+    if interval is not None and interval.low > 1:
+        return f"slower: {_ratio_text(variant, objective)}"
+    pairs = counted(ratio.n, "pair")
+    proven = "not proven" if ratio.value < 1 else "no gain"
+    return f"step time over the baseline's: {ratio.value:.2f} measured, {proven} ({pairs})"
 
 
 def _is_smaller(variant: Variant, objective: Objective) -> bool:
@@ -142,8 +153,10 @@ def _doubts(
             if v is not best and _value(v, objective) < high:
                 found.append(f"{v.label} is as fast as {best.label} within the noise{_memory(v)}")
     for v in others:
-        if v.verdict.word == "inconclusive" and v.verdict.more_seeds and _is_smaller(v, objective):
-            seeds, fresh = len(v.runs) + v.verdict.more_seeds, _fresh_seed(v)
+        undecided = v.verdict.word == "inconclusive" and v.verdict.more_seeds
+        counts = objective == "memory" or v.has_own_times
+        if undecided and counts and _is_smaller(v, objective):
+            seeds, fresh = len(v.runs) + (v.verdict.more_seeds or 0), _fresh_seed(v)
             found.append(
                 f"{v.label} needs {_ratio_text(v, objective)}, and its metric is undecided: "
                 f"a study with seeds={seeds} first_seed={fresh} would probably tell"
@@ -188,7 +201,11 @@ def screened(
         ratios = [need / base[seed] for seed, need in by_seed.items() if seed in base]
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            found.setdefault(variant, f"{figures} of {baseline}'s {NOUN[objective]}")
+            found.setdefault(
+                variant,
+                f"screened out after {counted(len(ratios), 'pair')}: {figures} of {baseline}'s "
+                f"{NOUN[objective]}",
+            )
     return found
 
 

@@ -11,16 +11,17 @@ from mprun.environment import versions
 from mprun.errors import RunFailedError, first_line
 from mprun.numerics.fit import largest
 from mprun.numerics.step_memory import StepMemory
+from mprun.published import MEMORY_OF_HALF_SR
 
 SCHEMA_VERSION = 1
 
 PUBLISHED = {
-    "recipe": "fashion_mnist",
-    "precision": "half_sr",
+    "recipe": MEMORY_OF_HALF_SR.recipe,
+    "precision": MEMORY_OF_HALF_SR.precisions[0],
     "against": "fp32",
-    "batch_size": 12,
-    "ratio": 0.74,
-    "source": "Graphcore's tutorial on half and mixed precision, on an IPU",
+    "batch_size": MEMORY_OF_HALF_SR.batch_size,
+    "ratio": MEMORY_OF_HALF_SR.value,
+    "source": f"{MEMORY_OF_HALF_SR.source}, on an {MEMORY_OF_HALF_SR.hardware}",
 }
 """What others measured for a step of a recipe."""
 

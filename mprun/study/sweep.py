@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Sweep:
     config_dir: Path | None
     of_trials: tuple[str, ...] = ()
     """Overrides of the trials that are no part of a variant: shorter, without the test set."""
+    not_tried: dict[str, str] = field(default_factory=dict)
+    """Variants that the study leaves out, to the reason."""
 
     @property
     def trials(self) -> list[Trial]:
@@ -62,6 +64,7 @@ def new_sweep(
     folder: str | None = None,
     config_dir: Path | None = None,
     of_trials: Sequence[str] = (),
+    not_tried: Mapping[str, str] | None = None,
 ) -> Sweep:
     """A sweep in a folder of its own, its plan written.
 
@@ -70,7 +73,9 @@ def new_sweep(
     """
     path = dated_folder() if folder is None else Path(folder)
     words = {name: tuple(found) for name, found in variants.items()}
-    sweep = Sweep(command, path, words, tuple(seeds), config_dir, tuple(of_trials))
+    sweep = Sweep(
+        command, path, words, tuple(seeds), config_dir, tuple(of_trials), dict(not_tried or {})
+    )
     kept = asdict(sweep) | {"folder": None, "config_dir": config_dir and str(config_dir.resolve())}
     text = json.dumps({"schema_version": SCHEMA_VERSION, **kept}, indent=1)
     try:
@@ -102,6 +107,7 @@ def read_sweep(command: str, folder: Path) -> Sweep:
         seeds = tuple(int(seed) for seed in kept["seeds"])
         of_trials = tuple(map(str, kept["of_trials"]))
         config_dir = kept["config_dir"] and Path(kept["config_dir"])
+        not_tried = {str(k): str(v) for k, v in kept.get("not_tried", {}).items()}
     except OSError as error:
         raise UsageError(
             f"run.resume={folder}: {path} cannot be read ({error.strerror}); is it a sweep?"
@@ -117,4 +123,4 @@ def read_sweep(command: str, folder: Path) -> Sweep:
             f"run.resume={folder}: this is a study of mprun {of}; go on with: mprun {of} "
             f"run.resume={shlex.quote(str(folder))}"
         )
-    return Sweep(command, folder, variants, seeds, config_dir, of_trials)
+    return Sweep(command, folder, variants, seeds, config_dir, of_trials, not_tried)

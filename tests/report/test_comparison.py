@@ -208,7 +208,7 @@ def test_few_skipped_folders_are_named_and_many_are_counted() -> None:
     many = skipping(30)
     assert "skipped 30 folders:\n  20 x still running" in many
     assert "6 for 6 other reasons" in many  # of 10 damaged ones 4 are among the first five reasons
-    assert len(many.splitlines()) < 15
+    assert len(many.partition("skipped 30")[2].splitlines()) < 8
 
 
 def test_failed_runs_are_told_with_their_errors() -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mprun.comparison.rows import Comparison, Skipped
+from mprun.comparison.rows import Advice, Comparison, Skipped
 from mprun.report import cells
 from mprun.report.configs import configs
 from mprun.report.html import page
@@ -202,6 +202,18 @@ def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
     assert "{{ 7*7 }}" in "".join(found.texts)
     assert "49" not in "".join(t for t in found.texts if "alert" in t)
     assert not re.search("[\x00-\x08\x0b-\x1f\u202e]", text)
+
+
+def test_the_advice_is_the_answer_and_stays_text(tmp_path: Path) -> None:
+    advice = Advice(HOSTILE, HOSTILE, {"a": HOSTILE, "b": "slower"}, {"c": HOSTILE}, (HOSTILE,))
+    text = made(replace(comparison(2, tmp_path), advice=advice))
+    assert "<script" not in text.lower()
+    everything = "".join(parsed(text).texts)
+    shown = cells.plain(HOSTILE)
+    for line in (f"take {shown}: {shown}", f"not a: {shown}", "not b: slower", f"note: {shown}"):
+        assert line in everything
+    assert "No variant was shown" not in everything
+    assert "times as fast as fp32" not in everything.partition("not b: slower")[0]
 
 
 def test_skipped_folders_failures_and_notes_are_listed(tmp_path: Path) -> None:
