@@ -44,7 +44,7 @@ def other(runs: Sequence[Run]) -> Variant:
 
 def orders(n: int) -> dict[str, list[tuple[str, int]]]:
     """The orders in which a study of two modes is run: mode and seed of each run."""
-    words = {mode: () for mode in MODES}
+    words = dict.fromkeys(MODES, ())
     return {
         "mode by mode": [(mode, seed) for mode in MODES for seed in range(n)],
         "seed by seed": [(mode, seed) for seed in range(n) for mode in MODES],
