@@ -122,6 +122,7 @@ SPEED = re.compile(
 
 
 def is_inside(low: float, high: float, margin: float) -> bool:
+    """The printed ends are compared: one that is rounded onto the margin would mislead."""
     return -margin <= low and high <= margin
 
 
