@@ -42,7 +42,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "schema_version": SCHEMA_VERSION,
         "status": "running",
         "error": None,
-        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "mprun_version": __version__,
         "git_commit": environment.git_commit(),
         "versions": environment.versions(),

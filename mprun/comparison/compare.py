@@ -10,10 +10,10 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from mprun.comparison import measures, mixing, substitutions
+from mprun.comparison import clock, measures, mixing, substitutions
 from mprun.comparison.labels import distinguish
 from mprun.comparison.measures import Group
-from mprun.comparison.notes import notes
+from mprun.comparison.notes import notes, notes_of
 from mprun.comparison.pairs import Setting, error_text, failures, pair
 from mprun.comparison.rows import Comparison, Run, Skipped, Variant, Verdict
 from mprun.comparison.runs import latest, readable
@@ -63,9 +63,10 @@ def compare(
     setting = Setting(chosen, metric["name"], wanted, is_relative, known_to)
     evidence = [pair(group, base, setting) for group in groups[1:]]
     verdicts = judge(evidence, metric["higher_is_better"])
-    rows = [_variant(base, base, chosen, None, Verdict("baseline", failures(base)))]
+    shared = clock.overlapping(runs)
+    rows = [_variant(base, base, chosen, shared, None, Verdict("baseline", failures(base)))]
     for group, found, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        rows.append(_variant(group, base, chosen, found, verdict))
+        rows.append(_variant(group, base, chosen, shared, found, verdict))
     tested = sum(e.tested for e in evidence)
     return Comparison(
         recipe=mixing.recipe_text(kept),
@@ -80,7 +81,7 @@ def compare(
         data=mixing.data_text(kept),
         hardware=mixing.hardware_text(kept),
         code=mixing.code_text(kept),
-        notes=(*mixed, *notes(groups, chosen, baseline is None, tested)),
+        notes=(*mixed, *notes(groups, chosen, baseline is None, tested), *notes_of(rows)),
     )
 
 
@@ -157,12 +158,18 @@ def _split(groups: Sequence[Group], wanted: str) -> str:
 
 
 def _variant(
-    group: Group, base: Group, split: str, found: Evidence | None, verdict: Verdict
+    group: Group,
+    base: Group,
+    split: str,
+    shared: set[int],
+    found: Evidence | None,
+    verdict: Verdict,
 ) -> Variant:
     summary = group.first.summary
     values = list(measures.scores(group, split).values())
     whole = all(map(math.isfinite, values))
     sample = found.sample if found is not None and found.unit and whole else None
+    doubt = measures.no_time_verdict(group, base, shared)
     return Variant(
         label=group.label,
         variant_hash=summary["variant_hash"],
@@ -171,9 +178,10 @@ def _variant(
         runs=group.completed,
         failed=group.failed,
         step_time_ms=measures.step_time(group),
-        step_time_ratio=measures.ratio(group, base, lambda s: s["step_time_ms"]["median"]),
+        step_time_ratio=measures.ratio(group, base, measures.step_ms, bool(doubt)),
         samples_per_second=measures.samples_per_second(group),
-        throughput_ratio=measures.ratio(group, base, lambda s: s["samples_per_second"]),
+        throughput_ratio=measures.ratio(group, base, measures.throughput, bool(doubt)),
+        no_time_verdict=doubt,
         memory_bytes=measures.memory(group),
         memory_ratio=measures.memory_ratio(group, base),
         metric=measures.mean_score(values),

@@ -9,6 +9,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
+from mprun.comparison import clock
 from mprun.comparison.mixing import hardware
 from mprun.comparison.rows import Estimate, Run, Spread
 from mprun.comparison.statistics import estimate, geometric_mean, summarise
@@ -90,29 +91,63 @@ def step_time(group: Group) -> Spread | None:
     return Spread(*(median(row[key] for row in timed) for key in ("median", "p10", "p90")))
 
 
+def step_ms(summary: Summary) -> float | None:
+    """The median of a run's step times in milliseconds."""
+    return summary["step_time_ms"]["median"]
+
+
+def throughput(summary: Summary) -> float | None:
+    """A run's samples per second."""
+    return summary["samples_per_second"]
+
+
 def samples_per_second(group: Group) -> float | None:
     """The median over runs."""
-    rates = [summary["samples_per_second"] for summary in group.by_seed.values()]
+    rates = [throughput(summary) for summary in group.by_seed.values()]
     known = [rate for rate in rates if rate is not None]
     return median(known) if known else None
 
 
+def comparable(group: Group, baseline: Group) -> list[int]:
+    """The seeds whose times are compared: run by both, on equal hardware, natively."""
+    if group is baseline or not (group.is_native and baseline.is_native):
+        return []
+    ours, theirs = group.by_seed, baseline.by_seed
+    common = sorted(ours.keys() & theirs.keys())
+    return [seed for seed in common if hardware(ours[seed]) == hardware(theirs[seed])]
+
+
 def ratio(
-    group: Group, baseline: Group, figure: Callable[[Summary], float | None]
+    group: Group, baseline: Group, figure: Callable[[Summary], float | None], no_interval: bool
 ) -> Estimate | None:
     """A figure over the baseline's, in pairs of equal seed on equal hardware.
 
-    None for the baseline itself, where either is emulated, and where no pair has the figure.
+    Args:
+        group: the variant.
+        baseline: what it is set against.
+        figure: what is compared.
+        no_interval: whether the pairs' spread does not tell how far off the ratio may be.
+
+    Returns:
+        None for the baseline itself, where either is emulated, and where no pair has the figure.
     """
-    if group is baseline or not (group.is_native and baseline.is_native):
-        return None
     ratios = []
-    for seed in group.by_seed.keys() & baseline.by_seed.keys():
-        ours, theirs = group.by_seed[seed], baseline.by_seed[seed]
-        value, base = figure(ours) or 0.0, figure(theirs) or 0.0
-        if value > 0 and base > 0 and hardware(ours) == hardware(theirs):
+    for seed in comparable(group, baseline):
+        value = figure(group.by_seed[seed]) or 0.0
+        base = figure(baseline.by_seed[seed]) or 0.0
+        if value > 0 and base > 0:
             ratios.append(value / base)
-    return geometric_mean(ratios) if ratios else None
+    if not ratios:
+        return None
+    found = geometric_mean(ratios)
+    return found._replace(interval=None) if no_interval else found
+
+
+def no_time_verdict(group: Group, baseline: Group, shared: set[int]) -> str:
+    """Why times of the variant are compared without an interval; empty where they need not be."""
+    seeds = comparable(group, baseline)
+    ours, theirs = ({s: g.by_seed[s] for s in seeds} for g in (group, baseline))
+    return clock.no_time_verdict(ours, theirs, shared)
 
 
 def memory(group: Group) -> dict[str, int | None]:

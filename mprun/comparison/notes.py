@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mprun.comparison import measures, substitutions
+from mprun.comparison.clock import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
 from mprun.comparison.measures import Group
+from mprun.comparison.rows import Variant
 from mprun.comparison.runs import counted
 
 
@@ -32,7 +34,10 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
         yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
     yield from _seeds(base, others, split)
     if tested > 1:
-        yield f"verdicts: Holm over {tested} variants; the intervals shown are of one variant each"
+        yield (
+            f"verdicts: Holm over {tested} variants; each interval of a difference is the one that "
+            "decided, at the level behind it"
+        )
     emulated = [group.label for group in groups if not group.is_native]
     if emulated:
         yield f"emulated, so no gain in time or memory can be told: {', '.join(emulated)}"
@@ -44,6 +49,36 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
             )
     if any((summary["git_commit"] or "").endswith("-dirty") for summary in summaries):
         yield "the code had changes that were not committed; runs may differ in them unseen"
+
+
+REMEDIES = {
+    NOT_INTERLEAVED: "a drift of the machine is part of the ratios and does not spread them: run "
+    "mprun sweep, or mprun -m with the seed listed first",
+    OVERLAPPED: "they slowed each other: run them one after the other",
+    UNKNOWN: "a drift of the machine cannot be told from the modes",
+}
+"""Why nothing is concluded from times, and what helps."""
+
+COLLAPSE = 0.1
+"""The share of seeds in the example of what few seeds do not see."""
+
+
+def notes_of(variants: Sequence[Variant]) -> Iterator[str]:
+    """What the rows of a table do not tell by themselves."""
+    for reason, remedy in REMEDIES.items():
+        labels = [v.label for v in variants if v.no_time_verdict == reason]
+        if labels:
+            yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
+    kept = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
+    if kept:
+        unseen = (1 - COLLAPSE) ** min(kept)
+        yield (
+            f"{min(kept)} seeds do not see what happens on few: a mode that collapses on 1 seed in "
+            f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * unseen:.0f} %"
+        )
+
+
+KEEPS = ("equivalent", "better")
 
 
 def _seeds(base: Group, others: Sequence[Group], split: str) -> Iterator[str]:

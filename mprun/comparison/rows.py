@@ -47,6 +47,12 @@ class Verdict:
     """A sentence, without the word: what decided."""
     more_seeds: int | None = None
     """About how many further seeds would settle an inconclusive one; None where none would."""
+    interval: Interval | None = None
+    """The interval of the difference that decided; None where no test did. It lies inside the
+    margin where the word is equivalent, leaves out 0 where it is worse or better, and does neither
+    where it is inconclusive."""
+    level: float | None = None
+    """The confidence level of `interval`, from 0 to 1, Holm's adjustment included."""
 
     def __str__(self) -> str:
         if self.word == "inconclusive" and self.more_seeds:
@@ -91,6 +97,9 @@ class Variant:
     """Median over runs."""
     throughput_ratio: Estimate | None
     """Samples per second over the baseline's: geometric mean over pairs."""
+    no_time_verdict: str
+    """Why the two ratios are shown as measured, without an interval; empty where they have one, or
+    where there is one pair."""
     memory_bytes: dict[str, int | None]
     """The record's categories, `peak` among them; the largest over runs."""
     memory_ratio: float | None
@@ -101,7 +110,7 @@ class Variant:
     """The metric's mean paired difference, this less the baseline; relative to the baseline's mean
     where the metric is a loss."""
     equivalence: Interval | None
-    """The 90 % interval of `difference`, which lies inside the margin where both are equivalent."""
+    """The 90 % interval of `difference`, not adjusted; `verdict.interval` is what decided."""
     verdict: Verdict
     substituted: str = ""
     """What native runs computed in float32 in place of float16: `matmuls in fp32`, or nothing.

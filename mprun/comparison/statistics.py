@@ -15,7 +15,7 @@ deviation s are worth:
 "No significant difference" is no evidence of equality, hence the two questions. Several variants
 against one baseline are several chances to be wrong; Holm's adjustment (1979) keeps the chance of
 any false claim in a family of tests at 5 %, whatever their dependence, and loses less than
-Bonferroni's.
+Bonferroni's. An interval at the level of Holm's step (`holm_levels`) shows the same decision.
 
 Times are compared as ratios, which are skewed: their logarithms are averaged.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from scipy.special import stdtr, stdtrit
@@ -76,8 +76,13 @@ def interval(sample: Sample, level: float = CONFIDENCE) -> Interval | None:
     """The t interval of the mean; None for fewer than two numbers."""
     if sample.n < 2:
         return None
-    half = float(stdtrit(sample.n - 1, (1 + level) / 2)) * sample.error
+    half = half_width(sample, level)
     return Interval(sample.mean - half, sample.mean + half)
+
+
+def half_width(sample: Sample, level: float = CONFIDENCE) -> float:
+    """Half the width of the t interval of the mean of two numbers or more."""
+    return float(stdtrit(sample.n - 1, (1 + level) / 2)) * sample.error
 
 
 def estimate(sample: Sample) -> Estimate:
@@ -127,6 +132,21 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def holm_levels(p_values: Sequence[float]) -> list[float]:
+    """The level at which Holm's method decides on each hypothesis, in the order given.
+
+    The smallest of k p-values is compared with ALPHA / k, the next with ALPHA / (k - 1) and so on,
+    until one is larger. That one and all after it are not rejected, and neither is any at the level
+    of that step. So `p <= level` exactly where the adjusted p-value is at most ALPHA.
+    """
+    k, levels = len(p_values), [0.0] * len(p_values)
+    adjusted = holm(p_values)
+    left = sum(p > ALPHA for p in adjusted)
+    for rank, index in enumerate(sorted(range(k), key=p_values.__getitem__)):
+        levels[index] = ALPHA / max(k - rank, left)
+    return levels
+
+
 def seeds_to_settle(
     sample: Sample, margin: float, equivalence: float = ALPHA, difference: float = ALPHA
 ) -> int | None:
@@ -144,17 +164,28 @@ def seeds_to_settle(
     Returns:
         The number, or None where not even `MOST_SEEDS` would do.
     """
-    if sample.n < 2:
-        return None
     mean = abs(sample.mean)
 
-    def settles(further: int) -> bool:
-        n = sample.n + further
-        error = sample.sd / math.sqrt(n)
-        inside = mean + float(stdtrit(n - 1, 1 - equivalence)) * error <= margin
-        apart = mean - float(stdtrit(n - 1, 1 - difference / 2)) * error >= 0
+    def settles(larger: Sample) -> bool:
+        inside = mean + half_width(larger, 1 - 2 * equivalence) <= margin
+        apart = mean - half_width(larger, 1 - difference) >= 0
         return (inside and mean < margin) or (apart and mean > 0)
 
-    # Both errors fall with n, so the first number that does is found by halving.
-    further = 1 + bisect_left(range(1, MOST_SEEDS + 1), True, key=settles)
+    return fewest_further(sample, settles)
+
+
+def fewest_further(sample: Sample, settles: Callable[[Sample], bool]) -> int | None:
+    """How many further numbers of the same mean and spread make a sample that settles a question.
+
+    Args:
+        sample: the numbers so far; nothing can be said of fewer than two.
+        settles: whether a sample does; true of all larger ones where it is of one.
+
+    Returns:
+        The number, or None where not even `MOST_SEEDS` would do.
+    """
+    if sample.n < 2:
+        return None
+    counts = range(1, MOST_SEEDS + 1)
+    further = 1 + bisect_left(counts, True, key=lambda n: settles(sample._replace(n=sample.n + n)))
     return further if further <= MOST_SEEDS else None

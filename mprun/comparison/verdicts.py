@@ -2,23 +2,25 @@
 
 A variant is `equivalent` where it is shown to lie inside the margin, else `worse` or `better` where
 it is shown to differ, else `inconclusive`. The tests of equivalence over all variants are one
-family, those of a difference another; p-values are adjusted within each by Holm's method, the
-intervals beside them are not.
+family, those of a difference another; p-values are adjusted within each by Holm's method. Each
+verdict holds the interval that decided, at the level of Holm's step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from mprun.comparison.rows import Verdict, Word
+from mprun.comparison.digits import distinct_form, percent
+from mprun.comparison.rows import Interval, Verdict, Word
 from mprun.comparison.statistics import (
     ALPHA,
-    CONFIDENCE,
     Sample,
     difference_p,
     equivalence_p,
     holm,
+    holm_levels,
     interval,
     seeds_to_settle,
 )
@@ -51,32 +53,30 @@ def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]
         higher_is_better: whether a positive difference is good.
     """
     samples = [(e.sample, e.margin) for e in evidence if e.tested and e.sample is not None]
-    equal = holm([equivalence_p(sample, margin) for sample, margin in samples])
-    apart = holm([difference_p(sample) for sample, _ in samples])
-    family = _Family(len(samples), _left(equal), _left(apart))
+    equal = _tests([equivalence_p(sample, margin) for sample, margin in samples])
+    apart = _tests([difference_p(sample) for sample, _ in samples])
     tests = iter(zip(equal, apart, strict=True))
     return [
-        _judge(e, *next(tests), family, higher_is_better) if e.tested else _untested(e)
+        _judge(e, *next(tests), len(samples), higher_is_better) if e.tested else _untested(e)
         for e in evidence
     ]
 
 
-@dataclass(frozen=True)
-class _Family:
-    """How many variants were tested, and how many are not settled in each of the two families."""
+class _Test(NamedTuple):
+    """One hypothesis of a family."""
 
-    size: int
-    unequal: int
-    undecided: int
+    p: float
+    """The p-value, adjusted."""
+    level: float
+    """What the p-value before its adjustment was compared with."""
 
     @property
-    def adjusted(self) -> str:
-        return f" after Holm over {self.size} variants" if self.size > 1 else ""
+    def rejects(self) -> bool:
+        return self.p <= ALPHA
 
 
-def _left(p_values: Sequence[float]) -> int:
-    """By how many Holm's method divides the level of the next hypothesis."""
-    return max(1, sum(p > ALPHA for p in p_values))
+def _tests(p_values: Sequence[float]) -> list[_Test]:
+    return list(map(_Test, holm(p_values), holm_levels(p_values)))
 
 
 def _untested(e: Evidence) -> Verdict:
@@ -90,36 +90,53 @@ def _untested(e: Evidence) -> Verdict:
 
 
 def _judge(
-    e: Evidence, equal: float, apart: float, family: _Family, higher_is_better: bool
+    e: Evidence, equal: _Test, apart: _Test, variants: int, higher_is_better: bool
 ) -> Verdict:
+    """The verdict with the interval that shows it, at the level of Holm's step.
+
+    Of two tests that did not reject, the wider interval shows both: it reaches beyond the margin
+    and holds 0.
+    """
     assert e.sample is not None
-    narrow, wide = (_range(e, level) for level in (1 - 2 * ALPHA, CONFIDENCE))
+    inside, off = 1 - 2 * equal.level, 1 - apart.level
+    adjusted = f" after Holm over {variants} variants" if variants > 1 else ""
     margin = amount(e.margin, e.unit)
-    if equal <= ALPHA:
-        text = f"the 90 % interval, {narrow}, lies inside the margin of {margin} ({_p(equal)}"
-        return Verdict("equivalent", f"{text}{family.adjusted})")
-    if apart <= ALPHA:
+    if equal.rejects:
+        found, shown = _interval(e, inside)
+        text = f"{shown} lies inside the margin of {margin} ({_p(equal.p)}{adjusted})"
+        return Verdict("equivalent", text, None, found, inside)
+    if apart.rejects:
         word: Word = "better" if (e.sample.mean > 0) == higher_is_better else "worse"
-        text = f"the 95 % interval, {wide}, does not hold 0 ({_p(apart)}{family.adjusted})"
-        return Verdict(word, text)
+        found, shown = _interval(e, off)
+        return Verdict(word, f"{shown} does not hold 0 ({_p(apart.p)}{adjusted})", None, found, off)
+    level = max(inside, off)
+    found, shown = _interval(e, level)
     text = (
-        f"neither inside the margin of {margin} ({_p(equal)}) nor apart from 0 ({_p(apart)})"
-        f"{family.adjusted}; the 90 % interval is {narrow}"
+        f"neither inside the margin of {margin} ({_p(equal.p)}) nor apart from 0 ({_p(apart.p)})"
+        f"{adjusted}; {shown} reaches beyond the margin and holds 0"
     )
-    levels = (ALPHA / family.unequal, ALPHA / family.undecided)
-    return Verdict("inconclusive", text, seeds_to_settle(e.sample, e.margin, *levels))
+    more = seeds_to_settle(e.sample, e.margin, equal.level, apart.level)
+    return Verdict("inconclusive", text, more, found, level)
 
 
-def _range(e: Evidence, level: float) -> str:
-    found = interval(e.sample, level) if e.sample is not None else None
+def _interval(e: Evidence, level: float) -> tuple[Interval, str]:
+    """The interval of a level, and in words: `the 90 % interval, -0.2 to +0.3 points,`."""
+    assert e.sample is not None
+    found = interval(e.sample, level)
     assert found is not None
-    low, high = (f"{_number(x, e.unit):+.3g}" for x in found)
-    return f"{low} to {high}{_suffix(e.unit)}"
+    shown, limit = [_number(x, e.unit) for x in found], _number(e.margin, e.unit)
+    form = distinct_form(shown, (-limit, 0.0, limit), FORMS)
+    low, high = map(form.format, shown)
+    return found, f"the {percent(level)} interval, {low} to {high}{_suffix(e.unit)},"
+
+
+FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
+"""Formats of an end of an interval, from few digits to all."""
 
 
 def amount(value: float, unit: str) -> str:
     """A margin in words: `0.5 points`, `2 %`."""
-    return f"{_number(value, unit):.3g}{_suffix(unit)}"
+    return f"{_number(value, unit):.6g}{_suffix(unit)}"
 
 
 def _number(value: float, unit: str) -> float:

@@ -1,22 +1,27 @@
 """What a comparison comes to, in sentences: who keeps the metric, and what that buys.
 
 Speed is samples per second, not time per step: a doubled batch takes longer steps and may be faster
-all the same. It is called faster or slower only where the 95 % interval of the ratio leaves out 1.
-Peak memory is counted, not sampled, so it has no interval.
+all the same. It is called faster or slower only where the 95 % interval of the throughput ratio
+leaves out 1, and the same only where that interval lies within `speed.SAME`; else the sentence says
+that it cannot be told. Peak memory is counted, not sampled, so it has no interval.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from mprun.comparison import speed
 from mprun.comparison.rows import Comparison, Variant
 from mprun.report.cells import (
     counted,
+    deciding,
     difference_span,
     difference_text,
     is_emulated,
     metric_name,
     plain,
+    ratio_span,
+    times,
 )
 
 KEEPS = ("equivalent", "better")
@@ -51,7 +56,7 @@ def headline(comparison: Comparison) -> list[str]:
     said = []
     if faster:
         best = max(faster, key=_throughput)
-        clauses = (_kept(comparison, best), _speed_clause(best, f" as {name}"))
+        clauses = (_kept(comparison, best), _speed_clause(best, name))
         said.append(_sentence(best, *clauses, _memory_clause(best)))
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
@@ -110,13 +115,11 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
         text = _kept(comparison, variant)
     if found is None:
         return text
-    level, interval = 95, found.interval
-    if word == "equivalent":
-        level, interval = 90, variant.equivalence
+    interval, level = deciding(variant)
     text += f": {difference_text(comparison, found.value)}"
     if interval is None:
         return text
-    return f"{text}, {level} % interval {difference_span(comparison, interval)}"
+    return f"{text}, {level} interval {difference_span(comparison, interval)}"
 
 
 def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
@@ -130,11 +133,9 @@ def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
 
 
 def _speed(variant: Variant) -> int:
-    """1 where it is faster, -1 where slower, 0 where that cannot be told."""
-    interval = variant.throughput_ratio and variant.throughput_ratio.interval
-    if not interval:
-        return 0
-    return (interval.low > 1) - (interval.high < 1)
+    """1 where it is faster, -1 where slower, 0 where that is not shown."""
+    ratio = variant.throughput_ratio
+    return 0 if ratio is None else {"higher": 1, "lower": -1}.get(speed.size(ratio).word, 0)
 
 
 def _throughput(variant: Variant) -> float:
@@ -142,16 +143,43 @@ def _throughput(variant: Variant) -> float:
 
 
 def _speed_clause(variant: Variant, than: str = "") -> str:
-    found = variant.throughput_ratio
-    if found is None:
+    """What is shown about the speed, with the ratio of samples per second that the table has.
+
+    Args:
+        variant: what is compared with the baseline.
+        than: the baseline's name, where the sentence does not tell it.
+    """
+    ratio = variant.throughput_ratio
+    if ratio is None:
         return ""
-    if found.interval is None:
-        return f"trains {found.value:.2f} times as fast{than} (one seed, so without an interval)"
-    low, high = found.interval
-    interval = f"95 % interval {low:.2f} to {high:.2f}, n={found.n}"
-    if _speed(variant):
-        return f"trains {found.value:.2f} times as fast{than} ({interval})"
-    return f"shows no measurable difference in speed (ratio: {interval})"
+    measured = f"measured {times(ratio.value)} the samples per s"
+    if ratio.interval is None:
+        if variant.no_time_verdict:
+            return f"has no verdict on speed ({measured}; {variant.no_time_verdict})"
+        return f"has too few runs to tell speed ({measured}; one seed, so without an interval)"
+    found = speed.size(ratio)
+    interval = f"95 % interval {ratio_span(ratio.interval)}, n={ratio.n}"
+    more = "" if found.more_seeds is None else _would_tell(found.more_seeds)
+    if found.word == "same":
+        return f"trains as fast within {_same_share()} ({measured}, {interval})"
+    if found.word == "open":
+        few = "has too few runs to tell speed" if found.is_wide else "leaves speed open"
+        return f"{few} ({measured}, {interval}{more})"
+    word = "faster" if found.word == "higher" else "slower"
+    if found.is_wide:
+        than = f" than {than}" if than else ""
+        how_much = f"too few runs to tell by how much ({measured}, {interval}{more})"
+        return f"trains {word}{than}, with {how_much}"
+    than = f" as {than}" if than else ""
+    return f"trains {ratio.value:.2f} times as fast{than} (ratio of samples per s, {interval})"
+
+
+def _would_tell(seeds: int) -> str:
+    return f"; about {counted(seeds, 'more seed')} would tell"
+
+
+def _same_share() -> str:
+    return f"{100 * (speed.SAME - 1):.0f} %"
 
 
 def _memory(variant: Variant) -> float:

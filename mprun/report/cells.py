@@ -10,11 +10,24 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mprun.comparison.digits import distinct_form, percent
 from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
+from mprun.comparison.speed import SAME
+from mprun.comparison.statistics import CONFIDENCE
 from mprun.errors import printable
 
 NONE = "-"
 """Where there is no figure."""
+
+MEASURED = "as measured"
+"""Where a ratio has no interval."""
+
+RATIO_FORMS = tuple(f"{{:.{digits}f}}" for digits in range(2, 16))
+DIFFERENCE_FORMS = (
+    *(f"{{:+.{digits}f}}" for digits in range(2, 7)),
+    *(f"{{:+.{digits}g}}" for digits in range(3, 18)),
+)
+"""Formats of the ends of intervals, from few digits to many."""
 
 
 def plain(text: str, longest: int | None = None) -> str:
@@ -61,7 +74,7 @@ def headings(comparison: Comparison) -> Row:
         ("samples per s", "ratio"),
         (f"peak {memory_unit(comparison)[0]}", "ratio"),
         (" ".join(filter(None, (comparison.metric, metric_unit(comparison)))), "95 %"),
-        (difference_unit(comparison), "95 %"),
+        (difference_unit(comparison), "interval"),
         ("verdict", ""),
     )
 
@@ -90,7 +103,14 @@ def _row(comparison: Comparison, variant: Variant) -> Row:
 def _ratio(found: Estimate | None) -> tuple[str, str]:
     if found is None:
         return NONE, ""
-    return times(found.value), span(found.interval, "{:.2f}")
+    return times(found.value), ratio_span(found.interval) or MEASURED
+
+
+def ratio_span(interval: Interval | None) -> str:
+    """An interval of a ratio: `0.80 to 0.85`, its digits enough to tell it from 1."""
+    if interval is None:
+        return ""
+    return span(interval, distinct_form(interval, (1 / SAME, 1.0, SAME), RATIO_FORMS))
 
 
 def _memory(comparison: Comparison, variant: Variant) -> tuple[str, str]:
@@ -111,7 +131,19 @@ def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
         return NONE, ""
     unit, shown = _difference_scale(comparison), _difference_form(comparison)
     pairs = "" if found.n == len(variant.runs) else f" n={found.n}"
-    return shown.format(found.value * unit), span(found.interval, shown, unit) + pairs
+    decided, level = deciding(variant)
+    # No blank in the level: a narrow table breaks lines there.
+    at = f"({level.replace(' ', '')})"
+    around = "" if decided is None else f"{difference_span(comparison, decided)} {at}"
+    return shown.format(found.value * unit), around + pairs
+
+
+def deciding(variant: Variant) -> tuple[Interval | None, str]:
+    """The interval that decided on a variant with its level, `98.75 %`; without one the 95 %."""
+    verdict = variant.verdict
+    if verdict.interval is not None and verdict.level is not None:
+        return verdict.interval, percent(verdict.level)
+    return variant.difference and variant.difference.interval, percent(CONFIDENCE)
 
 
 def peak(variant: Variant) -> int | None:
@@ -215,8 +247,13 @@ def difference_text(comparison: Comparison, value: float, signed: bool = True) -
 
 
 def difference_span(comparison: Comparison, interval: Interval) -> str:
-    """An interval of differences with signs: `-0.20 to +0.10`."""
-    return span(interval, _difference_form(comparison), _difference_scale(comparison))
+    """An interval of differences with signs: `-0.20 to +0.10`, its digits enough to tell each end
+    from 0 and from the margin."""
+    scale = _difference_scale(comparison)
+    margin = comparison.margin * scale
+    ends = [end * scale for end in interval]
+    forms = DIFFERENCE_FORMS if scale != 1.0 else DIFFERENCE_FORMS[6:]
+    return span(interval, distinct_form(ends, (-margin, 0.0, margin), forms), scale)
 
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))

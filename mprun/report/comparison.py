@@ -1,7 +1,7 @@
 """A comparison shown: on the terminal, and as files.
 
-The HTML page and the plots need jinja2, matplotlib and numpy, which are imported when a report is
-written: a table costs none of them.
+The HTML page and the plots need jinja2 and matplotlib, which are imported when a report is written:
+a table costs neither.
 """
 
 from __future__ import annotations

@@ -207,7 +207,31 @@ def test_several_variants_are_adjusted_together() -> None:
     assert any("Holm over 3 variants" in note for note in found.notes)
     assert variant.difference is not None
     assert variant.difference.interval is not None
-    assert variant.difference.interval.low > 0  # the interval itself is not adjusted
+    assert variant.difference.interval.low > 0  # the 95 % interval of this variant alone
+    decided = variant.verdict.interval
+    assert decided is not None
+    assert decided.low < 0 < decided.high
+    assert decided.high > 0.005
+    assert variant.verdict.level == pytest.approx(1 - 0.05 / 3)
+
+
+def test_an_interval_inside_the_margin_does_not_stand_beside_inconclusive() -> None:
+    """Its 90 % interval lies inside the margin of 0.5 points, that of Holm's step does not."""
+    shape = np.linspace(-1, 1, 5)
+    noise = 0.0004 + 0.0036 * shape / float(stats.sem(shape)) / float(stats.t.ppf(0.95, 4))
+    runs = runs_of("fp32", FP32) + runs_of("bf16_mixed", list(np.add(FP32, noise)))
+    alone = row(compared(runs), "bf16_mixed")
+    assert alone.equivalence == pytest.approx((-0.0032, 0.0040))
+    assert (alone.verdict.word, alone.verdict.level) == ("equivalent", 0.9)
+    assert alone.verdict.interval == alone.equivalence
+    runs += runs_of("bf16_sr", list(np.add(FP32, 0.02 * shape)))
+    beside = row(compared(runs), "bf16_mixed")
+    assert (beside.verdict.word, beside.verdict.level) == ("inconclusive", 0.975)
+    assert beside.equivalence == alone.equivalence
+    assert beside.verdict.interval is not None
+    assert max(map(abs, beside.verdict.interval)) > 0.005
+    low, high = (f"{100 * end:+.3g}" for end in beside.verdict.interval)
+    assert f"the 97.5 % interval, {low} to {high} points, reaches beyond" in beside.verdict.reason
 
 
 # ---- losses --------------------------------------------------------------------------------------

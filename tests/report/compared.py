@@ -103,6 +103,7 @@ def variant(label: str, index: int, folder: Path | None = None, seeds: int = 3) 
         step_time_ratio=estimate(1 / (1 + 0.1 * index), 0.03) if timed else None,
         samples_per_second=10_039.25 * (1 + 0.1 * index),
         throughput_ratio=estimate(1 + 0.1 * index, 0.05) if timed else None,
+        no_time_verdict="",
         memory_bytes={
             "peak": peak,
             "parameters": peak // 8,

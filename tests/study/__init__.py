@@ -40,6 +40,7 @@ def variant(
         step_time_ratio=ratio(time),
         samples_per_second=1000.0,
         throughput_ratio=ratio(throughput),
+        no_time_verdict="",
         memory_bytes={"peak": 2**20},
         memory_ratio=memory,
         metric=Estimate(metric, Interval(metric - 0.01, metric + 0.01), 10),

@@ -94,8 +94,8 @@ def _differences(comparison: Comparison, _lines: Lines, _problems: Sequence[str]
         f"{cells.metric_name(comparison).capitalize()} less that of {baseline}, paired by "
         f"seed, {_range(pairs, 'pair')}. The grey band is the margin. "
         + (
-            "Thin: the 95 % interval. Thick: the 90 % interval, which lies inside the margin where "
-            "a variant is equivalent."
+            "Thin: the 95 % interval. Thick: the 90 % interval. Where several variants are "
+            "judged, the table has the wider intervals that decided, after Holm's adjustment."
             if max(pairs) > 1
             else "One pair has no interval."
         )
