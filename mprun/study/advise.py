@@ -106,6 +106,8 @@ def _no_gain(variant: Variant, objective: Objective) -> str:
     if interval is not None and interval.low > 1:
         return f"slower: {_ratio_text(variant, objective)}"
     pairs = counted(ratio.n, "pair")
+    if variant.no_time_verdict:
+        pairs += f"; {variant.no_time_verdict}"
     proven = "not proven" if ratio.value < 1 else "no gain"
     return f"step time over the baseline's: {ratio.value:.2f} measured, {proven} ({pairs})"
 
@@ -139,7 +141,7 @@ def ratio_figure(ratio: Estimate | None) -> str:
     if ratio is None:
         return "an unknown share"
     if ratio.interval is None:
-        return f"{ratio.value:.2f} (one pair)"
+        return f"{ratio.value:.2f} ({counted(ratio.n, 'pair')}, no interval)"
     return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
 
 
