@@ -87,9 +87,9 @@ class Following(TorchDispatchMode):
             yield
 
     @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
-        with self._follower.following(model, optimizer):
+    def following(self, model: nn.Module, *optimizers: Optimizer | None) -> Iterator[None]:
+        """Know the modules of `model` and the steps of `optimizers` while this is entered."""
+        with self._follower.following(model, *optimizers):
             try:
                 yield
             finally:

@@ -39,8 +39,8 @@ class Follower:
         self._optimizing = False
 
     @contextmanager
-    def following(self, model: nn.Module, optimizer: Optimizer | None) -> Iterator[None]:
-        """Know the modules of `model` and the steps of `optimizer` while this is entered."""
+    def following(self, model: nn.Module, *optimizers: Optimizer | None) -> Iterator[None]:
+        """Know the modules of `model` and the steps of `optimizers` while this is entered."""
         with ExitStack() as stack:
             for path, module in model.named_modules():
                 enter, leave = self._hooks(path)
@@ -49,11 +49,12 @@ class Follower:
                     module.register_forward_hook(leave, always_call=True),
                 ):
                     stack.callback(handle.remove)
-            if optimizer is not None:
-                before = optimizer.register_step_pre_hook(self._on_step(True))
-                after = optimizer.register_step_post_hook(self._on_step(False))
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+            for optimizer in optimizers:
+                if optimizer is not None:
+                    before = optimizer.register_step_pre_hook(self._on_step(True))
+                    after = optimizer.register_step_post_hook(self._on_step(False))
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
             try:
                 yield
             finally:

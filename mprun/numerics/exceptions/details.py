@@ -1,27 +1,22 @@
 """What is told of an op that made a number that is not finite: statistics, and why.
 
-Why is found by running the op again in float64: what is finite there was too large for the dtype,
-what is infinite or NaN there too is so in any precision. That is possible for most ops; those that
-write to their arguments or draw random numbers are left alone, and so are very large ones.
+Why is found by running the op again in float64 (`replay`): what is finite there was too large for
+the dtype, what is infinite or NaN there too is so in any precision.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun._torch import no_dispatch
 from mprun.numerics.exceptions.found import FpException, PastOp, TensorStats
 from mprun.numerics.exceptions.lines import Line
-from mprun.numerics.exceptions.ops import Call, spec_of
-from mprun.numerics.exceptions.tensors import Limits, all_stats, dtype_name, stats, tensors_in
-
-LARGEST = 2**26
-"""Elements of an op's inputs up to which it is run again: half a GiB in float64."""
+from mprun.numerics.exceptions.ops import Call
+from mprun.numerics.exceptions.tensors import Limits, all_stats, dtype_name, is_plain, stats
 
 
 class Site(NamedTuple):
@@ -51,6 +46,8 @@ class Made(NamedTuple):
     """Which one it is where there are several by the name."""
     tensor: Tensor
     limits: Limits | None
+    position: int = 0
+    """Which one of all results it is."""
 
 
 def describe(
@@ -60,7 +57,7 @@ def describe(
     bad: Sequence[Made],
     kind: str | None,
     past: Iterable[Ran],
-    again: bool = True,
+    exact: Tensor | None = None,
 ) -> FpException:
     """The exception an op raised.
 
@@ -71,12 +68,12 @@ def describe(
         bad: its results that are not finite, or what it met; the first one says what happened.
         kind: what happened, or None to find out.
         past: the ops before.
-        again: whether the op may be run again.
+        exact: what the first of `bad` is in float64; None where that is not known.
     """
-    exact = in_float64(call, bad[0]) if again and kind in (None, "saturated") else None
+    known = None if exact is None else stats(bad[0].name, exact)
     return FpException(
         verdict="absorbed",  # until it is known what became of it
-        kind=kind or _kind(bad[0].limits, exact),
+        kind=kind or _kind(call, bad[0], known),
         step=step,
         last_step=step,
         op=call.name,
@@ -86,17 +83,31 @@ def describe(
         location=site.line and str(site.line),
         inputs=all_stats(call.inputs(bad[0].number)),
         outputs=tuple(stats(made.name, made.tensor) for made in bad),
-        in_float64=exact,
+        in_float64=known,
         before=tuple(map(past_op, past)),
     )
 
 
-def _kind(made: Limits | None, exact: TensorStats | None) -> str:
+def _kind(call: Call, made: Made, exact: TensorStats | None) -> str:
     if exact is None:
-        return "invalid" if made is not None and made.has_nan else "overflow"
+        if made.limits is not None and made.limits.has_nan:
+            return "invalid"
+        return "infinite" if _divides_by_zero(call, made) else "overflow"
     if exact.nan:
         return "invalid"
     return "infinite" if exact.inf else "overflow"
+
+
+def _divides_by_zero(call: Call, made: Made) -> bool:
+    """Whether an op that could not be run again is a division, and infinite where it is by 0."""
+    if "div" not in call.name:
+        return False
+    _, divisor, _ = call.inputs(made.number)[-1]
+    if not (is_plain(made.tensor) and is_plain(divisor)):
+        return False
+    with no_dispatch(), torch.no_grad():
+        infinite = made.tensor.isinf()
+        return bool(infinite.any() and (~infinite | (divisor == 0)).all())
 
 
 def past_op(ran: Ran) -> PastOp:
@@ -112,24 +123,3 @@ def past_op(ran: Ran) -> PastOp:
         low=low,
         high=high,
     )
-
-
-def in_float64(call: Call, made: Made) -> TensorStats | None:
-    """The statistics of a result, had the op computed in float64; None where it cannot."""
-    spec = spec_of(call.func)
-    leaves = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    if not spec.repeatable or spec.listwise or sum(x.numel() for x in leaves) > LARGEST:
-        return None
-    with no_dispatch(), torch.no_grad():
-        try:
-            args, kwargs = tree_map(_wide, (call.args, dict(call.kwargs)))
-            results = list(tensors_in(call.func(*args, **kwargs)))
-        except (RuntimeError, TypeError, ValueError, MemoryError):  # no kernel, or no room for it
-            return None
-    return stats(made.name, results[made.number])
-
-
-def _wide(x: Any) -> Any:
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.double()
-    return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x

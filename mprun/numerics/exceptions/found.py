@@ -4,9 +4,10 @@ An exception is an op that made a NaN, an infinity or a saturated number out of 
 became of that number decides the verdict:
 
     finding    it reached the loss, a gradient, a weight, a buffer or the optimizer's state; or a
-               number that a wider dtype holds became +inf or NaN, and what was made of that is
-               finite, and wrong (x / inf is 0)
-    expected   the same in a step that dynamic loss scaling skipped, which undid it
+               number that a wider dtype holds overflowed, and what was made of that is finite, and
+               wrong (x / inf is 0): float64 has another result
+    expected   an overflow of the scaled loss or of its backward pass, in a step that dynamic loss
+               scaling skipped for it
     absorbed   neither: an infinity that served as a mask or a limit
 """
 
@@ -63,6 +64,17 @@ class PastOp(NamedTuple):
     high: float | None
 
 
+class WrongResult(NamedTuple):
+    """A finite number that an op made of an overflow, and that is not what float64 has."""
+
+    op: str
+    phase: str
+    module: str
+    location: str | None
+    value: float
+    exact: float
+
+
 @dataclass(frozen=True)
 class FpException:
     """One floating-point exception."""
@@ -77,7 +89,7 @@ class FpException:
     infinite          an infinity in float64 too: 1/0, log(0), exp(1000)
     saturated         beyond the dtype's largest number, and clamped to it
     constant          written by the program (a mask) and not kept from the loss or the gradients
-    outside           there before any op was seen: in the data, in a weight, from an unseen kernel
+    outside           NaN or infinity, there before any op was seen: in the data, in a weight
     """
     step: int
     last_step: int
@@ -107,6 +119,10 @@ class FpException:
     """The ops that ran before it, up to 20, the last one last."""
     count: int = 1
     """How often it did."""
+    wrong: WrongResult | None = None
+    """Of an overflow: a finite number that was made of it and is wrong, the first there was."""
+    reason: str | None = None
+    """Why, where more is known than the figures tell."""
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -123,12 +139,33 @@ class FpException:
     def text(self) -> str:
         """The exception in a line."""
         parts = [f"{self.kind}: {self.where}", *self._figures()]
-        if not self.reached and self.verdict == "finding" and self.kind == "overflow":
-            parts.append("what was made of it is finite, and wrong")
+        if self.kind == "outside":
+            parts = [f"outside: {self._bad_values()}, first read by {self.where}"]
+        if self.reason:
+            parts.append(self.reason)
+        overflow = self.verdict == "finding" and self.kind == "overflow"
+        if overflow and (self.wrong is not None or not self.reached):
+            parts.append(self._consequence())
         if self.reached:
             rest = self.reached_count - 1
             parts.append(f"reached {self.reached[0]}" + (f" and {rest} more" if rest else ""))
         return "; ".join(parts)
+
+    def _bad_values(self) -> str:
+        """What was there before: how many infinities and NaN in which tensor."""
+        bad = self.outputs[0]
+        counts = [(bad.inf, "inf"), (bad.nan, "NaN")]
+        return f"{bad.name} holds " + " and ".join(f"{n} {what}" for n, what in counts if n)
+
+    def _consequence(self) -> str:
+        """What became of an overflow that reached nothing."""
+        if self.wrong is None:
+            return "what was made of it is finite, and could not be compared with float64"
+        at = f" in {self.wrong.module}" if self.wrong.module else ""
+        return (
+            f"what was made of it is finite, and wrong: {self.wrong.op}{at}, {self.wrong.phase}, "
+            f"gives {self.wrong.value:.4g}, in float64 {self.wrong.exact:.4g}"
+        )
 
     def _figures(self) -> Iterator[str]:
         """What went in and what should have come out."""
@@ -151,6 +188,7 @@ class FpException:
         for name in ("inputs", "outputs"):
             row[name] = [x.as_dict() for x in row[name]]
         row["in_float64"] = self.in_float64 and self.in_float64.as_dict()
+        row["wrong"] = self.wrong and self.wrong._asdict()
         row["before"] = [{**x._asdict(), "shape": list(x.shape)} for x in self.before]
         return row
 
@@ -179,6 +217,8 @@ def from_dict(row: dict[str, Any]) -> FpException:
     made["in_float64"] = row["in_float64"] and stats(row["in_float64"])
     made["before"] = tuple(PastOp(**{**x, "shape": tuple(x["shape"])}) for x in row["before"])
     made["reached"] = tuple(row["reached"])
+    wrong = row.get("wrong")  # files of older versions have none
+    made["wrong"] = wrong and WrongResult(**wrong)
     return FpException(**made)
 
 

@@ -7,17 +7,20 @@ optimizer. What is not finite from the start (a mask kept as a buffer) is no new
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.numerics.exceptions.details import past_op
 from mprun.numerics.exceptions.found import FpException, TensorStats
-from mprun.numerics.exceptions.lineage import Origin, reach
+from mprun.numerics.exceptions.lineage import Origin, memory, reach
 from mprun.numerics.exceptions.origins import Origins, at_largest
-from mprun.numerics.exceptions.tensors import Limits, limits, stats
+from mprun.numerics.exceptions.tensors import Limits, dtype_name, limits, stats
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,21 @@ class Kept:
 
     Args:
         model: the model.
-        optimizer: its optimizer; None where nothing is trained.
+        optimizers: its optimizers; none where nothing is trained.
         origins: is told.
         saturates: whether 16-bit numbers at the largest of their dtype count.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, origins: Origins, saturates: bool
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        origins: Origins,
+        saturates: bool,
     ) -> None:
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
+        self._inputs: list[weakref.ref[Tensor]] = []
         self._origins = origins
         self._saturates = saturates
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -66,14 +74,39 @@ class Kept:
         """A step begins."""
         self._spoiled = frozenset()
         self._by_optimizer = {}
+        self._inputs.clear()
+
+    def inputs(self, tensors: Iterable[Tensor]) -> None:
+        """The model is called with these."""
+        self._inputs += map(weakref.ref, tensors)
+
+    def name_of(self, x: Tensor) -> str | None:
+        """What a tensor is called: parameter, buffer, gradient, the model's input."""
+        address = memory(x)
+        for item in (*self._items(), *self._gradients()):
+            if memory(item.tensor) == address:
+                return item.label
+        given = any(memory(x) == address for x in self._given())
+        return "the model's input" if given else None
+
+    def eps_of(self, owner: str) -> str | None:
+        """Why an optimizer divides by 0: its `eps` is 0 in the dtype of the parameter `owner`."""
+        for name, p in self._parameters():
+            for group in self._groups():
+                if name == owner and any(p is x for x in group["params"]):
+                    eps = group.get("eps")
+                    if isinstance(eps, float) and eps > 0 == float(
+                        torch.tensor(eps, dtype=p.dtype)
+                    ):
+                        return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
+        return None
 
     def gradients(self, step: int) -> None:
         """Look at the gradients before they are unscaled, clipped or used."""
-        for name, p in self._parameters():
-            if p.grad is None or _finite(found := limits(p.grad)):
+        for item in self._gradients():
+            if _finite(found := limits(item.tensor)):
                 continue
-            item = Item(f"gradient of {name}", name, p.grad)
-            origins = self._origins.lineage.of(p.grad)
+            origins = self._origins.lineage.of(item.tensor)
             if not origins:
                 origins = frozenset({self._unseen(step, item, "backward", _kind(found))})
             reach(origins, item.label, item.owner)
@@ -117,7 +150,7 @@ class Kept:
             kind=kind,
             step=step,
             last_step=step,
-            op=f"{type(self._optimizer).__name__}.step" if in_optimizer else "an unseen kernel",
+            op=f"{self._optimizer_of(item)}.step" if in_optimizer else "an unseen kernel",
             phase=phase,
             module=item.module,
             module_kind=self._kinds.get(item.module, ""),
@@ -128,17 +161,44 @@ class Kept:
         )
         return self._origins.unseen(exception, item.tensor)
 
+    def _optimizer_of(self, item: Item) -> str:
+        """The class of the optimizer that holds the item's parameter."""
+        p = dict(self._parameters()).get(item.owner)
+        holders = (
+            type(optimizer).__name__
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            if any(p is x for x in group["params"])
+        )
+        return next(
+            holders, type(self._optimizers[0]).__name__ if self._optimizers else "optimizer"
+        )
+
     def _gradient_stats(self, item: Item) -> tuple[TensorStats, ...]:
-        found = (p.grad for name, p in self._parameters() if name == item.owner)
-        return tuple(stats(f"gradient of {item.owner}", g) for g in found if g is not None)
+        return tuple(stats(g.label, g.tensor) for g in self._gradients() if g.owner == item.owner)
+
+    def _gradients(self) -> Iterator[Item]:
+        for name, p in self._parameters():
+            if p.grad is not None:
+                yield Item(f"gradient of {name}", name, p.grad)
+        for x in self._given():
+            if x.is_leaf and x.grad is not None:
+                yield Item("gradient of the model's input", "", x.grad)
+
+    def _given(self) -> Iterator[Tensor]:
+        """What the model was called with, where it is alive."""
+        yield from (x for ref in self._inputs if (x := ref()) is not None)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for optimizer in self._optimizers:
+            yield from optimizer.param_groups
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Those of the model, and those the optimizer has beside them."""
+        """Those of the model, and those the optimizers have beside them."""
         named = dict(self._model.named_parameters())
         yield from named.items()
         known = {id(p) for p in named.values()}
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        for g, group in enumerate(groups):
+        for g, group in enumerate(self._groups()):
             for i, p in enumerate(group["params"]):
                 if id(p) not in known:
                     yield f"parameter {i} of group {g}", p
@@ -146,10 +206,10 @@ class Kept:
     def _items(self) -> Iterator[Item]:
         for name, p in self._parameters():
             yield Item(f"parameter {name}", name, p)
-            state = self._optimizer.state.get(p, {}) if self._optimizer is not None else {}
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    yield Item(f"{key} of {name}", name, value)
+            for optimizer in self._optimizers:
+                for key, value in optimizer.state.get(p, {}).items():
+                    if isinstance(value, Tensor):
+                        yield Item(f"{key} of {name}", name, value)
         for name, buffer in self._model.named_buffers():
             yield Item(f"buffer {name}", name, buffer)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from mprun._torch import StorageWeakRef
-from mprun.numerics.exceptions.found import FpException
+from mprun.numerics.exceptions.found import FpException, WrongResult
 from mprun.numerics.exceptions.tensors import numbers
 
 
@@ -29,14 +29,26 @@ class Origin:
     owner: str = ""
     """The first parameter or buffer among that, by its name."""
 
+    upward: bool = False
+    """Whether it is an overflow to +inf or NaN."""
     distorts: bool = False
-    """Whether a number a wider dtype holds became +inf or NaN.
-
-    What is computed from it is wrong, finite or not: x / inf is 0. Minus infinity is what masks are
-    made of, and an infinity that is one in float64 too is right.
-    """
+    """Whether a finite number that was made of it is wrong: x / inf is 0."""
+    wrong: WrongResult | None = None
+    """The first such number; None where float64 could not tell."""
     lasts: bool = False
     """Whether that outlasts a step that was skipped, too."""
+
+    def makes(self, result: WrongResult) -> None:
+        """A finite number that was made of it is wrong."""
+        self.distorts = True
+        self.wrong = self.wrong or result
+
+    def unchecked(self) -> None:
+        """What is made of it cannot be compared with float64.
+
+        Minus infinity is what masks are made of, and right as a rule; anything else is not.
+        """
+        self.distorts |= self.upward
 
     @property
     def module(self) -> str:
@@ -52,15 +64,17 @@ class Origin:
 def reach(origins: Iterable[Origin], what: str, owner: str = "") -> None:
     """Note that `what`, which outlasts the step, was spoiled by these.
 
-    A mask beside a fault is not to blame.
+    A mask beside a fault is not to blame, nor is one beside an infinity from outside.
 
     Args:
         origins: those of `what`.
         what: a gradient, a parameter, the loss.
         owner: the name of the parameter it is or belongs to.
     """
-    found = list(origins)
-    for origin in [x for x in found if not x.deliberate] or found:
+    every = list(origins)
+    faults = [x for x in every if not x.deliberate]
+    outside = [x for x in every if x.exception.kind == "outside"]
+    for origin in faults or outside or every:
         origin.reached[what] = None
         origin.owner = origin.owner or owner
 
@@ -73,24 +87,26 @@ class Lineage:
 
     def of(self, x: Tensor) -> frozenset[Origin]:
         """The origins of a tensor that is not finite; none where it was not met before."""
-        kept = self._of.get(_memory(x))
+        kept = self._of.get(memory(x))
         return frozenset() if kept is None else kept[1]
 
     def put(self, x: Tensor, origins: Iterable[Origin]) -> None:
         """A tensor has these origins, beside those it had."""
         # The reference keeps the address from being given out again, not the memory.
-        reference = StorageWeakRef(_storage(x))
-        self._of[_memory(x)] = (reference, self.of(x) | frozenset(origins))
+        reference = StorageWeakRef(storage(x))
+        self._of[memory(x)] = (reference, self.of(x) | frozenset(origins))
 
     def forget_dead(self) -> None:
         """Let go of memory that was freed."""
         self._of = {key: kept for key, kept in self._of.items() if not kept[0].expired()}
 
 
-def _storage(x: Tensor):  # type: ignore[no-untyped-def]
+def storage(x: Tensor) -> UntypedStorage:
+    """The memory that a tensor's numbers are in."""
     values = numbers(x)
     return (x if values is None else values).untyped_storage()
 
 
-def _memory(x: Tensor) -> int:
-    return int(_storage(x)._cdata)
+def memory(x: Tensor) -> int:
+    """The address of a tensor's memory, the same for its views."""
+    return int(storage(x)._cdata)

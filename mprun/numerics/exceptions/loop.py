@@ -7,13 +7,15 @@
             optimizer.step()
 
 A step ends with the optimizer's; where a `torch.amp.GradScaler` skips that, with the next forward
-pass of the model.
+pass of the model. Of several optimizers, a step ends as soon as all of them have stepped. Where
+they take turns, as in adversarial training, each turn is a step: it ends with the next forward pass
+of the model or of a part of it, or when the same optimizer steps again.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -47,7 +49,7 @@ class FpExceptionError(FloatingPointError):
 @contextmanager
 def fp_exceptions(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     action: str = "log",
     halt_after: int = HALT_AFTER,
     saturates: bool = False,
@@ -56,7 +58,7 @@ def fp_exceptions(
 
     Args:
         model: the model, on its device and in its dtype.
-        optimizer: its optimizer; None where nothing is trained.
+        optimizer: its optimizer, or several; None where nothing is trained.
         action: log, tell each distinct finding once (`logging`, "mprun"); halt, raise at the end of
             the first step with one; skip, put model and optimizer back to where they were before.
         halt_after: steps lost in a row, skipped by a loss scaler or dropped, that end halt and
@@ -68,9 +70,10 @@ def fp_exceptions(
 
     Raises:
         FpExceptionError: `action` says so.
+        TypeError: `optimizer` is something else.
         ValueError: another action.
     """
-    loop = _Loop(model, optimizer, Response(action, halt_after), saturates)
+    loop = _Loop(model, _optimizers(optimizer), Response(action, halt_after), saturates)
     if any(map(is_compiled, model.modules())):
         logger.warning(COMPILED)
     with loop.hooks(), loop.steps.watch:
@@ -82,19 +85,34 @@ def fp_exceptions(
         loop.close()
 
 
+def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """The optimizers, each once, in order."""
+    if given is None or isinstance(given, Optimizer):
+        return [] if given is None else [given]
+    every = list(given) if isinstance(given, Iterable) else [given]
+    for x in every:
+        if not isinstance(x, Optimizer):
+            raise TypeError(
+                f"optimizer holds {type(x).__name__}; legal: an optimizer, several, or None"
+            )
+    return list(dict.fromkeys(every))
+
+
 class _Loop:
     """Knows from hooks where steps begin and end."""
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         response: Response,
         saturates: bool,
     ) -> None:
         self.found = Found()
-        self.steps = Steps(model, optimizer, saturates)
-        self._model, self._optimizer = model, optimizer
+        self.steps = Steps(model, optimizers, saturates)
+        self._model, self._optimizers = model, optimizers
+        self._stepped: set[int] = set()
+        """The optimizers that stepped in this step, by `id`."""
         self._response = response
         self._snapshot = snapshots(response.action)
         self._before: Snapshot | NoSnapshot | None = None
@@ -107,43 +125,52 @@ class _Loop:
     def hooks(self) -> Iterator[None]:
         """Notice forward passes and steps."""
         with ExitStack() as stack:
-            model, optimizer = self._model, self._optimizer
-            stack.enter_context(self.steps.watch.following(model, optimizer))
+            model = self._model
+            stack.enter_context(self.steps.watch.following(model, *self._optimizers))
             handles = [
-                model.register_forward_pre_hook(self._forward_begins),
+                *(
+                    m.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+                    for m in model.modules()
+                ),
                 model.register_forward_hook(self._forward_ended),
             ]
-            if optimizer is not None:
+            for optimizer in self._optimizers:
                 handles.append(optimizer.register_step_pre_hook(self._update_begins))
                 handles.append(optimizer.register_step_post_hook(self._update_ended))
             for handle in handles:
                 stack.callback(handle.remove)
             yield
 
-    def _forward_begins(self, *_: object) -> None:
+    def _forward_begins(self, module: nn.Module, args: object, kwargs: object) -> None:
         if in_backward():  # code that is run again
             return
-        if self.steps.watch.scaler_overflowed:
+        if self._stepped or self.steps.watch.scaler_overflowed:
             self.close()
+        if module is self._model:
+            self.steps.inputs((args, kwargs))
         self._remember()
 
     def _remember(self) -> None:
         if self._before is None:
-            self._before = self._snapshot(self._model, self._optimizer)
+            self._before = self._snapshot(self._model, *self._optimizers)
 
     def _forward_ended(self, module: nn.Module, args: object, made: Any) -> None:
         self.steps.outputs(made)
 
     def _update_begins(self, optimizer: Optimizer, *_: object) -> None:
+        if id(optimizer) in self._stepped:
+            self.close()
         self._remember()
         self.steps.gradients()
         # Optimizers that unscale by themselves are told so.
         scale, flag = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         self._loss_scale = None if scale is None else float(scale)
-        self._skips = flag is not None and bool(flag)
+        self._skips |= flag is not None and bool(flag)
 
-    def _update_ended(self, *_: object) -> None:
-        self.close()
+    def _update_ended(self, optimizer: Optimizer, *_: object) -> None:
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self.close()
 
     def close(self, raises: bool = True) -> None:
         """The step is over, and the next one begins."""
@@ -156,6 +183,7 @@ class _Loop:
             self._before.restore()
             self.found.dropped_steps += 1
         self._before, self._skips, self._loss_scale = None, False, None
+        self._stepped.clear()
         self._step += 1
         self.steps.begin(self._step)
         if why is not None and raises:

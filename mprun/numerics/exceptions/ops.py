@@ -46,8 +46,8 @@ class Spec(NamedTuple):
     """Whether it does the same to each tensor of lists."""
     first_alone: bool
     """Whether the first result is the only one of interest."""
-    repeatable: bool
-    """Whether it can be run again without changing anything: tensors, random numbers."""
+    random: bool
+    """Whether it draws random numbers."""
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def spec_of(func: Any) -> Spec:
         reads_written=not (out or func.overloadpacket in OVERWRITES),
         listwise=name.startswith(LISTWISE),
         first_alone=name.startswith("_scaled_dot_product"),  # the others are padded
-        repeatable=not written and torch.Tag.nondeterministic_seeded not in func.tags,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
     )
 
 
@@ -86,6 +86,8 @@ class Call(NamedTuple):
     result: Any
     before: Mapping[int, Limits | None]
     """The limits of what it wrote to, before that, by `id`."""
+    saved: Mapping[int, Tensor]
+    """Copies of what it wrote to, as it was, by `id`; where the op may be run again."""
 
     @property
     def name(self) -> str:
@@ -109,14 +111,14 @@ class Call(NamedTuple):
     def _first_alone(self) -> bool:
         return spec_of(self.func).first_alone and isinstance(self.result, tuple | list)
 
-    def inputs(self, index: int) -> list[Named]:
-        """What it read; of an op over lists, for the tensors at `index` of each."""
+    def inputs(self, index: int | None) -> list[Named]:
+        """What it read; of an op over lists, for the tensors at `index` of each, or all of them."""
         spec = spec_of(self.func)
         unread = set() if spec.reads_written else {name for _, name in spec.written}
         found = []
         for name, value in self._arguments():
             tensors = list(tensors_in(value))
-            if spec.listwise and not isinstance(value, Tensor):
+            if spec.listwise and index is not None and not isinstance(value, Tensor):
                 tensors = tensors[index : index + 1]
             if name not in unread:
                 found += [(name, x, self.before.get(id(x))) for x in tensors]

@@ -60,35 +60,38 @@ class Snapshot:
 
     Args:
         model: parameters and buffers are copied.
-        optimizer: its state and options are.
+        optimizers: their state and options are.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self._optimizer = optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
+    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         held = [*model.parameters(), *model.buffers(), *(p for g in groups for p in g["params"])]
         tensors = {id(x): x for x in held}.values()
         self._tensors = [(x, x.detach().clone()) for x in tensors]
-        self._options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
-        state = optimizer.state if optimizer is not None else {}
-        self._state = {
-            p: {key: (value, _copy(value)) for key, value in entries.items()}
-            for p, entries in state.items()
-        }
+        self._options = [(g, {k: v for k, v in g.items() if k != "params"}) for g in groups]
+        self._states = [
+            (
+                optimizer,
+                {
+                    p: {key: (value, _copy(value)) for key, value in entries.items()}
+                    for p, entries in optimizer.state.items()
+                },
+            )
+            for optimizer in optimizers
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make them so again."""
         for tensor, saved in self._tensors:
             tensor.copy_(saved)
-        if self._optimizer is None:
-            return
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+        for group, options in self._options:
             group.update(options)
-        for p in [p for p in self._optimizer.state if p not in self._state]:
-            del self._optimizer.state[p]  # made in the step
-        for p, entries in self._state.items():
-            self._optimizer.state[p] = {key: _restored(*pair) for key, pair in entries.items()}
+        for optimizer, state in self._states:
+            for p in [p for p in optimizer.state if p not in state]:
+                del optimizer.state[p]  # made in the step
+            for p, entries in state.items():
+                optimizer.state[p] = {key: _restored(*pair) for key, pair in entries.items()}
 
 
 class NoSnapshot:

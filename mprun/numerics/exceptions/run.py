@@ -94,7 +94,7 @@ class FpExceptions:
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
         self._model, self._optimizer = model, optimizer
-        self._steps = Steps(model, optimizer, self._saturates)
+        self._steps = Steps(model, [optimizer], self._saturates)
         compiled = any(map(is_compiled, model.modules()))
         return (SLOW, COMPILED) if compiled else (SLOW,)
 
@@ -117,6 +117,11 @@ class FpExceptions:
     def region(self) -> AbstractContextManager[object]:
         """What runs in it is looked at, if it belongs to a training step."""
         return self._steps.watch.region() if self._inside else nullcontext()
+
+    def inputs(self, given: Tensor) -> None:
+        """The model's input."""
+        if self._inside:
+            self._steps.inputs(given)
 
     def outputs(self, made: Tensor) -> None:
         """The model's output."""
@@ -188,6 +193,7 @@ class WatchedPrecision(Precision):
         super().begin_step(step)
 
     def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
+        self._exceptions.inputs(inputs)
         output = super().forward(model, inputs)
         self._exceptions.outputs(output)
         return output

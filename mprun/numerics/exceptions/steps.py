@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import isclose
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,15 +44,16 @@ class Steps:
 
     Args:
         model: the model that trains.
-        optimizer: its optimizer; None where nothing is trained.
+        optimizers: its optimizers; none where nothing is trained.
         saturates: whether 16-bit numbers clamped to the largest of their dtype count.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, saturates: bool = False
+        self, model: nn.Module, optimizers: Sequence[Optimizer], saturates: bool = False
     ) -> None:
-        self._origins = Origins(saturates)
-        self._kept = Kept(model, optimizer, self._origins, saturates)
+        self._origins = Origins(saturates, lambda x: self._kept.name_of(x))
+        self._kept = Kept(model, optimizers, self._origins, saturates)
+        self._looks_once = len(optimizers) < 2
         self._step = 0
         self._looked_at_gradients = False
         self.watch = Watch(model, self._origins.look, self.gradients)
@@ -63,6 +66,10 @@ class Steps:
         self._kept.begin()
         self.watch.begin()
 
+    def inputs(self, given: Any) -> None:
+        """The model is called with these."""
+        self._kept.inputs(x for x in tree_leaves(given) if isinstance(x, Tensor))
+
     def outputs(self, made: Any) -> None:
         """The model returned these."""
         for x in tree_leaves(made):
@@ -71,8 +78,11 @@ class Steps:
                 reach(self._origins.lineage.of(x), OUTPUT)
 
     def gradients(self) -> None:
-        """The gradients are there; the first time counts, before they are unscaled."""
-        if not self._looked_at_gradients:
+        """The gradients are there; the first time counts, before they are unscaled.
+
+        Of several optimizers each may have a backward pass of its own before it.
+        """
+        if not (self._looked_at_gradients and self._looks_once):
             self._looked_at_gradients = True
             self._kept.gradients(self._step)
 
@@ -92,11 +102,16 @@ class Steps:
 
     def _placed(self, origin: Origin) -> Origin:
         """An op of the optimizer belongs to the module whose parameter it spoiled."""
-        if origin.exception.phase == "optimizer" and origin.module:
-            kind = self.watch.kinds.get(origin.module, "")
-            placed = replace(origin.exception, module=origin.module, module_kind=kind)
-            return replace(origin, exception=placed)
-        return origin
+        if origin.exception.phase != "optimizer" or not origin.owner:
+            return origin
+        reason = self._kept.eps_of(origin.owner) if _divides(origin.exception) else None
+        placed = replace(
+            origin.exception,
+            module=origin.module,
+            module_kind=self.watch.kinds.get(origin.module, ""),
+            reason=reason,
+        )
+        return replace(origin, exception=placed)
 
 
 def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpException | None:
@@ -106,11 +121,33 @@ def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpExcept
     if origin.deliberate and not harmed:
         return None
     harmful = harmed or saturated or origin.distorts
-    undone = skipped and not (origin.lasts or saturated)
+    undone = skipped and not origin.lasts and _by_loss_scale(origin.exception, loss_scale)
     return replace(
         origin.exception,
         verdict="absorbed" if not harmful else "expected" if undone else "finding",
         reached=tuple(islice(origin.reached, REACHED)),
         reached_count=len(origin.reached),
         loss_scale=loss_scale,
+        wrong=origin.wrong,
     )
+
+
+def _by_loss_scale(exception: FpException, loss_scale: float | None) -> bool:
+    """Whether a loss scale can have caused it: the scaled loss or its backward pass overflowed.
+
+    A NaN or an infinity that float64 has as well comes with any scale.
+    """
+    overflow = exception.kind == "overflow"
+    if exception.phase == "backward":
+        # Of a kernel that cannot be run again it is not known what float64 has.
+        unknown = exception.kind in ("invalid", "infinite") and exception.in_float64 is None
+        return overflow or unknown
+    if loss_scale is None or not overflow or exception.phase != "other":
+        return False
+    factors = (x.high for x in exception.inputs if x.low == x.high and x.high is not None)
+    return exception.op == "mul" and any(isclose(x, loss_scale, rel_tol=1e-6) for x in factors)
+
+
+def _divides(exception: FpException) -> bool:
+    """Whether an optimizer's update was divided by 0."""
+    return "div" in exception.op and exception.kind in ("infinite", "invalid")

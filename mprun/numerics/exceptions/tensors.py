@@ -62,9 +62,14 @@ def limits(x: Tensor) -> Limits | None:
         return Limits(low.item(), high.item())
 
 
+def is_plain(x: Tensor) -> bool:
+    """Whether it is an ordinary strided tensor of real floating numbers."""
+    return type(x) in PLAIN_TYPES and x.dtype in REDUCIBLE and x.layout is torch.strided
+
+
 def numbers(x: Tensor) -> Tensor | None:
     """The floating numbers of any kind of tensor as a strided one; None where it has none."""
-    if type(x) in PLAIN_TYPES and x.dtype in REDUCIBLE and x.layout is torch.strided:
+    if is_plain(x):
         return x if x.numel() and x.device.type != "meta" else None
     return _unusual_numbers(x)
 

@@ -7,16 +7,17 @@ compiled regions op by op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from mprun._torch import backward_node, next_node
+from mprun._torch import backward_node, next_node, no_dispatch
 from mprun.numerics.exceptions.details import Site
 from mprun.numerics.exceptions.lines import Line, current_line
-from mprun.numerics.exceptions.ops import UNSCALE, Call, spec_of, written
-from mprun.numerics.exceptions.tensors import limits, tensors_in
+from mprun.numerics.exceptions.ops import UNSCALE, Call, Spec, spec_of, written
+from mprun.numerics.exceptions.tensors import PLAIN_TYPES, limits, tensors_in
 from mprun.numerics.observe import Following
 
 COMPILED = "compiled regions run op by op while floating-point exceptions are looked for"
@@ -65,13 +66,14 @@ class Watch(Following):
             self._unscaling()
         targets = [x for _, value in written(spec, args, kwargs) for x in tensors_in(value)]
         before = {id(x): limits(x) for x in targets}
+        saved = _copies(targets) if spec.reads_written and _may_run_again(spec, site) else {}
         self._muted = True  # of what a mode below makes of the op
         try:
             result = func(*args, **kwargs)
         finally:
             self._muted = False
         if spec.makes_numbers:
-            self._look(Call(func, args, kwargs, result, before), site)
+            self._look(Call(func, args, kwargs, result, before, saved), site)
         if func is UNSCALE:
             self.scaler_overflowed |= bool(args[1].item())
             self.loss_scale = 1 / args[2].item()
@@ -86,3 +88,13 @@ class Watch(Following):
             self._lines.setdefault(next_node() - 1, line)
         kind = "" if module is None else self.kinds.get(module, "")
         return Site(phase, module or "", kind, line)
+
+
+def _may_run_again(spec: Spec, site: Site) -> bool:
+    """Not the optimizer's ops nor those over lists: a copy of all parameters is too much."""
+    return not (spec.listwise or spec.random or site.phase == "optimizer")
+
+
+def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    with no_dispatch(), torch.no_grad():
+        return {id(x): x.clone() for x in tensors if type(x) in PLAIN_TYPES}

@@ -321,8 +321,9 @@ def test_of_a_chain_of_products_the_first_overflow_is_named(
 ) -> None:
     """Against the products done by hand, in both directions."""
     model = nn.Sequential(*(Factor(f) for f in factors))
+    given = torch.tensor([x], dtype=torch.float16, requires_grad=True)
     with fp_exceptions(model) as found:
-        output = model(torch.tensor([x], dtype=torch.float16, requires_grad=True))
+        output = model(given)
         output.backward(torch.tensor([gradient], dtype=torch.float16))
     forward = first_overflow(x, factors)
     backward = first_overflow(gradient, factors[::-1])

@@ -216,6 +216,166 @@ def test_a_scaler_s_skipped_steps_are_expected(low: bool) -> None:
     assert found.expected[0].loss_scale == 2.0**24
 
 
+# ---- several optimizers --------------------------------------------------------------------------
+
+
+class Pair(nn.ModuleDict):
+    """A generator and a discriminator; the container itself is never called."""
+
+    def __init__(self, *fails: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(
+            {
+                "g": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()),
+                "d": nn.Sequential(nn.Linear(WIDTH, 1), Fragile({*fails})),
+            }
+        )
+
+    def optimizers(self) -> tuple[SGD, SGD]:
+        return SGD(self["g"].parameters(), lr=0.1), SGD(self["d"].parameters(), lr=0.1)
+
+
+def test_optimizers_that_step_together_end_one_step() -> None:
+    model = model_with(2)
+    halves = SGD(model[:2].parameters(), lr=0.1), AdamW(model[2:].parameters(), lr=0.1)
+    with fp_exceptions(model, halves, action="skip") as found:
+        for number in range(1, 4):
+            before = [copy.deepcopy(x.state_dict()) for x in (model, *halves)]
+            for optimizer in halves:
+                optimizer.zero_grad()
+            model(X).square().mean().backward()
+            for optimizer in halves:
+                optimizer.step()
+            changed = not same(before, [x.state_dict() for x in (model, *halves)])
+            assert changed == (number != 2)
+    assert (found.dropped_steps, found.findings[0].step) == (1, 2)
+    assert {e.phase for e in found.findings} == {"forward"}
+
+
+def adversarial(model: Pair, optimizers: Any, rounds: int, d_turns: int = 1) -> None:
+    """Rounds of turns: the discriminator's, then the generator's."""
+    g, d = optimizers
+    for _ in range(rounds):
+        for _ in range(d_turns):
+            d.zero_grad()
+            (model["d"](X).mean() - model["d"](model["g"](X).detach()).mean()).backward()
+            d.step()
+        g.zero_grad()
+        model["d"](model["g"](X)).mean().backward()
+        g.step()
+
+
+@pytest.mark.parametrize(
+    ("call", "d_turns", "step"),
+    [(1, 1, 1), (2, 1, 1), (3, 1, 2), (5, 1, 3), (6, 1, 4), (3, 2, 2), (5, 2, 3), (6, 2, 4)],
+)
+def test_of_optimizers_that_take_turns_each_turn_is_a_step(
+    call: int, d_turns: int, step: int
+) -> None:
+    """The discriminator runs twice in its turn and once in the generator's."""
+    model = Pair(call)
+    with fp_exceptions(model, model.optimizers()) as found:
+        adversarial(model, model.optimizers(), 0)
+    assert found.findings == []
+    optimizers = model.optimizers()
+    with fp_exceptions(model, optimizers) as found:
+        adversarial(model, optimizers, 2, d_turns)
+    first = found.findings[0]
+    assert (first.op, first.module, first.step) == ("div", "d.1", step)
+
+
+def test_a_turn_is_dropped_and_the_other_optimizer_s_turn_is_not() -> None:
+    """The discriminator's turn in the second round is the third step."""
+    model, plain = Pair(4), Pair()
+    optimizers, others = model.optimizers(), plain.optimizers()
+    with fp_exceptions(model, optimizers, action="skip") as found:
+        adversarial(model, optimizers, 2)
+    assert (found.dropped_steps, found.findings[0].step) == (1, 3)
+    adversarial(plain, others, 1)
+    others[0].zero_grad()
+    plain["d"](plain["g"](X)).mean().backward()
+    others[0].step()
+    assert same(model.state_dict(), plain.state_dict())
+
+
+def test_halt_ends_a_loop_of_turns_at_the_next_turn() -> None:
+    model = Pair(1)
+    optimizers = model.optimizers()
+    with (
+        pytest.raises(FpExceptionError, match=r"step 1: infinite: div in d\.1"),
+        fp_exceptions(model, iter(optimizers), action="halt"),
+    ):
+        adversarial(model, optimizers, 1)
+    assert not model["d"][0].weight.isfinite().all()
+    assert model["g"][0].weight.isfinite().all()  # its turn was not reached
+
+
+def test_a_backward_pass_between_two_optimizers_is_looked_at() -> None:
+    """The second one's gradients are there only after the first one has stepped."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+    optimizers = [SGD(part.parameters(), lr=0.1) for part in model]
+    with fp_exceptions(model, optimizers) as found:
+        losses = [part(X).mean() for part in model]
+        losses[0].backward()
+        optimizers[0].step()
+        (losses[1] + (0 * losses[1]).abs().sqrt()).backward()  # whose slope at 0 is infinite
+        optimizers[1].step()
+    assert {(e.step, e.phase) for e in found.findings} == {(1, "backward")}
+    assert "gradient of 1.weight" in found.findings[0].reached
+    assert "parameter 1.weight" in found.findings[0].reached
+
+
+def test_one_of_two_that_a_scaler_skips() -> None:
+    """Gradients of the second alone overflow: the scale is to blame, and nothing is found."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)])
+    optimizers = [SGD(part.parameters(), lr=0.1) for part in model]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with fp_exceptions(model, optimizers, action="halt") as found:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                first, second = (part(X).float().mean() for part in model)
+            scaler.scale(1e-3 * first + 4 * second).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() < 2.0**20
+    assert found.findings == []
+    assert found.expected[0].phase == "backward"
+    assert not [what for what in found.expected[0].reached if "0." in what]
+
+
+# ---- the optimizer's eps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, AdamW, torch.optim.RMSprop])
+def test_an_eps_that_is_0_in_the_parameter_s_dtype_is_named(kind: Any) -> None:
+    """Squares of small gradients are 0 in float16, and so is 1e-8: a division by 0."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).half()
+    optimizer = kind(model.parameters(), lr=1e-3, eps=1e-8)
+    with fp_exceptions(model, optimizer) as found:
+        (1e-4 * model(X.half()).float().mean()).backward()
+        optimizer.step()
+    assert {e.kind for e in found.findings} <= {"infinite", "invalid"}
+    assert {e.module for e in found.findings} == {"0"}
+    for e in found.findings:
+        assert e.reason == "the optimizer's eps=1e-08 is 0 in float16"
+        assert "eps=1e-08 is 0 in float16" in e.text()
+
+
+def test_an_eps_that_the_dtype_holds_is_not_blamed() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).half()
+    optimizer = AdamW(model.parameters(), lr=1e9, eps=1e-4)
+    with fp_exceptions(model, optimizer) as found:
+        model(X.half()).float().mean().backward()
+        optimizer.step()
+    assert {e.kind for e in found.findings} == {"overflow"}
+    assert {e.reason for e in found.findings} == {None}
+
+
 # ---- nothing else changes ------------------------------------------------------------------------
 
 
@@ -334,10 +494,14 @@ def test_code_compiled_before_runs_op_by_op_too() -> None:
     [
         ({"action": "stop"}, "action='stop'; legal: log, halt, skip"),
         ({"halt_after": 0}, "halt_after=0; legal is 1 or more"),
+        ({"optimizer": "sgd"}, "optimizer holds str; legal: an optimizer, several, or None"),
+        ({"optimizer": [None]}, "optimizer holds NoneType; legal: an optimizer, several, or None"),
+        ({"optimizer": 3}, "optimizer holds int; legal: an optimizer, several, or None"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message), fp_exceptions(nn.Linear(1, 1), **options):
+    error = TypeError if "optimizer" in options else ValueError
+    with pytest.raises(error, match=message), fp_exceptions(nn.Linear(1, 1), **options):
         pass
 
 

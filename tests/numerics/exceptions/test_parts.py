@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,18 +14,19 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.numerics.exceptions.details import Made, in_float64
 from mprun.numerics.exceptions.found import (
     KINDS_KEPT,
     TOLD,
     Found,
     TensorStats,
+    WrongResult,
     from_dict,
     told,
 )
 from mprun.numerics.exceptions.lineage import Lineage, Origin
 from mprun.numerics.exceptions.lines import _is_library, current_line
 from mprun.numerics.exceptions.ops import Call, spec_of
+from mprun.numerics.exceptions.replay import in_float64
 from mprun.numerics.exceptions.tensors import limits, stats
 from mprun.record import jsonable
 from tests.numerics.exceptions import exception
@@ -117,7 +119,8 @@ def test_looking_is_seen_by_no_mode() -> None:
 
 
 def call(func: Any, *args: Any, **kwargs: Any) -> Call:
-    return Call(func, args, kwargs, func(*args, **kwargs), {})
+    saved = {id(x): x.clone() for x in args if isinstance(x, Tensor)}
+    return Call(func, args, kwargs, func(*args, **kwargs), {}, saved)
 
 
 @pytest.mark.parametrize(
@@ -174,24 +177,29 @@ def test_an_op_over_lists_is_taken_tensor_by_tensor() -> None:
 
 def test_an_op_is_run_again_in_float64() -> None:
     big = torch.tensor([300.0], dtype=torch.float16)
-    made = call(aten.mul.Tensor, big, big)
-    exact = in_float64(made, Made("result", 0, made.result, None))
-    assert exact is not None
-    assert (exact.dtype, exact.high) == ("float64", 90000.0)
+    (exact,) = in_float64(call(aten.mul.Tensor, big, big)) or ()
+    assert (exact.dtype, exact.item()) == (torch.float64, 90000.0)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        call(aten.mul_.Tensor, torch.ones(2), torch.ones(2)),
-        call(aten.native_dropout.default, torch.ones(2), 0.5, True),
-        call(aten._foreach_mul.Scalar, [torch.ones(2)], 2.0),
-    ],
-    ids=lambda c: c.name,
-)
-def test_what_writes_or_draws_is_not_run_again(made: Call) -> None:
+def test_an_op_in_place_is_run_again_on_what_was_there() -> None:
+    big = torch.tensor([300.0], dtype=torch.float16)
+    made = call(aten.mul_.Tensor, big, big)
+    (exact,) = in_float64(made) or ()
+    assert (big.item(), exact.item()) == (math.inf, 90000.0)
+    assert in_float64(made._replace(saved={})) is None
+
+
+def test_an_op_is_run_again_on_other_numbers() -> None:
+    x, y = torch.tensor([1.0]), torch.tensor([2.0])
+    given = {id(x): torch.tensor([7.0], dtype=torch.float64)}
+    (exact,) = in_float64(call(aten.mul.Tensor, x, y), lambda t: given.get(id(t))) or ()
+    assert exact.item() == 14.0
+
+
+def test_what_draws_random_numbers_is_not_run_again() -> None:
+    made = call(aten.native_dropout.default, torch.ones(2), 0.5, True)
     state = torch.get_rng_state()
-    assert in_float64(made, Made("result", 0, torch.ones(2), None)) is None
+    assert in_float64(made) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -243,7 +251,21 @@ def test_an_exception_in_a_line() -> None:
     bare = exception(
         module="", module_kind="", location=None, reached=(), in_float64=None, inputs=()
     )
-    assert bare.text() == "overflow: mul, forward; what was made of it is finite, and wrong"
+    assert bare.text() == (
+        "overflow: mul, forward; "
+        "what was made of it is finite, and could not be compared with float64"
+    )
+    wrong = WrongResult("div", "forward", "norm", "model.py:4 (forward)", 0.0, 1.5)
+    assert replace(bare, wrong=wrong).text() == (
+        "overflow: mul, forward; what was made of it is finite, and wrong: "
+        "div in norm, forward, gives 0, in float64 1.5"
+    )
+    held = TensorStats("parameter fc.weight", "float16", (2, 3), -1.0, 1.0, 1, 2)
+    outside = exception(kind="outside", outputs=(held,), in_float64=None)
+    assert outside.text() == (
+        "outside: parameter fc.weight holds 2 inf and 1 NaN, first read by mul in fc (Linear), "
+        "forward, model.py:3 (forward); reached the loss and 1 more"
+    )
 
 
 def test_an_exception_goes_through_json_and_back() -> None:
@@ -253,6 +275,11 @@ def test_an_exception_goes_through_json_and_back() -> None:
     assert row["before"][0]["high"] == "nan"
     finite = exception(before=())
     assert from_dict(json.loads(json.dumps(finite.as_dict()))) == finite
+    wrong = replace(finite, wrong=WrongResult("div", "forward", "norm", None, 0.0, 1.5))
+    assert from_dict(json.loads(json.dumps(wrong.as_dict()))) == wrong
+    older = finite.as_dict()
+    del older["wrong"], older["reason"]
+    assert from_dict(json.loads(json.dumps(older))) == finite
 
 
 def test_each_distinct_exception_is_kept_once_and_all_are_counted() -> None:

@@ -137,7 +137,7 @@ def test_a_row_that_is_masked_whole_is_where_the_nan_begins() -> None:
     def whole(scores: Tensor) -> Tensor:
         return scores.masked_fill(torch.ones_like(HIDDEN), -INF)
 
-    e = train(model_with(whole), scale=1.0, steps=1).expected[0]
+    e = train(model_with(whole), scale=1.0, steps=1).findings[0]
     assert (e.op, e.kind, e.module, e.phase) == ("_softmax", "invalid", "0", "forward")
 
 
@@ -151,8 +151,8 @@ def test_a_mask_beside_a_fault_is_not_blamed() -> None:
         pass
 
     found = train(Plain(hot), scale=1.0, steps=1)
-    assert [e.op for e in found.expected][:1] == ["mul"]
-    assert "constant" not in {e.kind for e in found.expected}
+    assert [e.op for e in found.findings][:1] == ["mul"]
+    assert "constant" not in {e.kind for e in found.findings}
 
 
 def test_a_constant_that_reaches_the_loss_is_a_finding() -> None:
@@ -221,7 +221,10 @@ def test_an_overflow_is_a_finding_though_what_is_made_of_it_is_finite() -> None:
     """A root mean square in float16: what should be about 1 is 0."""
     (e,) = found_in(lambda x: x / (x * x).mean(-1, keepdim=True).sqrt()).findings
     assert (e.op, e.kind, e.module, e.reached) == ("mul", "overflow", "1", ())
-    assert e.text().endswith("what was made of it is finite, and wrong")
+    assert e.wrong is not None
+    assert (e.wrong.op, e.wrong.value) == ("div", 0)
+    assert abs(e.wrong.exact) > 0.5  # of some, the one that is most wrong
+    assert "what was made of it is finite, and wrong: div in 1, forward, gives" in e.text()
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def saturating(factor: float, saturates: bool = True) -> list[FpException]:
     """What is found of products in emulated float16 that are clamped where they are too large."""
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
     model = nn.Linear(WIDTH, WIDTH).half()
-    steps = Steps(model, SGD(model.parameters(), lr=0.0), saturates)
+    steps = Steps(model, [SGD(model.parameters(), lr=0.0)], saturates)
     steps.begin(1)
     with steps.watch.following(model, None), arithmetic.region(), steps.watch.region():
         large = model(X.half()).abs().clamp_min(1.0) * factor
@@ -301,7 +304,7 @@ def test_a_value_that_is_the_largest_is_none() -> None:
     """What is 1 times the largest is the largest: nothing was clamped."""
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
     model = nn.Linear(WIDTH, WIDTH)
-    steps = Steps(model, None, saturates=True)
+    steps = Steps(model, [], saturates=True)
     steps.begin(1)
     with arithmetic.region(), steps.watch.region():
         x = torch.full((4,), 32752.0).half()
@@ -311,7 +314,7 @@ def test_a_value_that_is_the_largest_is_none() -> None:
 
 def test_a_cast_that_clamps() -> None:
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
-    steps = Steps(nn.Linear(WIDTH, WIDTH), None, saturates=True)
+    steps = Steps(nn.Linear(WIDTH, WIDTH), [], saturates=True)
     steps.begin(1)
     with arithmetic.region(), steps.watch.region():
         torch.full((4,), 70000.0).half()
@@ -330,3 +333,20 @@ def test_saturation_is_looked_for_where_it_is_asked_for() -> None:
 
 def test_no_saturation_no_finding() -> None:
     assert saturating(2.0) == []
+
+
+# ---- tensors of other kinds ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e30])
+def test_a_sparse_gradient_that_overflows_is_named(scale: float) -> None:
+    """Sparse tensors are not followed in float64; the op that overflows is named all the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, 1))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    with fp_exceptions(model, optimizer) as found:
+        output = model(torch.tensor([1, 1, 3])).sum() * scale
+        (output * 1e15).backward()
+        optimizer.step()
+    assert bool(found.findings) == (scale > 1e20)
+    assert {e.kind for e in found.findings} <= {"overflow"}
