@@ -47,10 +47,12 @@ __all__ = [
     "no_dispatch",
     "node_number",
     "on_backend_switch",
+    "onednn_has_lstm",
     "onednn_takes",
     "outside_of_modes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
+    "running_modules",
     "set_backend_switches",
     "step_unless",
     "unscale_and_check",
@@ -132,6 +134,13 @@ def in_recomputation() -> bool:
         if frame.f_code.co_name == "_engine_run_backward":  # the innermost backward pass
             return False
     return False
+
+
+def running_modules() -> list[nn.Module]:
+    """The modules whose calls the calling thread is in, the innermost first."""
+    calls = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code in calls)
+    return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
 
 
 def no_dispatch() -> AbstractContextManager[None]:
@@ -230,6 +239,20 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
         return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
     except (AttributeError, RuntimeError):  # PyTorch built without oneDNN
         return None
+
+
+@functools.cache
+def onednn_has_lstm(dtype: torch.dtype) -> bool:
+    """Whether autocast on the CPU can train an LSTM in a dtype: tried on one of a single number."""
+    x, weights = torch.zeros(1, 1, 1), [torch.zeros(4, 1), torch.zeros(4, 1)]
+    weights += [torch.zeros(4), torch.zeros(4)]
+    try:
+        # With gradients on it is oneDNN's primitive for training, which exists for fewer dtypes.
+        with outside_of_modes(), torch.enable_grad(), torch.autocast("cpu", dtype):
+            torch.lstm(x, (x, x), weights, True, 1, 0.0, True, False, False)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -15,27 +15,27 @@ float32; that is warned of once and listed in `substitutions`. Recurrent layers 
 and cuDNN's kernels, so that each of their products is an op of its own.
 
 float16 on a CPU: some kernels are reference loops, from 20 to 700 times slower than float32
-(convolution's backward on every CPU we tried, matmuls on those without AVX512-FP16), and oneDNN has
-no float16 LSTM. Such an op is computed in float32 and its result rounded to float16 once; a kernel
-may sum in another order or round partial sums as well, so the bits can differ.
+(convolution's backward on every CPU we tried, matmuls on those without AVX512-FP16), and oneDNN
+trains no LSTM in float16. Such an op is computed in float32 and its result rounded to float16 once;
+a kernel may sum in another order or round partial sums as well, so the bits can differ.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mprun._torch import call_kernel, kernel_key, without_recurrent_kernels
+from mprun._torch import call_kernel, kernel_key, onednn_has_lstm, without_recurrent_kernels
 
 aten = torch.ops.aten
 
@@ -240,6 +240,7 @@ class EmulatedTf32(Stepless):
 
     def __init__(self) -> None:
         self.substitutions: tuple[Substitution, ...] = ()
+        self.occurred: set[Any] = set()
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -252,6 +253,7 @@ class EmulatedTf32(Stepless):
             return
         reason = "not rounded to TF32: its kernel keeps its products to itself"
         self.substitutions += (Substitution(name, "float32", reason),)
+        self.occurred.add(name)
         warnings.warn(f"{name} is {reason}; it is computed in float32", stacklevel=2)
 
 
@@ -337,3 +339,80 @@ class _ByFloat32Mode(TorchDispatchMode):
         if isinstance(result, Tensor):
             return result.half()
         return tuple(None if r is None else r.half() for r in result)
+
+
+LSTM = (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default)
+"""What an LSTM on a CPU is under autocast: oneDNN's primitive."""
+
+
+def lstm_by_float32(
+    arithmetic: Arithmetic, model: nn.Module, casting: str, device: torch.device
+) -> Arithmetic:
+    """`arithmetic`, with LSTMs in float32 where autocast would ask oneDNN for what it has not.
+
+    oneDNN trains no LSTM in float16, and in bfloat16 on some CPUs only. Autocast asks for it all
+    the same, and the model dies of "could not create a primitive descriptor".
+    """
+    asks = (
+        device.type == "cpu" and casting == "autocast" and not isinstance(arithmetic, _LstmByOther)
+    )
+    if not asks or not any(isinstance(m, nn.LSTM) for m in model.modules()):
+        return arithmetic
+    missing = {d for d in (torch.float16, torch.bfloat16) if not onednn_has_lstm(d)}
+    return _LstmByOther(arithmetic, missing) if missing else arithmetic
+
+
+class _LstmByOther:
+    """Another arithmetic, with LSTMs of some dtypes computed in float32 and rounded.
+
+    Args:
+        inner: the arithmetic for everything else.
+        dtypes: those of the LSTMs.
+    """
+
+    def __init__(self, inner: Arithmetic, dtypes: Set[torch.dtype]) -> None:
+        self._inner, self._dtypes = inner, dtypes
+        self.substitutions = inner.substitutions
+        self.occurred: set[Any] = getattr(inner, "occurred", set())
+        self.products: set[Any] = getattr(inner, "products", set())
+        self.columns: Mapping[str, object] = getattr(inner, "columns", {})
+
+    def begin_step(self, step: int) -> None:
+        self._inner.begin_step(step)
+
+    def end_step(self) -> None:
+        self._inner.end_step()
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with self._inner.region(), _LstmMode(self._dtypes, self._substituted):
+            yield
+
+    def _substituted(self, func: Any, dtype: torch.dtype) -> None:
+        if func not in self.occurred:
+            self.occurred.add(func)
+            low = str(dtype).removeprefix("torch.")
+            reason = (
+                f"oneDNN trains no {low} LSTM on this CPU: computed in float32, rounded to {low}"
+            )
+            self.substitutions += (Substitution(str(func).removesuffix(".default"), low, reason),)
+
+
+class _LstmMode(TorchDispatchMode):
+    def __init__(
+        self, dtypes: Set[torch.dtype], substituted: Callable[[Any, torch.dtype], None]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dtypes = dtypes
+        self._substituted = substituted
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in LSTM or args[0].dtype not in self._dtypes:
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        self._substituted(func, dtype)
+        wide = [x.float() if isinstance(x, Tensor) and x.dtype == dtype else x for x in args]
+        result = func(*wide, **(kwargs or {}))
+        return tuple(x.to(dtype) if _is_float32(x) else x for x in result)
