@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,9 +271,15 @@ def test_lstms_train_whatever_instructions_onednn_has(instructions: str) -> None
         "    out, by = lstm_step(name, Recurrent(), torch.randn(4, 3, 6))\n"
         "    print(name, bool(out.isfinite().all()), len(by.arithmetic.substitutions))"
     )
+    root = Path(__file__).parents[2]
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env=env,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert lines["fp16_mixed"] == "True 2"

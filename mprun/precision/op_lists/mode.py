@@ -115,6 +115,8 @@ class Table:
         rule = self.rule(name)
         in_python = isinstance(function, types.FunctionType)
         handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
+        if name == "linalg_matrix_power" and name not in self.lists.rules:
+            handler = self._power(handler)
         if in_python:
             handler = rules.unless_mutating(handler, self._mutated)
         handler = self._watched(name, rule, handler)
@@ -143,6 +145,24 @@ class Table:
         if whole and name not in rules.WRITES_STATISTICS:
             return self._by_rule[rule]
         return self._activation.get(rule, rules.plain)
+
+    def _power(self, products: Handler) -> Handler:
+        """A matrix power by what it consists of: an inverse where n < 0, then products."""
+        inverse = self._by_rule[self.rule("linalg_inv")]
+
+        def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            kwargs = dict(kwargs)
+            x, n = args[0] if args else kwargs.pop("input", None), [*args, None][1]
+            n = kwargs.pop("n", n)
+            if x is None or n is None:
+                return function(*args, **kwargs)
+            if n < 0:
+                x, n = inverse(torch.linalg.inv, (x,), {}), -n
+            if n < 2:  # no product
+                return function(x, n, **kwargs)
+            return products(function, (x, n), kwargs)
+
+        return handler
 
     def _watched(self, name: str, rule: str, handler: Handler) -> Handler:
         watcher = self._watcher
