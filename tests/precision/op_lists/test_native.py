@@ -375,6 +375,9 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "inner of vectors": lambda: torch.inner(A[0], B[0]),
     "einsum, nothing summed": lambda: torch.einsum("ij,ij->ij", A, B),
     "einsum, a diagonal": lambda: torch.einsum("ii->i", A),
+    "max_pool3d with indices": lambda: nn.functional.max_pool3d(
+        draw(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
+    ),
     "einsum, a sum": lambda: torch.einsum("ij->", A),
     "tensordot of vectors": lambda: torch.tensordot(A[0], B[0], 1),
     "linalg.polar": lambda: torch.linalg.polar(A),
