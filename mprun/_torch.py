@@ -5,9 +5,12 @@ Tried on PyTorch 2.11 and 2.15. A name that moves breaks here, and nowhere else.
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from traceback import walk_stack
 from typing import Any
 
@@ -26,25 +29,34 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "BackendSwitches",
     "FakeTensorMode",
     "StorageWeakRef",
+    "backend_switches",
     "backward_node",
+    "call_kernel",
     "dispatch_modes",
     "function_modes",
     "in_backward",
     "in_recomputation",
     "is_compiled",
     "is_fake",
+    "kernel_key",
     "load_hooks_run",
     "next_node",
     "no_dispatch",
     "node_number",
+    "on_backend_switch",
+    "onednn_has_lstm",
     "onednn_takes",
     "outside_of_modes",
     "recurrent_layers_take_any_dtype",
     "run_backward",
+    "running_modules",
+    "set_backend_switches",
     "step_unless",
     "unscale_and_check",
+    "without_recurrent_kernels",
 ]
 
 
@@ -124,6 +136,13 @@ def in_recomputation() -> bool:
     return False
 
 
+def running_modules() -> list[nn.Module]:
+    """The modules whose calls the calling thread is in, the innermost first."""
+    calls = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code in calls)
+    return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
+
+
 def no_dispatch() -> AbstractContextManager[None]:
     """A region whose ops go to PyTorch's kernels past all dispatch modes and tensor subclasses."""
     region: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
@@ -133,6 +152,43 @@ def no_dispatch() -> AbstractContextManager[None]:
 def dispatch_modes() -> list[TorchDispatchMode]:
     """The dispatch modes ops of the calling thread go through, the outermost first."""
     return _get_current_dispatch_mode_stack()
+
+
+@functools.cache
+def kernel_key(op: torch._ops.OpOverload, device_type: str, backend: bool) -> Any:
+    """The dispatch key of the kernel that an op is composed in; None where there is none.
+
+    Args:
+        op: the op.
+        device_type: cpu or cuda, whose kernel is meant.
+        backend: whether a kernel below autograd counts, which an op has besides composite ones.
+    """
+    keys = ["CompositeImplicitAutograd"]
+    if backend:
+        keys += [device_type.upper(), "CompositeExplicitAutograd"]
+        keys += ["CompositeExplicitAutogradNonFunctional"]
+    for key in keys:
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+            return getattr(torch._C.DispatchKey, key)
+    return None
+
+
+def call_kernel(op: torch._ops.OpOverload, key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the kernel of an op for a dispatch key; the ops that it calls go to dispatch modes."""
+    return op._op_dk(key, *args, **kwargs)
+
+
+@contextmanager
+def without_recurrent_kernels() -> Iterator[None]:
+    """Inside, recurrent layers are computed op by op: oneDNN and cuDNN are switched off."""
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
@@ -185,6 +241,20 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
         return None
 
 
+@functools.cache
+def onednn_has_lstm(dtype: torch.dtype) -> bool:
+    """Whether autocast on the CPU can train an LSTM in a dtype: tried on one of a single number."""
+    x, weights = torch.zeros(1, 1, 1), [torch.zeros(4, 1), torch.zeros(4, 1)]
+    weights += [torch.zeros(4), torch.zeros(4)]
+    try:
+        # With gradients on it is oneDNN's primitive for training, which exists for fewer dtypes.
+        with outside_of_modes(), torch.enable_grad(), torch.autocast("cpu", dtype):
+            torch.lstm(x, (x, x), weights, True, 1, 0.0, True, False, False)
+    except RuntimeError:
+        return False
+    return True
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` made the module, or its own `compile` was called."""
     own = getattr(module, "_compiled_call_impl", None)
@@ -221,3 +291,148 @@ def node_number(node: Node) -> int | None:
     """The number autograd gave a node as it was made; None for a parameter's, which has none."""
     number = int(node._sequence_nr())
     return None if number > 2**63 else number
+
+
+_FP32_SWITCHES = {
+    "cuda.matmul": ("cuda", "matmul"),
+    "cudnn.conv": ("cuda", "conv"),
+    "cudnn.rnn": ("cuda", "rnn"),
+    "mkldnn.matmul": ("mkldnn", "matmul"),
+    "mkldnn.conv": ("mkldnn", "conv"),
+    "mkldnn.rnn": ("mkldnn", "rnn"),
+}
+"""Names in `torch.backends` -> backend and op of the setters."""
+_FP32_LEVELS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+"""What holds for ops that have no setting of their own."""
+_REDUCTION_SWITCHES = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+_SETTERS = {
+    name: getattr(torch._C, name)
+    for name in (
+        "_set_fp32_precision_setter",
+        "_set_float32_matmul_precision",
+        "_set_cublas_allow_tf32",
+        "_set_cudnn_allow_tf32",
+        "_set_cublas_allow_bf16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_reduced_precision_reduction",
+        "_set_cublas_allow_fp16_accumulation",
+    )
+}
+"""What `torch.backends` looks up and calls when a switch is set."""
+
+
+@dataclass(frozen=True)
+class BackendSwitches:
+    """The switches of `torch.backends` that decide how matmuls and convolutions compute."""
+
+    levels: tuple[str, ...]
+    """Of `_FP32_LEVELS`."""
+    fp32: dict[str, str]
+    """By name in `torch.backends`: ieee, tf32, bf16 or none (the setting of the level above)."""
+    reductions: dict[str, Any]
+    """Of `torch.backends.cuda.matmul`: whether 16-bit matmuls may add up in less than float32."""
+    matmul: str
+    """The older interface: `torch.get_float32_matmul_precision()`."""
+    cudnn: bool
+    """The older interface: `torch.backends.cudnn.allow_tf32`."""
+
+    @classmethod
+    def all_at(cls, fp32: str, reduced: bool) -> BackendSwitches:
+        """Every float32 op at one precision, ieee or tf32."""
+        return cls(
+            ("none",) * len(_FP32_LEVELS),
+            dict.fromkeys(_FP32_SWITCHES, fp32),
+            dict.fromkeys(_REDUCTION_SWITCHES, reduced),
+            "high" if fp32 == "tf32" else "highest",
+            fp32 == "tf32",
+        )
+
+    def changes(self, wanted: BackendSwitches) -> list[str]:
+        """What differs from the wanted ones, as `cuda.matmul.fp32_precision to 'tf32'`.
+
+        A `none` is left out: it asks for nothing.
+        """
+        fp32 = [
+            f"torch.backends.{name}.fp32_precision to {value!r}"
+            for name, value in self.fp32.items()
+            if value not in (wanted.fp32[name], "none")
+        ]
+        return fp32 + [
+            f"torch.backends.cuda.matmul.{name} to {value}"
+            for name, value in self.reductions.items()
+            if value != wanted.reductions[name]
+        ]
+
+
+def backend_switches() -> BackendSwitches:
+    """The switches as they are.
+
+    An op without a setting of its own reads as its level, so levels are read first and taken away.
+    The older interface raises an error where it disagrees with the newer one; it is read with the
+    newer one at ieee, where only an older one that allows TF32 can disagree.
+    """
+    get, put = torch._C._get_fp32_precision_getter, _SETTERS["_set_fp32_precision_setter"]
+    levels = []
+    for key in _FP32_LEVELS:
+        levels.append(get(*key))
+        put(*key, "none")
+    fp32 = {name: get(*key) for name, key in _FP32_SWITCHES.items()}
+    matmul = torch.backends.cuda.matmul
+    reductions = {name: getattr(matmul, name) for name in _REDUCTION_SWITCHES}
+    try:
+        for key in _FP32_SWITCHES.values():
+            put(*key, "ieee")
+        precision = torch._C._get_float32_matmul_precision()
+        try:
+            cudnn = torch._C._get_cudnn_allow_tf32()
+        except RuntimeError:
+            cudnn = True
+    finally:
+        for key, value in zip(_FP32_LEVELS, levels, strict=True):
+            put(*key, value)
+        for name, value in fp32.items():
+            put(*_FP32_SWITCHES[name], value)
+    return BackendSwitches(tuple(levels), fp32, reductions, precision, cudnn)
+
+
+def set_backend_switches(switches: BackendSwitches) -> None:
+    """Set the switches: the older interface first, which sets the newer one too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the older interface is deprecated
+        _SETTERS["_set_float32_matmul_precision"](switches.matmul)
+        _SETTERS["_set_cudnn_allow_tf32"](switches.cudnn)
+    for key, level in zip(_FP32_LEVELS, switches.levels, strict=True):
+        _SETTERS["_set_fp32_precision_setter"](*key, level)
+    for name, value in switches.fp32.items():
+        _SETTERS["_set_fp32_precision_setter"](*_FP32_SWITCHES[name], value)
+    for name, value in switches.reductions.items():
+        setter = _SETTERS[f"_set_cublas_{name}"]
+        setter(*value) if isinstance(value, tuple) else setter(value)
+
+
+@contextmanager
+def on_backend_switch(call: Callable[[], None]) -> Iterator[None]:
+    """Inside, `call` runs after code has set a switch through `torch.backends` or `torch`.
+
+    An attribute of `torch.backends.cudnn` itself (`allow_tf32 = ...`) is set past it.
+    """
+
+    def followed(setter: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(setter)
+        def set_and_call(*args: Any) -> None:
+            setter(*args)
+            call()
+
+        return set_and_call
+
+    before = {name: getattr(torch._C, name) for name in _SETTERS}
+    try:
+        for name, setter in _SETTERS.items():
+            setattr(torch._C, name, followed(setter))
+        yield
+    finally:
+        for name, setter in before.items():
+            setattr(torch._C, name, setter)

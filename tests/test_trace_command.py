@@ -272,16 +272,20 @@ def told_casts(out: str) -> list[str]:
 def test_a_verbose_run_tells_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*MNIST, "op_lists=hmp", "op_lists.verbose=true", "train.max_steps=5"]
     assert main([*words, "run.dir=run"]) == 0
-    assert told_casts(capsys.readouterr().out) == ["cast: linear (lower): float32 to bfloat16"]
+    assert told_casts(capsys.readouterr().out) == [
+        f"cast: linear (lower) in {name} (Linear): float32 to bfloat16" for name in ("0", "2", "4")
+    ]
 
 
 def test_a_cast_of_another_op_or_dtype_is_another(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe=fashion_mnist", "recipe.model.image_size=28", *MNIST[2:], "train.max_steps=3"]
     assert main([*words, "op_lists=hmp", "op_lists.verbose=true", "run.dir=run"]) == 0
     assert sorted(told_casts(capsys.readouterr().out)) == [
-        "cast: conv2d (lower): float32 to bfloat16",
-        "cast: linear (lower): float32 to bfloat16",
-        "cast: log_softmax (fp32): bfloat16 to float32",
+        "cast: conv2d (lower) in conv1 (Conv2d): float32 to bfloat16",
+        "cast: conv2d (lower) in conv2 (Conv2d): float32 to bfloat16",
+        "cast: linear (lower) in fc1 (Linear): float32 to bfloat16",
+        "cast: linear (lower) in fc2 (Linear): float32 to bfloat16",
+        "cast: log_softmax (fp32) in FashionMnistModel: bfloat16 to float32",
     ]
 
 

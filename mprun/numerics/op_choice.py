@@ -37,7 +37,7 @@ from mprun.numerics.observe import Observer, Op
 from mprun.numerics.passes import NotMeasurableError, Way, call, is_out_of_memory, ready
 from mprun.numerics.trace import Calls
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
-from mprun.precision.op_lists import Watcher
+from mprun.precision.op_lists import Entry, Watcher
 from mprun.precision.op_lists.names import ATTENTION, CONVOLUTIONS, RECURRENT, known, spelled
 
 HEAVY = (
@@ -213,7 +213,7 @@ def op_choice(
         NotMeasurableError: `always` has a name no op answers to; or the model fails in the lower
             dtype in a way that cannot be put down to an op.
     """
-    unknown = op_lists((), always).unknown
+    unknown = op_lists((), [Entry(name, "always") for name in always]).unknown
     if unknown:
         raise NotMeasurableError(str(unknown[0]))
     device = next(model.parameters()).device.type

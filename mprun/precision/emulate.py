@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import gelu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -33,9 +33,13 @@ from mprun._torch import dispatch_modes, in_recomputation
 from mprun.precision.arithmetic import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
+    FAST_PATHS,
     MATMULS,
     Stepless,
     Substitution,
+    opened,
+    unfused,
+    variants,
 )
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.random_bits import key
@@ -161,6 +165,11 @@ UNPROMOTED = frozenset(
         aten.scatter_add_,
     }
 )
+OPENED = FAST_PATHS | {"_trilinear", "conv_tbc", "conv_tbc_backward"}
+# In-place ops and those with `out`, each with the op that returns what they write.
+VARIANTS: dict[Any, Any] = {
+    variant: op for op in SUPPORTED for variant in variants(op) if variant not in SUPPORTED
+}
 # Arguments an op writes to without its schema saying so.
 WRITES = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
@@ -222,12 +231,12 @@ class Emulated16:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        # A fused attention would hide its results from the mode, and so would one in float32.
+        # Fused attention would hide its results from the mode, and so would one in float32.
         cuda: Any = torch.backends.cuda
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
         cuda.allow_fp16_bf16_reduction_math_sdp(True)
         try:
-            with sdpa_kernel(SDPBackend.MATH), _EmulationMode(self, self._partials):
+            with unfused(), _EmulationMode(self, self._partials):
                 yield
         finally:
             cuda.allow_fp16_bf16_reduction_math_sdp(before)
@@ -317,12 +326,15 @@ class _EmulationMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
+        if (kernel := opened(func, args, OPENED)) is not None:
+            with self:
+                return kernel(*args, **kwargs)
         target = _target(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)
         wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
-        if self._partials and func in SUPPORTED and target == torch.float16:
-            result = blocked(func, wide_args, lambda x: self._round(x, torch.float16), wide_kwargs)
+        if self._partials and target == torch.float16:
+            result = self._in_blocks(func, wide_args, wide_kwargs)
         else:
             result = func(*wide_args, **wide_kwargs)
         stored: dict[int, Tensor] = {}
@@ -337,6 +349,19 @@ class _EmulationMode(TorchDispatchMode):
             return (finished(first, args[0].dtype), *(finished(x, target) for x in others))
         return tree_map(lambda x: finished(x, target), result)
 
+    def _in_blocks(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The float32 result of an op, its products added up in float16 where it has any."""
+        if func is aten._addmm_activation.default:
+            gelu = kwargs.pop("use_gelu", False)
+            result = self._in_blocks(aten.addmm.default, args, kwargs)
+            return _gelu(result) if gelu else result.relu()
+        op = VARIANTS.get(func, func)
+        if op not in SUPPORTED:
+            return func(*args, **kwargs)
+        out = kwargs.pop("out", args[0]) if op is not func else None
+        result = blocked(op, args, lambda x: self._round(x, torch.float16), kwargs)
+        return result if out is None else out.resize_(result.shape).copy_(result)
+
     def _rounded(self, x: Any, dtype: torch.dtype) -> Any:
         if isinstance(x, Tensor) and x.dtype == torch.float32 and dtype in LOW:
             return self._round(x, dtype)
@@ -346,6 +371,11 @@ class _EmulationMode(TorchDispatchMode):
         if to.dtype in LOW and source.dtype != to.dtype and source.is_floating_point():
             source = self._round(source.float(), to.dtype)
         return to.copy_(source, non_blocking)
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """As kernels that end in it compute it: by the approximation on CUDA."""
+    return gelu(x, approximate="tanh" if x.is_cuda else "none")
 
 
 def _target(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype | None:

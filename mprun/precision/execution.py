@@ -3,34 +3,24 @@
 PyTorch keeps process-wide switches that change what a "float32" matmul or convolution computes:
 TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions), bfloat16 inside
 oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
-policy and puts them back on every way out. Only the interface of PyTorch 2.9 and later is used
-(`fp32_precision`); mixing it with the older `allow_tf32` is an error in PyTorch.
+policy and puts them back on every way out.
+
+They have two interfaces, `fp32_precision` and the older `allow_tf32`, and PyTorch raises an error
+where the two disagree. Both are set, so that a model's code can use either
+(`torch.backends.cudnn.flags` uses both). What such code sets is put back at once, with a warning:
+the arithmetic of a run is that of its mode, as the record states it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
+from mprun._torch import BackendSwitches, backend_switches, on_backend_switch, set_backend_switches
 from mprun.precision.policy import Policy
-
-_B: Any = torch.backends
-_FP32_SWITCHES: tuple[Any, ...] = (
-    _B.cuda.matmul,
-    _B.cudnn.conv,
-    _B.cudnn.rnn,
-    _B.mkldnn.matmul,
-    _B.mkldnn.conv,
-    _B.mkldnn.rnn,
-)
-_REDUCTION_SWITCHES = (
-    "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
-)
 
 
 @contextmanager
@@ -53,21 +43,26 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
         tf32: whether float32 matmuls and convolutions may be computed in TF32.
         reduced: whether 16-bit matmuls may accumulate in less than float32.
     """
-    matmul = _B.cuda.matmul
-    before_fp32 = [switch.fp32_precision for switch in _FP32_SWITCHES]
-    before_reduction = [getattr(matmul, name) for name in _REDUCTION_SWITCHES]
-    fp32 = "tf32" if tf32 else "ieee"
+    before = backend_switches()
+    wanted = BackendSwitches.all_at("tf32" if tf32 else "ieee", reduced)
+    reported: set[str] = set()
+
+    def put_back() -> None:
+        changes = backend_switches().changes(wanted)
+        set_backend_switches(wanted)
+        for change in changes:
+            if change not in reported:
+                reported.add(change)
+                kept = "the run keeps what its mode says"
+                warnings.warn(f"the model's code set {change} during a run; {kept}", stacklevel=4)
+
     try:
-        for switch in _FP32_SWITCHES:
-            switch.fp32_precision = fp32
-        for name in _REDUCTION_SWITCHES:
-            setattr(matmul, name, reduced)
-        yield
+        set_backend_switches(wanted)
+        with on_backend_switch(put_back):
+            yield
+        put_back()  # what was set past the setters that are watched
     finally:
-        for switch, precision in zip(_FP32_SWITCHES, before_fp32, strict=True):
-            switch.fp32_precision = precision
-        for name, allowed in zip(_REDUCTION_SWITCHES, before_reduction, strict=True):
-            setattr(matmul, name, allowed)
+        set_backend_switches(before)
 
 
 def has_tf32(device: torch.device) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.arithmetic import Arithmetic, lstm_by_float32
 from mprun.precision.buffers import BufferGuard, NoBufferGuard, guard_for
 from mprun.precision.caster import Caster
 from mprun.precision.clip import Clip
@@ -86,6 +86,7 @@ class Precision:
             compute_in(model, named, self._caster.layer_region)
             convert(model, device, stored, memory_format)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
+        self.arithmetic = lstm_by_float32(self.arithmetic, model, self.policy.casting, device)
         self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
         return model
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import EmulatedTf32, Float16ByFloat32, round_to_tf32
+from mprun.precision import (
+    AutocastCaster,
+    EmulatedTf32,
+    Float16ByFloat32,
+    NativeArithmetic,
+    NoClip,
+    NoLossScale,
+    Precision,
+    round_to_tf32,
+)
+from tests.precision.test_policy import policy
 
 
 def exact_tf32(x: Tensor) -> Tensor:
@@ -176,3 +191,96 @@ def test_substitutions_name_every_op() -> None:
     names = {s.op for s in Float16ByFloat32(matmuls=True).substitutions}
     assert {"aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"} < names
     assert EmulatedTf32().substitutions == ()
+
+
+class Recurrent(nn.Module):
+    """An LSTM with all that it can have, and a layer after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, bidirectional=True)
+        self.last = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.lstm(x)[0])
+        return out
+
+
+def lstm_step(policy_name: str, model: nn.Module, x: Tensor) -> tuple[Tensor, Precision]:
+    """One forward and backward pass as a run takes it; the outputs, and what carried it out."""
+    dtype = torch.float16 if policy_name == "fp16_mixed" else torch.bfloat16
+    by = Precision(
+        policy(policy_name),
+        AutocastCaster("cpu", dtype),
+        NativeArithmetic(),
+        NoLossScale(),
+        NoClip(),
+    )
+    by.prepare(model, torch.device("cpu"))
+    out = by.forward(model, x)
+    by.backward(by.loss(lambda y, _: y.square().sum(), out, x))
+    return out.detach(), by
+
+
+def test_an_lstm_that_onednn_does_not_have_is_computed_in_float32_and_listed() -> None:
+    """PyTorch's autocast asks for a float16 primitive, which does not exist, and dies."""
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(4, 3, 6)
+    with pytest.raises(RuntimeError, match="primitive"), torch.autocast("cpu", torch.float16):
+        model(x)
+    exact = copy.deepcopy(model)
+    wide = exact(x)
+    wide.square().sum().backward()
+    out, by = lstm_step("fp16_mixed", model, x)
+    # A handful of roundings to float16, 2^-11 each, of numbers of size 1.
+    torch.testing.assert_close(out, wide.detach(), rtol=0, atol=8 * 2**-11)
+    assert not torch.equal(out, wide.detach())
+    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=2**-7 * q.grad.abs().max().item())
+    listed = [s[:2] for s in by.arithmetic.substitutions]
+    assert listed == [
+        ("aten.mkldnn_rnn_layer", "float16"),
+        ("aten.mkldnn_rnn_layer_backward", "float16"),
+    ]
+
+
+def test_an_lstm_s_outputs_stay_in_the_lower_dtype() -> None:
+    model, x = nn.LSTM(6, 5), torch.randn(4, 3, 6)
+    _, by = lstm_step("fp16_mixed", Recurrent(), x)
+    with by.arithmetic.region(), torch.autocast("cpu", torch.float16):
+        out, (h, c) = model(x)
+    assert {t.dtype for t in (out, h, c)} == {torch.float16}
+
+
+def test_a_model_without_lstm_keeps_its_arithmetic() -> None:
+    _, by = lstm_step("fp16_mixed", nn.Linear(6, 3), torch.randn(4, 6))
+    assert type(by.arithmetic) is NativeArithmetic
+    assert by.arithmetic.substitutions == ()
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "DEFAULT"])
+def test_lstms_train_whatever_instructions_onednn_has(instructions: str) -> None:
+    """With AVX2 alone it has no bfloat16 LSTM either. oneDNN reads the variable as it starts."""
+    script = (
+        "import torch; from torch import nn; "
+        "from tests.precision.test_arithmetic import Recurrent, lstm_step\n"
+        "for name in ('fp16_mixed', 'bf16_mixed'):\n"
+        "    out, by = lstm_step(name, Recurrent(), torch.randn(4, 3, 6))\n"
+        "    print(name, bool(out.isfinite().all()), len(by.arithmetic.substitutions))"
+    )
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=env,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert lines["fp16_mixed"] == "True 2"
+    assert lines["bf16_mixed"] in ("True 0", "True 2")

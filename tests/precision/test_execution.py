@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -56,3 +59,85 @@ def test_float32_matmuls_are_float32_although_the_process_allows_bfloat16() -> N
     finally:
         torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
     assert error < 1e-3  # 256 terms of size 1: far below bfloat16's, far above float32's error
+
+
+def by_flags() -> None:
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        assert torch.backends.cudnn.conv.fp32_precision == "ieee"  # type: ignore[attr-defined]
+
+
+def by_old_attribute() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def by_old_attribute_of_cudnn() -> None:
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def by_new_attribute() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+def by_precision() -> None:
+    torch.set_float32_matmul_precision("high")
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def by_reduction() -> None:
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    assert not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+CHANGES: dict[str, Callable[[], None]] = {
+    "cudnn.conv.fp32_precision to 'tf32'": by_flags,
+    "cuda.matmul.fp32_precision to 'tf32'": by_old_attribute,
+    "cudnn.rnn.fp32_precision to 'tf32'": by_old_attribute_of_cudnn,
+    "mkldnn.matmul.fp32_precision to 'tf32'": by_precision,
+    "cuda.matmul.allow_fp16_accumulation to True": by_reduction,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_model_s_code_sets_is_put_back_and_warned_of_once(change: str) -> None:
+    """In either of PyTorch's two interfaces, which it does not let disagree."""
+    before = switches(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        with backend_flags(policy("fp32")):
+            for _ in range(2):
+                CHANGES[change]()
+        told = [str(w.message) for w in caught if "model's code" in str(w.message)]
+    expected = f"the model's code set torch.backends.{change} during a run; the run keeps"
+    assert sum(x.startswith(expected) for x in told) == 1, told
+    after = switches(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+    assert after == before
+
+
+def test_a_model_that_sets_both_interfaces_can_read_both() -> None:
+    with backend_flags(policy("fp32")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        by_new_attribute()
+        by_old_attribute()
+        assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+
+
+def test_setting_what_holds_anyway_says_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with backend_flags(policy("fp32")):
+            torch.backends.cudnn.benchmark = True
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.backends.cudnn.benchmark = False
+
+
+def test_a_region_inside_another_has_its_own_switches() -> None:
+    """`doctor` and `speed=auto` time ops in the middle of things."""
+    with backend_flags(policy("fp32")):
+        with backend_flags(policy("tf32"), native_tf32=True):
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+            assert torch.backends.cudnn.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert not torch.backends.cudnn.allow_tf32

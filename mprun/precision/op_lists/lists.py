@@ -1,12 +1,14 @@
 """Op lists: which ops compute in the lower dtype, in float32, in the widest of their inputs.
 
 A list is data: names, one to an op, from a configuration or a file (`mprun/op_list_file.py`). A
-name nobody knows is kept aside with the nearest known one, to be reported; an op on two lists is an
+name that no op has is kept aside with the nearest known one. Whoever reads a file or configuration
+(`Entry`) reports it; of a name in a program's code a warning is given. An op on two lists is an
 error.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -50,6 +52,7 @@ def op_lists(
     fp32: Iterable[Entry | str],
     promote: Iterable[Entry | str] = (),
     first_input: bool = True,
+    strict: bool = False,
 ) -> OpLists:
     """Lists from names.
 
@@ -61,9 +64,12 @@ def op_lists(
         fp32: ops that compute in float32.
         promote: ops that compute in the widest dtype among their inputs.
         first_input: what becomes of an op on no list, see `OpLists`.
+        strict: refuse a name that no op has. Otherwise it is left out; a name given as text, in a
+            program's own code, is warned of.
 
     Raises:
-        ValueError: one op is on both `lower` and `fp32`; the message names both entries.
+        ValueError: one op is on both `lower` and `fp32`; the message names both entries. With
+            `strict`, a name that no op has.
     """
     found: dict[str, tuple[str, Entry]] = {}
     unknown: dict[str, Unknown] = {}
@@ -71,12 +77,20 @@ def op_lists(
         for item in names:
             entry = Entry(item, f"{kind} list") if isinstance(item, str) else item
             canonical = spelled(entry.text)
-            if not any(name in known() for name in canonical):
-                unknown.setdefault(entry.text, Unknown(entry))
+            if not any(name in known() for name in canonical) and entry.text not in unknown:
+                unknown[entry.text] = Unknown(entry)
+                _report(unknown[entry.text], strict, in_code=isinstance(item, str))
             for name in canonical:
                 _put(found, name, kind, entry)
     rules = {name: kind for name, (kind, _) in found.items() if name in known()}
     return OpLists(rules, first_input, tuple(unknown.values()))
+
+
+def _report(unknown: Unknown, strict: bool, in_code: bool) -> None:
+    if strict:
+        raise ValueError(str(unknown))
+    if in_code:
+        warnings.warn(f"a name is left out: {unknown}", stacklevel=3)
 
 
 def _put(found: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:

@@ -8,9 +8,9 @@ torch.autocast sits, kernels can be replaced, but Inductor's cache does not noti
 PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
 (`F.multi_head_attention_forward`) would hide the ops inside it: its body is run with the mode on.
 
-The backward pass follows the dtypes of the forward one; Python code in it (custom autograd
-functions, hooks) is not cast. One thing is: activation checkpointing runs forward code again there,
-and must cast it as before.
+The backward pass follows the dtypes of the forward one; Python code in it (hooks, custom autograd
+functions) is not cast. Two things are: activation checkpointing runs forward code again there, and
+must cast it as before; custom autograd functions with torch.amp's decorators (`custom.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from mprun.op_list_file import KINDS
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.bodies import OPERATORS, calls_of
 from mprun.precision.op_lists.casts import Casts
+from mprun.precision.op_lists.custom import Region, functions_cast
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
 from mprun.precision.op_lists.rules import Function, Handler
@@ -73,6 +74,7 @@ class Table:
     ) -> None:
         self.lists = lists
         self.dtype = dtype
+        self.custom_backward = functools.partial(_again, self)
         self._watcher = watcher
         self._same_dtype = rules.SAME_DTYPE_ON_CUDA if device_type == "cuda" else frozenset()
         cast = casts.to if watcher is None else _told(casts, watcher)
@@ -113,6 +115,8 @@ class Table:
         rule = self.rule(name)
         in_python = isinstance(function, types.FunctionType)
         handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
+        if name == "linalg_matrix_power" and name not in self.lists.rules:
+            handler = self._power(handler)
         if in_python:
             handler = rules.unless_mutating(handler, self._mutated)
         handler = self._watched(name, rule, handler)
@@ -141,6 +145,24 @@ class Table:
         if whole and name not in rules.WRITES_STATISTICS:
             return self._by_rule[rule]
         return self._activation.get(rule, rules.plain)
+
+    def _power(self, products: Handler) -> Handler:
+        """A matrix power by what it consists of: an inverse where n < 0, then products."""
+        inverse = self._by_rule[self.rule("linalg_inv")]
+
+        def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            kwargs = dict(kwargs)
+            x, n = args[0] if args else kwargs.pop("input", None), [*args, None][1]
+            n = kwargs.pop("n", n)
+            if x is None or n is None:
+                return function(*args, **kwargs)
+            if n < 0:
+                x, n = inverse(torch.linalg.inv, (x,), {}), -n
+            if n < 2:  # no product
+                return function(x, n, **kwargs)
+            return products(function, (x, n), kwargs)
+
+        return handler
 
     def _watched(self, name: str, rule: str, handler: Handler) -> Handler:
         watcher = self._watcher
@@ -234,6 +256,7 @@ class _State:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.off = False
+        self.in_custom_backward = False
 
 
 class _Mode(TorchFunctionMode):
@@ -257,7 +280,7 @@ class _Mode(TorchFunctionMode):
         if torch.compiler.is_compiling():
             if handler is None:
                 return func(*args, **kwargs)
-        elif in_backward() and not in_recomputation():
+        elif in_backward() and not state.in_custom_backward and not in_recomputation():
             return func(*args, **kwargs)
         elif handler is None:
             handler = state.table.handlers[func] = state.table.make(func)
@@ -276,7 +299,8 @@ def region(table: Table) -> Iterator[None]:
     """Calls are cast by `table` inside; of regions in one another the innermost holds."""
     mode = _current()
     if mode is None:
-        with _Mode(table), recurrent_layers_take_any_dtype():
+        by_lists = functions_cast(_custom_backward, disable_casts)
+        with _Mode(table), recurrent_layers_take_any_dtype(), by_lists:
             yield
         return
     state = mode.state
@@ -286,6 +310,25 @@ def region(table: Table) -> Iterator[None]:
         yield
     finally:
         state.table, state.off = before
+
+
+def _custom_backward() -> Region | None:
+    """Makes the region for the backward pass of a custom function called now; None: no casts."""
+    mode = _current()
+    return None if mode is None or mode.state.off else mode.state.table.custom_backward
+
+
+@contextmanager
+def _again(table: Table) -> Iterator[None]:
+    """A region inside the backward pass of a custom function."""
+    with region(table):
+        mode = _current()
+        assert mode is not None
+        before, mode.state.in_custom_backward = mode.state.in_custom_backward, True
+        try:
+            yield
+        finally:
+            mode.state.in_custom_backward = before
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -46,7 +47,9 @@ def own(
     first_input: bool = False,
 ) -> OpLists:
     """Lists of a test's own; what they do not name is left to PyTorch."""
-    return op_lists(lower, fp32, promote, first_input)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of names that no op has
+        return op_lists(lower, fp32, promote, first_input)
 
 
 class Seen(NamedTuple):

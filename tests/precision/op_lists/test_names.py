@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from mprun.precision.op_lists import op_lists
+from mprun.precision.op_lists import Entry, op_lists
 from mprun.precision.op_lists.names import ALIASES, INNER, known, name_of, spelled
 from tests.precision.op_lists import own
 
@@ -267,6 +268,28 @@ def test_a_name_that_is_unknown_twice_is_reported_once() -> None:
     lists = op_lists(["habana_op", "other_op"], ["relu"], ["habana_op", "other_op"])
     assert [u.entry.text for u in lists.unknown] == ["habana_op", "other_op"]
     assert lists.unknown[0].entry.where == "lower list"
+
+
+def test_a_misspelt_name_in_code_is_warned_of_with_the_nearest() -> None:
+    with pytest.warns(UserWarning, match="left out: .*'matmull'; did you mean 'matmul'") as w:
+        lists = op_lists(lower=["matmull", "linear"], fp32=["softmax"])
+    assert len(w) == 1
+    assert w[0].filename == __file__  # where the list is made
+    assert lists.rules == {"linear": "lower", "softmax": "fp32"}
+
+
+def test_a_misspelt_name_in_code_can_be_refused() -> None:
+    with pytest.raises(ValueError, match="fp32 list: no op is named 'sofmax'; did you mean 'softm"):
+        op_lists(lower=["linear"], fp32=["sofmax"], strict=True)
+
+
+def test_names_from_a_file_are_reported_by_its_reader() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lists = op_lists(lower=[Entry("matmull", "ops.txt, line 3")], fp32=[])
+    assert [str(x) for x in lists.unknown] == [
+        "ops.txt, line 3: no op is named 'matmull'; did you mean 'matmul'?"
+    ]
 
 
 @pytest.mark.parametrize(

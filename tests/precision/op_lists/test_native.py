@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mprun.build.machine import choose_op_lists
 from mprun.cli import main
 from mprun.config import compose
 from mprun.precision.op_lists.names import name_of, spelled
+from tests.op_info import op_infos, samples, title
 from tests.precision.op_lists import BF16, FP16, FP32, caster, result, same, shipped, to
 from tests.test_resume import assert_equal, exact_lines, trained
 
@@ -351,6 +353,11 @@ HIDING: dict[str, Callable[[], Any]] = {
     "whole numbers": lambda: torch.mm(torch.ones(2, 2).long(), torch.ones(2, 2).long()),
     "pad": lambda: nn.functional.pad(LOW, (1, 1)),
     "matrix_power": lambda: torch.linalg.matrix_power(A, 3),
+    "matrix_power, none": lambda: torch.linalg.matrix_power(A, 0),
+    "matrix_power, one": lambda: torch.linalg.matrix_power(A, 1),
+    "matrix_power, an inverse": lambda: torch.linalg.matrix_power(A, -1),
+    "matrix_power, an inverse squared": lambda: torch.linalg.matrix_power(A, n=-2),
+    "matrix_power, lower inputs": lambda: torch.linalg.matrix_power(LOW, -3),
     "LSTM": of(lambda: nn.LSTM(6, 5), draw(4, 3, 6)),
     "LSTM after linear": of(lambda: nn.Sequential(nn.Linear(6, 6), nn.LSTM(6, 5)), draw(4, 3, 6)),
 }
@@ -368,6 +375,15 @@ CAST_AS_A_WHOLE: dict[str, Callable[[], Any]] = {
     "inner of vectors": lambda: torch.inner(A[0], B[0]),
     "einsum, nothing summed": lambda: torch.einsum("ij,ij->ij", A, B),
     "einsum, a diagonal": lambda: torch.einsum("ii->i", A),
+    "max_pool3d with indices": lambda: nn.functional.max_pool3d(
+        draw(1, 2, 4, 4, 4).to(BF16), 2, return_indices=True
+    ),
+    "einsum, a sum": lambda: torch.einsum("ij->", A),
+    "tensordot of vectors": lambda: torch.tensordot(A[0], B[0], 1),
+    "linalg.polar": lambda: torch.linalg.polar(A),
+    "fused attention by name": lambda: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(draw(1, 2, 4, 8, seed=i) for i in range(3))
+    ),
     "bilinear": lambda: nn.functional.bilinear(A, B, draw(3, 5, 5)),
     "GRU": of(lambda: nn.GRU(6, 5), draw(4, 3, 6)),
     "LSTMCell": of(lambda: nn.LSTMCell(6, 5), draw(4, 6)),
@@ -401,6 +417,39 @@ def test_functions_that_hide_ops_give_autocast_s_dtypes_and_bits(name: str) -> N
 @pytest.mark.parametrize("name", CAST_AS_A_WHOLE)
 def test_functions_that_are_cast_as_a_whole_do_too(name: str) -> None:
     assert same(*native_and_autocast(CAST_AS_A_WHOLE[name]))
+
+
+DIFFERENT = {
+    *("corrcoef", "cov", "einsum", "inner", "linalg.pinv", "linalg.pinv (hermitian)"),
+    *("linalg.polar", "nn.functional.bilinear", "tensordot"),
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+}
+"""Of PyTorch's table of operators, those with a sample that is cast as a whole."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_of_all_operators_of_pytorch_these_alone_differ_from_autocast() -> None:
+    different = set()
+    for op in op_infos():
+        # Sparse tensors and half complex numbers cannot be compared; `empty` has no values.
+        if "empty" in op.name or op.name in ("chalf", "to_sparse", "sparse.sampled_addmm"):
+            continue
+        for sample in samples(op, 6):
+
+            def call(op: Any = op, sample: Any = sample) -> Any:
+                given = tree_map(copied, (sample.input, sample.args, sample.kwargs))
+                return op(given[0], *given[1], **given[2])
+
+            ours, theirs = native_and_autocast(call)
+            failed = isinstance(ours, type) or isinstance(theirs, type)
+            if not (ours is theirs if failed else same(ours, theirs)):
+                different.add(title(op))
+    assert different == DIFFERENT
+
+
+def copied(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
 
 
 # ---- runs ----------------------------------------------------------------------------------------
