@@ -82,6 +82,7 @@ class LabelledCaster:
 
     def __init__(self, caster: Caster, lists: OpLists, calls: Calls) -> None:
         self._caster = caster
+        self.columns = caster.columns
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
 
     @contextmanager
@@ -115,7 +116,8 @@ class ObservedArithmetic:
     def __init__(self, inner: Arithmetic, observer: Observer) -> None:
         self._inner = inner
         self._observer = observer
-        self.substitutions = inner.substitutions
+        self.substitutions, self.columns = inner.substitutions, inner.columns
+        self.occurred, self.products = inner.occurred, inner.products
 
     @contextmanager
     def region(self) -> Iterator[None]:

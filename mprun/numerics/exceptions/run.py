@@ -208,7 +208,8 @@ class _WatchedArithmetic:
     def __init__(self, inner: Arithmetic, exceptions: FpExceptions) -> None:
         self._inner = inner
         self._exceptions = exceptions
-        self.substitutions = inner.substitutions
+        self.substitutions, self.columns = inner.substitutions, inner.columns
+        self.occurred, self.products = inner.occurred, inner.products
 
     @contextmanager
     def region(self) -> Iterator[None]:
