@@ -64,40 +64,40 @@ class Sent(TorchDispatchMode):
         return made
 
 
-def sent(kind: type[Stored], stored: str, mode: str, part: str) -> tuple[list[torch.dtype], Tensor]:
-    """What one batch sends, inputs before targets, and the inputs it makes."""
+def sent(kind: type[Stored], stored: str, mode: str) -> tuple[list[torch.dtype], Tensor]:
+    """What a batch of each part sends, inputs before targets, and the inputs it makes."""
     words = ["recipe=linear", f"precision={mode}", "speed=plain", "device=cpu"]
     words += [f"recipe.target={__name__}.{kind.__name__}", "recipe.name=stored"]
     config = compose([*words, "train.batch_size=8", "train.eval_batch_size=8"]).config
     config.recipe.model = {"dtype": stored}
     chosen = replace(plan(config, ()), device=AWAY)
-    batches = getattr(build_parts(chosen), part)
-    with Sent() as seen:
-        batch = next(batches.epoch(None))
-    assert batch.inputs.device == batch.targets.device == AWAY
-    return seen.dtypes, batch.inputs
+    parts, found = build_parts(chosen), []
+    for batches in (parts.train, parts.validation, parts.test):
+        with Sent() as seen:
+            batch = next(batches.epoch(None))
+        assert batch.inputs.device == batch.targets.device == AWAY
+        found.append(seen.dtypes)
+    assert found == [found[0]] * 3
+    return found[0], batch.inputs
 
 
-@pytest.mark.parametrize("part", ["train", "validation", "test"])
 @pytest.mark.parametrize("kind", [Stored, Prepared])
 @pytest.mark.parametrize("mode", INPUTS)
-def test_floating_inputs_are_sent_in_the_mode_s_dtype(
-    mode: str, kind: type[Stored], part: str
-) -> None:
-    dtypes, inputs = sent(kind, "float32", mode, part)
+def test_floating_inputs_are_sent_in_the_mode_s_dtype(mode: str, kind: type[Stored]) -> None:
+    dtypes, inputs = sent(kind, "float32", mode)
     assert dtypes == [INPUTS[mode], torch.float32]
     assert inputs.dtype == INPUTS[mode]
 
 
 @pytest.mark.parametrize("mode", ["fp32", "half_sr"])
 def test_bytes_are_sent_as_bytes_and_prepared_there(mode: str) -> None:
-    dtypes, inputs = sent(Prepared, "uint8", mode, "train")
+    dtypes, inputs = sent(Prepared, "uint8", mode)
     assert dtypes == [torch.uint8, torch.float32]
     assert inputs.dtype == INPUTS[mode]
 
 
 def test_whole_numbers_that_nothing_prepares_stay_whole() -> None:
-    dtypes, inputs = sent(Stored, "int64", "half_sr", "train")
+    dtypes, inputs = sent(Stored, "int64", "half_sr")
     assert dtypes == [torch.int64, torch.float32]
     assert inputs.dtype == torch.int64
 

@@ -25,6 +25,7 @@ import torch
 
 from mprun.numerics.observe import Observer, Op, Value
 from mprun.precision import Arithmetic, Caster
+from mprun.precision.arithmetic import Substitution
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.casts import Casts
 
@@ -116,8 +117,13 @@ class ObservedArithmetic:
     def __init__(self, inner: Arithmetic, observer: Observer) -> None:
         self._inner = inner
         self._observer = observer
-        self.substitutions, self.columns = inner.substitutions, inner.columns
         self.occurred, self.products = inner.occurred, inner.products
+        self.columns = inner.columns
+
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Those of the arithmetic."""
+        return self._inner.substitutions
 
     @contextmanager
     def region(self) -> Iterator[None]:

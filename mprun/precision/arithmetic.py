@@ -72,10 +72,12 @@ class Substitution(NamedTuple):
 class Arithmetic(Protocol):
     """Gives the region forward pass, loss and backward pass run in."""
 
-    substitutions: tuple[Substitution, ...]
-    """Ops that are computed otherwise than their kernel would, where they occur."""
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Ops that are computed otherwise than their kernel would, where they occur."""
+
     occurred: set[Any]
-    """Those that did occur, PyTorch's overloads; it grows as steps are taken."""
+    """Those that did occur, PyTorch's overloads or their names; it grows as steps are taken."""
     products: set[tuple[Any, torch.dtype]]
     """Matmuls and convolutions that their own kernels computed in 16 bits, with the dtype."""
     columns: Mapping[str, object]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import EmulatedTf32, Float16ByFloat32, round_to_tf32
+from mprun.precision import (
+    Arithmetic,
+    BlockedConvolutions,
+    Emulated16,
+    EmulatedTf32,
+    Float16ByFloat32,
+    NativeArithmetic,
+    round_to_tf32,
+)
+from mprun.precision.arithmetic import occurred_substitutions
 
 
 def exact_tf32(x: Tensor) -> Tensor:
@@ -167,6 +178,71 @@ def test_other_dtypes_pass_untouched() -> None:
     with Float16ByFloat32(matmuls=True).region():
         assert torch.equal(a @ a, (a @ a))
         assert (a.bfloat16() @ a.bfloat16()).dtype == torch.bfloat16
+
+
+class Counted(TorchDispatchMode):
+    """The ops that ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func).removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Linear(8, 4), (3, 8)),
+        (nn.Linear(8, 4, bias=False), (3, 8)),
+        (nn.Conv2d(2, 3, 3), (2, 2, 8, 8)),
+        (nn.ReLU(), (3, 8)),
+    ],
+)
+@pytest.mark.parametrize(
+    "arithmetic",
+    [
+        lambda: Float16ByFloat32(matmuls=True),
+        lambda: Float16ByFloat32(matmuls=False),
+        lambda: Emulated16("nearest", "infinity", "float16", 0),
+        BlockedConvolutions,
+    ],
+)
+def test_substitutions_that_occurred_are_those_whose_op_ran(
+    arithmetic: Callable[[], Arithmetic], model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """Against the ops a mode of the test's own counts above the arithmetic."""
+    made, half_model = arithmetic(), copy.deepcopy(model).half()
+    assert occurred_substitutions(made) == []
+    counted, x = Counted(), torch.zeros(shape, dtype=torch.float16, requires_grad=True)
+    with made.region(), counted:
+        half_model(x).sum().backward()
+    named = {s.op for s in occurred_substitutions(made)}
+    planned = {s.op for s in made.substitutions}
+    assert named - {"*"} == planned & counted.names
+    assert ("*" in named) == ("*" in planned)
+
+
+def test_the_first_step_shows_which_products_are_computed_in_16_bits() -> None:
+    arithmetic, model = NativeArithmetic(watch=True), nn.Linear(8, 4).bfloat16()
+    x = torch.zeros(3, 8, dtype=torch.bfloat16)
+    with arithmetic.region():
+        model(x)  # no step yet: evaluation is not looked at
+    assert arithmetic.products == set()
+    arithmetic.begin_step(1)
+    with arithmetic.region():
+        model(x).sum().backward()
+    arithmetic.end_step()
+    aten = torch.ops.aten
+    expected = {(op.default, torch.bfloat16) for op in (aten.addmm, aten.mm)}
+    assert arithmetic.products == expected
+    arithmetic.begin_step(2)
+    with arithmetic.region(), Counted() as counted:
+        torch.ones(2, 2).half() @ torch.ones(2, 2).half()
+    assert "aten.mm" in counted.names
+    assert arithmetic.products == expected  # later steps run at their full speed
 
 
 def test_substitutions_name_every_op() -> None:
