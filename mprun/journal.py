@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from mprun.build import Plan
 from mprun.loggers import Logger
 from mprun.observer import StepLine
-from mprun.record import Epoch, RunFolder, Scores, Status, Summary
+from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
+from mprun.record import Epoch, RunFolder, Scores, Status, Substitution, Summary
 from mprun.report.progress import Moment, ProgressView
 from mprun.timing import StepStatistics
 
@@ -36,6 +37,7 @@ class Journal:
         logger: the further sink for scalars.
         planned_steps: optimizer steps if time does not run out, or None.
         save: writes a checkpoint.
+        arithmetic: the run's, which knows what it substituted.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class Journal:
         logger: Logger,
         planned_steps: int | None,
         save: Callable[[], None],
+        arithmetic: Arithmetic,
     ) -> None:
         self.summary = summary
         self.losses: list[float] = []
         self._plan, self._folder, self._view, self._logger = chosen, folder, view, logger
         self._planned, self.checkpoint = planned_steps, save
+        self._arithmetic = arithmetic
+        self._substituted: list[Substitution] = []  # before the run was resumed
         self._statistics = StepStatistics()
         self._began = self._written_at = time.perf_counter()
         self._elapsed_before_s = 0.0
@@ -120,12 +125,18 @@ class Journal:
         summary["wall_time_s"] = self.elapsed_s
         summary["step_time_ms"] = statistics.step_times()
         summary["data_time_ms"] = statistics.data_times()
+        summary["substitutions"] = self._substitutions()
         summary["samples_per_second"] = statistics.samples_per_second(summary["batch_size"])
         if self._plan.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._plan.device)
             summary["memory_bytes"]["allocator_peak"] = peak
         self._folder.summary(summary)
         self._written_at = time.perf_counter()
+
+    def _substitutions(self) -> list[Substitution]:
+        """Those that occurred, in this process or before."""
+        rows = [cast(Substitution, x._asdict()) for x in occurred_substitutions(self._arithmetic)]
+        return rows + [x for x in self._substituted if x not in rows]
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Write what is left, and the last summary."""
@@ -148,6 +159,7 @@ class Journal:
             "epochs": self.summary["epochs"],
             "skipped_steps": self.summary["skipped_steps"],
             "loss_scale": self.summary["loss_scale"],
+            "substitutions": self._substitutions(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -156,6 +168,7 @@ class Journal:
         self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
         for key in ("history", "train", "steps", "epochs", "skipped_steps", "loss_scale"):
             self.summary[key] = state[key]  # type: ignore[literal-required,unused-ignore]
+        self._substituted = state.get("substitutions", [])
 
 
 def _step_row(line: StepLine) -> dict[str, Any]:

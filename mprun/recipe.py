@@ -58,9 +58,15 @@ class Recipe(ABC):
     def prepare(self, inputs: Tensor) -> Tensor:
         """A stored batch [B, ...] as the model's input, float32 or, like token ids, integer.
 
-        As it is unless overridden. Floating inputs are then brought to the mode's dtype.
+        As it is unless overridden. Floating inputs are then brought to the mode's dtype. Integers
+        are prepared on the training device, floating samples before they are sent there.
         """
         return inputs
+
+    @property
+    def prepares(self) -> bool:
+        """Whether `prepare` does anything."""
+        return type(self).prepare is not Recipe.prepare
 
     @abstractmethod
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -191,6 +191,8 @@ class LaterFields(TypedDict, total=False):
     """Fields that were added to summaries of this schema version; older ones lack them."""
 
     fp_exceptions: FpExceptionsRow | None
+    warnings: list[str]
+    """What the user was warned of, a sentence each; fields without effect are among them."""
 
 
 class Summary(LaterFields):

@@ -27,12 +27,15 @@ from mprun.build import (
     build_precision,
     footprint,
 )
+from mprun.build.effective import effective
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.exception_log import ExceptionLog
 from mprun.journal import Journal
 from mprun.loggers import build_logger
 from mprun.numerics.exceptions import Exceptions
-from mprun.precision import Precision, backend_flags
+from mprun.precision import Arithmetic, NativeArithmetic, Precision, backend_flags
+from mprun.precision.accumulation import TERMS, sum_of_ones
+from mprun.precision.arithmetic import op_name
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
 from mprun.record import RunFolder, Status, Summary, dated_folder, read_summary
@@ -74,7 +77,11 @@ def run(
     summary = initial_summary(chosen, resolved)
     if chosen.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
-            summary["started_at"] = read_summary(folder.path)["started_at"]
+            earlier = read_summary(folder.path)
+            summary["started_at"] = earlier["started_at"]
+            both = [*earlier.get("warnings", []), *summary["warnings"]]
+            summary["warnings"] = list(dict.fromkeys(both))
+            summary["effective"]["partials_dtype"] = earlier["effective"]["partials_dtype"]
     made = view or (lambda epochs, steps: view_for(console, epochs, steps))
     session = _Session(chosen, summary, folder, console, made)
     try:
@@ -126,6 +133,7 @@ class _Session:
         self.summary, self.folder = summary, folder
         self._plan, self._console, self._view = chosen, console, view
         self._journal: Journal | None = None
+        self._arithmetic: Arithmetic = NativeArithmetic()
 
     def train(self, stop: StopSignals, saved: dict[str, Any] | None) -> None:
         """Measure the footprint, train, test, save the final checkpoint."""
@@ -139,6 +147,10 @@ class _Session:
             self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
             exceptions = build_exceptions(chosen, lambda *told: log.tell(*told))
             parts = build_parts(chosen, self._precision(exceptions))
+            row = effective(chosen, parts.model, parts.optimizer, parts.precision)
+            row["partials_dtype"] = self.summary["effective"]["partials_dtype"]  # as it was found
+            self.summary["effective"] = row
+        self._arithmetic = parts.precision.arithmetic
         stop.check()
         if chosen.layers:
             rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
@@ -154,7 +166,8 @@ class _Session:
             checkpoint.save(path, {**state, "choices": chosen.choices, **_identity(self.summary)})
 
         journal = self._journal = Journal(
-            chosen, self.summary, self.folder, view, logger, planned, save
+            *(chosen, self.summary, self.folder, view, logger, planned, save),
+            self._arithmetic,
         )
         log = ExceptionLog(self.summary, exceptions.found, self.folder, journal, self._say)
         every = chosen.config.train.checkpoint_every_steps
@@ -193,20 +206,42 @@ class _Session:
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Write the last summary."""
+        if status != "failed":
+            self._measure_partials()
         if self._journal is not None:
             self._journal.finish(status, error)
         else:  # nothing was trained yet
             self.summary["status"], self.summary["error"] = status, error
             self.folder.summary(self.summary)
 
+    def _measure_partials(self) -> None:
+        """Record in which dtype the run's own kernels added products up, where not in float32."""
+        lowest = float(TERMS)
+        for op, dtype in sorted(self._arithmetic.products, key=str):
+            reached = sum_of_ones(op, dtype, self._plan.device)
+            short = str(dtype).removeprefix("torch.")
+            if reached < TERMS:
+                self._warn(
+                    f"{op_name(op)} adds up in {short} on this machine, not in float32: a sum "
+                    f"that should be {TERMS:,} comes out as {reached:,.0f}"
+                )
+            if reached < lowest:
+                lowest, self.summary["effective"]["partials_dtype"] = reached, short
+
     def _say(self, text: str) -> None:
         tables.say(self._console, text)
+
+    def _warn(self, text: str) -> None:
+        """Print a warning and keep it in the record."""
+        self._say(f"warning: {text}")
+        if text not in self.summary["warnings"]:
+            self.summary["warnings"].append(text)
 
     def _warn_if_slow(self) -> None:
         name = self._plan.policy.compute_dtype
         if not self.summary["hardware"]["accelerated"].get(name, True):
-            self._say(
-                f"warning: {name} matmuls are slower than float32 on this machine: "
+            self._warn(
+                f"{name} matmuls are slower than float32 on this machine: "
                 "this run shows accuracy, not speed (mprun doctor says why)"
             )
 

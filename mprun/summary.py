@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from mprun import __version__, environment
-from mprun.build import Plan, build_arithmetic, build_loss_scale
+from mprun.build import Plan, build_loss_scale
+from mprun.build.effective import planned, requested
+from mprun.config.validate import without_inert
 from mprun.record import (
     SCHEMA_VERSION,
     FpExceptionsRow,
     Memory,
-    PrecisionRow,
     Summary,
     variant_hash,
 )
@@ -22,8 +23,6 @@ from mprun.record import (
 def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
     """The summary of a run that has not begun."""
     config, splits = chosen.config, chosen.splits
-    extra = {"op_lists": config.op_lists.name, "layers": chosen.layers}
-    row = cast(PrecisionRow, {**extra, **chosen.policy.columns()})
     memory: Memory = {
         "peak": None,
         "parameters": None,
@@ -51,11 +50,11 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "seed": config.seed,
         "precision": chosen.policy.name,
         "variant": variant_label(chosen),
-        "variant_hash": variant_hash(resolved),
-        "requested": row,
-        "effective": row,
+        "variant_hash": variant_hash(without_inert(config, resolved, chosen.recipe.ignores)),
+        "requested": requested(chosen),
+        "effective": planned(chosen),
         "execution": chosen.execution,
-        "substitutions": [x._asdict() for x in build_arithmetic(chosen).substitutions],  # type: ignore[misc]
+        "substitutions": [],  # none occurred yet
         "backend": {
             "memory_format": chosen.speed.memory_format,
             "optimizer_impl": chosen.speed.optimizer_impl,
@@ -81,6 +80,7 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         "memory_bytes": memory,
         "loss_scale": {"kind": scale.kind, "initial": initial, "final": initial},
         "fp_exceptions": _fp_exceptions(chosen),
+        "warnings": list(chosen.warnings),
         "metric": {
             "name": chosen.recipe.metric,
             "higher_is_better": chosen.recipe.metric != "loss",

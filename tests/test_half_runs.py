@@ -287,7 +287,8 @@ def test_float16_partials_are_emulated_and_said(mode: str) -> None:
     assert summary["effective"]["partials_dtype"] == "float16"
     named = {x["op"]: x["dtype"] for x in summary["substitutions"]}
     assert named["*"] == "float32"
-    assert named["aten.mm"] == named["aten.convolution_backward"] == "float16"
+    assert named["aten.mm"] == "float16"
+    assert not any("convolution" in op for op in named)  # the model has none
 
 
 def test_saturation_with_a_static_scale() -> None:

@@ -61,7 +61,7 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
         )
     if policy.partials_dtype == "float16" and device.type != "cuda":
         return emulated, (
-            "precision.partials_dtype=float16: CPU kernels accumulate in float32 and have no switch"
+            "precision.partials_dtype=float16: CPU kernels have no switch for what they add up in"
         )
     if policy.tf32:
         no = f"{device.type} here has no TensorFloat-32"

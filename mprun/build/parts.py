@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
@@ -26,17 +27,15 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
     Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
     """
     config, recipe, device = chosen.config, chosen.recipe, chosen.device
-    torch.manual_seed(config.seed)
     precision = precision or build_precision(chosen)
-    model = recipe.model()
-    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
-    model = precision.prepare(model, device, chosen.speed.torch_memory_format)
-    optimizer = build_optimizer(
-        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
-    )
+    model, optimizer = build_model(chosen, precision)
     input_dtype = torch_dtype(chosen.policy.input_dtype)
     splits, batch = chosen.splits, chosen.batch
     order = Order(len(splits.train), config.seed, splits.shuffle)
+
+    # Floating samples that a recipe prepares stay on the host in every mode: they are sent as
+    # prepared, in the mode's dtype, and all modes train on the same numbers.
+    stays = splits.train.inputs.is_floating_point() and recipe.prepares
 
     def batches(data: TensorSet, size: int) -> Batches:
         def prepare(inputs: torch.Tensor) -> torch.Tensor:
@@ -45,7 +44,7 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
                 inputs = inputs.to(input_dtype)
             return chosen.speed.inputs(inputs)
 
-        return Batches(place(data, device), size, prepare, device)
+        return Batches(data if stays else place(data, device), size, prepare, device)
 
     train = batches(splits.train, batch["effective"])
     planned = chosen.limits.planned_steps(len(train))
@@ -63,6 +62,19 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
         clock=clock_for(device),
         readings=readings_for(device),
     )
+
+
+def build_model(chosen: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:
+    """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
+    config = chosen.config
+    torch.manual_seed(config.seed)
+    model = chosen.recipe.model()
+    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    model = precision.prepare(model, chosen.device, chosen.speed.torch_memory_format)
+    optimizer = build_optimizer(
+        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
+    )
+    return model, optimizer
 
 
 def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> Schedule:

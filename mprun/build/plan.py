@@ -14,7 +14,7 @@ from mprun.build.optimizer import engine_for, keeps_low_precision
 from mprun.build.recipe import Load, load_data, load_recipe
 from mprun.config import Config
 from mprun.config.schema import LrRule
-from mprun.config.validate import SATURATES, loss_scale_kind
+from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
 from mprun.data import DataRequest, Splits
 from mprun.errors import UsageError
 from mprun.loggers import check_logger
@@ -50,6 +50,7 @@ class Plan:
     by_float32: str
     """Which float16 ops a CPU computes in float32 (`Float16ByFloat32`): none, backward or all."""
     warnings: tuple[str, ...]
+    """What the user is warned of before the run; one sentence for each field without effect."""
 
     @property
     def native_tf32(self) -> bool:
@@ -123,12 +124,13 @@ def plan(
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
     name = config.recipe.name
-    warnings = [f"{k} has no effect: recipe={name} does not use it" for k in recipe.ignores]
-    warnings = [w for w in warnings if w.split(" ", 1)[0] in given]
-    notices = (capped, splits.notice, range_warning(weights, policy, layers))
-    warnings += [text for text in notices if text is not None]
+    inert = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
+    for key in (*given,):
+        if key in recipe.ignores:
+            inert[key] = f"{key} has no effect: recipe={name} does not use it"
     moved = machine.displaced_ops(config, device, resumed=bool(choices))
-    warnings += [moved] if moved is not None else []
+    notices = (capped, splits.notice, range_warning(weights, policy, layers), moved)
+    warnings = [*inert.values(), *(text for text in notices if text is not None)]
     warnings += unknown_names(op_lists.unknown) if op_lists else []
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
@@ -161,7 +163,7 @@ def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
 
     So they travel to a device at half the size where the mode is a true 16-bit one.
     """
-    if type(recipe).prepare is not Recipe.prepare or not splits.train.inputs.is_floating_point():
+    if recipe.prepares or not splits.train.inputs.is_floating_point():
         return splits
     dtype = torch_dtype(policy.input_dtype)
     parts = {part: getattr(splits, part) for part in ("train", "validation", "test")}

@@ -94,7 +94,7 @@ def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -
         return BlockedConvolutions()
     if by_float32 != "none":
         return Float16ByFloat32(matmuls=by_float32 == "all")
-    return NativeArithmetic()
+    return NativeArithmetic(watch=policy.is_low)
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:

@@ -152,7 +152,7 @@ def _warnings(columns: Sequence[Column], plans: Sequence[Plan]) -> Iterator[str]
     said: dict[str, None] = {}
     for column, chosen in zip(columns, plans, strict=True):
         unused = without_effect(column.composed, "memory")
-        said.update(dict.fromkeys((*column.composed.warnings, *chosen.warnings, *unused)))
+        said.update(dict.fromkeys((*chosen.warnings, *unused)))
         if column.composed.config.train.init_from is not None:
             said["train.init_from has no effect: memory depends on shapes, not on values"] = None
     yield from said

@@ -34,7 +34,7 @@ def introduce(composed: Composed, chosen: Plan, command: str) -> Summary:
     from mprun.report.tables import header, say, stdout_console, warn
     from mprun.summary import initial_summary
 
-    warn((*composed.warnings, *chosen.warnings, *without_effect(composed, command)))
+    warn((*chosen.warnings, *without_effect(composed, command)))
     summary = initial_summary(chosen, composed.resolved)
     for line in header(summary):
         say(stdout_console(), line)

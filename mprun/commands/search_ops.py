@@ -78,7 +78,7 @@ def _search(
     from mprun.study.search_ops_record import as_dict, proof_dict
 
     low, chosen, held_out = _planned(overrides, config_dir)
-    warn((*low.warnings, *chosen.warnings, *without_effect(low, "search-ops")))
+    warn((*chosen.warnings, *without_effect(low, "search-ops")))
     shared = [w for w in (*overrides, *held_out) if _key(w).partition(".")[0] not in OF_THE_MODE]
     float32 = compose([*shared, "precision=fp32"], config_dir)
     found = _opening(low, chosen, settings)

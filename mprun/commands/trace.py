@@ -39,7 +39,7 @@ def trace_command(words: Sequence[str]) -> int:
 
 
 def _trace(composed: Composed) -> int:
-    from mprun.build import plan, trace_step
+    from mprun.build import build_arithmetic, plan, trace_step
     from mprun.precision import backend_flags
     from mprun.record import new_folder
     from mprun.report.tables import say, stdout_console
@@ -61,7 +61,7 @@ def _trace(composed: Composed) -> int:
         (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
     console.print(step_table(found), highlight=False)
     console.print(totals(found), highlight=False)
-    if chosen.execution == "emulated" or summary["substitutions"]:
+    if build_arithmetic(chosen).substitutions:
         say(
             console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "

@@ -96,7 +96,7 @@ def _run(composed: Composed, stop: StopSignals) -> int:
     resume = composed.config.run.resume
     saved = checkpoint.load(Path(resume)) if resume is not None else None
     chosen = plan(composed.config, composed.given, saved["choices"] if saved else None)
-    warn((*composed.warnings, *chosen.warnings))
+    warn(chosen.warnings)
     return run(chosen, composed.resolved, stop, stdout_console(), saved)
 
 

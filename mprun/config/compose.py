@@ -162,8 +162,8 @@ def parse(text: str) -> Override:
         ) from None
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
-    meant = SPELLINGS.get(text.lower())
-    return parse(meant) if meant else parsed
+    switch = SPELLINGS.get(text.lower())
+    return parse(switch) if switch else parsed
 
 
 def _check_override(override: Override, config_dir: Path | None) -> None:

@@ -6,11 +6,15 @@ machine or on a recipe's class are checked where those are known (`build/`).
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import reduce
 from typing import Any
+
+from omegaconf import MISSING
 
 from mprun.config.schema import (
     Casting,
@@ -25,6 +29,7 @@ from mprun.config.schema import (
     OptimizerConfig,
     OptimizerName,
     Overflow,
+    Rounding,
     RoundingScope,
     Scheduler,
 )
@@ -209,6 +214,44 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     for key in dict.fromkeys(given):
         if key in reasons:
             yield f"{key} has no effect: {reasons[key]}"
+
+
+NEUTRAL = {
+    "precision.rounding": "nearest",
+    "precision.momentum_dtype": "float32",
+    "precision.variance_dtype": "float32",
+    "batch.lr_rule": "none",
+}
+"""Values of fields that have no default in the schema, where they have no effect."""
+
+
+def without_inert(
+    config: Config, resolved: Mapping[str, Any], unused: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The configuration with one value for each field that has no effect: what makes a variant.
+
+    Args:
+        config: the configuration.
+        resolved: the same as plain values.
+        unused: fields that have no effect beside those that `without_effect` knows.
+
+    Returns:
+        `resolved` with the schema's default, or that of `NEUTRAL`, in such fields.
+    """
+    made: dict[str, Any] = copy.deepcopy(dict(resolved))
+    default = Config()
+    for key in {**dict(_reasons(config)), **dict.fromkeys(unused)}:
+        value = NEUTRAL.get(key, get(default, key))
+        if key == "train.eval_batch_size":  # nothing is evaluated; each recipe states its own
+            value = config.train.batch_size
+        section, _, name = key.rpartition(".")
+        place = reduce(lambda node, part: node[part], section.split("."), made)
+        if value != MISSING:
+            place[name] = value.name if isinstance(value, Enum) else value
+    low = stored_low(config)
+    if config.precision.rounding is Rounding.kahan and low == {"momentum"}:
+        made["precision"]["rounding"] = "stochastic"  # a moment has no remainder
+    return made
 
 
 def _reasons(config: Config) -> Iterator[tuple[str, str]]:

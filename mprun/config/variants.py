@@ -2,11 +2,13 @@
 
 `precision=fp32,bf16_mixed op_lists=none,hmp` are four combinations, one of which cannot be: op
 lists have no meaning in float32. A combination that cannot be is left out, and said; a value that
-can be in none at all is a mistake.
+can be in none at all is a mistake. A combination that differs from an earlier one only in fields
+without effect is that variant once more, and left out too.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import GROUPS, options
+from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 
 BASELINE = "fp32"
@@ -29,7 +32,7 @@ class Variants:
     words: dict[str, tuple[str, ...]]
     """A variant's name to its overrides."""
     left_out: dict[str, str]
-    """A combination's name to why it cannot be."""
+    """A combination's name to why it cannot be, or which other one it is."""
 
 
 def modes(config_dir: Path | None = None) -> list[str]:
@@ -64,16 +67,23 @@ def variants(words: Sequence[str], config_dir: Path | None = None) -> Variants:
     found: dict[str, tuple[str, ...]] = {}
     left_out: dict[str, str] = {}
     failed: list[tuple[tuple[str, ...], UsageError]] = []
+    names: dict[str, str] = {}
+    repeated: set[str] = set()
     for combination in combinations(parsed):
         name = _name(combination, varied)
         try:
-            compose([*combination, "seed=0"], config_dir)
+            composed = compose([*combination, "seed=0"], config_dir)
         except UsageError as error:
             failed.append((combination, error))
             left_out[name] = str(error)
         else:
-            found[name] = combination
-    used = {word for combination in found.values() for word in combination}
+            effect = json.dumps(without_inert(composed.config, composed.resolved), sort_keys=True)
+            if (first := names.setdefault(effect, name)) == name:
+                found[name] = combination
+            else:
+                left_out[name] = "; ".join([f"the same as {first}", *composed.warnings])
+                repeated.update(combination)
+    used = {word for combination in found.values() for word in combination} | repeated
     for combination, refusal in failed:
         exempt = combination[:1] if not named else ()
         if not used.issuperset(set(combination) - set(exempt)):

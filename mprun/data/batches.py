@@ -3,7 +3,9 @@
 A data loader with worker processes pays for decoding, pickling and collating every sample; for
 sets that fit in memory that is most of a step's wait. Here samples lie decoded in one tensor, on
 the training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
-batch, with no Python work per sample.
+batch, with no Python work per sample. What is sent to a device is sent as small as it can be: bytes
+and other integers as they are stored, to be prepared there; floating samples after they were
+prepared, in the dtype the mode's inputs have.
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
@@ -101,12 +103,14 @@ class Order:
 
 
 class Batches:
-    """Cuts a set into batches and prepares each on the training device.
+    """Cuts a set into batches, prepares each and sends it to the training device.
+
+    Integer inputs are sent first, floating ones last.
 
     Args:
         data: the samples, on `device` or in the CPU's memory.
         batch_size: samples per batch; the last one of an epoch may be smaller.
-        prepare: the recipe's `prepare`.
+        prepare: makes the model's inputs, in the mode's dtype, of stored ones.
         device: where batches are needed.
     """
 
@@ -138,9 +142,11 @@ class Batches:
             else:
                 index = order[start:stop]
                 x, y = inputs.index_select(0, index), targets.index_select(0, index)
-            if x.device != self.device:
-                x, y = x.to(self.device), y.to(self.device)
-            yield Batch(self._prepare(x), y, stop - start)
+            if x.is_floating_point():
+                x = self._prepare(x).to(self.device)
+            else:
+                x = self._prepare(x.to(self.device))
+            yield Batch(x, y.to(self.device), stop - start)
 
 
 def place(data: TensorSet, device: torch.device) -> TensorSet:

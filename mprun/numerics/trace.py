@@ -25,6 +25,7 @@ import torch
 
 from mprun.numerics.observe import Observer, Op, Value
 from mprun.precision import Arithmetic, Caster
+from mprun.precision.arithmetic import Substitution
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.casts import Casts
 
@@ -82,6 +83,7 @@ class LabelledCaster:
 
     def __init__(self, caster: Caster, lists: OpLists, calls: Calls) -> None:
         self._caster = caster
+        self.columns = caster.columns
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
 
     @contextmanager
@@ -115,7 +117,13 @@ class ObservedArithmetic:
     def __init__(self, inner: Arithmetic, observer: Observer) -> None:
         self._inner = inner
         self._observer = observer
-        self.substitutions = inner.substitutions
+        self.occurred, self.products = inner.occurred, inner.products
+        self.columns = inner.columns
+
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Those of the arithmetic."""
+        return self._inner.substitutions
 
     @contextmanager
     def region(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The numerics: what a precision mode is (policy) and what carries it out (Precision).
 
-Imports torch and nothing else of mprun (but `_torch`, the private interfaces), so that it can be
-used in anyone's own loop.
+Imports torch and of mprun only `_torch` (private interfaces), `kernels` and `op_list_file`, so that
+it can be used in anyone's own loop.
 """
 
 from mprun.precision.arithmetic import (

@@ -17,7 +17,8 @@ and cuDNN's kernels, so that each of their products is an op of its own.
 float16 on a CPU: some kernels are reference loops, from 20 to 700 times slower than float32
 (convolution's backward on every CPU we tried, matmuls on those without AVX512-FP16), and oneDNN
 trains no LSTM in float16. Such an op is computed in float32 and its result rounded to float16 once;
-a kernel may sum in another order or round partial sums as well, so the bits can differ.
+a kernel may sum in another order or round partial sums as well (`accumulation.py` measures it), so
+the bits can differ.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ MATMULS: dict[Any, tuple[int, ...]] = {
 }
 CONVOLUTIONS: dict[Any, tuple[int, ...]] = {aten.convolution.default: (0, 1)}
 CONVOLUTION_BACKWARD: dict[Any, tuple[int, ...]] = {aten.convolution_backward.default: (0, 1, 2)}
+PRODUCTS = MATMULS | CONVOLUTIONS | CONVOLUTION_BACKWARD
+LOW = (torch.float16, torch.bfloat16)
 
 # What a program can call directly besides: the ops of one library or one kind of convolution.
 _OTHER_PRODUCTS: dict[str, tuple[int, ...]] = {
@@ -199,8 +202,16 @@ class Substitution(NamedTuple):
 class Arithmetic(Protocol):
     """Gives the region forward pass, loss and backward pass run in."""
 
-    substitutions: tuple[Substitution, ...]
-    """Ops computed otherwise than their kernel would, for the record."""
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Ops that are computed otherwise than their kernel would, where they occur."""
+
+    occurred: set[Any]
+    """Those that did occur, PyTorch's overloads or their names; it grows as steps are taken."""
+    products: set[tuple[Any, torch.dtype]]
+    """Matmuls and convolutions that their own kernels computed in 16 bits, with the dtype."""
+    columns: Mapping[str, object]
+    """Columns of a policy that the arithmetic decides, for the record."""
 
     def region(self) -> AbstractContextManager[object]:
         """A new region."""
@@ -210,6 +221,17 @@ class Arithmetic(Protocol):
 
     def end_step(self) -> None:
         """Its gradients are there; what follows is no training until the next `begin_step`."""
+
+
+def op_name(op: Any) -> str:
+    """An overload's name in records: "aten.mm", "aten.dot.out"."""
+    return str(op).removesuffix(".default")
+
+
+def occurred_substitutions(arithmetic: Arithmetic) -> list[Substitution]:
+    """The substitutions whose op occurred; that of every op, "*", where any did."""
+    names = {op_name(op) for op in arithmetic.occurred}
+    return [s for s in arithmetic.substitutions if s.op in names or (s.op == "*" and names)]
 
 
 class Stepless:
@@ -222,14 +244,43 @@ class Stepless:
         pass
 
 
-class NativeArithmetic(Stepless):
-    """PyTorch's kernels."""
+class NativeArithmetic:
+    """PyTorch's kernels.
+
+    Args:
+        watch: see in the first training step which products are computed in 16 bits.
+    """
 
     substitutions: tuple[Substitution, ...] = ()
+    columns: Mapping[str, object] = {}
     _nothing = nullcontext()
 
+    def __init__(self, watch: bool = False) -> None:
+        self.occurred: set[Any] = set()
+        self.products: set[tuple[Any, torch.dtype]] = set()
+        self._watch, self._in_step = watch, False
+
     def region(self) -> AbstractContextManager[object]:
-        return self._nothing
+        return _ProductsMode(self.products) if self._in_step else self._nothing
+
+    def begin_step(self, step: int) -> None:
+        self._in_step = self._watch
+
+    def end_step(self) -> None:
+        self._watch = self._in_step = False  # later steps have the same ops, and their full speed
+
+
+class _ProductsMode(TorchDispatchMode):
+    def __init__(self, products: set[tuple[Any, torch.dtype]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products = products
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if (positions := PRODUCTS.get(func)) is not None and args[positions[0]].dtype in LOW:
+            self._products.add((func, args[positions[0]].dtype))
+        return func(*args, **(kwargs or {}))
 
 
 class EmulatedTf32(Stepless):
@@ -238,9 +289,12 @@ class EmulatedTf32(Stepless):
     `substitutions` lists the ops that met a kernel whose products could not be rounded.
     """
 
+    columns: Mapping[str, object] = {"tf32": True}
+
     def __init__(self) -> None:
         self.substitutions: tuple[Substitution, ...] = ()
         self.occurred: set[Any] = set()
+        self.products: set[tuple[Any, torch.dtype]] = set()
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -306,7 +360,11 @@ class Float16ByFloat32(Stepless):
         matmuls: whether matmuls and forward convolutions are among them.
     """
 
+    columns: Mapping[str, object] = {}
+
     def __init__(self, matmuls: bool) -> None:
+        self.occurred: set[Any] = set()
+        self.products: set[tuple[Any, torch.dtype]] = set()
         backward = Substitution(
             "aten.convolution_backward",
             "float16",
@@ -317,23 +375,27 @@ class Float16ByFloat32(Stepless):
         if matmuls:
             self._ops |= {*MATMULS, *CONVOLUTIONS}
             slow = "no float16 instructions on this CPU: computed in float32, rounded to float16"
-            names = [str(op).removesuffix(".default") for op in (*MATMULS, *CONVOLUTIONS)]
-            self.substitutions += tuple(Substitution(n, "float16", slow) for n in names)
+            ops = (*MATMULS, *CONVOLUTIONS)
+            self.substitutions += tuple(Substitution(op_name(x), "float16", slow) for x in ops)
 
     def region(self) -> AbstractContextManager[object]:
-        return _ByFloat32Mode(self._ops)
+        return _ByFloat32Mode(self._ops, self.occurred, self.products)
 
 
-class _ByFloat32Mode(TorchDispatchMode):
-    def __init__(self, ops: set[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+class _ByFloat32Mode(_ProductsMode):
+    def __init__(
+        self, ops: set[Any], occurred: set[Any], products: set[tuple[Any, torch.dtype]]
+    ) -> None:
+        super().__init__(products)
         self._ops = ops
+        self._occurred = occurred
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in self._ops or args[0].dtype != torch.float16:
-            return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self._occurred.add(func)
         wide = [a.float() if isinstance(a, Tensor) else a for a in args]
         result = func(*wide, **(kwargs or {}))
         if isinstance(result, Tensor):

@@ -7,7 +7,7 @@ and the optimizer step are outside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -26,6 +26,9 @@ Region = AbstractContextManager[object]
 class Caster(Protocol):
     """Gives the region a forward pass runs in."""
 
+    columns: Mapping[str, object]
+    """Columns of a policy that it decides, for the record."""
+
     def region(self) -> Region:
         """A new region."""
 
@@ -39,9 +42,14 @@ class Caster(Protocol):
         """A training step's gradients are there."""
 
 
+def _columns(casting: str, dtype: torch.dtype) -> dict[str, object]:
+    return {"casting": casting, "compute_dtype": str(dtype).removeprefix("torch.")}
+
+
 class NoCaster:
     """Nothing is cast: ops run in the dtype of their inputs."""
 
+    columns: Mapping[str, object] = {"casting": "none"}
     _nothing = nullcontext()
 
     def region(self) -> Region:
@@ -66,6 +74,7 @@ class AutocastCaster:
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+        self.columns: Mapping[str, object] = _columns("autocast", dtype)
         self._device_type = device_type
         self._dtype = dtype
 
@@ -104,6 +113,7 @@ class OpListCaster:
         keep: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
+        self.columns: Mapping[str, object] = _columns("op_lists", dtype)
         self._casts = Casts()
         self._keep = keep
         self._depth = 0

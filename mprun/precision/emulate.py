@@ -37,6 +37,7 @@ from mprun.precision.arithmetic import (
     MATMULS,
     Stepless,
     Substitution,
+    op_name,
     opened,
     unfused,
     variants,
@@ -192,6 +193,14 @@ class Emulated16:
         self.substitutions: tuple[Substitution, ...] = (every,)
         if partials == "float16":
             self.substitutions += partials_substitutions()
+        self.occurred: set[Any] = set()
+        self.products: set[tuple[Any, torch.dtype]] = set()
+        everywhere = {"rounding": "stochastic", "rounding_scope": "all"}
+        self.columns: Mapping[str, object] = {
+            **(everywhere if rounding == "stochastic" else {}),
+            "overflow": overflow,
+            "partials_dtype": partials,
+        }
         self._stochastic = rounding == "stochastic"
         self._overflow = overflow
         self._partials = partials == "float16"
@@ -280,7 +289,7 @@ def same_rounding() -> tuple[AbstractContextManager[object], AbstractContextMana
 def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
     """What is said of float16 partials, for each op they apply to."""
     reason = f"float16 partials: sums of {BLOCK} products in float32, added up in float16"
-    names = sorted(str(op).removesuffix(".default") for op in ops)
+    names = sorted(op_name(op) for op in ops)
     return tuple(Substitution(name, "float16", reason) for name in names)
 
 
@@ -290,22 +299,28 @@ class BlockedConvolutions(Stepless):
     For GPUs: cuBLAS has a switch for matmuls (`backend_flags`), cuDNN has none.
     """
 
+    columns: Mapping[str, object] = {"partials_dtype": "float16"}
+
     def __init__(self) -> None:
+        self.occurred: set[Any] = set()
+        self.products: set[tuple[Any, torch.dtype]] = set()
         self.substitutions: tuple[Substitution, ...] = partials_substitutions(CONVOLUTION_OPS)
 
     def region(self) -> AbstractContextManager[object]:
-        return _BlockedMode()
+        return _BlockedMode(self.occurred)
 
 
 class _BlockedMode(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, occurred: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._occurred = occurred
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func not in CONVOLUTION_OPS or args[0].dtype != torch.float16:
             return func(*args, **(kwargs or {}))
+        self._occurred.add(func)
         result = blocked(func, tree_map(_widen, args), Tensor.half, kwargs)
         return tree_map(lambda x: x.half() if isinstance(x, Tensor) else x, result)
 
@@ -315,6 +330,7 @@ class _EmulationMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.arithmetic = arithmetic
         self._round = arithmetic.round
+        self._occurred = arithmetic.occurred
         self._partials = partials
 
     def __torch_dispatch__(
@@ -332,6 +348,7 @@ class _EmulationMode(TorchDispatchMode):
         target = _target(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)
+        self._occurred.add(func)
         wide_args, wide_kwargs = tree_map(_widen, args), tree_map(_widen, kwargs)
         if self._partials and target == torch.float16:
             result = self._in_blocks(func, wide_args, wide_kwargs)

@@ -65,6 +65,11 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
         set_backend_switches(before)
 
 
+def tf32_is_on(device: torch.device) -> bool:
+    """Whether float32 matmuls on `device` are computed in TF32, by its hardware and the switch."""
+    return has_tf32(device) and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 def has_tf32(device: torch.device) -> bool:
     """Whether the device has TensorFloat-32: NVIDIA's, from Ampere (compute capability 8.0) on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -3,7 +3,8 @@
 A matmul's output element is a sum of K products, and the sum has a dtype of its own, which need not
 be that of the inputs. Graphcore calls the running sums *partials*. Products of two float16 values
 are exact in float32 (11-bit significands give 22 bits); the question is what happens to their sum.
-CPU kernels keep it in float32. Hardware that can keep it in float16 is faster and loses digits.
+CPU kernels with instructions for it keep it in float32, some others do not (`accumulation.py`
+measures which). Hardware that can keep it in float16 is faster and loses digits.
 
 We emulate float16 partials by blocked accumulation. The K products are cut, in order, into blocks
 of 64, the last one shorter:

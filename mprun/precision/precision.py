@@ -63,6 +63,12 @@ class Precision:
         self._output_dtype = torch_dtype(policy.output_dtype)
         self._guard: BufferGuard = NoBufferGuard()
 
+    @property
+    def columns(self) -> dict[str, object]:
+        """The policy's columns that caster, arithmetic and the cast of outputs decide."""
+        output = str(self._output_dtype).removeprefix("torch.")
+        return {**self._caster.columns, **self.arithmetic.columns, "output_dtype": output}
+
     def prepare(
         self,
         model: nn.Module,

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from mprun import checkpoint
 from mprun.build import DataCache, Plan, build_parts, plan
-from mprun.config import Composed, compose
+from mprun.config import compose
 from mprun.config.compose import quoted
 from mprun.errors import EXIT_OK, MprunError
 from mprun.observer import NoObserver
@@ -164,7 +164,7 @@ class Trials:
         chosen = plan(
             composed.config, composed.given, saved["choices"] if saved else None, self._load
         )
-        self._warn(composed, chosen)
+        self._warn(chosen)
         if not self._warm:
             warm_up(chosen)
             self._warm = True
@@ -177,8 +177,8 @@ class Trials:
             view=lambda epochs, steps: _Progress(self._view, epochs, steps),
         )
 
-    def _warn(self, composed: Composed, chosen: Plan) -> None:
-        for text in (*composed.warnings, *chosen.warnings):
+    def _warn(self, chosen: Plan) -> None:
+        for text in chosen.warnings:
             if text not in self._warnings:
                 self._warnings.add(text)
                 self._view.line(f"warning: {text}")

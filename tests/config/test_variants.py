@@ -34,6 +34,20 @@ def test_modes_that_cannot_be_with_what_was_asked_are_left_out() -> None:
     assert set(found.left_out) == set(modes()) - set(found.words)
 
 
+def test_a_combination_without_effect_of_its_own_is_the_variant_it_repeats() -> None:
+    """The rounding of float32 parameters changes no bit; that of bfloat16 ones does."""
+    found = variants(["precision=fp32,bf16_true", "precision.rounding=nearest,kahan"])
+    assert set(found.words) == {
+        "fp32+precision.rounding=nearest",
+        "bf16_true+precision.rounding=nearest",
+        "bf16_true+precision.rounding=kahan",
+    }
+    assert found.left_out == {
+        "fp32+precision.rounding=kahan": "the same as fp32+precision.rounding=nearest; "
+        "precision.rounding has no effect: precision=fp32 keeps nothing in 16 bits"
+    }
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import (
+    Arithmetic,
     AutocastCaster,
+    BlockedConvolutions,
+    Emulated16,
     EmulatedTf32,
     Float16ByFloat32,
     NativeArithmetic,
@@ -25,6 +29,7 @@ from mprun.precision import (
     Precision,
     round_to_tf32,
 )
+from mprun.precision.arithmetic import occurred_substitutions
 from tests.precision.test_policy import policy
 
 
@@ -182,6 +187,71 @@ def test_other_dtypes_pass_untouched() -> None:
     with Float16ByFloat32(matmuls=True).region():
         assert torch.equal(a @ a, (a @ a))
         assert (a.bfloat16() @ a.bfloat16()).dtype == torch.bfloat16
+
+
+class Counted(TorchDispatchMode):
+    """The ops that ran, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func).removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Linear(8, 4), (3, 8)),
+        (nn.Linear(8, 4, bias=False), (3, 8)),
+        (nn.Conv2d(2, 3, 3), (2, 2, 8, 8)),
+        (nn.ReLU(), (3, 8)),
+    ],
+)
+@pytest.mark.parametrize(
+    "arithmetic",
+    [
+        lambda: Float16ByFloat32(matmuls=True),
+        lambda: Float16ByFloat32(matmuls=False),
+        lambda: Emulated16("nearest", "infinity", "float16", 0),
+        BlockedConvolutions,
+    ],
+)
+def test_substitutions_that_occurred_are_those_whose_op_ran(
+    arithmetic: Callable[[], Arithmetic], model: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """Against the ops a mode of the test's own counts above the arithmetic."""
+    made, half_model = arithmetic(), copy.deepcopy(model).half()
+    assert occurred_substitutions(made) == []
+    counted, x = Counted(), torch.zeros(shape, dtype=torch.float16, requires_grad=True)
+    with made.region(), counted:
+        half_model(x).sum().backward()
+    named = {s.op for s in occurred_substitutions(made)}
+    planned = {s.op for s in made.substitutions}
+    assert named - {"*"} == planned & counted.names
+    assert ("*" in named) == ("*" in planned)
+
+
+def test_the_first_step_shows_which_products_are_computed_in_16_bits() -> None:
+    arithmetic, model = NativeArithmetic(watch=True), nn.Linear(8, 4).bfloat16()
+    x = torch.zeros(3, 8, dtype=torch.bfloat16)
+    with arithmetic.region():
+        model(x)  # no step yet: evaluation is not looked at
+    assert arithmetic.products == set()
+    arithmetic.begin_step(1)
+    with arithmetic.region():
+        model(x).sum().backward()
+    arithmetic.end_step()
+    aten = torch.ops.aten
+    expected = {(op.default, torch.bfloat16) for op in (aten.addmm, aten.mm)}
+    assert arithmetic.products == expected
+    arithmetic.begin_step(2)
+    with arithmetic.region(), Counted() as counted:
+        torch.ones(2, 2).half() @ torch.ones(2, 2).half()
+    assert "aten.mm" in counted.names
+    assert arithmetic.products == expected  # later steps run at their full speed
 
 
 def test_substitutions_name_every_op() -> None:

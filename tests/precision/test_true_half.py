@@ -467,7 +467,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["precision=half_sr", "precision.partials_dtype=float16", "execution=native", "device=cpu"],
         [
             "execution=native: precision.partials_dtype=float16",
-            "CPU kernels accumulate in float32 and have no switch",
+            "CPU kernels have no switch for what they add up in",
             "legal: auto, emulated",
         ],
     ),

@@ -21,6 +21,7 @@ from mprun.numerics.exceptions.response import Response, snapshots
 from mprun.numerics.exceptions.steps import Outcome, Steps
 from mprun.numerics.exceptions.watch import COMPILED
 from mprun.precision import Arithmetic, Caster, Clip, LossScale, Policy, Precision
+from mprun.precision.arithmetic import Substitution
 from mprun.precision.update import ScaledOptimizer
 
 SLOW = "every op of a training step is looked at (debug.fp_exceptions): steps are not timed"
@@ -214,7 +215,13 @@ class _WatchedArithmetic:
     def __init__(self, inner: Arithmetic, exceptions: FpExceptions) -> None:
         self._inner = inner
         self._exceptions = exceptions
-        self.substitutions = inner.substitutions
+        self.occurred, self.products = inner.occurred, inner.products
+        self.columns = inner.columns
+
+    @property
+    def substitutions(self) -> tuple[Substitution, ...]:
+        """Those of the arithmetic."""
+        return self._inner.substitutions
 
     @contextmanager
     def region(self) -> Iterator[None]:
