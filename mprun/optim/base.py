@@ -168,21 +168,29 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    def scaled_step(self, scale: Tensor | None, max_norm: float | None = None) -> Tensor | None:
+    def scaled_step(
+        self,
+        scale: Tensor | None,
+        max_norm: float | None = None,
+        overflow: Tensor | None = None,
+    ) -> Tensor | None:
         """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
 
         Args:
             scale: what the loss was multiplied by, a float32 scalar on the device; None for 1, and
                 for steps that are always taken.
             max_norm: clip the unscaled gradients' global L2 norm to this.
+            overflow: 1 or 0, what a check of the gradients gave, 1 to skip the step; they are
+                checked here where it is None and `scale` is not.
 
         Returns:
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
-            None where `scale` is None.
+            None where `scale` and `overflow` are None.
         """
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         gradients = [g for g in gradients if g is not None and g.numel()]
-        overflow = None if scale is None else not_finite(gradients, scale.device)
+        if overflow is None and scale is not None:
+            overflow = not_finite(gradients, scale.device)
         self.grad_scale, self.found_inf = scale, overflow
         if max_norm is not None and gradients:
             self.grad_scale = clipping_scale(gradients, scale, max_norm)

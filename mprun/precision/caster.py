@@ -29,8 +29,13 @@ class Caster(Protocol):
     def region(self) -> Region:
         """A new region."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar `loss`; forward code that is run again there is cast."""
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Add the gradients of a scalar `loss`; forward code that is run again there is cast.
+
+        `retain_graph` and `create_graph` are those of `Tensor.backward`.
+        """
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
@@ -47,8 +52,10 @@ class NoCaster:
     def region(self) -> Region:
         return self._nothing
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         return nullcontext
@@ -72,8 +79,11 @@ class AutocastCaster:
     def region(self) -> Region:
         return torch.autocast(self._device_type, self._dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # checkpointing brings autocast back itself
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        # Checkpointing brings autocast back itself.
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:
@@ -129,9 +139,11 @@ class OpListCaster:
         """A region for a backward pass of one's own: forward code run again there is cast."""
         return self.region()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
         with self.recomputation():
-            run_backward(loss)
+            run_backward(loss, retain_graph, create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:

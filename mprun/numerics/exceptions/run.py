@@ -118,8 +118,8 @@ class FpExceptions:
         """What runs in it is looked at, if it belongs to a training step."""
         return self._steps.watch.region() if self._inside else nullcontext()
 
-    def outputs(self, made: Tensor) -> None:
-        """The model's output."""
+    def outputs(self, made: Any) -> None:
+        """The model's output, nested as it likes."""
         if self._inside:
             self._steps.outputs(made)
 
@@ -187,16 +187,14 @@ class WatchedPrecision(Precision):
         self._exceptions.begin(step, self.loss_scale)
         super().begin_step(step)
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        output = super().forward(model, inputs)
+    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(model, *args, **kwargs)
         self._exceptions.outputs(output)
         return output
 
-    def backward(self, loss: Tensor) -> None:
+    def _scaled(self, loss: Tensor) -> Tensor:
         with self._exceptions.region():  # a scale can be too large for the loss itself
-            scaled = self.loss_scale.scale(loss)
-        with self.arithmetic.region():
-            self._caster.backward(scaled)
+            return super()._scaled(loss)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         return self._exceptions.update(optimizer, super().step)
