@@ -139,7 +139,7 @@ class _Session:
             parts = build_parts(chosen, self._precision(exceptions))
         stop.check()
         if chosen.layers:
-            rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
+            rows = layer_rows(parts.model, chosen.layers, chosen.policy)
             self._console.print(tables.layers(rows), highlight=False)
         planned = chosen.limits.planned_steps(len(parts.train))
         view = self._view(chosen.limits.epochs, planned)

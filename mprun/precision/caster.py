@@ -89,10 +89,42 @@ class AutocastCaster:
         if dtype == torch.float32:
             return disable_casts
         # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
-        return lambda: torch.autocast(self._device_type, dtype, cache_enabled=False)
+        return partial(torch.autocast, self._device_type, dtype, cache_enabled=False)
 
     def end_step(self) -> None:
         pass
+
+
+class OpListRegion:
+    """Makes regions in which op lists cast to one dtype; can be copied and pickled with a model.
+
+    Args:
+        lists, dtype, device_type: see `OpListCaster`.
+        table: the caster's table for them, whose cast weights the caster forgets; None for one of
+            its own.
+    """
+
+    def __init__(
+        self, lists: OpLists, dtype: torch.dtype, device_type: str, table: Table | None = None
+    ) -> None:
+        self._made_from = lists, dtype, device_type
+        self._own = Casts() if table is None else None
+        self._table = table or Table(lists, dtype, self._own, device_type)  # type: ignore[arg-type]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        try:
+            with region(self._table):
+                yield
+        finally:
+            if self._own is not None:
+                self._own.forget()
+
+    def __deepcopy__(self, memo: object) -> OpListRegion:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._made_from
 
 
 class OpListCaster:
@@ -115,6 +147,7 @@ class OpListCaster:
         watcher: Watcher | None = None,
     ) -> None:
         self._casts = Casts()
+        self._lists, self._device_type = lists, device_type
         self._keep = keep
         self._depth = 0
         self._make = partial(
@@ -150,7 +183,7 @@ class OpListCaster:
             return disable_casts
         if dtype not in self._tables:
             self._tables[dtype] = self._make(dtype=dtype)
-        return lambda: region(self._tables[dtype])
+        return OpListRegion(self._lists, dtype, self._device_type, self._tables[dtype])
 
     def end_step(self) -> None:
         self._casts.forget()

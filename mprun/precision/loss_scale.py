@@ -133,8 +133,8 @@ class StaticLossScale:
     def unscale(self, optimizer: Optimizer) -> None:
         if optimizer in self._overflows:
             raise RuntimeError(
-                f"unscale({type(optimizer).__name__}) after its step: gradients are unscaled before "
-                "step(), and update() ends the iteration"
+                f"unscale({type(optimizer).__name__}) after its step: gradients are unscaled "
+                "before step(), and update() ends the iteration"
             )
         if optimizer in self._unscaled:
             raise RuntimeError(

@@ -35,14 +35,15 @@ from torch.optim import Optimizer
 
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.buffers import BufferGuard, BufferOverflow, guard_for
-from mprun.precision.caster import Caster
+from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.clip import Clip
 from mprun.precision.convert import accumulate_in, convert
-from mprun.precision.layers import LAYER_DTYPES, cast_at_borders, compute_in, resolve
+from mprun.precision.layers import keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.outputs import to_dtype
 from mprun.precision.policy import Policy, torch_dtype
+from mprun.precision.random_bits import name_parameters
 
 
 class Precision:
@@ -54,7 +55,7 @@ class Precision:
         arithmetic: the region forward pass, loss and backward pass run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
-        layers: module names or globs to fp32, fp16 or bf16, the dtype each is kept in.
+        layers: module names or globs to what each is kept in: fp32, fp16, bf16, or a mode.
     """
 
     def __init__(
@@ -86,22 +87,22 @@ class Precision:
         Layers named otherwise apart; gradients are accumulated in the policy's dtype.
 
         Raises:
-            ValueError: `layers` names no module, names one twice, or parts tied parameters.
+            ValueError: `layers` names no module, names one twice, parts tied parameters, or gives
+                a layer what it cannot have in this mode.
         """
-        named = {n: LAYER_DTYPES[d] for n, d in resolve(model, self._layers).items()}
-        stored = torch_dtype(self.policy.param_dtype)
-        if self.policy.casting == "none":
-            convert(model, device, stored, memory_format, named)
-            if named:
-                cast_at_borders(model)
-        else:
-            compute_in(model, named, self._caster.layer_region)
-            convert(model, device, stored, memory_format)
+        named = layer_precisions(resolve(model, self._layers), self.policy)
+        dtype = torch_dtype(self.policy.param_dtype)
+        convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
+        if named:
+            uncast = self.policy.casting == "none"
+            caster = AutocastCaster(device.type, torch.float32) if uncast else self._caster
+            keep_layers(model, named, dtype if uncast else None, caster.layer_region)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
-        first = not self._guards.keys() - {model}
-        prefix = "" if first else f"model {len(self._guards.keys() - {model}) + 1}: "
+        number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
+        prefix = "" if number == 1 else f"model {number}: "
         needed = self.loss_scale.tensor is not None or self.policy.is_low
         self._guards[model] = guard_for(model, needed, prefix)
+        name_parameters(model, prefix)
         return model
 
     def begin_step(self, step: int) -> None:

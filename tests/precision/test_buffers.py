@@ -228,7 +228,7 @@ def test_buffers_may_be_replaced_after_prepare() -> None:
 
 
 def outlier_data(seed: int) -> tuple[Tensor, Tensor]:
-    """Inputs times 25, one of them 40 times larger still: a variance of millions before the norm."""
+    """Inputs times 25, one 40 times larger still: a variance of millions before the norm."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(512, 8, generator=generator) * 25
     x[:, 0] *= 40
