@@ -105,11 +105,19 @@ def recurrent_layers_take_any_dtype() -> Iterator[None]:
 _NO_DEVICE = "hpu"
 
 
-def run_backward(loss: Tensor) -> None:
-    """`loss.backward()` without the Python around it, each call of which function modes see."""
+def run_backward(
+    loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+) -> None:
+    """`loss.backward()` without the Python around it, each call of which function modes see.
+
+    Args:
+        loss: a scalar.
+        retain_graph, create_graph: as for `Tensor.backward`.
+    """
     gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+    keep = create_graph if retain_graph is None else retain_graph
     torch.autograd.graph._engine_run_backward(
-        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        (loss,), (gradient,), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -201,9 +209,13 @@ def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
         scale: float32 scalar on their device.
     """
     overflow = torch.zeros((), dtype=torch.float32, device=scale.device)
-    gradients = [
-        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
+    gradients = []
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.coalesce()  # else an overflow of a row's sum is not seen
+            gradients.append(p.grad._values())
+        elif p.grad is not None:
+            gradients.append(p.grad)
     if gradients:
         inverse = scale.double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)

@@ -88,9 +88,11 @@ class Journal:
         self._logger.steps(lines)
         self._view.update(self._moment(last))
 
-    def event(self, row: dict[str, Any]) -> None:
+    def event(self, row: dict[str, Any], warning: str | None = None) -> None:
         """Something happened in a step; the row is written with the step's."""
         self._events.append(row)
+        if warning is not None:
+            self._view.line(f"warning: {warning}")
 
     def _moment(self, line: StepLine) -> Moment:
         limit_s = self._plan.config.train.max_time_s

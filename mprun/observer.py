@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mprun.record import Epoch
 
@@ -28,6 +28,12 @@ class Observer(Protocol):
     def steps(self, lines: list[StepLine]) -> None:
         """Steps that were taken since the last call."""
 
+    def event(self, row: dict[str, Any], warning: str | None = None) -> None:
+        """Something happened in a step: its line of metrics.jsonl, and what the user should know.
+
+        It comes before the call of `steps` with that step.
+        """
+
     def epoch(self, epoch: Epoch) -> None:
         """An epoch ended and was validated."""
 
@@ -39,6 +45,9 @@ class NoObserver:
     """Tells nobody."""
 
     def steps(self, lines: list[StepLine]) -> None:
+        pass
+
+    def event(self, row: dict[str, Any], warning: str | None = None) -> None:
         pass
 
     def epoch(self, epoch: Epoch) -> None:

@@ -276,6 +276,7 @@ class Trainer:
             losses.append(loss.detach())
             outputs.append(output.detach())
         skipped = parts.precision.step(parts.optimizer)
+        parts.precision.update()
         parts.scheduler.step(skipped)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return StepResult(loss, outputs, skipped)
@@ -304,12 +305,19 @@ class Trainer:
                 closed.append(self._close_epoch(NO_SCORES))
             self._sums.epoch = p.epoch
             self._sums.add(reading, p.size)
+        self._report_buffers({line.step: line.epoch for line in lines})
         self._observer.steps(lines)
         for epoch in closed:
             self._observer.epoch(epoch)
         self.parts.clock.pause()  # telling is not part of the next step
         for line in lines:
             self._check(line)
+
+    def _report_buffers(self, epochs: dict[int, int]) -> None:
+        """Report buffers that became non-finite; `epochs` maps the steps since then to theirs."""
+        for overflow in self.parts.precision.buffer_overflows():
+            row = {"kind": "event", "event": "buffer_overflow", **overflow._asdict()}
+            self._observer.event({**row, "epoch": epochs[overflow.step]}, overflow.text)
 
     def _line(self, p: _Pending, reading: Reading, ms: float) -> StepLine:
         return StepLine(

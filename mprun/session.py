@@ -153,7 +153,7 @@ class _Session:
         self._arithmetic = parts.precision.arithmetic
         stop.check()
         if chosen.layers:
-            rows = layer_rows(parts.model, chosen.layers, chosen.policy.compute_dtype)
+            rows = layer_rows(parts.model, chosen.layers, chosen.policy)
             self._console.print(tables.layers(rows), highlight=False)
         planned = chosen.limits.planned_steps(len(parts.train))
         view = self._view(chosen.limits.epochs, planned)

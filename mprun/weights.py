@@ -26,6 +26,7 @@ from mprun import checkpoint
 from mprun.errors import UsageError
 from mprun.precision import Policy, float16_loss
 from mprun.precision.convert import dtype_of
+from mprun.precision.layers import LAYER_MODES
 from mprun.recipe import Recipe
 
 LEGAL = (
@@ -103,10 +104,11 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
     Args:
         weights: the weights.
         policy: the mode they continue in.
-        layers: modules to a dtype of their own: fp32, fp16 or bf16.
+        layers: modules to a dtype or mode of their own.
     """
     mode = "fp16" if "float16" in (policy.param_dtype, policy.compute_dtype) else "another"
-    cast = [weights.state[k] for k in weights.parameters if dtype_of(k, layers, mode) == "fp16"]
+    lower = {"fp16", *(name for name, row in LAYER_MODES.items() if row.compute == torch.float16)}
+    cast = [weights.state[k] for k in weights.parameters if dtype_of(k, layers, mode) in lower]
     if not cast:
         return None
     loss, trained = float16_loss(cast), ""

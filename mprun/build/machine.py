@@ -15,7 +15,7 @@ from mprun.errors import UsageError, first_line
 from mprun.numerics.footprint import fake_tensors
 from mprun.precision import Policy, accelerated, has_tf32
 from mprun.precision.convert import convert
-from mprun.precision.layers import LAYER_DTYPES, resolve
+from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
@@ -86,9 +86,9 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
         model = recipe.model()
         try:
             found = resolve(model, wanted)
-            if policy.casting == "none":
-                dtypes = {name: LAYER_DTYPES[dtype] for name, dtype in found.items()}
-                convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=dtypes)
+            check_rounding(found, policy)
+            stored = {n: layer.stored for n, layer in layer_precisions(found, policy).items()}
+            convert(model, torch.device("cpu"), torch_dtype(policy.param_dtype), layers=stored)
         except ValueError as error:
             raise UsageError(str(error)) from None
     return found
@@ -185,7 +185,7 @@ def _without_displaced(
 
 
 def _layers_file(path: Path) -> dict[str, str]:
-    """The mapping in a file, checked: names to dtypes."""
+    """The mapping in a file, checked: names to dtypes or modes."""
     legal = list(LayerDType.__members__)
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -195,7 +195,7 @@ def _layers_file(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(v in legal for v in found.values()):
         raise UsageError(
             f"precision.layers_file={path}: a line for each module, 'name: dtype', "
-            f"with dtype one of {', '.join(legal)}"
+            f"with dtype (or mode) one of {', '.join(legal)}"
         )
     return {str(key): value for key, value in found.items()}
 

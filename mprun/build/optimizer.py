@@ -14,6 +14,7 @@ from mprun.config.schema import OptimizerConfig, OptimizerName
 from mprun.config.validate import kept_moments
 from mprun.optim import engines
 from mprun.precision import Policy
+from mprun.precision.layers import layer_precision
 from mprun.precision.policy import torch_dtype
 from mprun.speed import SpeedChoice
 
@@ -22,8 +23,8 @@ def keeps_low_precision(policy: Policy, layers: Mapping[str, str], config: Optim
     """Whether anything the optimizer writes is kept in 16 bits: parameters, layers or moments."""
     moments = {getattr(policy, f"{moment}_dtype") for moment in kept_moments(config)}
     stored = {policy.param_dtype, *moments}
-    low_layers = policy.casting == "none" and any(dtype != "fp32" for dtype in layers.values())
-    return low_layers or stored != {"float32"}
+    kept = (layer_precision(value, policy.casting).stored for value in layers.values())
+    return any(dtype != torch.float32 for dtype in kept) or stored != {"float32"}
 
 
 def engine_for(speed: str, device: torch.device, kept: str | None = None) -> str:

@@ -6,6 +6,7 @@ statistics and random numbers of the run as they are. Dropout draws what it draw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.resources import files
@@ -48,6 +49,11 @@ def as_planned_in(chosen: Plan, short: str) -> Policy:
     return replace(policy, casting=casting, output_dtype=output)
 
 
+def _dtypes(layers: Mapping[str, str]) -> dict[str, str]:
+    """Layers without their rounding, which is that of the run and not of a probe's policy."""
+    return {name: "fp16" if mode == "half_sr_full" else mode for name, mode in layers.items()}
+
+
 class Probe:
     """A model like the plan's, in another precision.
 
@@ -63,7 +69,7 @@ class Probe:
             policy=policy,
             execution="native",
             op_lists=None if exact else chosen.op_lists,
-            layers={} if exact else chosen.layers,
+            layers={} if exact else _dtypes(chosen.layers),
             by_float32=choose_by_float32(chosen.config.speed.name, policy, "native", chosen.device),
         )
         self.loss = 0.0

@@ -116,11 +116,24 @@ class LossScaleKind(Enum):
 
 
 class LayerDType(Enum):
-    """What a module can be kept in."""
+    """What a module can be kept in: a dtype, or a mode's name."""
 
     fp32 = "fp32"
     fp16 = "fp16"
     bf16 = "bf16"
+    fp16_mixed = "fp16_mixed"
+    bf16_mixed = "bf16_mixed"
+    fp16_true = "fp16_true"
+    bf16_true = "bf16_true"
+    half_sr = "half_sr"
+    bf16_sr = "bf16_sr"
+    half_sr_full = "half_sr_full"
+
+
+FLOAT16_LAYERS = {"fp16", "fp16_mixed", "fp16_true", "half_sr", "half_sr_full"}
+"""Those that compute in float16."""
+LAYERS_STORED_LOW = {"fp16_true", "bf16_true", "half_sr", "bf16_sr", "half_sr_full"}
+"""Those that store 16 bits in every mode; fp16 and bf16 do where nothing is cast."""
 
 
 class FpExceptions(Enum):
@@ -191,7 +204,7 @@ class PrecisionConfig:
     tf32: bool = MISSING
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
     layers: dict[Any, LayerDType] = field(default_factory=dict)
-    """Modules with a dtype of their own, by name or glob: {fc2: fp32, encoder.*: bf16}."""
+    """Modules with a dtype or mode of their own, by name or glob: {fc2: fp32, enc.*: bf16}."""
     layers_file: str | None = None
     """A YAML file with such a mapping; precision.layers adds to it and wins."""
 

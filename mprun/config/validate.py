@@ -17,6 +17,8 @@ from typing import Any
 from omegaconf import MISSING
 
 from mprun.config.schema import (
+    FLOAT16_LAYERS,
+    LAYERS_STORED_LOW,
     Casting,
     Config,
     DataFallback,
@@ -24,7 +26,6 @@ from mprun.config.schema import (
     DType,
     Execution,
     FpExceptions,
-    LayerDType,
     LossScaleKind,
     OptimizerConfig,
     OptimizerName,
@@ -198,12 +199,12 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
 
     Args:
         config: the configuration.
-        layers: dtypes of layers beyond those of `precision.layers`.
+        layers: dtypes or modes of layers beyond those of `precision.layers`.
     """
     kind = config.loss_scale.name
     if kind is LossScaleKind.auto:
         named = {dtype.name for dtype in config.precision.layers.values()} | {*layers}
-        needs = config.precision.compute_dtype is DType.float16 or "fp16" in named
+        needs = config.precision.compute_dtype is DType.float16 or named & FLOAT16_LAYERS
         kind = LossScaleKind.dynamic if needs else LossScaleKind.none
     return kind.name
 
@@ -318,8 +319,11 @@ def stored_low(config: Config) -> set[str]:
     """
     row = config.precision
     low = {m for m in kept_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
-    layers = row.layers_file is not None or {*row.layers.values()} - {LayerDType.fp32}
-    if _is_low(row.param_dtype) or (row.casting is Casting.none and layers):
+    layers = {dtype.name for dtype in row.layers.values()}
+    low_layers = layers & LAYERS_STORED_LOW or (
+        row.casting is Casting.none and layers & {"fp16", "bf16"}
+    )
+    if _is_low(row.param_dtype) or low_layers or row.layers_file is not None:
         low.add("parameters")
     return low
 

@@ -36,6 +36,16 @@ static inline uint32_t hash(uint32_t index, uint32_t low, uint32_t high) {
   return word ^ (word >> 14);
 }
 
+/* The difference a - b or its neighbour, so that the mean is exact: the lower 16 bits decide. */
+static inline float settle(float difference, float a, float b, uint32_t word) {
+  float back = difference - a, rest = (a - (difference - back)) + (-b - back);
+  uint32_t bits = pattern(difference), by = 1u - 2u * ((pattern(rest) ^ bits) >> 31);
+  float gap = fabsf(number(bits + by) - difference);
+  float drawn = (float)(int32_t)(word & 0xffffu) * 0x1p-16f + 0x1p-17f;
+  uint32_t moves = fabsf(rest) > drawn * gap;
+  return number(bits + (by & -moves));
+}
+
 #define MAGNITUDE 0x7fffffffu
 #define INFINITE 0x7f800000u /* float32's infinity */
 #define QUANTUM 0x38800000u  /* 2^-14, float16's smallest normal */

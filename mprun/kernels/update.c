@@ -40,28 +40,32 @@ void update(PARAM *restrict param, const GRAD *restrict grad, FIRST *restrict fi
 #if defined(OPTIMIZER_ADAMW)
     m = m * h1 + g * h2;
     v = v * h3 + (g * g) * h4;
-    w = w * h5 - h6 * (m / (sqrtf(v) * h7 + h8));
+    const float decay = number(choose((pattern(w) & MAGNITUDE) < INFINITE, pattern(w * h5), 0u));
+    const float change = decay + h6 * (m / (sqrtf(v) * h7 + h8));
 #elif defined(OPTIMIZER_SGD)
     g = g + w * h1;
     m = m * h2 + g * h4;
-    w = w - h3 * m;
+    const float change = h3 * m;
 #elif defined(OPTIMIZER_NESTEROV)
     g = g + w * h1;
     m = m * h2 + g;
-    w = w - h3 * (g + m * h2);
+    const float change = h3 * (g + m * h2);
 #elif defined(OPTIMIZER_RMSPROP)
     g = g + w * h1;
     v = v * h2 + (g * g) * h3;
     m = m * h4 + g / (sqrtf(v) + h5);
-    w = w - h6 * m;
+    const float change = h6 * m;
 #endif
+    const float old = w;
+    w = old - change;
 
 #if defined(RULE_KAHAN)
     int16_t rest;
     param[i] = NAME(split_, PARAM)(w, &rest);
     remainder[i] = rest;
 #elif defined(RULE_STOCHASTIC)
-    param[i] = NAME(stochastic_, PARAM)(w, hash(index, k0, k1));
+    const uint32_t word = hash(index, k0, k1);
+    param[i] = NAME(stochastic_, PARAM)(settle(w, old, change, word), word);
 #else
     param[i] = NAME(nearest_, PARAM)(w);
 #endif

@@ -91,8 +91,10 @@ class LabelledCaster:
         with self._caster.region(), region(self._table):
             yield
 
-    def backward(self, loss: torch.Tensor) -> None:
-        self._caster.backward(loss)
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        self._caster.backward(loss, retain_graph, create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], AbstractContextManager[object]]:
         return self._caster.layer_region(dtype)

@@ -17,5 +17,6 @@ from mprun.optim.adamw import AdamW
 from mprun.optim.base import LowPrecisionOptimizer
 from mprun.optim.rmsprop import RMSprop
 from mprun.optim.sgd import SGD
+from mprun.precision.random_bits import name_parameters
 
-__all__ = ["SGD", "AdamW", "LowPrecisionOptimizer", "RMSprop"]
+__all__ = ["SGD", "AdamW", "LowPrecisionOptimizer", "RMSprop", "name_parameters"]

@@ -49,7 +49,7 @@ class AdamW(LowPrecisionOptimizer):
             1 - beta1,
             beta2,
             1 - beta2,
-            1 - lr * group["weight_decay"],
+            lr * group["weight_decay"],
             lr / (1 - beta1**step),
             (1 - beta2**step) ** -0.5,
             group["eps"],

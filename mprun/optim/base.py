@@ -28,7 +28,7 @@ from mprun._torch import is_fake, load_hooks_run
 from mprun.optim import engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage, root, scale
-from mprun.precision.random_bits import key
+from mprun.precision.random_bits import NAME, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest
 
 ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -50,12 +50,21 @@ class Keep(TypedDict, total=False):
     variance_dtype: torch.dtype
     """What the second moment is kept in; float32 unless given.
 
-    In 16 bits its square root is kept, in float16 64 times that.
+    In 16 bits its square root is kept, in float16 64 times that. Roots below 2^-30 (9e-10) are
+    then mostly 0, and eps alone is left to divide by: with an eps far below that and gradients of
+    1e-10 AdamW's updates are 30 to 34 times too large (eps=1e-15; with eps=0 up to 46 times).
+    eps=1e-8 keeps them right.
     """
     overflow: str
     """infinity (the default), or saturate at the largest finite number."""
     seed: int
-    """Of the random bits; 0 unless given."""
+    """Of the random bits; 0 unless given.
+
+    They also depend on a parameter's name: that of `mprun.optim.name_parameters` (which
+    `Precision.prepare` calls), else that in `model.named_parameters()` given as `params`. Of bare
+    tensors they depend on the position among the optimizer's parameters instead: give two such
+    optimizers two seeds.
+    """
     engine: str | None
     """c, inductor or eager; None (the default) for the fastest there is.
 
@@ -168,21 +177,31 @@ class LowPrecisionOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    def scaled_step(self, scale: Tensor | None, max_norm: float | None = None) -> Tensor | None:
+    def scaled_step(
+        self,
+        scale: Tensor | None,
+        max_norm: float | None = None,
+        overflow: Tensor | None = None,
+    ) -> Tensor | None:
         """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
 
         Args:
             scale: what the loss was multiplied by, a float32 scalar on the device; None for 1, and
                 for steps that are always taken.
             max_norm: clip the unscaled gradients' global L2 norm to this.
+            overflow: 1 or 0, what a check of the gradients gave, 1 to skip the step; they are
+                checked here where it is None and `scale` is not.
 
         Returns:
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
-            None where `scale` is None.
+            None where `scale` and `overflow` are None.
         """
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        gradients = [g for g in gradients if g is not None and g.numel()]
-        overflow = None if scale is None else not_finite(gradients, scale.device)
+        updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p in updated:
+            _check_operands(p, p.grad, type(self).__name__)
+        gradients = [p.grad for p in updated if p.grad.numel()]
+        if overflow is None and scale is not None:
+            overflow = not_finite(gradients, scale.device)
         self.grad_scale, self.found_inf = scale, overflow
         if max_norm is not None and gradients:
             self.grad_scale = clipping_scale(gradients, scale, max_norm)
@@ -193,13 +212,14 @@ class LowPrecisionOptimizer(Optimizer):
         return overflow
 
     def _step(self, factor: Tensor | None, skip: Tensor | None) -> None:
-        number = 0
+        position = 0
         for group in self.param_groups:
             group["attempts"] += 1
-            for p in group["params"]:
+            for name, p in zip(_names(group), group["params"], strict=True):
                 if p.grad is not None:
+                    number = position if name is None else tensor_number(name)
                     self._update(p, group, number, factor, skip)
-                number += 1
+                position += 1
 
     def _complete_state(self, p: Tensor, group: dict[str, Any], storage: Storage) -> None:
         """What a step needs, as it needs it: all of it is made at first, some after a change.
@@ -379,6 +399,17 @@ def _check_saved(state_dict: dict[str, Any]) -> None:
                 raise ValueError(f"{name}={group[name]} in the state; legal is False")
 
 
+def _names(group: dict[str, Any]) -> list[str | None]:
+    """The names of a group's parameters, None where they have none.
+
+    That of `name_parameters`, else that in the group: `model.named_parameters()` was given.
+    """
+    given = group.get("param_names") or []
+    if len(given) != len(group["params"]):  # a shard's group has the names of the whole
+        given = [None] * len(group["params"])
+    return [getattr(p, NAME, name) for p, name in zip(group["params"], given, strict=True)]
+
+
 def not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """1 where a gradient holds an infinity or NaN, else 0: a float32 scalar on `device`."""
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in gradients]
@@ -402,7 +433,11 @@ def clipping_scale(gradients: Iterable[Tensor], scale: Tensor | None, max_norm: 
 def _check_operands(p: Tensor, gradient: Tensor, kind: str) -> None:
     """Raises for what the optimizer `kind` has no step for."""
     if gradient.is_sparse:
-        raise RuntimeError(f"{kind} does not take sparse gradients")
+        raise RuntimeError(
+            f"mprun.optim.{kind} does not take sparse gradients (nn.Embedding(sparse=True) makes "
+            "them); legal: dense ones (sparse=False), or an optimizer of torch.optim that takes "
+            "them, with float32 parameters"
+        )
     if hasattr(p, "to_local"):
         raise TypeError(
             f"{kind} does not take sharded parameters (DTensor); legal: whole ones, on one "

@@ -21,7 +21,7 @@ from torch import Tensor
 from mprun import kernels
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed
-from mprun.precision.rounding import merge, round_nearest, round_stochastic, split
+from mprun.precision.rounding import merge, round_nearest, round_stochastic, settle, split
 
 ENGINES = ("c", "inductor", "eager")
 EAGER_BLOCK = 2**16
@@ -172,7 +172,8 @@ def _update(
     m = _loaded(o.first, storage.first_scale, hyper.device)
     v = _loaded(o.second, storage.second_scale, hyper.device)
     v = v * v if storage.root else v
-    w, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
+    change, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
+    w = old - change
 
     def bits(site: int) -> Tensor:
         return hash_bits(index, words[2 * site], words[2 * site + 1])
@@ -196,7 +197,9 @@ def _update(
         _put(o.param, rounded, skip)
         _put(o.remainder, rest, skip)
     else:
-        keep(o.param, w, storage.rounding == "stochastic", 0)
+        drawn = storage.rounding == "stochastic" and o.param.dtype != torch.float32
+        w = settle(w, old, change, bits(0)) if drawn else w
+        keep(o.param, w, drawn, 0)
     keep(o.first, m, storage.rounding != "nearest", 1, storage.first_scale)
     keep(o.second, root(v) if storage.root else v, True, 2, storage.second_scale)
 

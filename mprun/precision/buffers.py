@@ -1,56 +1,164 @@
-"""Running statistics that an overflow must not spoil.
+"""Floating buffers, such as BatchNorm's running statistics, under overflows.
 
-A step that overflows in the forward pass writes infinities and NaN into BatchNorm's running mean
-and variance; skipping the optimizer step does not undo that, and every later evaluation is NaN. So
-a floating buffer is put back to its value before the step if, and only if, it became non-finite:
-where the overflow is in the backward pass alone, the statistics of the forward pass are good and
-are kept.
+A step that overflows in the forward pass writes infinities and NaN into running statistics;
+skipping the optimizer step does not undo that, and every later evaluation is NaN. So after a
+skipped step the elements of floating buffers that became non-finite in it get their values from
+before it. The others keep what the step wrote: where only the backward pass overflowed, the
+statistics of the forward pass are good.
+
+After a step that was taken nothing is restored: a buffer that stands still while the model trains
+on would be wrong and look right. Such an overflow is an event, which `overflows` reports.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+CHANNELS = 8
+"""Channels that an event's text names."""
+
+
+class BufferOverflow(NamedTuple):
+    """Elements of a buffer became non-finite in a step that was taken."""
+
+    step: int
+    buffer: str
+    """Its name, as `model.named_buffers()` gives it."""
+    channels: list[int]
+    """Indices along its first dimension; empty for a scalar."""
+    dtype: str
+
+    @property
+    def text(self) -> str:
+        """A sentence for users."""
+        named = ", ".join(map(str, self.channels[:CHANNELS]))
+        more = f" and {len(self.channels) - CHANNELS} more" if len(self.channels) > CHANNELS else ""
+        where = f", channel {named}{more}" if self.channels else ""
+        return (
+            f"step {self.step} was taken and made the buffer {self.buffer}{where} non-finite "
+            f"({self.dtype}): evaluation will use it; a float32 buffer, precision.layers with fp32 "
+            "for its module, or smaller activations avoid that"
+        )
+
 
 class BufferGuard(Protocol):
-    """Looks after buffers around a step."""
+    """Looks after a model's buffers around a step."""
 
-    def before(self) -> None:
-        """A step begins."""
+    def before(self, step: int) -> None:
+        """Step number `step` begins."""
 
-    def after(self) -> None:
-        """A step ended."""
+    def after(self, skipped: Tensor | None) -> None:
+        """An optimizer stepped, or did not where `skipped` is 1; None: steps are never skipped."""
+
+    def overflows(self) -> list[BufferOverflow]:
+        """What became non-finite in steps that were taken, since the last call; waits for them."""
 
 
 class NoBufferGuard:
-    """Nothing to look after: no step is ever skipped, or there are no floating buffers."""
+    """Nothing to look after: nothing is computed in 16 bits, or there are no floating buffers."""
 
-    def before(self) -> None:
+    def before(self, step: int) -> None:
         pass
 
-    def after(self) -> None:
+    def after(self, skipped: Tensor | None) -> None:
         pass
+
+    def overflows(self) -> list[BufferOverflow]:
+        return []
+
+
+class _Group:
+    """Floating buffers of one dtype on one device, as one flat tensor [n]."""
+
+    def __init__(self, places: Sequence[tuple[str, nn.Module, str]]) -> None:
+        self._places = places
+        self._saved: Tensor | None = None
+        self._first: Tensor | None = None  # int32 [n]: the step that overflowed, or 0
+
+    def before(self, step: int) -> None:
+        self._saved = self._flat()
+        self._number = step
+
+    def after(self, skipped: Tensor | None) -> None:
+        if self._saved is None:  # no step has begun
+            return
+        now = self._flat()
+        became = torch.isfinite(self._saved) & ~torch.isfinite(now)
+        if skipped is not None:
+            dropped = skipped.to(now.device) > 0
+            if now.device.type != "cpu" or bool(dropped):
+                self._write(torch.where(became & dropped, self._saved, now))
+            became = became & ~dropped
+        if self._first is None:
+            self._first = torch.zeros_like(became, dtype=torch.int32)
+        self._first = torch.where(became & (self._first == 0), self._number, self._first)
+
+    def overflows(self) -> list[BufferOverflow]:
+        first, self._first = self._first, None
+        if first is None or not bool(first.any()):
+            return []
+        found = []
+        parts = first.split([b.numel() for b in self._buffers()])
+        for (name, _, _), buffer, part in zip(self._places, self._buffers(), parts, strict=True):
+            if bool(part.any()):
+                rows = (part > 0).view(len(buffer) if buffer.dim() else 1, -1)
+                channels = rows.any(1).nonzero().flatten().tolist()
+                dtype = str(buffer.dtype).removeprefix("torch.")
+                step = int(part[part > 0].min())
+                found.append(BufferOverflow(step, name, channels if buffer.dim() else [], dtype))
+        return found
+
+    def _buffers(self) -> list[Tensor]:
+        # Looked up each time: `model.to` and `load_state_dict(assign=True)` replace them.
+        return [getattr(module, name) for _, module, name in self._places]
+
+    def _flat(self) -> Tensor:
+        return torch.cat([b.detach().reshape(-1) for b in self._buffers()])
+
+    def _write(self, flat: Tensor) -> None:
+        buffers = self._buffers()
+        for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            # By `data`, so that a graph that another model's step left open can still go backward.
+            buffer.data.copy_(part.view(buffer.shape))
 
 
 class FiniteBuffers:
-    """Puts buffers that became non-finite back, without a host synchronization."""
+    """Restores what a skipped step made non-finite, and keeps account of what a taken one did.
 
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self._buffers = buffers
-        self._saved: list[Tensor] = []
+    On CUDA without a host synchronization, but for `overflows`.
 
-    def before(self) -> None:
-        self._saved = [b.clone() for b in self._buffers]
+    Args:
+        model: the model.
+        prefix: what is put before its buffers' names.
+    """
 
-    def after(self) -> None:
-        for buffer, saved in zip(self._buffers, self._saved, strict=True):
-            buffer.copy_(torch.where(torch.isfinite(buffer).all(), buffer, saved))
+    def __init__(self, model: nn.Module, prefix: str = "") -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Module, str]]] = {}
+        for full, buffer in model.named_buffers():
+            if buffer.is_floating_point():
+                path, _, name = full.rpartition(".")
+                place = (f"{prefix}{full}", model.get_submodule(path), name)
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(place)
+        self._groups = [_Group(places) for places in kinds.values()]
+
+    def before(self, step: int) -> None:
+        for group in self._groups:
+            group.before(step)
+
+    def after(self, skipped: Tensor | None) -> None:
+        for group in self._groups:
+            group.after(skipped)
+
+    def overflows(self) -> list[BufferOverflow]:
+        found = [x for group in self._groups for x in group.overflows()]
+        return sorted(found, key=lambda x: x.step)
 
 
-def guard_for(model: nn.Module, skips: bool) -> BufferGuard:
-    """The guard for a model whose steps may (`skips`) be skipped."""
-    buffers = [b for b in model.buffers() if b.is_floating_point()]
-    return FiniteBuffers(buffers) if skips and buffers else NoBufferGuard()
+def guard_for(model: nn.Module, needed: bool, prefix: str = "") -> BufferGuard:
+    """The guard of a model, where buffers can overflow (`needed`)."""
+    floating = any(b.is_floating_point() for b in model.buffers())
+    return FiniteBuffers(model, prefix) if needed and floating else NoBufferGuard()

@@ -32,8 +32,13 @@ class Caster(Protocol):
     def region(self) -> Region:
         """A new region."""
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a scalar `loss`; forward code that is run again there is cast."""
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Add the gradients of a scalar `loss`; forward code that is run again there is cast.
+
+        `retain_graph` and `create_graph` are those of `Tensor.backward`.
+        """
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
@@ -55,8 +60,10 @@ class NoCaster:
     def region(self) -> Region:
         return self._nothing
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         return nullcontext
@@ -81,17 +88,52 @@ class AutocastCaster:
     def region(self) -> Region:
         return torch.autocast(self._device_type, self._dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # checkpointing brings autocast back itself
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        # Checkpointing brings autocast back itself.
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:
             return disable_casts
         # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
-        return lambda: torch.autocast(self._device_type, dtype, cache_enabled=False)
+        return partial(torch.autocast, self._device_type, dtype, cache_enabled=False)
 
     def end_step(self) -> None:
         pass
+
+
+class OpListRegion:
+    """Makes regions in which op lists cast to one dtype; can be copied and pickled with a model.
+
+    Args:
+        lists, dtype, device_type: see `OpListCaster`.
+        table: the caster's table for them, whose cast weights the caster forgets; None for one of
+            its own.
+    """
+
+    def __init__(
+        self, lists: OpLists, dtype: torch.dtype, device_type: str, table: Table | None = None
+    ) -> None:
+        self._made_from = lists, dtype, device_type
+        self._own = Casts() if table is None else None
+        self._table = table or Table(lists, dtype, self._own, device_type)  # type: ignore[arg-type]
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        try:
+            with region(self._table):
+                yield
+        finally:
+            if self._own is not None:
+                self._own.forget()
+
+    def __deepcopy__(self, memo: object) -> OpListRegion:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self._made_from
 
 
 class OpListCaster:
@@ -115,6 +157,7 @@ class OpListCaster:
     ) -> None:
         self.columns: Mapping[str, object] = _columns("op_lists", dtype)
         self._casts = Casts()
+        self._lists, self._device_type = lists, device_type
         self._keep = keep
         self._depth = 0
         self._make = partial(
@@ -139,16 +182,18 @@ class OpListCaster:
         """A region for a backward pass of one's own: forward code run again there is cast."""
         return self.region()
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(
+        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
         with self.recomputation():
-            run_backward(loss)
+            run_backward(loss, retain_graph, create_graph)
 
     def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
         if dtype == torch.float32:
             return disable_casts
         if dtype not in self._tables:
             self._tables[dtype] = self._make(dtype=dtype)
-        return lambda: region(self._tables[dtype])
+        return OpListRegion(self._lists, dtype, self._device_type, self._tables[dtype])
 
     def end_step(self) -> None:
         self._casts.forget()

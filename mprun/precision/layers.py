@@ -1,13 +1,22 @@
 """Modules in a precision of their own, by name.
 
 Some regions do not survive 16 bits (decompositions, long sums, losses inside a model), others could
-do with fewer than the mode gives them. What `precision.layers` means for a module depends on where
-the mode's dtypes come from:
+do with fewer than the mode gives them. A layer's precision is what its parameters are stored in and
+what it computes in. A dtype (fp32, fp16, bf16) gives both, in the way of the mode around it:
 
-    casting none      the module's parameters are stored in that dtype, and it computes in it;
-                      every layer casts its inputs to the dtype of its own parameters
-    casting autocast, parameters stay float32; fp32 switches casts off inside the module, fp16 and
-    op_lists          bf16 make them go to that dtype
+    casting none      parameters are stored in that dtype, and the layer computes in it
+    casting autocast, parameters stay float32, and the layer computes in that dtype; fp32 switches
+    op_lists          casts off inside it
+
+A mode's name gives what the mode has (Keras' policy per layer): `bf16_mixed` stores float32 and
+casts by autocast, or by the op lists of the mode around it; `bf16_true` stores and computes in
+bfloat16. One optimizer rounds all 16-bit parameters alike, so the names that state a rounding
+(`bf16_sr`, `half_sr`; `bf16_true`, `fp16_true`) need a mode that rounds like them, and
+`half_sr_full`, which rounds every result, needs itself around it.
+
+A layer casts its floating inputs to what it computes in, whether it has parameters or not. Its
+output stays as computed. In modes without casting every other module that has parameters casts its
+inputs to their dtype as well, as Keras' layers do.
 
 A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
 name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module
@@ -28,6 +37,90 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_map
 
 from mprun.precision.convert import dtype_of
+from mprun.precision.forwards import Forward
+from mprun.precision.op_lists import disable_casts
+from mprun.precision.policy import Policy
+
+LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+"""What a layer can be kept in, by the names users write."""
+
+
+class LayerPrecision(NamedTuple):
+    """What a layer stores its parameters in and what it computes in."""
+
+    stored: torch.dtype
+    compute: torch.dtype
+
+    @property
+    def casts(self) -> bool:
+        """Whether ops inside are cast, rather than run in the dtype of the parameters."""
+        return self.stored != self.compute
+
+
+LAYER_MODES = {
+    "bf16_mixed": LayerPrecision(torch.float32, torch.bfloat16),
+    "fp16_mixed": LayerPrecision(torch.float32, torch.float16),
+    "bf16_true": LayerPrecision(torch.bfloat16, torch.bfloat16),
+    "fp16_true": LayerPrecision(torch.float16, torch.float16),
+    "bf16_sr": LayerPrecision(torch.bfloat16, torch.bfloat16),
+    "half_sr": LayerPrecision(torch.float16, torch.float16),
+    "half_sr_full": LayerPrecision(torch.float16, torch.float16),
+}
+"""Modes that a layer can have, as `conf/precision` has them; fp32 is the dtype of that name."""
+STOCHASTIC = ("bf16_sr", "half_sr", "half_sr_full")
+NEAREST = ("bf16_true", "fp16_true")
+
+
+def layer_precision(value: str, casting: str) -> LayerPrecision:
+    """What a value of `precision.layers` means in a mode with that casting.
+
+    Raises:
+        ValueError: it is neither a dtype nor a mode that a layer can have.
+    """
+    if value in LAYER_MODES:
+        return LAYER_MODES[value]
+    if value not in LAYER_DTYPES:
+        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES])
+        raise ValueError(f"precision.layers: a layer cannot be in '{value}'; legal: {legal}")
+    dtype = LAYER_DTYPES[value]
+    return LayerPrecision(dtype if casting == "none" else torch.float32, dtype)
+
+
+def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
+    """`layer_precision` of each module of `named` under `policy`.
+
+    Raises:
+        ValueError: as `layer_precision`, or a layer is to round every result in another mode.
+    """
+    for name, value in named.items():
+        if value == "half_sr_full" and policy.rounding_scope != "all":
+            raise ValueError(
+                f"precision.layers: {name}: half_sr_full rounds every result stochastically, which "
+                f"one layer of precision={policy.name} cannot; legal: half_sr where the mode "
+                "rounds stochastically, precision=half_sr_full"
+            )
+    return {name: layer_precision(value, policy.casting) for name, value in named.items()}
+
+
+def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
+    """Whether the one optimizer of `policy` rounds as the layers' modes state.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for name, value in named.items():
+        stochastic = policy.rounding == "stochastic"
+        if (value in STOCHASTIC and not stochastic) or (value in NEAREST and stochastic):
+            rounds = ("to nearest", "stochastically")
+            stored = LAYER_MODES[value].stored
+            alike = STOCHASTIC if stochastic else NEAREST
+            legal = next(mode for mode in alike if LAYER_MODES[mode].stored == stored)
+            raise ValueError(
+                f"precision.layers: {name}: {value} rounds its parameters "
+                f"{rounds[not stochastic]}, and precision={policy.name} rounds what it stores "
+                f"{rounds[stochastic]}: one optimizer rounds all of them alike; legal: {legal}, or "
+                "another precision.rounding"
+            )
 
 
 def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
@@ -55,41 +148,71 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
 
 
 class LayerRow(NamedTuple):
-    """A module with parameters of its own and its dtypes, by PyTorch's names."""
+    """A module with parameters or a precision of its own, and its dtypes by PyTorch's names."""
 
     name: str
     kind: str
     parameters: str
+    """What they are stored in; "none" without parameters."""
     compute: str
 
 
-def layer_rows(model: nn.Module, named: Mapping[str, str], compute: str) -> list[LayerRow]:
+def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> list[LayerRow]:
     """The dtypes of a prepared model's layers.
 
     Args:
         model: the model.
-        named: module names to fp32, fp16 or bf16, as `resolve` gives them.
-        compute: what all other layers compute in.
+        named: module names to dtypes or modes, as `resolve` gives them.
+        policy: the mode of all other layers.
     """
-    dtypes = {name: str(LAYER_DTYPES[d]).removeprefix("torch.") for name, d in named.items()}
+    others = LayerPrecision(torch.float32, getattr(torch, policy.compute_dtype))
+    precisions = layer_precisions(named, policy)
     rows = []
     for name, module in model.named_modules():
         own = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-        if own is not None:
-            stored = str(own.dtype).removeprefix("torch.")
-            kind = type(module).__name__
-            rows.append(LayerRow(name, kind, stored, dtype_of(name, dtypes, compute)))
+        if own is not None or (name in named and not any(True for _ in module.parameters())):
+            stored = "none" if own is None else str(own.dtype).removeprefix("torch.")
+            compute = str(dtype_of(name, precisions, others).compute).removeprefix("torch.")
+            rows.append(LayerRow(name, type(module).__name__, stored, compute))
     return rows
 
 
-LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""What a layer can be kept in, by the names users write."""
+Regions = Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]]
+"""A caster's regions for a dtype (`Caster.layer_region`)."""
+
+
+def keep_layers(
+    model: nn.Module,
+    named: Mapping[str, LayerPrecision],
+    stored: torch.dtype | None,
+    layer_region: Regions,
+) -> None:
+    """Make the layers of a converted model compute in their precision.
+
+    Args:
+        model: the model.
+        named: module name to its precision.
+        stored: what the parameters of all other modules are stored in, where nothing casts; None
+            where a caster decides.
+        layer_region: regions in which ops are cast to a dtype; float32: nothing is cast.
+    """
+    casts = stored is None or any(layer.casts for layer in named.values())
+    uncast: Callable[[], AbstractContextManager[object]] = disable_casts if casts else nullcontext
+    for path, module in model.named_modules():
+        around = LayerPrecision(stored, stored) if stored is not None else None
+        layer = dtype_of(path, named, around)
+        if path in named:
+            layer = named[path]
+            region = layer_region(layer.compute) if layer.casts else uncast
+            module.forward = InDtype(module, region, layer.compute)
+        elif layer is not None and not layer.casts and (stored or layer.stored != torch.float32):
+            _cast_inputs(module, layer.stored)
 
 
 def compute_in(
     model: nn.Module,
     named: Mapping[str, torch.dtype],
-    layer_region: Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]],
+    layer_region: Regions,
 ) -> None:
     """Make modules compute in a dtype of their own where a caster decides; parameters stay.
 
@@ -99,14 +222,15 @@ def compute_in(
         layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
     for name, dtype in named.items():
-        _wrap(model.get_submodule(name), layer_region(dtype), dtype)
+        module = model.get_submodule(name)
+        module.forward = InDtype(module, layer_region(dtype), dtype)
 
 
 @contextmanager
 def computing_in(
     model: nn.Module,
     named: Mapping[str, torch.dtype],
-    layer_region: Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]],
+    layer_region: Regions,
 ) -> Iterator[None]:
     """`compute_in` for as long as this is entered."""
     modules = [model.get_submodule(name) for name in named]
@@ -121,16 +245,11 @@ def computing_in(
                 module.forward = forward
 
 
-def cast_at_borders(model: nn.Module) -> None:
-    """Make every module that has parameters of its own cast its floating inputs to their dtype.
-
-    As Keras' layers do; what a layer hands on keeps its dtype until the next one.
-    """
-    for module in model.modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        floating = [x.dtype for x in own if x.is_floating_point()]
-        if floating:
-            _wrap(module, nullcontext, floating[0])
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Make `module` cast its floating inputs to `dtype` if it has floating tensors of its own."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if any(x.is_floating_point() for x in own):
+        module.forward = InDtype(module, nullcontext, dtype)
 
 
 def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -143,18 +262,30 @@ def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
 to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
 
 
-def _wrap(
-    module: nn.Module, region: Callable[[], AbstractContextManager[object]], dtype: torch.dtype
-) -> None:
-    inner = module.forward
+class InDtype(Forward):
+    """A module's forward with its floating inputs cast, in a region.
 
-    def cast(value: Any) -> Any:
+    Args:
+        module: the module.
+        region: makes the region its ops run in.
+        dtype: what its inputs are cast to.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        region: Callable[[], AbstractContextManager[object]],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(module)
+        self._region = region
+        self._dtype = dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(self._cast, args), tree_map(self._cast, kwargs)
+        with self._region():
+            return super().__call__(*args, **kwargs)
+
+    def _cast(self, value: Any) -> Any:
         floating = isinstance(value, Tensor) and value.dtype in LAYER_DTYPES.values()
-        return to_layer(value, dtype) if floating else value
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(cast, args), tree_map(cast, kwargs)
-        with region():
-            return inner(*args, **kwargs)
-
-    module.forward = forward
+        return to_layer(value, self._dtype) if floating else value

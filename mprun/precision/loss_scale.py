@@ -16,6 +16,12 @@ is multiplied by `backoff` at every overflow, whose step is skipped, and by `gro
 That is torch.amp.GradScaler's rule step by step, with a floor added: a scale that falls without end
 (gradients that are NaN at any scale) ends the run with an explanation instead of sinking to zero.
 The transition is a pure function on tensors, so on CUDA the host never waits for it.
+
+As in GradScaler an iteration may step several optimizers: `scale` any number of losses, `step`
+each optimizer, then `update` once, which moves the scale. All of them are unscaled by the same
+factor, an optimizer is skipped for overflows of its own gradients alone, and the scale backs off if
+any overflowed. `unscale` before `step` gives unscaled gradients to look at or to clip; those of
+16-bit parameters are float32 then, until `update`.
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.clip import Clip
-from mprun.precision.update import update
+from mprun.precision.update import Unscaled, step_scaled, step_unscaled
 
 STATIC_PATIENCE = 100
 """Skipped steps in a row after which a static scale is called too high."""
@@ -47,13 +53,26 @@ class LossScale(Protocol):
     def scale(self, loss: Tensor) -> Tensor:
         """The loss the backward pass starts from."""
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by the factor, in float32; at most once an iteration.
+
+        Raises:
+            RuntimeError: they are unscaled already, or the optimizer has stepped.
+        """
+
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        """Unscale, clip, step.
+        """Unscale the gradients if `unscale` did not, clip, step.
 
         Returns:
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on
             the device; None where steps are never skipped.
+
+        Raises:
+            RuntimeError: the optimizer has stepped since the last `update`.
         """
+
+    def update(self) -> None:
+        """End an iteration: the factor moves by what its steps found. Without steps: nothing."""
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         """Why going on is pointless, or None."""
@@ -74,8 +93,14 @@ class NoLossScale:
     def scale(self, loss: Tensor) -> Tensor:
         return loss
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        pass
+
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        return update(optimizer, None, clip)
+        return step_scaled(optimizer, None, clip)
+
+    def update(self) -> None:
+        pass
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         return None
@@ -99,12 +124,42 @@ class StaticLossScale:
 
     def __init__(self, value: float, device: torch.device) -> None:
         self.tensor = torch.full((), value, dtype=torch.float32, device=device)
+        self._unscaled: dict[Optimizer, Unscaled] = {}
+        self._overflows: dict[Optimizer, Tensor] = {}  # of the optimizers that have stepped
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.tensor
 
+    def unscale(self, optimizer: Optimizer) -> None:
+        if optimizer in self._overflows:
+            raise RuntimeError(
+                f"unscale({type(optimizer).__name__}) after its step: gradients are unscaled "
+                "before step(), and update() ends the iteration"
+            )
+        if optimizer in self._unscaled:
+            raise RuntimeError(
+                f"unscale({type(optimizer).__name__}) twice: its gradients are already unscaled; "
+                "call update() once at the end of each iteration"
+            )
+        self._unscaled[optimizer] = Unscaled(optimizer, self.tensor)
+
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        return update(optimizer, self.tensor, clip)
+        if optimizer in self._overflows:
+            raise RuntimeError(
+                f"step({type(optimizer).__name__}) twice without update(): call update() once at "
+                "the end of each iteration, after the last optimizer's step"
+            )
+        if optimizer in self._unscaled:
+            overflow = step_unscaled(optimizer, self._unscaled[optimizer], clip)
+        else:
+            overflow = step_scaled(optimizer, self.tensor, clip)  # type: ignore[assignment]
+        self._overflows[optimizer] = overflow
+        return overflow
+
+    def update(self) -> None:
+        for unscaled in self._unscaled.values():
+            unscaled.restore()
+        self._unscaled, self._overflows = {}, {}
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         if skipped_in_a_row < STATIC_PATIENCE:
@@ -118,6 +173,7 @@ class StaticLossScale:
         return {"scale": self.tensor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        StaticLossScale.update(self)  # an iteration that had begun is forgotten
         self.tensor = state["scale"].to(self.tensor.device)
 
 
@@ -164,11 +220,15 @@ class DynamicLossScale(StaticLossScale):
         self._rule = rule
         self._tracker = torch.zeros((), dtype=torch.int32, device=device)
 
-    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
-        overflow = super().step(optimizer, clip)
-        assert overflow is not None
-        self.tensor, self._tracker = next_state(self.tensor, self._tracker, overflow, self._rule)
-        return overflow
+    def update(self) -> None:
+        overflows = [*self._overflows.values()]
+        overflows += [u.overflow for o, u in self._unscaled.items() if o not in self._overflows]
+        super().update()
+        if overflows:
+            any_overflow = overflows[0] if len(overflows) == 1 else torch.stack(overflows).amax()
+            self.tensor, self._tracker = next_state(
+                self.tensor, self._tracker, any_overflow, self._rule
+            )
 
     def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
         if skipped_in_a_row == 0 or scale > self._rule.floor:

@@ -12,29 +12,42 @@ same for all of them. In a loop of one's own:
         loss = precision.loss(loss_function, precision.forward(model, x), y)
         precision.backward(loss)
         skipped = precision.step(optimizer)
+        precision.update()
+
+Several models and optimizers work alike: prepare each model, step each optimizer, update once. To
+look at gradients, or to clip them, unscale them first; in every mode they are then those of the
+loss itself, in float32 where the loss was scaled:
+
+        precision.unscale(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        precision.step(optimizer)
+        precision.update()
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision.arithmetic import Arithmetic, lstm_by_float32
-from mprun.precision.buffers import BufferGuard, NoBufferGuard, guard_for
-from mprun.precision.caster import Caster
+from mprun.precision.buffers import BufferGuard, BufferOverflow, guard_for
+from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.clip import Clip
 from mprun.precision.convert import accumulate_in, convert
-from mprun.precision.layers import LAYER_DTYPES, cast_at_borders, compute_in, resolve
+from mprun.precision.layers import keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.op_lists import disable_casts
+from mprun.precision.outputs import to_dtype
 from mprun.precision.policy import Policy, torch_dtype
+from mprun.precision.random_bits import name_parameters
 
 
 class Precision:
-    """A policy at work on one model.
+    """A policy at work on a model, or on several that train together.
 
     Args:
         policy: the mode.
@@ -42,7 +55,7 @@ class Precision:
         arithmetic: the region forward pass, loss and backward pass run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
-        layers: module names or globs to fp32, fp16 or bf16, the dtype each is kept in.
+        layers: module names or globs to what each is kept in: fp32, fp16, bf16, or a mode.
     """
 
     def __init__(
@@ -61,7 +74,7 @@ class Precision:
         self._clip = clip
         self._layers = layers or {}
         self._output_dtype = torch_dtype(policy.output_dtype)
-        self._guard: BufferGuard = NoBufferGuard()
+        self._guards: dict[nn.Module, BufferGuard] = {}
 
     @property
     def columns(self) -> dict[str, object]:
@@ -80,36 +93,46 @@ class Precision:
         Layers named otherwise apart; gradients are accumulated in the policy's dtype.
 
         Raises:
-            ValueError: `layers` names no module, names one twice, or parts tied parameters.
+            ValueError: `layers` names no module, names one twice, parts tied parameters, or gives
+                a layer what it cannot have in this mode.
         """
-        named = {n: LAYER_DTYPES[d] for n, d in resolve(model, self._layers).items()}
-        stored = torch_dtype(self.policy.param_dtype)
-        if self.policy.casting == "none":
-            convert(model, device, stored, memory_format, named)
-            if named:
-                cast_at_borders(model)
-        else:
-            compute_in(model, named, self._caster.layer_region)
-            convert(model, device, stored, memory_format)
+        named = layer_precisions(resolve(model, self._layers), self.policy)
+        dtype = torch_dtype(self.policy.param_dtype)
+        convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
+        if named:
+            uncast = self.policy.casting == "none"
+            caster = AutocastCaster(device.type, torch.float32) if uncast else self._caster
+            keep_layers(model, named, dtype if uncast else None, caster.layer_region)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = lstm_by_float32(self.arithmetic, model, self.policy.casting, device)
-        self._guard = guard_for(model, skips=self.loss_scale.tensor is not None)
+        number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
+        prefix = "" if number == 1 else f"model {number}: "
+        needed = self.loss_scale.tensor is not None or self.policy.is_low
+        self._guards[model] = guard_for(model, needed, prefix)
+        name_parameters(model, prefix)
         return model
 
     def begin_step(self, step: int) -> None:
         """The first forward pass of optimizer step number `step` is next.
 
-        The number decides the bits of stochastic rounding, so each step needs its own.
+        The number decides the bits of stochastic rounding, so each step needs its own. An iteration
+        that `update` did not end, ends.
         """
+        self.update()
         self.arithmetic.begin_step(step)
-        self._guard.before()
+        for guard in self._guards.values():
+            guard.before(step)
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The model's output in the policy's output dtype (float32 unless it says otherwise)."""
+    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`model(*args, **kwargs)`, its floating tensors in the policy's output dtype.
+
+        Tuples, mappings and dataclasses keep their type; other leaves pass. The output dtype is
+        float32 unless the policy says otherwise.
+        """
         with self.arithmetic.region():
             with self._caster.region():
-                output: Tensor = model(inputs)
-            return output.to(self._output_dtype)
+                output = model(*args, **kwargs)
+            return to_dtype(output, self._output_dtype)
 
     def loss(
         self,
@@ -127,17 +150,57 @@ class Precision:
             loss = function(output, target)
             return loss if share == 1 else loss * share
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the (scaled) loss's gradients to the parameters' `grad`."""
-        scaled = self.loss_scale.scale(loss)
+    def backward(
+        self, loss: Tensor, *, retain_graph: bool | None = None, create_graph: bool = False
+    ) -> None:
+        """Add the (scaled) loss's gradients to the parameters' `grad`.
+
+        `retain_graph` and `create_graph` are those of `Tensor.backward`; with the latter, gradients
+        are those of the scaled loss until `unscale`.
+        """
+        scaled = self._scaled(loss)
         with self.arithmetic.region():
-            self._caster.backward(scaled)
+            self._caster.backward(scaled, retain_graph, create_graph)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return self.loss_scale.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the loss scale, before its step.
+
+        16-bit gradients become float32 ones, in which small values survive, until `update`.
+        Nothing happens where the loss is not scaled.
+
+        Raises:
+            RuntimeError: they are unscaled already, or the optimizer has stepped.
+        """
+        self.loss_scale.unscale(optimizer)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
-        """Unscale and clip the gradients, update the parameters; see `LossScale.step`."""
+        """Unscale the gradients if `unscale` did not, clip them, update the parameters.
+
+        Returns:
+            1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar on
+            the device; None where steps are never skipped.
+
+        Raises:
+            RuntimeError: the optimizer has stepped in this iteration.
+        """
         self.arithmetic.end_step()
         self._caster.end_step()
         with disable_casts():
             skipped = self.loss_scale.step(optimizer, self._clip)
-        self._guard.after()
+        for guard in self._guards.values():
+            guard.after(skipped)
         return skipped
+
+    def update(self) -> None:
+        """End an iteration, after the step of its last optimizer: the loss scale moves."""
+        self.loss_scale.update()
+
+    def buffer_overflows(self) -> list[BufferOverflow]:
+        """Buffers that became non-finite in steps that were taken, since the last call.
+
+        On CUDA it waits for those steps.
+        """
+        return [x for guard in self._guards.values() for x in guard.overflows()]

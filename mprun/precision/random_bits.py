@@ -7,7 +7,7 @@ counter-based hash has no state (Salmon et al., "Parallel random numbers: as eas
 
     seed     the run's
     step     the optimizer step
-    tensor   which tensor, a number
+    tensor   which tensor, a number: of an optimizer's parameter, the hash of its name
     site     which of the tensor's results: parameter, momentum, ...
     index    the element's index in the whole tensor, also where a shard holds a part of it
 
@@ -25,11 +25,15 @@ because with two the bits of elements 3072 apart are correlated. Not for cryptog
 
 from __future__ import annotations
 
+import hashlib
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+NAME = "_mprun_name"
+"""The attribute of a parameter that holds its name."""
 MASK = 2**64 - 1
 BLOCK = 2**31
 """Elements hashed with one key: an index has 31 bits, what is above them enters the key."""
@@ -60,6 +64,26 @@ def _splitmix(state: int) -> int:
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
     return state ^ (state >> 31)
+
+
+@lru_cache(maxsize=2**16)
+def tensor_number(name: str) -> int:
+    """The number, of 64 bits, of a tensor with a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+
+def name_parameters(model: nn.Module, prefix: str = "") -> None:
+    """Give the parameters of `model` their names, by which `mprun.optim` draws random bits.
+
+    Two optimizers, or the shards of one, then round with bits of their own, and replicas with the
+    same ones. `Precision.prepare` does it.
+
+    Args:
+        model: the model.
+        prefix: what tells its names from those of other models.
+    """
+    for name, p in model.named_parameters():
+        setattr(p, NAME, f"{prefix}{name}")
 
 
 def signed(word: int) -> int:

@@ -147,3 +147,19 @@ def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
         whole = torch.where(small, whole - _SMALLEST_NORMAL, whole)
         sound = (whole >= 0) & torch.isfinite(wide)
     return torch.where(sound, torch.copysign(whole, wide), wide)
+
+
+def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
+    """`difference`, the float32 `a - b`, or its neighbour, so that the mean is the exact `a - b`.
+
+    What float32 cuts off is below half a unit of it, and would be lost before the rounding to 16
+    bits sees it: a decay of 1e-8, for one. The lower 16 bits of `bits` (int32) decide; rounding to
+    16 bits uses the upper ones.
+    """
+    back = difference - a
+    rest = (a - (difference - back)) + (-b - back)  # exact (Knuth, "The Art ...", volume 2, 4.2.2)
+    word = difference.view(torch.int32)
+    apart = ((rest.view(torch.int32) ^ word) >> 31) & 1  # of unlike signs: the magnitude shrinks
+    neighbour = (word + (1 - 2 * apart)).view(torch.float32)
+    drawn = (bits & 0xFFFF).float() * 2.0**-16 + 2.0**-17
+    return torch.where(rest.abs() > drawn * (neighbour - difference).abs(), neighbour, difference)

@@ -1,15 +1,18 @@
 """The optimizer's step on scaled gradients: unscale, check, clip, step, in that order.
 
-PyTorch's optimizers get their gradients unscaled and clipped in place, in float32. One that keeps
-16-bit parameters (`mprun.optim`) has 16-bit gradients, which in-place unscaling would flush to
-zero: it takes them as they are and does all of it in float32 during its own pass.
+Dividing a 16-bit gradient in its own dtype loses small values (3e-9 becomes 0 in float16). So
+16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers compute
+in the parameters' dtype: they get such gradients rounded back, after clipping. One that keeps
+16-bit parameters (`mprun.optim`) takes gradients of any dtype; where nobody asked for unscaled ones
+it unscales, checks and clips in float32 during its own pass, without copies.
 """
 
 from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
@@ -20,15 +23,62 @@ from mprun.precision.clip import Clip
 class ScaledOptimizer(Protocol):
     """An optimizer that steps on gradients of a scaled loss."""
 
-    def scaled_step(self, scale: Tensor | None, max_norm: float | None) -> Tensor | None:
-        """Unscale by `scale`, check, clip to `max_norm`, step; 1 where it was skipped, else 0."""
+    def scaled_step(
+        self, scale: Tensor | None, max_norm: float | None, overflow: Tensor | None = None
+    ) -> Tensor | None:
+        """Unscale by `scale`, check, clip to `max_norm`, step; 1 where it was skipped, else 0.
+
+        With `overflow`, 1 or 0, the gradients were checked already: 1 skips the step.
+        """
 
 
-def update(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tensor | None:
-    """One step.
+class Unscaled:
+    """The unscaled gradients of one optimizer, in float32 until `restore`.
 
     Args:
         optimizer: its parameters' gradients are those of the loss times `scale`.
+        scale: float32 scalar on their device.
+    """
+
+    def __init__(self, optimizer: Optimizer, scale: Tensor) -> None:
+        self._narrow: list[tuple[nn.Parameter, torch.dtype]] = []
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16):
+                self._narrow.append((p, p.grad.dtype))
+                _replace_gradient(p, p.grad.float())
+        self.overflow = unscale_and_check(optimizer, scale)
+        """1 where a gradient was not finite, else 0: a float32 scalar on the device."""
+
+    def restore(self) -> None:
+        """Bring the gradients back to the dtype that the backward pass gave them."""
+        for p, dtype in self._narrow:
+            if p.grad is None:
+                p.grad_dtype = dtype
+            else:
+                _replace_gradient(p, p.grad.to(dtype))
+        self._narrow = []
+
+
+def step_unscaled(optimizer: Optimizer, unscaled: Unscaled, clip: Clip) -> Tensor:
+    """One step on unscaled gradients: clip, step.
+
+    Returns:
+        1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar.
+    """
+    if isinstance(optimizer, ScaledOptimizer):
+        optimizer.scaled_step(None, clip.max_norm, unscaled.overflow)
+    else:
+        clip(optimizer)
+        unscaled.restore()
+        step_unless(optimizer, unscaled.overflow)
+    return unscaled.overflow
+
+
+def step_scaled(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tensor | None:
+    """One step on gradients of the loss times `scale`: unscale, check, clip, step.
+
+    Args:
+        optimizer: the optimizer.
         scale: float32 scalar; None where the loss was not scaled and no step is ever skipped.
         clip: what limits the unscaled gradients.
 
@@ -42,7 +92,10 @@ def update(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tensor | N
         clip(optimizer)
         optimizer.step()
         return None
-    overflow = unscale_and_check(optimizer, scale)
-    clip(optimizer)
-    step_unless(optimizer, overflow)
-    return overflow
+    return step_unscaled(optimizer, Unscaled(optimizer, scale), clip)
+
+
+def _replace_gradient(p: nn.Parameter, gradient: Tensor) -> None:
+    p.grad = None  # the dtype of a gradient cannot change while there is one
+    p.grad_dtype = gradient.dtype
+    p.grad = gradient

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from mprun.cli import main
-from mprun.precision.caster import AutocastCaster
-from mprun.precision.layers import compute_in, computing_in, resolve
+from mprun.config.schema import FLOAT16_LAYERS, LAYERS_STORED_LOW, LayerDType
+from mprun.precision import (
+    NativeArithmetic,
+    NoCaster,
+    NoClip,
+    NoLossScale,
+    OpListCaster,
+    Precision,
+    op_lists,
+)
+from mprun.precision.caster import AutocastCaster, Caster
+from mprun.precision.layers import (
+    LAYER_DTYPES,
+    LAYER_MODES,
+    STOCHASTIC,
+    compute_in,
+    computing_in,
+    layer_rows,
+    resolve,
+)
+from mprun.precision.policy import torch_dtype
+from tests.precision.test_policy import policy
+
+CPU = torch.device("cpu")
 
 
 def model() -> nn.Sequential:
@@ -118,3 +145,248 @@ def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
     with computing_in(m, {"2": torch.bfloat16}, caster.layer_region):
         assert m[2].forward is not lasting
     assert m[2].forward is lasting
+
+
+# ---- modules without parameters, modes for layers ----
+
+
+class Small(nn.Module):
+    """Two linear layers, a norm, a pool between them and a softmax at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.pool = nn.AvgPool1d(2)
+        self.fc2 = nn.Linear(4, 3)
+        self.predictions = nn.Softmax(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.predictions(self.fc2(self.pool(self.norm(self.fc1(x)))))
+        return out
+
+
+def prepared(mode: str, layers: dict[str, str], lists: bool = False) -> tuple[Small, Precision]:
+    row = policy(mode)
+    dtype = torch_dtype(row.compute_dtype)
+    caster: Caster = NoCaster() if row.casting == "none" else AutocastCaster("cpu", dtype)
+    if lists:
+        row = replace(row, casting="op_lists")
+        caster = OpListCaster(op_lists(["linear"], ["softmax"], []), dtype)
+    torch.manual_seed(0)
+    model = Small()
+    ours = Precision(row, caster, NativeArithmetic(), NoLossScale(), NoClip(), layers=layers)
+    ours.prepare(model, CPU)
+    return model, ours
+
+
+def computed(model: nn.Module, ours: Precision) -> dict[str, str]:
+    """The dtype of what each layer computes in a forward pass."""
+    seen: dict[str, str] = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(
+            lambda m, a, out, name=name: seen.update({name: str(out.dtype)[6:]})
+        )
+    x = torch.randn(2, 8).to(torch_dtype(ours.policy.input_dtype))
+    ours.backward(ours.forward(model, x).square().sum())
+    return seen
+
+
+F32, F16, B16 = "float32", "float16", "bfloat16"
+ANY = "any"  # as the caster has it
+# mode, layers, whether op lists, what each layer computes in, what 16-bit parameters there are
+CASES: list[tuple[str, dict[str, str], bool, list[str], dict[str, str]]] = [
+    ("fp32", {"pool": "fp16"}, False, [F32, F32, F16, F32, F32], {}),
+    ("fp32", {"pool": "bf16_mixed"}, False, [F32, F32, B16, F32, F32], {}),
+    ("fp32", {"fc1": "bf16_mixed"}, False, [B16, F32, F32, F32, F32], {}),
+    ("fp32", {"fc1": "fp16_true"}, False, [F16, F32, F32, F32, F32], {"fc1": F16}),
+    (
+        "half_sr",
+        {"predictions": "fp32"},
+        False,
+        [F16, F16, F16, F16, F32],
+        {"fc1": F16, "norm": F16, "fc2": F16},
+    ),
+    (
+        "half_sr",
+        {"fc1": "bf16_sr", "norm": "fp32", "fc2": "fp16_mixed"},
+        False,
+        [B16, F32, F32, F16, F16],
+        {"fc1": B16},
+    ),
+    ("bf16_mixed", {"pool": "fp16", "predictions": "fp32"}, False, [B16, ANY, F16, B16, F32], {}),
+    ("bf16_mixed", {"fc1": "fp16_mixed", "fc2": "fp32"}, False, [F16, ANY, ANY, F32, ANY], {}),
+    ("bf16_mixed", {"fc1": "bf16_true"}, False, [B16, ANY, ANY, B16, ANY], {"fc1": B16}),
+    ("bf16_mixed", {"norm": "fp16_true"}, False, [B16, F16, ANY, B16, ANY], {"norm": F16}),
+    ("bf16_mixed", {"fc1": "fp16", "pool": "fp32"}, True, [F16, ANY, F32, B16, F32], {}),
+    ("bf16_mixed", {"fc1": "fp16_true"}, True, [F16, ANY, ANY, B16, F32], {"fc1": F16}),
+]
+
+
+@pytest.mark.parametrize(("mode", "layers", "lists", "computes", "stored"), CASES)
+def test_a_layer_stores_and_computes_in_its_precision_and_the_table_says_so(
+    mode: str, layers: dict[str, str], lists: bool, computes: list[str], stored: dict[str, str]
+) -> None:
+    model, ours = prepared(mode, layers, lists)
+    own = {name: next(m.parameters(), None) for name, m in model.named_children()}
+    assert {n: str(p.dtype)[6:] for n, p in own.items() if p is not None and p.itemsize == 2} == (
+        stored
+    )
+    seen = computed(model, ours)
+    assert [
+        x if y != ANY else ANY for x, y in zip(seen.values(), computes, strict=True)
+    ] == computes
+    for p in model.parameters():
+        assert p.grad is not None
+        assert torch.isfinite(p.grad).all()
+    rows = {row.name: row for row in layer_rows(model, layers, ours.policy)}
+    assert {*rows} == {"fc1", "norm", "fc2", *layers}
+    for name in layers:
+        assert rows[name].compute == seen[name]
+        p = own[name]
+        assert rows[name].parameters == ("none" if p is None else str(p.dtype)[6:])
+
+
+def test_keras_float32_softmax_in_a_float16_model_is_computed_in_float32() -> None:
+    """In float16 the probability e^-18 is 2^-24 off by half of itself; float32 has it."""
+    model, _ = prepared("half_sr", {"predictions": "fp32"})
+    with torch.no_grad():
+        logits = torch.tensor([[0.0, -18.0, -9.0]]).half()
+        exact = logits.double().softmax(-1)
+        ours_out = model.predictions(logits)
+    torch.testing.assert_close(ours_out.double(), exact, rtol=1e-6, atol=0)
+    assert abs(logits.softmax(-1).double()[0, 1] / exact[0, 1] - 1) > 0.1
+
+
+def test_a_containers_own_ops_run_in_its_dtype() -> None:
+    class Cube(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x * x * x)
+
+    model = nn.Sequential(nn.Linear(2, 2), Cube())
+    row = policy("fp16_true")
+    layers = {"1": "fp32"}
+    ours = Precision(row, NoCaster(), NativeArithmetic(), NoLossScale(), NoClip(), layers=layers)
+    ours.prepare(model, CPU)
+    assert torch.isfinite(ours.forward(model, torch.full((1, 2), 500.0).half())).all()
+
+
+def test_a_mixed_layer_equals_autocast_around_it() -> None:
+    model, ours = prepared("fp32", {"fc1": "bf16_mixed"})
+    plain, _ = prepared("fp32", {})
+    x = torch.randn(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = plain.fc1(x)
+    rest = plain.predictions(plain.fc2(plain.pool(plain.norm(first.float()))))
+    assert torch.equal(ours.forward(model, x), rest)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["precision=fp32", "{fc1: bf16_sr}"], "fc1: bf16_sr rounds its parameters stochastically"),
+        (["precision=half_sr", "{fc1: bf16_true}"], "legal: bf16_sr, or another"),
+        (
+            ["precision=half_sr", "{fc1: half_sr_full}"],
+            "which one layer of precision=half_sr cannot",
+        ),
+        (["precision=bf16_mixed", "{fc1: tf32}"], "tf32"),
+    ],
+)
+def test_modes_that_one_layer_cannot_have_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mode, layers = words
+    command = ["recipe=fashion_mnist", "data.source=generated", "run.dir=run", mode]
+    assert main([*command, f"precision.layers={layers}"]) == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert message in printed
+    assert "legal: " in printed or "one of fp32, fp16, bf16, fp16_mixed" in printed
+
+
+def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
+    for name, layer in LAYER_MODES.items():
+        row = policy(name)
+        assert torch_dtype(row.param_dtype) == layer.stored
+        assert torch_dtype(row.compute_dtype) == layer.compute
+        assert (row.rounding == "stochastic") == (name in STOCHASTIC)
+        assert (row.casting != "none") == layer.casts
+        assert (name in FLOAT16_LAYERS) == (row.compute_dtype == "float16")
+        assert (name in LAYERS_STORED_LOW) == (row.param_dtype != "float32")
+    assert {*LayerDType.__members__} == {*LAYER_DTYPES, *LAYER_MODES}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+def test_a_run_trains_16_bit_layers_and_scales_the_loss_for_them(mode: str) -> None:
+    from pathlib import Path
+
+    from mprun.record import read_summary
+
+    words = ["recipe=mnist", "data.source=generated", f"precision={mode}", "run.dir=run"]
+    words += ["train.max_steps=2", "data.train_limit=64", "data.eval_limit=32"]
+    words += ["train.batch_size=32", "precision.layers={2: fp16_true, 3: fp16_mixed}"]
+    assert main(words) == 0
+    summary = read_summary(Path("run"))
+    assert summary["effective"]["layers"] == {"2": "fp16_true", "3": "fp16_mixed"}
+    assert summary["loss_scale"]["kind"] == "dynamic"
+
+
+# ---- copies and files of a prepared model ----
+
+
+def copied(model: Any, how: str) -> Any:
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+PREPARED = {
+    "op lists": ("bf16_mixed", {"fc1": "fp16", "predictions": "fp32"}, True),
+    "autocast": ("bf16_mixed", {"fc1": "fp16_mixed", "norm": "fp16_true"}, False),
+    "none": ("half_sr", {"fc1": "bf16_sr", "fc2": "fp16_mixed", "pool": "fp32"}, False),
+}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_copy_computes_the_same_with_its_own_parameters(name: str, how: str) -> None:
+    mode, layers, lists = PREPARED[name]
+    model, ours = prepared(mode, layers, lists)
+    other = copied(model, how)
+    x = torch.randn(2, 8).to(torch_dtype(ours.policy.input_dtype))
+    expected = ours.forward(model, x).detach()
+    for _ in range(2):  # with gradients: no weight cast for the first backward pass is kept
+        other.zero_grad()
+        output = ours.forward(other, x)
+        assert torch.equal(output, expected)
+        ours.backward(output.square().sum())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in other.parameters())
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert torch.equal(ours.forward(model, x), expected)
+    assert not torch.equal(ours.forward(other, x), expected)
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_a_copy_of_a_copy_and_a_layer_alone(name: str) -> None:
+    mode, layers, lists = PREPARED[name]
+    model, _ = prepared(mode, layers, lists)
+    layer = copied(copied(model, "pickle"), "deepcopy").fc1
+    expected = model.fc1(torch.ones(1, 8))
+    del model
+    assert torch.equal(layer(torch.ones(1, 8)), expected)
+    loss = layer(torch.ones(1, 8)).float().sum()
+    loss.backward()
+    layer(torch.ones(1, 8)).float().sum().backward()  # outside of any region
+    assert layer.weight.grad is not None

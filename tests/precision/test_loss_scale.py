@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from mprun.optim import SGD, AdamW
 from mprun.precision import (
     ClipNorm,
     DynamicLossScale,
@@ -122,6 +123,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(planted: float) -> None:
         assert weight.grad is not None
         weight.grad[0, 0] = planted
         skipped = loss_scale.step(optimizer, NoClip())
+        loss_scale.update()
         assert skipped is not None
         assert skipped.item() == 1
         assert loss_scale.tensor.item() == after
@@ -147,3 +149,174 @@ def test_state_goes_round() -> None:
     b.load_state_dict(a.state_dict())
     no_overflow = torch.tensor(0.0)
     assert next_state(b.tensor, b._tracker, no_overflow, rule)[0].item() == 16.0
+
+
+# ---- several optimizers, unscale apart from step: as GradScaler does ----
+
+
+def test_two_optimizers_of_an_iteration_are_unscaled_by_one_factor() -> None:
+    """Growing at every step: the scale used to move between the two, and the second got half."""
+    weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=1.0) for w in weights]
+    loss_scale = DynamicLossScale(1024.0, DynamicRule(interval=1), CPU)
+    loss_scale.scale(weights[0].sum() + weights[1].sum()).backward()
+    for optimizer in optimizers:
+        loss_scale.step(optimizer, NoClip())
+        assert loss_scale.tensor.item() == 1024.0
+    loss_scale.update()
+    assert loss_scale.tensor.item() == 2048.0
+    assert [w.item() for w in weights] == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_two_optimizers_equal_grad_scalers_bit_for_bit(unscales: bool) -> None:
+    """200 iterations with overflows of the one, the other and both; the second one clipped."""
+    draws = torch.rand(200, 2, generator=torch.Generator().manual_seed(0)) < 0.1
+    ends = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        models = [nn.Linear(3, 2), nn.Linear(2, 1)]
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models]
+        scale = DynamicLossScale(2.0**10, DynamicRule(interval=5, floor=NO_FLOOR), CPU)
+        scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=5)
+        for overflows in draws.tolist():
+            loss = models[1](models[0](torch.randn(4, 3)).tanh()).square().mean()
+            (scale if ours else scaler).scale(loss).backward()
+            for n, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                if overflows[n]:
+                    model.weight.grad[0, 0] = math.inf
+                if unscales and n:
+                    (scale.unscale if ours else scaler.unscale_)(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                scale.step(optimizer, NoClip()) if ours else scaler.step(optimizer)
+                optimizer.zero_grad()
+            (scale if ours else scaler).update()
+        end = scale.tensor.item() if ours else scaler.get_scale()
+        ends.append((end, [p.detach() for m in models for p in m.parameters()]))
+    assert ends[0][0] == ends[1][0] != 2.0**10
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def half_weight(*scaled_gradient: float) -> nn.Parameter:
+    weight = nn.Parameter(torch.zeros(len(scaled_gradient), dtype=torch.float16))
+    weight.grad = torch.tensor(scaled_gradient, dtype=torch.float16)
+    return weight
+
+
+def test_float16_gradients_are_unscaled_in_float32_until_update() -> None:
+    """2^-12 over 2^16 is 3.7e-9: float16 would make it 0, and GradScaler refuses."""
+    weight = half_weight(2.0**-12, 3.0)
+    optimizer = SGD([weight], lr=1.0)
+    loss_scale = DynamicLossScale(2.0**16, DynamicRule(), CPU)
+    loss_scale.unscale(optimizer)
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.tolist() == [2.0**-28, 3.0 * 2.0**-16]
+    loss_scale.step(optimizer, NoClip())
+    loss_scale.update()
+    assert weight.grad.dtype == weight.grad_dtype == torch.float16
+    optimizer.zero_grad()
+    (weight.sum() * 2).backward()
+    assert weight.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_unscale_and_step_are_step_in_every_bit(overflow: bool) -> None:
+    ends = []
+    for apart in (False, True):
+        (weight,) = (half_weight(*torch.randn(50, generator=torch.manual_seed(1)).tolist()),)
+        optimizer = AdamW([weight], lr=0.1)
+        loss_scale = DynamicLossScale(1024.0, DynamicRule(), CPU)
+        for _ in range(3):
+            if overflow:
+                weight.grad[3] = math.inf  # type: ignore[index]
+            if apart:
+                loss_scale.unscale(optimizer)
+            skipped = loss_scale.step(optimizer, NoClip())
+            assert skipped is not None
+            assert skipped.item() == overflow
+            loss_scale.update()
+            weight.grad = torch.randn(50, generator=torch.manual_seed(2)).half()
+        attempts = optimizer.param_groups[0]["attempts"]
+        ends.append((weight.detach().clone(), loss_scale.tensor.item(), attempts))
+    assert torch.equal(ends[0][0], ends[1][0])
+    assert ends[0][1:] == ends[1][1:] == (1024.0 * (0.125 if overflow else 1), 3)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_float16_gradients_are_clipped_by_their_true_norm(by_hand: bool) -> None:
+    """Scaled, their squares overflow float16; the norm of 100 gradients of 1 is 10."""
+    weight = half_weight(*[1024.0] * 100)
+    optimizer = SGD([weight], lr=1.0, rounding="nearest")
+    loss_scale = StaticLossScale(1024.0, CPU)
+    loss_scale.unscale(optimizer)
+    if by_hand:
+        assert nn.utils.clip_grad_norm_([weight], 1.0).item() == 10.0
+    loss_scale.step(optimizer, NoClip() if by_hand else ClipNorm(1.0))
+    # 1/10, but for the 1e-6 that clip_grad_norm_ adds and half a unit of float16 at 0.1.
+    torch.testing.assert_close(weight.detach().float(), torch.full((100,), -0.1), rtol=0, atol=4e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_pytorchs_optimizers_step_on_float16_parameters(kind: type[torch.optim.Optimizer]) -> None:
+    """They get the clipped gradients in the parameters' dtype again."""
+    weight = half_weight(*[1024.0] * 100)
+    optimizer = kind([weight], lr=0.5)  # type: ignore[call-arg]
+    loss_scale = StaticLossScale(1024.0, CPU)
+    loss_scale.unscale(optimizer)
+    nn.utils.clip_grad_norm_([weight], 1.0)
+    loss_scale.step(optimizer, NoClip())
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float16
+    assert (weight < 0).all()
+
+
+def test_what_is_done_twice_is_an_error_that_names_the_remedy() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for loss_scale in (StaticLossScale(8.0, CPU), DynamicLossScale(8.0, DynamicRule(), CPU)):
+        loss_scale.scale(weight.sum()).backward()
+        loss_scale.unscale(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale\(SGD\) twice.*update\(\) once"):
+            loss_scale.unscale(optimizer)
+        loss_scale.step(optimizer, NoClip())
+        with pytest.raises(RuntimeError, match=r"step\(SGD\) twice without update\(\)"):
+            loss_scale.step(optimizer, NoClip())
+        with pytest.raises(RuntimeError, match="after its step"):
+            loss_scale.unscale(optimizer)
+        loss_scale.update()
+        loss_scale.update()  # nothing has stepped: nothing moves
+        assert loss_scale.tensor.item() == 8.0
+        loss_scale.unscale(optimizer)
+        loss_scale.load_state_dict(loss_scale.state_dict())  # begins a new iteration
+        loss_scale.step(optimizer, NoClip())
+
+
+def test_without_a_scale_the_same_calls_change_nothing() -> None:
+    weight = half_weight(1.0)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    none = NoLossScale()
+    for _ in range(2):
+        none.unscale(optimizer)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [1.0]
+        assert weight.grad.dtype == torch.float16
+        assert none.step(optimizer, NoClip()) is None
+    none.update()
+    assert weight.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sparse_gradients_are_unscaled_as_grad_scaler_does(dtype: torch.dtype) -> None:
+    """A row met twice is summed before it is judged; torch.optim.SGD takes such gradients."""
+    table = nn.Embedding(4, 2, sparse=True).to(dtype)
+    before = table.weight.detach().clone()
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    loss_scale = StaticLossScale(1024.0, CPU)
+    loss_scale.scale(table(torch.tensor([1, 1, 3])).float().sum()).backward()
+    skipped = loss_scale.step(optimizer, NoClip())
+    assert skipped is not None
+    assert skipped.item() == 0
+    step = (before - table.weight.detach()).float()
+    expected = torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [1.0, 1.0]])
+    torch.testing.assert_close(step, expected, rtol=0, atol=1e-6 if dtype.itemsize == 4 else 2e-3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,13 +13,18 @@ from torch import nn
 from mprun.precision import (
     AutocastCaster,
     ClipNorm,
+    DynamicLossScale,
+    DynamicRule,
     Emulated16,
     NativeArithmetic,
     NoCaster,
     NoClip,
     NoLossScale,
+    OpListCaster,
     Policy,
     Precision,
+    StaticLossScale,
+    op_lists,
 )
 from mprun.precision.convert import convert
 from tests.precision.test_policy import policy
@@ -111,7 +118,8 @@ def test_convert_keeps_tied_parameters_tied_and_integers_integer() -> None:
     convert(model, CPU, torch.float16)
     assert model[1].weight is model[0].weight
     assert model[0].weight.dtype == torch.float16
-    assert model[2].running_mean.dtype == torch.float16
+    assert model[2].weight.dtype == torch.float16
+    assert model[2].running_mean.dtype == model[2].running_var.dtype == torch.float32
     assert model[2].num_batches_tracked.dtype == torch.int64
     assert sum(1 for _ in model.parameters()) == 5
 
@@ -152,3 +160,179 @@ def test_clip_norm_equals_the_definition() -> None:
     factor = 0.5 / (5**0.5 + 1e-6)
     assert weights[0].grad.tolist() == pytest.approx([2 * factor, 0, 0], rel=1e-6)
     assert weights[1].grad.tolist() == pytest.approx([0, factor], rel=1e-6)
+
+
+# ---- outputs of any structure ----
+
+
+class Pair(NamedTuple):
+    logits: Any
+    note: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    logits: Any
+    hidden: tuple[Any, ...]
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As `transformers.utils.ModelOutput`: a dataclass whose fields are its items as well."""
+
+    loss: Any = None
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is not None:
+                self[field.name] = getattr(self, field.name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
+
+
+LOW, IDS = torch.ones(2, dtype=torch.bfloat16), torch.tensor([1, 2])
+STRUCTURES = {
+    "tuple": ((LOW, (IDS, "text")), lambda x: (x[0], x[1][0], x[1][1])),
+    "list": ([LOW, IDS, "text"], tuple),
+    "named tuple": (Pair((LOW, IDS), "text"), lambda x: (*x.logits, x.note)),
+    "dict": ({"a": LOW, "b": IDS, "c": "text"}, lambda x: tuple(x.values())),
+    "default dict": (
+        defaultdict(list, {"a": [LOW, IDS], "c": "text"}),
+        lambda x: (*x["a"], x["c"]),
+    ),
+    "user dict": (UserDict(a=LOW, b=IDS, c="text"), lambda x: tuple(x.values())),
+    "frozen dataclass": (Frozen(LOW, (IDS, "text")), lambda x: (x.logits, *x.hidden)),
+    "model output": (Output(logits=(LOW, IDS, "text")), lambda x: x.logits),
+    "return type": (
+        torch.return_types.max((LOW, IDS)),
+        lambda x: (x.values, x.indices, "text"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_outputs_keep_their_type_and_floating_leaves_become_float32(name: str) -> None:
+    made, leaves = STRUCTURES[name]
+    output = precision("bf16_mixed").forward(lambda *_, **__: made, 1, key=2)  # type: ignore[arg-type]
+    assert type(output) is type(made)
+    floating, ids, text = leaves(output)
+    assert floating.dtype == torch.float32
+    assert ids is IDS
+    assert text == "text"
+    assert leaves(made)[0] is LOW  # the model's own output is as it was
+    if isinstance(output, Output):
+        assert output["logits"] is output.logits
+
+
+def test_what_holds_nothing_to_convert_is_handed_on_itself() -> None:
+    made = {"a": [torch.ones(2), None, 3.0, {"b"}]}
+    assert precision("fp32").forward(lambda: made) is made  # type: ignore[arg-type,return-value]
+
+
+def test_a_model_gets_the_arguments_it_is_given() -> None:
+    model = nn.MultiheadAttention(4, 2, batch_first=True)
+    ours = precision("bf16_mixed")
+    ours.prepare(model, CPU)
+    x = torch.randn(2, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, weights = model(x, x, value=x, average_attn_weights=False)
+    output, seen = ours.forward(model, x, x, value=x, average_attn_weights=False)
+    assert torch.equal(output, expected.float())
+    assert torch.equal(seen, weights.float())
+
+
+# ---- backward twice, gradients of gradients ----
+
+
+CASTERS = {
+    "none": NoCaster(),
+    "autocast": AutocastCaster("cpu", torch.bfloat16),
+    "op lists": OpListCaster(op_lists(["linear"], [], []), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", CASTERS)
+def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
+    row = policy("fp32" if name == "none" else "bf16_mixed")
+    scale = StaticLossScale(4.0, CPU)
+    ours = Precision(row, CASTERS[name], NativeArithmetic(), scale, NoClip())
+    x = torch.tensor([[3.0]], requires_grad=True)
+    loss = ours.forward(lambda x: (x**3).sum(), x)  # type: ignore[arg-type]
+    ours.backward(loss, retain_graph=True)
+    assert x.grad is not None
+    assert x.grad.item() == 4 * 27
+    x.grad = None
+    ours.backward(loss, create_graph=True)
+    (second,) = torch.autograd.grad(x.grad.sum(), x)
+    assert second.item() == 4 * 18
+    ours.backward(loss)
+    with pytest.raises(RuntimeError, match="second time"):
+        ours.backward(loss)
+
+
+# ---- several models and optimizers ----
+
+
+def test_an_adversarial_pair_trains_as_with_grad_scaler() -> None:
+    """Both models in each loss, two optimizers, one update: every bit GradScaler's."""
+    ends = []
+    for by_hand in (False, True):
+        torch.manual_seed(0)
+        make, judge = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (make, judge)]
+        scaler = torch.amp.GradScaler("cpu", 2.0**16, growth_interval=3)
+        scale = DynamicLossScale(2.0**16, DynamicRule(interval=3), CPU)
+        caster = AutocastCaster("cpu", torch.float16)
+        ours = Precision(policy("fp16_mixed"), caster, NativeArithmetic(), scale, NoClip())
+        if not by_hand:
+            ours.prepare(make, CPU)
+            ours.prepare(judge, CPU)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (make, judge)]
+        for step in range(1, 9):
+            x = torch.randn(8, 4)
+            for o in optimizers:
+                o.zero_grad()
+            if by_hand:
+                with torch.autocast("cpu", torch.float16):
+                    made = make(x)
+                    losses = [judge(made).float().square().mean(), made.float().mean()]
+                scaler.scale(losses[0]).backward(retain_graph=True)
+                scaler.scale(losses[1]).backward()
+                for o in optimizers:
+                    scaler.step(o)
+                scaler.update()
+            else:
+                ours.begin_step(step)
+                made = ours.forward(make, x)
+                losses = [ours.forward(judge, made).square().mean(), made.mean()]
+                ours.backward(losses[0], retain_graph=True)
+                ours.backward(losses[1])
+                for o in optimizers:
+                    ours.step(o)
+                ours.update()
+        end = scaler.get_scale() if by_hand else scale.tensor.item()
+        ends.append((end, [*make.state_dict().values(), *judge.state_dict().values()]))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(ends[0][1], ends[1][1], strict=True))
+
+
+def test_an_iteration_that_was_not_ended_ends_with_the_next() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scale = DynamicLossScale(8.0, DynamicRule(interval=1), CPU)
+    ours = Precision(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, NoClip())
+    for step in range(1, 4):
+        optimizer.zero_grad()
+        ours.begin_step(step)
+        ours.backward(weight.sum())
+        ours.step(optimizer)
+        assert weight.item() == -step
+    assert scale.tensor.item() == 32.0
+    with pytest.raises(RuntimeError, match=r"without update\(\)"):
+        ours.step(optimizer)

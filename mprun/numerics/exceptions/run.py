@@ -119,13 +119,13 @@ class FpExceptions:
         """What runs in it is looked at, if it belongs to a training step."""
         return self._steps.watch.region() if self._inside else nullcontext()
 
-    def inputs(self, given: Tensor) -> None:
-        """The model's input."""
+    def inputs(self, given: Any) -> None:
+        """What the model is called with, nested as it likes."""
         if self._inside:
             self._steps.inputs(given)
 
-    def outputs(self, made: Tensor) -> None:
-        """The model's output."""
+    def outputs(self, made: Any) -> None:
+        """The model's output, nested as it likes."""
         if self._inside:
             self._steps.outputs(made)
 
@@ -193,17 +193,15 @@ class WatchedPrecision(Precision):
         self._exceptions.begin(step, self.loss_scale)
         super().begin_step(step)
 
-    def forward(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        self._exceptions.inputs(inputs)
-        output = super().forward(model, inputs)
+    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._exceptions.inputs((args, kwargs))
+        output = super().forward(model, *args, **kwargs)
         self._exceptions.outputs(output)
         return output
 
-    def backward(self, loss: Tensor) -> None:
+    def _scaled(self, loss: Tensor) -> Tensor:
         with self._exceptions.region():  # a scale can be too large for the loss itself
-            scaled = self.loss_scale.scale(loss)
-        with self.arithmetic.region():
-            self._caster.backward(scaled)
+            return super()._scaled(loss)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         return self._exceptions.update(optimizer, super().step)
