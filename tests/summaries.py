@@ -82,6 +82,7 @@ def example() -> Summary:
         },
         "loss_scale": {"kind": "none", "initial": 1.0, "final": 1.0},
         "fp_exceptions": None,
+        "warnings": [],
         "metric": {"name": "accuracy", "higher_is_better": True},
         "history": [
             {
