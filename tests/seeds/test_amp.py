@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mprun.cli import main
 from mprun.config import compose
 from mprun.data import DataRequest
-from mprun.precision import EmulatedTf32, disable_casts
+from mprun.precision import DynamicLossScale, DynamicRule, EmulatedTf32, NoClip, disable_casts
 from mprun.recipes.mnist import Mnist
-from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
+from tests.seeds.runs import LINEAR, MNIST, losses, run, same, weights, written
 
 STEPS = 5
 BATCH = 32
@@ -98,6 +98,20 @@ def test_b3_fp16_with_a_dynamic_loss_scale_is_autocast_with_gradscaler() -> None
     assert same(weights(), expected)
 
 
+def test_b3_two_optimizers_share_one_loss_scale() -> None:
+    """The true updates are those of unscaled SGD: powers of two, so that every bit is known."""
+    scale = DynamicLossScale(2.0**16, DynamicRule(interval=1), torch.device("cpu"))
+    first, second = (nn.Parameter(torch.zeros(4, dtype=torch.float16)) for _ in range(2))
+    optimizers = [torch.optim.SGD([p], lr=1.0) for p in (first, second)]
+    scale.scale((first.float() + second.float()).sum() / 2**12).backward()
+    for optimizer in optimizers:
+        scale.step(optimizer, NoClip())
+    scale.update()
+    assert scale.tensor.item() == 2.0**17
+    for p in (first, second):
+        assert torch.equal(p.detach(), torch.full((4,), -(2.0**-12), dtype=torch.float16))
+
+
 def test_b4_bf16_is_autocast_without_a_scale() -> None:
     summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
     assert summary["loss_scale"] == {"kind": "none", "initial": 1.0, "final": 1.0}
@@ -154,6 +168,54 @@ def test_b7_numerics_says_whether_range_or_precision_is_needed(case: str) -> Non
     assert HOSTILE[case] in verdict["word"], verdict
 
 
+MISMATCH = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Classification
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x) + torch.zeros(8))  # float32, whatever the mode
+
+@dataclass(frozen=True)
+class Own(Classification):
+    def model(self):
+        return Net()
+
+    def data(self, request):
+        part = TensorSet(torch.randn(16, 8), torch.arange(16) % 3)
+        return Splits("points", "generated", part, part, part)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+"""
+
+
+def test_b8_trace_explains_the_op_in_which_two_dtypes_met(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("conf/recipe").mkdir(parents=True)
+    Path("mismatched.py").write_text(MISMATCH, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("conf/recipe/own.yaml").write_text(
+        "# @package _global_\nrecipe: {name: own, target: mismatched.Own, model: {}}\n"
+        "train: {epochs: 2, batch_size: 8, eval_batch_size: 8, lr: 0.01, "
+        "optimizer: {name: sgd}}\n",
+        encoding="utf-8",
+    )
+    words = ["--config-dir=conf", "recipe=own", "device=cpu", "precision=bf16_true"]
+    assert main(["trace", *words, "run.dir=run"]) == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    for word in ("linear", "last", "float32", "bfloat16"):
+        assert word in line, line
+
+
 def test_b8_trace_finds_a_cast_that_the_model_s_author_made() -> None:
     rows = written("trace", *MNIST, "precision=bf16_mixed", file="trace.json")["rows"]
     cast = [row for row in rows if row["op"] == "cast" and row["phase"] == "other"]
@@ -182,11 +244,10 @@ def test_b9_the_published_speed_ups_stand_beside_the_measured_ones(
     run("precision=fp32", name="outputs/a")
     run("precision=bf16_mixed", name="outputs/b")
     assert main(["compare", "outputs/a", "outputs/b", "compare.out=report"]) == 0
+    shown = capsys.readouterr().out
     page = (Path("report") / "report.html").read_text(encoding="utf-8")
-    for figure in ("16x", "1.5x to 5.5x", "1.3x to 2.5x"):
-        assert figure in page
-    assert "A100" in page
-    assert "V100" in page
+    for text in (page, shown):
+        for figure in ("16 times", "1.5 to 5.5 times", "1.3 to 2.5 times", "A100", "V100"):
+            assert figure in text, figure
     data = json.loads((Path("report") / "comparison.json").read_text(encoding="utf-8"))
     assert "V100" not in json.dumps(data["variants"])  # no figure of ours
-    assert dtypes("outputs/b") == {torch.float32}

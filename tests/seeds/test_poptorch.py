@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mprun.build import build_parts, plan
 from mprun.cli import main
 from mprun.config import compose
 from mprun.optim import SGD
@@ -137,6 +140,19 @@ def test_d8_the_log_softmax_runs_over_the_classes_or_as_published_over_the_batch
     assert "log_softmax_dim=0" in recipes.read_text(encoding="utf-8")
 
 
+def test_d9_the_published_figures_stand_beside_the_measured_ones() -> None:
+    run("precision=fp32", recipe=FASHION, name="outputs/a")
+    run("precision=half_sr", recipe=FASHION, name="outputs/b")
+    assert main(["compare", "outputs/a", "outputs/b", "compare.out=report"]) == 0
+    page = (Path("report") / "report.html").read_text(encoding="utf-8")
+    recipes = (Path(__file__).resolve().parents[2] / "recipes/README.md").read_text("utf-8")
+    for figure in ("less than 1 point", "about 26 % less", "IPU"):
+        assert figure in page, figure
+        assert figure in recipes, figure
+    for text in (page, recipes):
+        assert "about 84 %" in text or "about 0.84" in text
+
+
 def test_d10_the_footprints_of_two_modes_are_in_one_picture() -> None:
     words = ["recipe=fashion_mnist", "precision=fp32,half_sr", "device=cpu"]
     found = written("memory", *words, file="memory.json", name="plan")
@@ -180,6 +196,55 @@ def test_d11_an_exception_is_named_where_it_arises(capsys: pytest.CaptureFixture
         assert row["fp_exceptions"]["finding"] == 0
 
 
+ROOTS = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Classification
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last((self.first(x) - 100).sqrt())
+
+@dataclass(frozen=True)
+class Own(Classification):
+    def model(self):
+        return Net()
+
+    def data(self, request):
+        part = TensorSet(torch.randn(16, 8), torch.arange(16) % 3)
+        return Splits("points", "generated", part, part, part)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+"""
+
+
+def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Path("conf/recipe").mkdir(parents=True)
+    Path("of_roots.py").write_text(ROOTS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    Path("conf/recipe/own.yaml").write_text(
+        "# @package _global_\nrecipe: {name: own, target: of_roots.Own, model: {}}\n"
+        "train: {max_steps: 4, batch_size: 8, eval_batch_size: 8, lr: 0.01, "
+        "optimizer: {name: sgd}}\n",
+        encoding="utf-8",
+    )
+    words = ["--config-dir=conf", "recipe=own", "device=cpu", "precision=fp16_mixed"]
+    assert main([*words, "debug.fp_exceptions=log", "run.dir=run"]) == 1
+    row: dict[str, Any] = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    assert row["status"] == "failed"  # it never took a step
+    assert row["fp_exceptions"]["finding"] > 0
+
+
 def test_d12_without_the_hardware_a_mode_is_emulated_and_rounds_stochastically() -> None:
     summary = run("precision=half_sr_full", recipe=LINEAR)
     assert summary["execution"] == "emulated"
@@ -200,3 +265,29 @@ def test_d13_float32_accumulation_without_a_loss_scale() -> None:
     assert summary["loss_scale"]["kind"] == "none"
     assert summary["effective"]["accum_dtype"] == "float32"
     assert dtypes() == {FP16}
+
+
+class Sent(TorchDispatchMode):
+    """The dtypes of what is copied to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and made.device != args[0].device:
+            self.dtypes.append(args[0].dtype)
+        return made
+
+
+@pytest.mark.parametrize("mode", ["fp16_true", "half_sr"])
+def test_d14_floating_inputs_are_converted_before_they_travel(mode: str) -> None:
+    composed = compose([*LINEAR, f"precision={mode}"])
+    away = replace(plan(composed.config, composed.given), device=torch.device("meta"))
+    with Sent() as sent:
+        batch = next(build_parts(away).train.epoch(None))
+    assert batch.inputs.device.type == "meta"
+    assert sent.dtypes
+    assert FP16 in sent.dtypes  # the inputs
+    assert batch.inputs.dtype == FP16
