@@ -25,7 +25,7 @@ class Recipe(ABC):
     metric: ClassVar[str] = "accuracy"
     """What the task is judged by: "accuracy" (a fraction, higher is better) or "loss" (lower).
 
-    Others are refused when the recipe is loaded, and so is "accuracy" without `correct`.
+    Others are refused when the recipe is loaded.
     """
 
     ignores: ClassVar[frozenset[str]] = frozenset()

@@ -381,7 +381,7 @@ def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | N
             it is read (`Sums.add`), which waits for no device.
     """
     correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
-    if correct is None and recipe.metric != "accuracy":
+    if correct is None:
         return None
     is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
     if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
@@ -392,7 +392,7 @@ def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | N
 def _shown(value: object) -> str:
     """A value in a few words: a scalar's number, a tensor's shape."""
     if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})" if value is not None else "None"
+        return f"{value!r} ({type(value).__name__})"
     dtype = str(value.dtype).removeprefix("torch.")
     if value.numel() == 1:
         return f"{value.item():g} ({dtype})"

@@ -37,7 +37,7 @@ class Tokens(Recipe):
     def loss(self, output, target):
         return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    def {correct}(self, output, target):
+    def correct(self, output, target):
         right = output.argmax(-1) == target
         return {{
             "samples": lambda: right.all(1).sum(),
@@ -56,13 +56,11 @@ train: {epochs: 2, batch_size: 4, eval_batch_size: 4, lr: 0.05, optimizer: {name
 """
 
 
-def own_recipe(
-    monkeypatch: pytest.MonkeyPatch, metric: str = "", correct: str = "correct"
-) -> list[str]:
+def own_recipe(monkeypatch: pytest.MonkeyPatch, metric: str = "") -> list[str]:
     """The words of a run of a user's recipe."""
     Path("configs/recipe").mkdir(parents=True)
     Path("configs/recipe/tokens.yaml").write_text(YAML, encoding="utf-8")
-    text = CLASS.format(metric=metric, correct=correct)
+    text = CLASS.format(metric=metric)
     Path("own_tokens.py").write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "path", sys.path.copy())
     monkeypatch.delitem(sys.modules, "own_tokens", raising=False)
@@ -89,7 +87,6 @@ def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> N
         ("float count", "(float32)"),
         ("vector", "a tensor of shape [4] (bool)"),
         ("number", "(int)"),
-        ("none", "None"),
     ],
 )
 def test_what_is_no_count_of_samples_is_refused_by_name(
@@ -119,23 +116,20 @@ def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("metric", "correct", "message"),
+    ("metric", "message"),
     [
-        ('metric = "f1"', "correct", "Tokens.metric = 'f1': legal is \"accuracy\""),
-        ("metric = None", "correct", "Tokens.metric = None: legal is"),
-        ("metric = ['loss']", "correct", "Tokens.metric = ['loss']: legal is"),
-        ('metric = "accuracy"', "count_right", "needs a method correct(output, target)"),
-        ("", "count_right", 'or metric = "loss"'),
+        ('metric = "f1"', "Tokens.metric = 'f1': legal is \"accuracy\""),
+        ("metric = None", "Tokens.metric = None: legal is"),
+        ("metric = ['loss']", "Tokens.metric = ['loss']: legal is"),
     ],
 )
 def test_a_metric_nothing_measures_is_refused_before_a_run(
     metric: str,
-    correct: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([*own_recipe(monkeypatch, metric, correct)]) == 2
+    assert main([*own_recipe(monkeypatch, metric)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     assert not Path("run").exists()

@@ -15,6 +15,7 @@ from mprun.build.plan import Plan
 from mprun.build.precision import build_arithmetic, build_caster, build_precision
 from mprun.config.schema import OpListsConfig
 from mprun.data import Batch
+from mprun.errors import first_line
 from mprun.numerics.observe import Observer, Op
 from mprun.numerics.trace import (
     Calls,
@@ -37,8 +38,20 @@ REPEATS = 5
 """Steps traced; times are their medians."""
 
 
+class TraceFailedError(Exception):
+    """A step that raised; `trace` holds the rows up to there, `text` says where and why."""
+
+    def __init__(self, trace: Trace, text: str) -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
 def trace_step(chosen: Plan) -> tuple[Trace, float]:
-    """A training step of this plan, and the median time in seconds of a step that is not traced."""
+    """A training step of this plan, and the median time in seconds of a step that is not traced.
+
+    Raises:
+        TraceFailedError: the step cannot run.
+    """
     calls = Calls("autocast: " if chosen.policy.casting == "autocast" else "")
     told: list[Op] = []
     observer = Observer(told.append, calls.current, _waiting(chosen.device))
@@ -48,6 +61,13 @@ def trace_step(chosen: Plan) -> tuple[Trace, float]:
     parts = build_parts(chosen, precision)
     trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
     batch = next(parts.train.epoch(parts.order.draw()))
+    try:  # traced, so that a step that cannot run is shown as far as it goes
+        with observer.following(parts.model, parts.optimizer), observer:
+            trainer.optimizer_step(batch)
+    except Exception as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        where = f"{observer.fault}: " if observer.fault is not None else ""
+        raise TraceFailedError(trace(told, chosen.layers), f"{where}{text}") from error
     times = [_timed(trainer, batch, chosen.device) for _ in range(WARMUP + REPEATS)]
     traces = []
     for _ in range(REPEATS):

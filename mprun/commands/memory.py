@@ -11,6 +11,7 @@ data are loaded, nothing of the model's size is allocated. Leaves `memory.json`,
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.commands.opening import without_effect
 from mprun.commands.train import parse as parse_words
-from mprun.errors import EXIT_OK, UsageError
+from mprun.errors import EXIT_OK, RunFailedError, UsageError
 
 if TYPE_CHECKING:
     from mprun.build import Plan
@@ -114,7 +115,12 @@ def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
     tables.say(console, _header(plans[0]))
     named = [_label(column, chosen) for column, chosen in zip(columns, plans, strict=True)]
     given = [key for column in columns for key in column.composed.given]
-    found = side_by_side(list(zip(named, plans, strict=True)), given, settings.fits)
+    try:
+        found = side_by_side(list(zip(named, plans, strict=True)), given, settings.fits)
+    except RunFailedError as error:
+        path = folder / "traceback.txt"
+        path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        raise RunFailedError(f"{error} (the traceback is in {path})") from None
     text = json.dumps(found, indent=1)
     (folder / "memory.json").write_text(text, encoding="utf-8")
     console.print(category_table(found), highlight=False)

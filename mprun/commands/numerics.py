@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mprun.commands.opening import introduce, refuse_resume
+from mprun.commands.opening import faults_explained, introduce, refuse_resume
 from mprun.commands.train import parse
 from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
 
@@ -75,7 +75,8 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     steps_to_look_at(chosen, settings)  # before a folder is made
     console, summary = stdout_console(), introduce(composed, chosen, "numerics")
     folder = new_folder(composed.config.run.dir)
-    with backend_flags(chosen.policy, chosen.native_tf32), stop.deferred():
+    flags = backend_flags(chosen.policy, chosen.native_tf32)
+    with faults_explained("numerics", folder), flags, stop.deferred():
         looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.errors import UsageError
+from mprun.errors import MprunError, RunFailedError, UsageError, first_line
 
 if TYPE_CHECKING:
     from mprun.build import Plan
@@ -27,6 +30,30 @@ def without_effect(composed: Composed, command: str) -> Iterator[str]:
     for key in composed.given:
         if key.startswith("debug."):
             yield f"{key} has no effect: mprun {command} looks for no exceptions"
+
+
+@contextmanager
+def faults_explained(command: str, folder: Path) -> Iterator[None]:
+    """Turn an exception of the model's code into one line, with the traceback in a file.
+
+    Raises:
+        RunFailedError: the line.
+    """
+    from mprun.build.trace import TraceFailedError
+    from mprun.numerics.passes import NotMeasurableError
+    from mprun.runner import StopRequestedError
+
+    try:
+        yield
+    except (MprunError, StopRequestedError, NotMeasurableError, TraceFailedError):
+        raise
+    except Exception as error:
+        path = folder / "traceback.txt"
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+        raise RunFailedError(
+            f"mprun {command} cannot run the model's step: {type(error).__name__}: "
+            f"{first_line(error)} (the traceback is in {path})"
+        ) from None
 
 
 def introduce(composed: Composed, chosen: Plan, command: str) -> Summary:

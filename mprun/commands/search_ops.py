@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mprun.commands.opening import refuse_resume, without_effect
+from mprun.commands.opening import faults_explained, refuse_resume, without_effect
 from mprun.commands.train import parse
 from mprun.errors import EXIT_OK, UsageError
 
@@ -88,7 +88,8 @@ def _search(
     with errors.status("", spinner="line") as status:
         try:
             reference = plan(float32.config, ())
-            searched = search_ops(chosen, reference, settings.search_ops, status.update)
+            with faults_explained("search-ops", folder):
+                searched = search_ops(chosen, reference, settings.search_ops, status.update)
         except NotMeasurableError as error:
             raise UsageError(f"the model cannot be measured: {error}") from None
     found.update(as_dict(searched))

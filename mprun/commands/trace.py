@@ -9,12 +9,13 @@ whole, and `trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tr
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mprun.commands.opening import introduce, refuse_resume
+from mprun.commands.opening import faults_explained, introduce, refuse_resume
 from mprun.commands.train import parse
-from mprun.errors import EXIT_OK, UsageError
+from mprun.errors import EXIT_OK, RunFailedError, UsageError
 
 if TYPE_CHECKING:
     from mprun.config import Composed
@@ -40,6 +41,7 @@ def trace_command(words: Sequence[str]) -> int:
 
 def _trace(composed: Composed) -> int:
     from mprun.build import build_arithmetic, plan, trace_step
+    from mprun.build.trace import TraceFailedError
     from mprun.precision import backend_flags
     from mprun.record import new_folder
     from mprun.report.tables import say, stdout_console
@@ -48,8 +50,22 @@ def _trace(composed: Composed) -> int:
     chosen = plan(composed.config, composed.given)
     console, summary = stdout_console(), introduce(composed, chosen, "trace")
     folder = new_folder(composed.config.run.dir)
-    with backend_flags(chosen.policy, chosen.native_tf32):
-        step, step_time_s = trace_step(chosen)
+    try:
+        with faults_explained("trace", folder), backend_flags(chosen.policy, chosen.native_tf32):
+            step, step_time_s = trace_step(chosen)
+    except TraceFailedError as failed:
+        (folder / "traceback.txt").write_text(
+            "".join(traceback.format_exception(failed.__cause__)), encoding="utf-8"
+        )
+        rows = failed.trace.as_dict(failed.trace.time_s or 1.0)
+        text = json.dumps({"schema_version": SCHEMA_VERSION, "error": str(failed), **rows})
+        (folder / "trace.json").write_text(text, encoding="utf-8")
+        if failed.trace.rows:
+            console.print(step_table(rows), highlight=False)
+        raise RunFailedError(
+            f"the step cannot run, what was traced up to there is above: {failed} (the traceback "
+            f"is in {folder}/traceback.txt)"
+        ) from None
     kept = ("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from mprun._torch import FakeTensorMode, in_backward
+from mprun.numerics.fault import check_dtypes
 from mprun.numerics.place import Follower, Place
 from mprun.numerics.step_memory import Held, Point, StepMemory
 
@@ -163,10 +164,11 @@ class MemoryRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        place, back = self.follower.place(), in_backward()
+        check_dtypes(func, args, place.module or "", place.phase)
         result = func(*args, **(kwargs or {}))
         if func.namespace in NO_OPS:
             return result
-        place, back = self.follower.place(), in_backward()
         self._gone_back = back or (self._gone_back and place.phase != "forward")
         later = self._gone_back or place.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _named(place)

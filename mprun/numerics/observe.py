@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mprun.numerics.fault import Fault, floating_dtypes
 from mprun.numerics.place import PHASES, Follower
 
 __all__ = ["PHASES", "Observer", "Op", "Value"]
@@ -125,6 +126,8 @@ class Observer(Following):
         self._call = call
         self._wait = synchronize or _no_wait
         self._held: list[Any] = []
+        self.fault: Fault | None = None
+        """The last op that raised, where one did."""
 
     def forget(self) -> None:
         super().forget()
@@ -143,6 +146,10 @@ class Observer(Following):
         self._muted = True  # of what a mode below makes of the op
         try:
             result = func(*args, **kwargs)
+        except Exception:
+            name = func.overloadpacket.__name__
+            self.fault = Fault(name, where[1], where[0], floating_dtypes((args, kwargs)))
+            raise
         finally:
             self._muted = False
         self._wait()

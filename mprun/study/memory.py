@@ -9,6 +9,7 @@ from mprun.build import Plan, step_memory, with_batch_size
 from mprun.config.sizes import parse_size
 from mprun.environment import versions
 from mprun.errors import RunFailedError, first_line
+from mprun.numerics.fault import DtypeMismatchError
 from mprun.numerics.fit import largest
 from mprun.numerics.step_memory import StepMemory
 from mprun.published import MEMORY_OF_HALF_SR
@@ -89,11 +90,13 @@ def _mode(label: str, chosen: Plan, limit: int | None) -> dict[str, Any]:
 def _counted(label: str, chosen: Plan) -> StepMemory:
     try:
         return step_memory(chosen)
+    except DtypeMismatchError as error:
+        raise RunFailedError(f"a step of {label} cannot run: {error}") from error
     except Exception as error:  # the model is the user's: it may look at values, or refuse a batch
         raise RunFailedError(
             f"a step of {label} with {chosen.batch['micro']} samples cannot be planned on fake "
             f"tensors, which have no values: {type(error).__name__}: {first_line(error)}"
-        ) from None
+        ) from error
 
 
 def _fit(label: str, chosen: Plan, limit: int) -> dict[str, Any]:
