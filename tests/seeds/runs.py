@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -64,3 +66,18 @@ def dtypes(name: str = "run") -> set[torch.dtype]:
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two sets of weights are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def compared(*names: str) -> tuple[str, str]:
+    """The terminal's text and the page of a comparison of runs, with plain single spaces."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert main(["compare", *names, "compare.dir=report"]) == 0
+    page = (Path("report") / "report.html").read_text(encoding="utf-8")
+    return " ".join(shown.getvalue().split()), " ".join(page.split())
+
+
+def recipes_page() -> str:
+    """recipes/README.md, with plain single spaces."""
+    path = Path(__file__).resolve().parents[2] / "recipes" / "README.md"
+    return " ".join(path.read_text(encoding="utf-8").split())

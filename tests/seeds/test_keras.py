@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.cli import main
 from mprun.config import compose
 from mprun.data import DataRequest
 from mprun.precision import NoClip, StaticLossScale
 from mprun.recipes.mnist import Mnist
 from mprun.record import read_lines
 from mprun.runner import Trainer
-from tests.seeds.runs import MNIST, run, weights, written
+from tests.seeds.runs import MNIST, compared, recipes_page, run, weights, written
 
 
 def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
@@ -133,20 +132,16 @@ TRAINING = (0.5529, 0.7743, 0.8260, 0.8607, 0.8545)
 VALIDATION = (0.7214, 0.7849, 0.8795, 0.8682, 0.8813)
 
 
-def test_c6_the_published_run_stands_beside_the_measured_one(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_c6_the_published_run_stands_beside_the_measured_one() -> None:
     words = ["data.validation_fraction=0.2", "train.epochs=5"]
     run("precision=fp32", *words, steps=25, name="outputs/a")
     run("precision=bf16_mixed", *words, steps=25, name="outputs/b")
-    assert main(["compare", "outputs/a", "outputs/b", "compare.out=report"]) == 0
-    page = (Path("report") / "report.html").read_text(encoding="utf-8")
-    recipes = (Path(__file__).resolve().parents[2] / "recipes/README.md").read_text("utf-8")
-    for figure in (*TRAINING, *VALIDATION, 0.8749, 0.4217):
-        assert f"{figure:.4f}" in page
-        assert f"{figure:.4f}" in recipes
-    assert "about 12 us" in page
-    assert "0.8749" in capsys.readouterr().out
+    shown, page = compared("outputs/a", "outputs/b")
+    for text in (page, recipes_page()):
+        for figure in (*TRAINING, *VALIDATION, 0.8749, 0.4217):
+            assert f"{figure:.4f}" in text
+        assert "about 12 us" in text
+    assert "0.8749" in shown
 
 
 def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples(
@@ -195,15 +190,10 @@ def test_c9_the_number_of_units_can_be_set() -> None:
     assert compose(["recipe=mnist"]).config.recipe.model["units"] == 256
 
 
-def test_c10_the_published_claims_stand_beside_the_measured_speed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_c10_the_published_claims_stand_beside_the_measured_speed() -> None:
     run("precision=fp32", name="outputs/a")
     run("precision=bf16_mixed", name="outputs/b")
-    assert main(["compare", "outputs/a", "outputs/b", "compare.out=report"]) == 0
-    shown = capsys.readouterr().out
-    page = (Path("report") / "report.html").read_text(encoding="utf-8")
     claims = ("more than 2 times", "up to 2 times", "60 % more", "significantly slower")
-    for claim in (*claims, "no benefit for toy models", "HPU"):
-        assert claim in page, claim
-        assert claim in shown, claim
+    for text in (*compared("outputs/a", "outputs/b"), recipes_page()):
+        for claim in (*claims, "no benefit for toy models", "HPU"):
+            assert claim in text, claim
