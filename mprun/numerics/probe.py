@@ -127,7 +127,7 @@ class Probe:
         found = [self._on_batch(way, n) for n in range(self._count)]
         change = sum(abs(x.loss - exact) for (x, _), exact in zip(found, self._losses, strict=True))
         whole = sum(map(abs, self._losses))
-        beyond = loss_error(change, self._count * self._loss_deviation)
+        beyond = loss_error(change, whole, self._count * self._loss_deviation)
         relative, beyond = (
             x / whole if whole else 0.0 if x == 0 else math.inf for x in (change, beyond)
         )

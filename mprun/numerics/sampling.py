@@ -24,6 +24,11 @@ DEVIATIONS = 2.0
 """Of a loss: how many standard deviations over batches are forgiven."""
 KEPT = 0.5
 """Which share of the gradient has to be left for anything to be forgiven."""
+MOST = 0.5
+"""Power of an error over that of the gradient from which nothing is forgiven: small batches and
+dropout differ by so much that everything would be."""
+MOST_LOSS = 0.12
+"""Share of the loss beyond which nothing is forgiven."""
 
 
 def gradient_error(error: float, signal: float, product: float, variance: float) -> float:
@@ -35,13 +40,13 @@ def gradient_error(error: float, signal: float, product: float, variance: float)
         product: the scalar product of what was found and the exact gradient.
         variance: the power of what the exact gradient differs from one batch to the next.
     """
-    if not math.isfinite(error) or not product >= KEPT * signal:
+    if not error <= MOST * signal or not product >= KEPT * signal:
         return error
     return max(0.0, error - SHARE * variance)
 
 
-def loss_error(error: float, deviation: float) -> float:
+def loss_error(error: float, loss: float, deviation: float) -> float:
     """The same of a loss, of which the standard deviation over batches is given."""
     if not math.isfinite(error):
         return error
-    return max(0.0, error - DEVIATIONS * deviation)
+    return max(0.0, error - min(DEVIATIONS * deviation, MOST_LOSS * loss))

@@ -183,7 +183,7 @@ class Deviations:
         deviation = math.sqrt(len(self._steps) * self._squares)  # the root mean square, each step
         loss, beyond = (
             0.0 if x == 0 else x / self._whole if self._whole else math.inf
-            for x in (self._change, loss_error(self._change, deviation))
+            for x in (self._change, loss_error(self._change, self._whole, deviation))
         )
         return Measure(loss, errors.db, worst_db, worst, self._scale, "", beyond, beyond_db, where)
 
