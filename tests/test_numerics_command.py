@@ -393,8 +393,9 @@ def test_the_terminal_shows_verdicts_and_tables(capsys: pytest.CaptureFixture[st
     assert err == ""
     for text in (
         "data: generated glyphs (generated)",
-        "range or precision: either (weight gradients keep ",
-        f"recommended loss scale: {made['loss_scale']['reason']}",
+        f"range or precision: either ({made['verdict']['reason']})",
+        f"loss scale in float16: {made['loss_scale']['need']}",
+        f"the largest loss scale that fits: {made['loss_scale']['reason']}",
         "powers of two tried",
         "loss scales, in float16",
         "published",
