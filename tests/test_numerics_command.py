@@ -84,7 +84,7 @@ class Shaped(nn.Module):
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": torch.tanh,
     "large": lambda x: x * 1e4 * 1e4 * 1e-8,
-    "cancelling": lambda x: (x + 200) - 200,
+    "cancelling": lambda x: (x + 1000) - 1000,
     "tiny": lambda x: x * 1e-3 * 1e-4,
 }
 
@@ -172,7 +172,7 @@ def test_a_model_that_underflows(precision: str) -> None:
     [
         ("plain", "either"),
         ("large", "needs range: bf16"),  # 1e8 is no float16, and no loss scale helps
-        ("cancelling", "needs precision: fp16"),  # of 200 + x bfloat16 keeps no x
+        ("cancelling", "needs precision: fp16"),  # of 1000 + x bfloat16 keeps no x: steps of 4
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
@@ -393,8 +393,9 @@ def test_the_terminal_shows_verdicts_and_tables(capsys: pytest.CaptureFixture[st
     assert err == ""
     for text in (
         "data: generated glyphs (generated)",
-        "range or precision: either (weight gradients keep ",
-        f"recommended loss scale: {made['loss_scale']['reason']}",
+        f"range or precision: either ({made['verdict']['reason']})",
+        f"loss scale in float16: {made['loss_scale']['need']}",
+        f"the largest loss scale that fits: {made['loss_scale']['reason']}",
         "powers of two tried",
         "loss scales, in float16",
         "published",

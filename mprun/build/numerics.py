@@ -2,8 +2,10 @@
 
 Each step looked at is taken several times from the same weights on the same samples:
 
-    exact       in float32, for the true size of everything; and once more with the weights moved by
-                a float32 unit, for which gradients float32 itself determines
+    exact       in float32, for the true size of everything; and once more in float64, for which of
+                its gradients are rounding errors (mprun/numerics/rounding_errors.py)
+    rounded     in float32 from weights of each 16-bit format's precision, for what they do by
+                themselves
     float16     at a loss scale that fits this step, found from the exact pass: how far its
                 gradients are off, and what the largest number is that float16 had to hold
     bfloat16    how far its gradients are off
@@ -13,34 +15,50 @@ Each step looked at is taken several times from the same weights on the same sam
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from mprun.build.parts import build_parts
 from mprun.build.plan import Plan
 from mprun.build.probe import EXACT, Probe, as_planned_in, shipped_policy
 from mprun.config.settings import NumericsSettings
 from mprun.data import Batch
-from mprun.errors import RunFailedError, UsageError
+from mprun.errors import RunFailedError, UsageError, first_line
 from mprun.numerics.collect import GRADIENTS, Statistics
 from mprun.numerics.findings import FROM_THE_RUN, Findings
+from mprun.numerics.float64 import in_float64
 from mprun.numerics.formats import FP16
 from mprun.numerics.gradients import LargestGradients
 from mprun.numerics.loss_scale import largest_power
-from mprun.numerics.verdicts import Errors, errors, typical_errors, undetermined
+from mprun.numerics.probe import OWN_SEED, changed
+from mprun.numerics.rounding_errors import (
+    FLOAT64,
+    MOVE,
+    MOVED,
+    MOVES,
+    Reference,
+    RoundingErrors,
+    is_rounding,
+    other_loss,
+)
+from mprun.numerics.verdicts import Deviations, Errors, Standing, errors, variances
 from mprun.observer import NoObserver
 from mprun.runner import Limits, Parts, StepResult, StopRequestedError, Trainer
 
 ATTEMPTS = 6
 """How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it."""
 LOWER = 16.0
-UNIT = 2.0**-23
-"""float32's, relative to a number: what weights are moved by to see what float32 determines."""
 BELOW, ABOVE = 20, 8
 """How many powers of two on each side of a fitting loss scale are tried."""
+LEAST_HALF = 2
+"""Samples in half a batch: batch normalisation takes no fewer."""
+FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
+ROWS_BY_POWER = ("activation_gradients",)
+"""Kinds whose rounding errors are recognised by their power: there are no tensors to compare."""
 
 
 @dataclass(frozen=True)
@@ -165,25 +183,84 @@ class _Looker:
         self._bf16_probe = Probe(chosen, as_planned_in(chosen, "bf16"))
         self._exact = Statistics(self._exact_probe.model, formats=("activations", *GRADIENTS))
         self._largest: list[tuple[float, str]] = []
-        self._fp16: list[Errors] = []
-        self._bf16: list[Errors] = []
-        self._undetermined: Counter[str] = Counter()
-        self._tried: dict[float, list[Errors]] = {}
+        self._rounding = RoundingErrors()
+        self._reference = FLOAT64
+        self._true = Statistics(self._exact_probe.model, formats=(), kinds=ROWS_BY_POWER)
+        """Gradients of what `_rounding` is told of, of which it sees no parameters."""
+        self._passes = {name: Deviations() for name in FORMATS}
+        self._unavoidable = {name: Deviations() for name in FORMATS}
+        self._tried: dict[float, Deviations] = {}
+        self._variances: dict[str, float] | None = None
+        self._deviation = 0.0
 
     def before(self, batch: Batch) -> None:
         """The run takes its next step on this batch."""
         self._exact.largest.found.clear()
         with self._exact.watching():
             exact = self._exact_probe.gradients(self._run, batch)
-        jittered = self._exact_probe.gradients(self._run, batch, jitter=UNIT)
-        noise = undetermined(exact, jittered, self._settings.needed_db)
-        self._undetermined.update(noise)
-        exact = {name: gradient for name, gradient in exact.items() if name not in noise}
-        self._bf16.append(errors(exact, self._bf16_probe.gradients(self._run, batch)))
-        scale = self._fitting(exact, batch)
-        self._fp16.append(self._at(scale, exact, batch))
+        loss = self._exact_probe.loss
+        self._find_rounding(exact, loss, batch)
+        self._find_spread(batch)
+        for name, dtype in FORMATS.items():
+            rounded = self._moved(torch.finfo(dtype).eps / 2, OWN_SEED)
+            found = errors(exact, self._exact_probe.gradients(self._run, batch, inside=rounded))
+            self._unavoidable[name].add(found, self._exact_probe.loss, loss)
+        low = self._bf16_probe.gradients(self._run, batch)
+        found = errors(exact, low, self._variances)
+        self._passes["bf16"].add(found, self._bf16_probe.loss, loss, self._deviation)
+        scale = self._fitting(batch)
+        found = self._at(scale, exact, batch)
+        self._passes["fp16"].add(found, self._fp16_probe.loss, loss, self._deviation, scale)
         if self._settings.try_scales:
-            self._try(scale, exact, batch)
+            self._try(scale, exact, batch, loss)
+
+    def _find_spread(self, batch: Batch) -> None:
+        """What loss and gradients differ by from batch to batch, from the halves of this one.
+
+        Nothing is known of a batch that is too small to be cut.
+        """
+        self._variances, self._deviation = None, 0.0
+        half = batch.size // 2
+        if half < LEAST_HALF:
+            return
+        gradients, losses = [], []
+        for rows in (slice(0, half), slice(half, 2 * half)):
+            part = Batch(batch.inputs[rows], batch.targets[rows], half)
+            gradients.append(self._exact_probe.gradients(self._run, part))
+            losses.append(self._exact_probe.loss)
+        self._variances, self._deviation = variances(gradients), abs(losses[0] - losses[1]) / 2
+
+    def _find_rounding(self, float32: Mapping[str, Tensor], loss: float, batch: Batch) -> None:
+        """Compare gradients with those of float64, or of moved weights where there are none."""
+        if self._reference is FLOAT64:
+            try:
+                with self._true.watching():
+                    exact = self._exact_probe.gradients(self._run, batch, inside=in_float64)
+                reason = other_loss(loss, self._exact_probe.loss)
+            except Exception as error:  # whatever a model's own code does not do in float64
+                reason = first_line(error)
+            if not reason:
+                self._rounding.add(float32, exact)
+                return
+            self._reference = Reference(MOVED, reason)
+        moves = [
+            self._exact_probe.gradients(self._run, batch, inside=self._moved(MOVE, OWN_SEED + n))
+            for n in range(MOVES)
+        ]
+        self._rounding.add(float32, float32, moves)
+
+    def _moved(self, most: float, seed: int) -> Callable[[nn.Module], AbstractContextManager[None]]:
+        return lambda model: changed(list(model.parameters()), most, seed)
+
+    def _unjudged_rows(self) -> frozenset[tuple[str, str]]:
+        """Rows of gradients by activations that are rounding errors too."""
+        if self._reference is not FLOAT64:
+            return frozenset()
+        return frozenset(
+            key
+            for key, row in self._true.rows.items()
+            if is_rounding(self._exact.rows[key].noise.signal, row.noise.signal)
+        )
 
     def after(self, number: int, result: StepResult) -> None:
         """It has taken it."""
@@ -193,25 +270,35 @@ class _Looker:
 
     def findings(self) -> Findings:
         """What all of it comes to."""
-        (largest, where), steps = max(self._largest), len(self._largest)
+        largest, where = max(self._largest)
+        unjudged = (*self._rounding.undetermined, *self._rounding.zero)
+
+        def standing(name: str) -> Standing:
+            passes, rounded = self._passes[name], self._unavoidable[name]
+            return Standing.of(passes, rounded, unjudged, self._settings.needed_db)
+
         return Findings(
             exact=self._exact,
             held=self.held,
             largest=largest,
             where=where,
-            fp16=typical_errors(self._fp16),
-            bf16=typical_errors(self._bf16),
-            tried={scale: typical_errors(found) for scale, found in sorted(self._tried.items())},
-            undetermined=frozenset(p for p, n in self._undetermined.items() if n > steps / 2),
+            fp16=standing("fp16"),
+            bf16=standing("bf16"),
+            tried={scale: found.errors(unjudged) for scale, found in sorted(self._tried.items())},
+            undetermined=self._rounding.undetermined,
+            zero=self._rounding.zero,
+            reference=self._reference,
+            unjudged_rows=self._unjudged_rows(),
             scale_kind=self._kind,
             headroom=self._settings.headroom,
             needed_db=self._settings.needed_db,
         )
 
-    def _at(self, scale: float, exact: dict[str, Tensor], batch: Batch) -> Errors:
-        return errors(exact, self._fp16_probe.gradients(self._run, batch, scale))
+    def _at(self, scale: float, exact: Mapping[str, Tensor], batch: Batch) -> Errors:
+        low = self._fp16_probe.gradients(self._run, batch, scale)
+        return errors(exact, low, self._variances)
 
-    def _fitting(self, exact: dict[str, Tensor], batch: Batch) -> float:
+    def _fitting(self, batch: Batch) -> float:
         """The loss scale for this step alone; notes what the largest gradient is."""
         size, place = self._exact.largest.worst()
         scale = self._scale_for(size)
@@ -234,10 +321,11 @@ class _Looker:
             return 1.0
         return largest_power(FP16.largest / self._settings.headroom / size)
 
-    def _try(self, scale: float, exact: dict[str, Tensor], batch: Batch) -> None:
+    def _try(self, scale: float, exact: Mapping[str, Tensor], batch: Batch, loss: float) -> None:
         if not self._tried:  # the powers are those around the first step's
             middle = round(math.log2(scale))
             powers = range(min(0, middle - BELOW), middle + ABOVE + 1)
-            self._tried = {2.0**n: [] for n in powers}
+            self._tried = {2.0**n: Deviations() for n in powers}
         for tried, found in self._tried.items():
-            found.append(self._at(tried, exact, batch))
+            gradients = self._at(tried, exact, batch)
+            found.add(gradients, self._fp16_probe.loss, loss, scale=tried)

@@ -6,12 +6,11 @@ statistics and random numbers of the run as they are. Dropout draws what it draw
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.resources import files
 
-import torch
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
@@ -93,7 +92,7 @@ class Probe:
         batch: Batch,
         scale: float = 1.0,
         seen: LargestGradients | None = None,
-        jitter: float = 0.0,
+        inside: Callable[[nn.Module], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> dict[str, Tensor]:
         """The unscaled gradients of the run's next step, in float64, by parameter.
 
@@ -102,20 +101,19 @@ class Probe:
             batch: the step's samples.
             scale: the loss scale.
             seen: is told of the loss; enter its `following` of `model` around the call.
-            jitter: the share by which each weight is moved up or down, at random.
+            inside: makes a region of the probe's model, with the run's weights, to compute in.
         """
         self.model.load_state_dict(run.state_dict())
-        self._jitter(jitter)
         self.model.train()
         self.model.zero_grad()
         self._scale.tensor.fill_(scale)
-        with self._untouched(), backend_flags(self._plan.policy):
+        with self._untouched(), backend_flags(self._plan.policy), inside(self.model):
             self._pass(batch, seen)
-        return {
-            name: p.grad.double() / scale
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        }
+            return {
+                name: p.grad.double() / scale
+                for name, p in self.model.named_parameters()
+                if p.grad is not None
+            }
 
     def _pass(self, batch: Batch, seen: LargestGradients | None) -> None:
         precision, size = self._precision, self._plan.batch["micro"]
@@ -130,13 +128,6 @@ class Probe:
                 seen.follow(loss)
             precision.backward(loss)
             self.loss += loss.item()
-
-    def _jitter(self, share: float) -> None:
-        if share:
-            generator = torch.Generator().manual_seed(0)
-            for p in self.model.parameters():
-                up = torch.randint(0, 2, p.shape, generator=generator).to(p.device)
-                p.data.mul_(1 + share * (2 * up - 1))
 
     def _untouched(self) -> AbstractContextManager[None]:
         return own_random_numbers([self._scale.tensor])

@@ -192,12 +192,16 @@ def _write(folder: Path, found: Mapping[str, Any]) -> None:
 
 
 def _show(console: Console, found: Mapping[str, Any]) -> None:
+    from mprun.report.numerics import unjudged
     from mprun.report.search_ops import outcome_table, rows_table
+    from mprun.report.tables import say
 
     for what in ("ops", "modules"):
         if found[what]:
             console.print(rows_table(found, what), highlight=False)
     console.print(outcome_table(found), highlight=False)
+    for line in unjudged(found["unjudged_parameters"], found["zero_gradients"], found["reference"]):
+        say(console, line)
 
 
 def _closing(found: Mapping[str, Any], folder: Path) -> Iterator[str]:

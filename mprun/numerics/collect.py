@@ -42,6 +42,7 @@ from mprun.numerics.gradients import ROOT, LargestGradients
 from mprun.numerics.histograms import Histogram, histogram
 from mprun.numerics.loss_scale import Advice, Gradients, Verdict, judge, recommend
 from mprun.numerics.lost_updates import LostUpdates, lost_updates
+from mprun.numerics.rounding_errors import power
 from mprun.numerics.updates import Update, exact_updates, exact_weights
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
@@ -61,7 +62,7 @@ class Row:
     """What the values were held in."""
     histogram: Histogram = field(default_factory=Histogram)
     noise: Noise = field(default_factory=Noise)
-    """What rounding to other formats would do; empty where it was not asked for."""
+    """What rounding to other formats would do; the signal alone where it was not asked for."""
 
     def add(self, x: Tensor, scale: float = 1.0, formats: bool = True) -> None:
         """Look at one more tensor, divided by `scale`."""
@@ -70,8 +71,7 @@ class Row:
             x = x.detach().double() / scale
         seen = histogram(x)
         self.histogram += seen
-        if formats:
-            self.noise += noise_of(x, seen)
+        self.noise += noise_of(x, seen) if formats else Noise(power(x))
 
 
 class Statistics:
@@ -83,6 +83,7 @@ class Statistics:
         loss_scale: what the loss is multiplied by: a number, a `torch.amp.GradScaler`, one of
             mprun's loss scales, or a function that gives it.
         formats: kinds whose noise in other formats is wanted; it takes most of the time.
+        kinds: kinds that are looked at.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Statistics:
         optimizer: Optimizer | None = None,
         loss_scale: Any = 1.0,
         formats: Collection[str] = KINDS,
+        kinds: Collection[str] = KINDS,
     ) -> None:
         self.rows: dict[tuple[str, str], Row] = {}
         self.lost: dict[str, LostUpdates] = {}
@@ -98,7 +100,7 @@ class Statistics:
         """The loss scale of each forward pass looked at."""
         self.largest = LargestGradients(lambda: self.scales[-1])
         self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
-        self._formats = formats
+        self._formats, self._kinds = formats, kinds
         self._names = {p: name for name, p in model.named_parameters()}
         self._depth = 0
         self._looking = self._new_step = False
@@ -232,7 +234,7 @@ class Statistics:
         self._updates = {}
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
-        if not x.numel() or not x.is_floating_point():
+        if not x.numel() or not x.is_floating_point() or kind not in self._kinds:
             return
         row = self.rows.setdefault((kind, name), Row(kind, name))
         with outside_of_modes():

@@ -25,11 +25,14 @@ from mprun.numerics.loss_scale import (
     Gradients,
     best_tried,
     judge,
+    need,
     power,
     recommend,
 )
 from mprun.numerics.lost_updates import LostUpdates
-from mprun.numerics.verdicts import EITHER, NEEDED_DB, Errors, range_or_precision
+from mprun.numerics.rounding_errors import Reference
+from mprun.numerics.tolerance import NEEDED_DB
+from mprun.numerics.verdicts import EITHER, Errors, Standing, range_or_precision
 
 FROM_THE_RUN = ("weights", "updates")
 """Kinds of which the run has the exact values."""
@@ -46,14 +49,20 @@ class Findings:
     largest: float
     """The largest gradient that float16 has to hold, unscaled."""
     where: str
-    fp16: Errors
-    """Of the gradients of passes in float16, at a loss scale that fits."""
-    bf16: Errors
-    """Of those in bfloat16."""
+    fp16: Standing
+    """What passes in float16 come to, at a loss scale that fits."""
+    bf16: Standing
+    """The same in bfloat16."""
     tried: Mapping[float, Errors]
     """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
-    undetermined: frozenset[str]
-    """Parameters whose gradients are rounding noise in float32 already; they decide nothing."""
+    undetermined: tuple[str, ...]
+    """Parameters whose gradients are rounding errors in float32 already; they decide nothing."""
+    zero: tuple[str, ...]
+    """Parameters whose gradients are exactly zero in float32; they decide nothing either."""
+    reference: Reference
+    """What told rounding errors."""
+    unjudged_rows: frozenset[tuple[str, str]]
+    """Kind and name of rows of gradients by activations that are rounding errors."""
     scale_kind: str
     """none, static or dynamic."""
     headroom: float = 2.0
@@ -78,7 +87,9 @@ class Findings:
         }
 
     def _is_noise(self, row: Row) -> bool:
-        return row.kind == "weight_gradients" and row.name in self.undetermined
+        if row.kind == "weight_gradients":
+            return row.name in self.undetermined
+        return (row.kind, row.name) in self.unjudged_rows
 
     @cached_property
     def _in_use(self) -> float | None:
@@ -122,8 +133,18 @@ class Findings:
             in_fp16 = found["loss_scaled"]["fp16_db"]
         in_bf16 = db.get("bf16", math.inf)
         if not self._is_noise(row):
-            found["verdict"] = range_or_precision(in_fp16, in_bf16, self.needed_db)
+            found["verdict"] = range_or_precision(
+                self._does(self.fp16, row, in_fp16), self._does(self.bf16, row, in_bf16)
+            )
         return found
+
+    def _does(self, format: Standing, row: Row, rounding_db: float) -> bool:
+        """Whether a format does for a row's numbers: all do where its passes are fine."""
+        if format.will_do:
+            return True
+        is_parameter = row.kind == "weight_gradients"
+        by_passes = not is_parameter or format.parameter_will_do(row.name)
+        return by_passes and rounding_db >= self.needed_db
 
     def _loss_scaled(self, row: Row, held: Row) -> dict[str, Any]:
         """What becomes of gradients in float16 with a loss scale: recommended, and the run's."""
@@ -144,24 +165,42 @@ class Findings:
         return found
 
     def _verdict(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        fp16, bf16 = self.fp16.db, self.bf16.db
-        word = range_or_precision(fp16, bf16, self.needed_db)
-        text = f"weight gradients keep {fp16:.1f} dB of signal over noise in float16"
-        if self.advice is not None:
-            text += f" at a fitting loss scale ({power(self.advice.scale)} for all steps)"
-        text += f", {bf16:.1f} dB in bfloat16; {self.needed_db:g} dB are needed"
-        others = [f"{r['kind']} {r['name']}" for r in rows if r["verdict"] not in (EITHER, None)]
+        formats = {"fp16": self.fp16, "bf16": self.bf16}
+        word = range_or_precision(self.fp16.will_do, self.bf16.will_do)
+        names = [(f"{r['kind']} {r['name']}", r["verdict"]) for r in rows]
+        others = (EITHER, None)
         return {
             "word": word,
-            "reason": text,
-            "gradients_db": {"fp16": fp16, "bf16": bf16},
-            "parameters_db": {
-                name: {"fp16": self.fp16.db_of(name), "bf16": self.bf16.db_of(name)}
-                for name in self.fp16.ratios
+            "reason": f"{self._in_fp16()}; in bfloat16 {_kept(self.bf16)}",
+            "made_by": [
+                *(f"the loss in {LONG[name]}" for name, f in formats.items() if not f.loss_will_do),
+                *(name for name, verdict in names if verdict not in others),
+            ],
+            "gradients_db": {name: f.errors.db for name, f in formats.items()},
+            "passes": {
+                name: {
+                    "will_do": f.will_do,
+                    "measure": f.measure._asdict(),
+                    "unavoidable": f.unavoidable._asdict(),
+                    "tolerance": vars(f.tolerance),
+                }
+                for name, f in formats.items()
             },
-            "rows_of_another_verdict": others,
+            "parameters_db": {
+                p: {name: f.errors.db_of(p) for name, f in formats.items() if p in f.errors.ratios}
+                for p in self.fp16.errors.ratios
+            },
+            "rows_of_another_verdict": [
+                name for name, verdict in names if verdict not in (*others, word)
+            ],
             "undetermined": sorted(self.undetermined),
+            "zero_gradients": sorted(self.zero),
+            "reference": self.reference._asdict(),
         }
+
+    def _in_fp16(self) -> str:
+        at = "" if self.advice is None else f" ({power(self.advice.scale)} for all steps)"
+        return f"in float16 at a fitting loss scale{at} {_kept(self.fp16)}"
 
     def _loss_scale(self) -> dict[str, Any]:
         advice, used = self.advice, self.held.scales
@@ -172,6 +211,8 @@ class Findings:
             "highest_in_use": max(used, default=None),
             "recommended": advice.scale if advice else None,
             "reason": str(advice) if advice else NO_ADVICE,
+            "needed": None,
+            "need": NO_ADVICE,
             "largest_gradient": self.largest,
             "where": self.where,
             "headroom": self.headroom,
@@ -186,7 +227,36 @@ class Findings:
             scales["recommended"] = advice.scale
             verdicts = {name: judge(s, advice, self.needed_db) for name, s in scales.items()}
             found["verdicts"] = [{"label": n, **vars(v)} for n, v in verdicts.items()]
+            found["needed"], found["need"] = need(advice, self.needed_db)
         return found
+
+
+LONG = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+def _kept(format: Standing) -> str:
+    """What the gradients and the loss of a format's passes keep, beside what is needed."""
+    measure, tolerance = format.measure, format.tolerance
+    loss, needed = measure.loss_difference, tolerance.gradient_db or 0.0
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if measure.worst_db == -math.inf:
+        text = f"the gradient of {measure.worst_parameter} is not finite"
+    else:
+        text = f"weight gradients keep {_db(measure.worst_db, measure.worst_parameter)} or more"
+        text += f" of signal over noise, {needed:.3g} dB are needed"
+        if measure.worst_db < needed:
+            text += "; without the noise that is no more than what batches differ by "
+            text += _db(measure.judged_db, measure.beyond_parameter)
+    if loss > tolerance.loss:
+        text += f"; the loss is {loss:.2%} off, {tolerance.loss:.2%} are tolerated"
+        text += f", {measure.judged_loss:.2%} beyond what batches differ by"
+    return text
+
+
+def _db(db: float, name: str) -> str:
+    text = "all" if db == math.inf else f"{db:.1f} dB"
+    return f"{text} ({name})" if name and db < math.inf else text
 
 
 NO_ADVICE = "no loss scale can be recommended: every gradient is zero, or one is not finite"

@@ -29,6 +29,7 @@ from typing import Any
 
 from mprun.numerics.formats import FP16, Noise, expected_db
 from mprun.numerics.histograms import Histogram, pooled
+from mprun.numerics.tolerance import NEEDED_DB
 
 BOUNDS = (2.0**-100, 2.0**100)
 """No scale is recommended beyond these: the loss times it has to be a float32."""
@@ -128,7 +129,7 @@ def recommend(gradients: Gradients, headroom: float = 2.0) -> Advice | None:
     return Advice(largest_power(limit), gradients, headroom)
 
 
-def judge(scale: float, advice: Advice, needed_db: float = 20.0) -> Verdict:
+def judge(scale: float, advice: Advice, needed_db: float = NEEDED_DB) -> Verdict:
     """Whether a loss scale is too low, too high or fine.
 
     Args:
@@ -137,7 +138,7 @@ def judge(scale: float, advice: Advice, needed_db: float = 20.0) -> Verdict:
         needed_db: the signal-to-noise ratio that gradients have to keep.
     """
     seen = advice.gradients
-    word, reason = "fine", "no gradient overflows, and every layer's keep enough of their bits"
+    word, reason = "fine", _why_fine(scale, advice, needed_db)
     if seen.largest * scale >= FP16.limit:
         word = "too high"
         reason = f"the largest gradient, {seen.largest:.3g} ({seen.where}), overflows"
@@ -149,19 +150,56 @@ def judge(scale: float, advice: Advice, needed_db: float = 20.0) -> Verdict:
     return Verdict(scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale))
 
 
+def need(advice: Advice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
+    """Whether a loss scale is needed in float16, and why; what the recommended one would bring.
+
+    Args:
+        advice: what is recommended.
+        needed_db: the signal-to-noise ratio that gradients have to keep.
+    """
+    without = judge(1.0, advice, needed_db)
+    if without.word != "fine":
+        return True, f"one is needed: without it {without.reason}"
+    seen, scale = advice.gradients, advice.scale
+    text = f"none is needed: without one {without.reason}"
+    name, have, could = min(_layers(1.0, advice), key=lambda x: x[1], default=("", 0.0, 0.0))
+    lost, kept = seen.becoming_zero(1.0), seen.becoming_zero(scale)
+    if lost is not None and kept is not None:
+        text += (
+            f"; of the non-zero gradients {lost:.2%} become 0, all so small that they do not count."
+            f" At {power(scale)} {kept:.2%} would, and {name} keep {could:.1f} instead of "
+            f"{have:.1f} dB"
+        )
+    return False, text
+
+
+def _why_fine(scale: float, advice: Advice, needed_db: float) -> str:
+    have, name = min(((have, n) for n, have, _ in _layers(scale, advice)), default=(math.inf, ""))
+    if not name:
+        return "there is no gradient that could be lost"
+    text = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name})"
+    if have >= needed_db:
+        return f"{text}, {needed_db:g} are needed"
+    return f"{text}, no less than at {power(advice.scale)}"
+
+
+def _layers(scale: float, advice: Advice) -> list[tuple[str, float, float]]:
+    """Name and signal-to-noise ratio of each layer's gradients: at a scale, and recommended."""
+    return [
+        (
+            name,
+            expected_db(histogram, noise.signal, FP16, scale),
+            expected_db(histogram, noise.signal, FP16, advice.scale),
+        )
+        for name, (histogram, noise) in advice.gradients.layers.items()
+        if histogram.nonzero
+    ]
+
+
 def _worst(scale: float, advice: Advice, needed_db: float) -> tuple[str, float, float] | None:
     """The layer whose gradients suffer most from a scale below the recommended one."""
-    found = []
-    for name, (histogram, noise) in advice.gradients.layers.items():
-        if histogram.nonzero:
-            have = expected_db(histogram, noise.signal, FP16, scale)
-            could = expected_db(histogram, noise.signal, FP16, advice.scale)
-            if have < min(needed_db, could):
-                found.append((have, name, could))
-    if not found:
-        return None
-    have, name, could = min(found)
-    return name, have, could
+    found = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
+    return min(found, key=lambda x: x[1]) if found else None
 
 
 ALIKE_DB = 3.0

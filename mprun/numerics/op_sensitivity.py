@@ -11,7 +11,6 @@ what sparing it would bring. Modules are measured in the same way, with `precisi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,40 +21,10 @@ from torch import nn
 from mprun.numerics.op_choice import OpChoice, calls, float32_share, op_choice
 from mprun.numerics.passes import Batch, Loss, Passes, Way
 from mprun.numerics.probe import LOSS_SCALES, Measure, Probe
+from mprun.numerics.rounding_errors import Reference
 from mprun.numerics.smallest import Smallest, smallest
+from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
-
-SLACK_DB = 10.0
-"""How much worse than weights of its precision alone a dtype may be, whatever else is asked."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """How far from float32 the lower dtype may lead.
-
-    Where weights that have its precision lead further than that by themselves, no list of ops could
-    keep to it: then `SLACK_DB` more than those is tolerated.
-    """
-
-    loss: float = 0.01
-    """Relative difference of the loss."""
-    gradient_db: float | None = 20.0
-    """Least SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None to look
-    at the loss alone."""
-
-    def beside(self, unavoidable: Measure) -> Tolerance:
-        """This, and at least what goes with `Probe.unavoidable`."""
-        loss = max(self.loss, unavoidable.loss_difference * 10 ** (SLACK_DB / 20))
-        if self.gradient_db is None:
-            return Tolerance(loss, None)
-        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - SLACK_DB))
-
-    def harm(self, measure: Measure) -> float:
-        """How much of what is tolerated is used up: 1 is all; infinite where a number is none."""
-        harms = [measure.loss_difference / self.loss]
-        if self.gradient_db is not None:
-            harms.append(10 ** ((self.gradient_db - measure.worst_db) / 20))
-        return math.inf if any(map(math.isnan, harms)) else max(harms)
 
 
 class Row(NamedTuple):
@@ -131,7 +100,17 @@ class Sensitivity:
         """Parameters whose gradients are rounding errors in float32 already."""
         return self._probe.unjudged
 
-    def smallest_ops(self, tolerance: Tolerance = Tolerance()) -> Found:
+    @property
+    def zero(self) -> tuple[str, ...]:
+        """Parameters whose gradients are exactly zero in float32; they are not judged either."""
+        return self._probe.zero
+
+    @property
+    def reference(self) -> Reference:
+        """What told which gradients are rounding errors."""
+        return self._probe.reference
+
+    def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Found:
         """The smallest list of ops in float32 that keeps to the tolerance."""
         harm = tolerance.beside(self.unavoidable).harm
         search = smallest(
@@ -141,7 +120,7 @@ class Sensitivity:
         )
         return self._found(search, search.kept, ())
 
-    def smallest_modules(self, tolerance: Tolerance = Tolerance()) -> Found:
+    def smallest_modules(self, tolerance: Tolerance = DEFAULT) -> Found:
         """The smallest set of modules in float32 that does."""
         harm = tolerance.beside(self.unavoidable).harm
         search = smallest(

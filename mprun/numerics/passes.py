@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mprun.errors import first_line
+from mprun.numerics.float64 import in_float64
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, NoCaster
 from mprun.precision.caster import Region
 from mprun.precision.layers import computing_in
@@ -128,6 +129,15 @@ class Passes:
                     raise
                 return Pass(math.nan, None, first_line(error))
             return Pass(value, [_gradient(p, scale) for p in self.parameters])
+
+    def run_in_float64(self, n: int) -> Pass:
+        """The same on batch number `n` with everything in float64, and the same random numbers.
+
+        Raises:
+            Exception: whatever the model raises where it does not run in float64.
+        """
+        with in_float64(self.model):
+            return self.run(FLOAT32, n)
 
     def time_s(self, way: Way, scale: float = 1.0) -> float:
         """Seconds of a forward and a backward pass on the first batch."""

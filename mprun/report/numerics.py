@@ -80,8 +80,7 @@ def scales_table(found: Mapping[str, Any]) -> Table:
     for verdict in found["loss_scale"]["verdicts"]:
         shares = (percent(verdict[k]) for k in ("becoming_zero", "losing_bits"))
         scale = number(verdict["scale"])
-        why = "" if verdict["word"] == "fine" else verdict["reason"]
-        table.add_row(verdict["label"], scale, verdict["word"], *shares, why)
+        table.add_row(verdict["label"], scale, verdict["word"], *shares, verdict["reason"])
     return table
 
 
@@ -109,15 +108,46 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
     """The verdicts in words."""
     verdict, scale = found["verdict"], found["loss_scale"]
     lines = [f"range or precision: {verdict['word']} ({verdict['reason']})"]
+    if rows := verdict["made_by"]:
+        lines.append(f"what says so: {_listed(rows)}")
     if others := verdict["rows_of_another_verdict"]:
-        lines.append(f"{len(others)} rows say otherwise: {_listed(others)}")
-    if noise := verdict["undetermined"]:
-        lines.append(
-            f"left out, their gradients being rounding noise in float32 already: {_listed(noise)}"
-        )
-    lines.append(f"recommended loss scale: {scale['reason']}")
+        lines.append(f"of these in one of the formats alone: {_listed(others)}")
+    lines += unjudged(verdict["undetermined"], verdict["zero_gradients"], verdict["reference"])
+    if scale["needed"] is not None:
+        lines.append(f"loss scale in float16: {scale['need']}")
+    label = "the largest loss scale that fits" if scale["needed"] is False else RECOMMENDED
+    lines.append(f"{label}: {scale['reason']}")
     if scale["best_tried"] is not None:
         lines.append(_tried(scale))
+    return lines
+
+
+RECOMMENDED = "recommended loss scale"
+
+
+def unjudged(
+    undetermined: Sequence[str], zero: Sequence[str], reference: Mapping[str, str]
+) -> list[str]:
+    """Which parameters were not judged, and why.
+
+    Args:
+        undetermined: those whose gradients are rounding errors.
+        zero: those whose gradients are exactly zero.
+        reference: what told them: `name`, and why it is not float64 in `reason`.
+    """
+    lines = []
+    if undetermined:
+        lines.append(
+            f"not judged: {_listed(undetermined)}: zero but for rounding (the float32 gradient is "
+            f"more than a tenth off {reference['name']}'s)"
+        )
+    if zero:
+        lines.append(f"not judged: {_listed(zero)}: the gradient is exactly zero in float32")
+    if reference["reason"]:
+        lines.append(
+            f"note: this model was not computed in float64 ({reference['reason']}); gradients that "
+            f"are zero but for rounding were looked for in {reference['name']}"
+        )
     return lines
 
 

@@ -17,9 +17,10 @@ import torch
 
 from mprun.build import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts
 from mprun.config.settings import SearchOpsSettings
-from mprun.numerics.op_sensitivity import Found, Sensitivity, Tolerance, sensitivity
+from mprun.numerics.op_sensitivity import Found, Sensitivity, sensitivity
 from mprun.numerics.passes import FLOAT32, Batch, Way
 from mprun.numerics.probe import Measure
+from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
 from mprun.runner import Parts

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mprun.numerics.op_sensitivity import Found, Row, Tolerance
+from mprun.numerics.op_sensitivity import Found, Row
+from mprun.numerics.tolerance import Tolerance
 from mprun.study.proof import Proof
 from mprun.study.search_ops import Searched
 
@@ -23,6 +24,8 @@ def as_dict(searched: Searched) -> dict[str, Any]:
         },
         "tolerance": {"loss": tolerance.loss, "gradient_db": tolerance.gradient_db},
         "unjudged_parameters": list(rows.unjudged),
+        "zero_gradients": list(rows.zero),
+        "reference": rows.reference._asdict(),
         "unavoidable": {"measure": rows.unavoidable._asdict()},
         "everything_lower": {"measure": rows.lower._asdict(), "time_ratio": 1.0},
         "float32": {"time_ratio": searched.float32_time_ratio},

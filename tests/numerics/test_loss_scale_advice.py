@@ -16,6 +16,7 @@ from mprun.numerics.loss_scale import (
     best_tried,
     judge,
     largest_power,
+    need,
     power,
     recommend,
 )
@@ -83,6 +84,27 @@ def test_too_low_fine_and_too_high() -> None:
     assert all(words[k] == "fine" for k in range(low + 1, high))
     assert judge(1.0, advice).reason.startswith("a keep ")
     assert judge(2.0**25, advice).reason == "the largest gradient, 0.002 (fc.weight), overflows"
+
+
+def test_whether_one_is_needed_and_why() -> None:
+    low = recommend(gradients(a=SMALL, b=[1e-3, 2e-3]))
+    high = recommend(gradients(a=[1e6, 1.0]))
+    fine = recommend(gradients(a=[1.0, 2.0**-25], b=[2.0, 2.0]))
+    assert low is not None
+    assert high is not None
+    assert fine is not None
+    assert need(low)[0]
+    assert need(low)[1].startswith("one is needed: without it a keep ")
+    assert need(high) == (
+        True,
+        "one is needed: without it the largest gradient, 1e+06 (fc.weight), overflows",
+    )
+    needed, text = need(fine)
+    assert not needed
+    assert text.startswith("none is needed: without one none overflows, all keep ")
+    # One of the four gradients is 2^-25, a tie that goes to 0.
+    assert "of the non-zero gradients 25.00% become 0, all so small that they do not count" in text
+    assert f"At {power(fine.scale)} 0.00% would" in text
 
 
 def test_more_is_asked_where_more_is_needed() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.passes import FLOAT32, NotMeasurableError, Passes, Way, ready
-from mprun.numerics.probe import CHANGE, LOSS_SCALES, Measure, Probe, changed
+from mprun.numerics.probe import LOSS_SCALES, Measure, Probe, changed
+from mprun.numerics.rounding_errors import MOVE, MOVED
 from mprun.numerics.sqnr import sqnr_db, sums_db
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
 
@@ -59,7 +60,9 @@ class Casting(nn.Module):
 
 
 def test_float32_is_exactly_itself() -> None:
-    assert probe(mlp()).measure(FLOAT32) == Measure(0.0, math.inf, math.inf, "0.weight", 1.0)
+    assert probe(mlp()).measure(FLOAT32) == Measure(
+        *(0.0, math.inf, math.inf, "0.weight", 1.0, "", 0.0, math.inf, "0.weight")
+    )
 
 
 @pytest.mark.parametrize(("way", "dtype"), [(FP16, torch.float16), (BF16, torch.bfloat16)])
@@ -129,6 +132,94 @@ def test_a_bias_before_a_normalisation_is_not_judged() -> None:
     found = probe(model, data)
     assert found.unjudged == ("0.bias",)
     assert found.measure(FP16).worst_db > 40  # 11 bits are 66 dB; with the bias it would be 0
+
+
+class Float32Only(nn.Module):
+    """A model whose code does not run in float64, with a bias before a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first.weight.dtype == torch.float64:
+            raise TypeError("float32 is all there is")
+        return self.last(self.norm(self.first(x)))
+
+
+class OtherInFloat64(Float32Only):
+    """One that computes something else there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.first.weight.dtype == torch.float64
+        return self.last(self.norm(self.first(2 * x.exp() if wide else x)))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [(Float32Only, "float32 is all there is"), (OtherInFloat64, "its loss is ")],
+)
+def test_a_model_that_has_no_float64_is_looked_at_with_moved_weights(
+    model: type[nn.Module], reason: str
+) -> None:
+    found = probe(model())
+    assert found.reference.name == MOVED
+    assert found.reference.reason.startswith(reason)
+    assert found.unjudged == ("first.bias",)
+    assert found.zero == ()
+
+
+def test_a_gradient_that_overflows_counts_though_it_means_nothing() -> None:
+    """A step with it cannot be taken."""
+
+    class Spoiled(NoCaster):
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+            assert model.first.bias.grad is not None
+            model.first.bias.grad[0] = math.inf
+
+    model = Float32Only()
+    measure = probe(model).measure(Way(Spoiled()))
+    assert math.isnan(measure.worst_db)
+    assert math.isnan(measure.judged_db)
+    assert measure.worst_parameter == "first.bias"
+
+
+class Noisy(NoCaster):
+    """Errors of a given power relative to each gradient's, across it or along it."""
+
+    def __init__(self, model: nn.Module, power: float, along: bool) -> None:
+        self.model, self.power, self.along = model, power, along
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        generator = torch.Generator().manual_seed(3)
+        for p in self.model.parameters():
+            assert p.grad is not None
+            error = p.grad if self.along else torch.randn(p.shape, generator=generator)
+            p.grad -= error / error.norm() * p.grad.norm() * self.power**0.5
+
+
+def test_noise_that_batches_have_as_well_is_forgiven_and_what_is_lost_is_not() -> None:
+    """Gradients of 2 samples differ by more than their mean from batch to batch."""
+    torch.manual_seed(0)
+    model = nn.Linear(32, 3)
+    data = [(torch.randn(2, 32), torch.randint(0, 3, (2,))) for _ in range(8)]
+    found = probe(model, data)
+    noise = found.measure(Way(Noisy(model, 0.3, along=False)))
+    assert noise.worst_db == pytest.approx(5.2, abs=0.1)
+    assert noise.judged_db == math.inf
+    lost = found.measure(Way(Noisy(model, 0.5, along=True)))
+    assert lost.worst_db == lost.judged_db == pytest.approx(3, abs=0.1)
+    many = found.measure(Way(Noisy(model, 0.6, along=False)))
+    assert many.judged_db == many.worst_db
+
+
+def test_nothing_is_forgiven_where_one_batch_says_nothing_of_others() -> None:
+    model = mlp()
+    measure = probe(model, batches(1)).measure(Way(Noisy(model, 0.5, along=False)))
+    assert measure.judged_db == measure.worst_db == pytest.approx(3, abs=0.1)
 
 
 def test_where_every_gradient_counts_all_are_judged() -> None:
@@ -389,10 +480,10 @@ def test_random_numbers_of_a_model_are_the_same_in_each_pass() -> None:
 def test_changed_weights_move_by_a_millionth_and_come_back() -> None:
     parameters = list(mlp().parameters())
     before = [p.detach().clone() for p in parameters]
-    with changed(parameters, CHANGE):
+    with changed(parameters, MOVE):
         for p, b in zip(parameters, before, strict=True):
             share = (p / b - 1).abs()
-            assert 0 < share.max() <= CHANGE * 1.1  # the product is rounded too, by 2^-24
+            assert 0 < share.max() <= MOVE * 1.1  # the product is rounded too, by 2^-24
     assert all(torch.equal(p, b) for p, b in zip(parameters, before, strict=True))
 
 

@@ -7,28 +7,73 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.verdicts import Errors, errors, range_or_precision, typical_errors
+from mprun.numerics.verdicts import (
+    Deviations,
+    Errors,
+    Standing,
+    errors,
+    range_or_precision,
+    typical_errors,
+    variances,
+)
 
 
 @pytest.mark.parametrize(
     ("fp16", "bf16", "word"),
     [
-        (70.0, 52.0, "either"),
-        (20.0, 20.0, "either"),
-        (-math.inf, 52.0, "needs range: bf16"),
-        (3.0, 52.0, "needs range: bf16"),
-        (math.nan, 52.0, "needs range: bf16"),
-        (40.0, 12.0, "needs precision: fp16"),
-        (19.9, 19.9, "needs fp32"),
-        (math.inf, math.inf, "either"),
+        (True, True, "either"),
+        (False, True, "needs range: bf16"),
+        (True, False, "needs precision: fp16"),
+        (False, False, "needs fp32"),
     ],
 )
-def test_words(fp16: float, bf16: float, word: str) -> None:
+def test_words(fp16: bool, bf16: bool, word: str) -> None:
     assert range_or_precision(fp16, bf16) == word
 
 
+def passes(loss: float = 1.0, **ratios: float) -> Deviations:
+    found = Deviations()
+    found.add(Errors(ratios, ratios), loss, 1.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("found", "alone", "will_do"),
+    [
+        (passes(a=1e-5), passes(a=1e-6), True),
+        (passes(a=1e-5, b=0.02), passes(), False),  # 17 dB of one parameter
+        (passes(a=0.5), passes(a=0.1), True),  # 7 dB worse than weights alone
+        (passes(a=1.5), passes(a=0.1), False),  # 12 dB worse
+        (passes(1.02, a=1e-5), passes(), False),
+        (passes(1.02, a=1e-5), passes(1.01), True),
+        (passes(math.nan, a=1e-5), passes(), False),
+        (passes(a=math.inf), passes(), False),
+        (passes(left_out=0.5), passes(), True),
+        (passes(left_out=math.inf), passes(), False),  # a step with it is skipped
+    ],
+)
+def test_a_format_will_do_by_the_criterion_of_search_ops(
+    found: Deviations, alone: Deviations, will_do: bool
+) -> None:
+    standing = Standing.of(found, alone, ("left_out",))
+    assert standing.will_do == will_do
+    by_rows = all(map(standing.parameter_will_do, ("a", "b", "left_out")))
+    assert (by_rows and standing.loss_will_do) == will_do
+
+
 def test_another_threshold() -> None:
-    assert range_or_precision(70.0, 52.0, needed_db=60.0) == "needs precision: fp16"
+    assert Standing.of(passes(a=0.02), passes(), (), needed_db=15).will_do
+    assert not Standing.of(passes(a=1e-5), passes(), (), needed_db=60).will_do
+
+
+def test_the_halves_of_a_batch_say_what_batches_differ_by() -> None:
+    """The mean of the halves differs from that of other batches by half of what they differ."""
+    halves = [{"a": torch.tensor([1.0, 5.0])}, {"a": torch.tensor([4.0, 1.0])}]
+    assert variances(halves) == {"a": 25 / 4}
+    exact, found = {"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([4.0, 7.0])}
+    result = errors(exact, found, {"a": 4.0})
+    assert result.ratios["a"] == pytest.approx(10 / 25)
+    assert result.beyond["a"] == pytest.approx((10 - 2 * 4) / 25)
 
 
 def test_every_parameter_counts_the_same() -> None:

@@ -24,6 +24,7 @@ from mprun.report.numerics import (
     rows_table,
     scales_table,
     sentences,
+    unjudged,
 )
 from mprun.report.numerics_plots import LIMITS, MOST_ROWS, TITLES, exponents, save_plots, scales
 
@@ -71,13 +72,18 @@ FOUND: dict[str, Any] = {
     "verdict": {
         "word": "either",
         "reason": "because",
+        "made_by": ["the loss in float16", "activation_gradients a"],
         "rows_of_another_verdict": ["activation_gradients a"],
         "undetermined": ["noise"],
+        "zero_gradients": ["off"],
+        "reference": {"name": "float64", "reason": ""},
     },
     "loss_scale": {
         "in_use": 65536.0,
         "recommended": 131072.0,
         "reason": "2^17 = 131,072: fits",
+        "needed": True,
+        "need": "one is needed: a is lost",
         "verdicts": [
             {
                 "label": "in use",
@@ -153,7 +159,7 @@ def test_the_table_fits_a_narrow_terminal() -> None:
 
 def test_loss_scales_and_why_one_will_not_do() -> None:
     lines = shown(scales_table(FOUND))
-    assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%"]
+    assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
     assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
 
 
@@ -166,14 +172,33 @@ def test_lost_updates_the_worst_parameters_first() -> None:
 
 
 def test_sentences() -> None:
-    assert sentences(FOUND) == [
+    said = [
         "range or precision: either (because)",
-        "1 rows say otherwise: activation_gradients a",
-        "left out, their gradients being rounding noise in float32 already: noise",
+        "what says so: the loss in float16, activation_gradients a",
+        "of these in one of the formats alone: activation_gradients a",
+        "not judged: noise: zero but for rounding (the float32 gradient is more than a tenth off "
+        "float64's)",
+        "not judged: off: the gradient is exactly zero in float32",
+        "loss scale in float16: one is needed: a is lost",
         "recommended loss scale: 2^17 = 131,072: fits",
         "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
         "the recommended has 60.25 dB",
     ]
+    assert sentences(FOUND) == said
+    free = {**FOUND["loss_scale"], "needed": False, "need": "none is needed: all is well"}
+    said[5:7] = [
+        "loss scale in float16: none is needed: all is well",
+        "the largest loss scale that fits: 2^17 = 131,072: fits",
+    ]
+    assert sentences({**FOUND, "loss_scale": free}) == said
+
+
+def test_what_stood_in_for_float64_is_said() -> None:
+    (line,) = unjudged([], [], {"name": "something else", "reason": "no kernel"})
+    assert line == (
+        "note: this model was not computed in float64 (no kernel); gradients that are zero but for "
+        "rounding were looked for in something else"
+    )
 
 
 @pytest.mark.parametrize(

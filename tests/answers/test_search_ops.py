@@ -1,0 +1,79 @@
+"""`mprun search-ops` on the hostile models: what does not stand a dtype, that and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mprun.cli import main
+from tests.answers.models import CASES
+from tests.answers.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
+from tests.answers.seeds import SEEDS
+
+NO_PROOF = ("search_ops.steps=0", "search_ops.timed_steps=0", "run.dir=run")
+
+
+@pytest.fixture(autouse=True)
+def recipe(in_empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_recipe(in_empty_folder)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def searched(case: str, precision: str, seed: int, *more: str) -> dict[str, Any]:
+    """search_ops.json of a case."""
+    words = (*WORDS, f"recipe.model.case={case}", f"precision={precision}", f"seed={seed}")
+    assert main(["search-ops", *words, *NO_PROOF, *more]) == 0
+    found: dict[str, Any] = json.loads(Path("run/search_ops.json").read_text(encoding="utf-8"))
+    return found
+
+
+HOSTILE: dict[tuple[str, str], tuple[list[str], list[str], str]] = {
+    # An input of 1e5 is no float16: the layer that takes it is to blame, not the other one.
+    ("outlier_beyond_fp16", "fp16_mixed"): (["linear"], ["body.0"], "modules"),
+    # The logarithm of what `exp` flushed to 0. Its logits in float32 would do as well, for more.
+    ("log_of_zero", "fp16_mixed"): (["exp"], ["body.2"], "ops"),
+    ("fp16_hostile", "fp16_mixed"): (["square"], ["first"], "ops"),
+    # The sum of offset and input, and the product with it: all that `offset` computes.
+    ("bf16_hostile", "bf16_mixed"): (["add", "linear"], ["offset"], "ops"),
+}
+"""Case and mode to the ops and the modules that have to be in float32, and which is the answer."""
+FEW = ("search_ops.batches=2", "search_ops.modules=false")
+
+
+def test_the_cases_that_have_to_be_found_are_those_that_training_shows_to_fail() -> None:
+    """`test_truth.py` shows by training that these are the ones."""
+    mixed = {(n, m) for n, case in CASES.items() for m in case.fails if m.endswith("_mixed")}
+    assert set(HOSTILE) == mixed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("name", "precision"), HOSTILE)
+def test_the_hostile_op_is_found_and_nothing_else(name: str, precision: str, seed: int) -> None:
+    found = searched(name, precision, seed)
+    ops, modules = found["search"]["ops"], found["search"]["modules"]
+    assert (sorted(ops["fp32"]), modules["fp32"], found["answer"]) == HOSTILE[name, precision]
+    assert ops["is_within"]
+    assert modules["is_within"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [(n, m) for n in CASES for m in ("fp16_mixed", "bf16_mixed") if (n, m) not in HOSTILE],
+)
+def test_a_model_that_trains_in_a_mode_needs_no_op_in_float32(
+    name: str, precision: str, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, zero = searched(name, precision, seed, *FEW), CASES[name].zero
+    assert found["search"]["ops"]["fp32"] == []
+    assert found["search"]["ops"]["is_within"]
+    # Zero by the gradients in float64 (test_truth.py), some of them in float32 as well.
+    exact = name in FLOAT32_IS_EXACT
+    assert found["zero_gradients"] == ([*zero] if exact else [])
+    assert found["unjudged_parameters"] == ([] if exact else [*zero])
+    reason = "the gradient is exactly zero" if exact else "zero but for rounding"
+    said = f"not judged: {', '.join(zero)}: {reason}" if zero else "not judged"
+    assert (said in capsys.readouterr().out) == bool(zero)
