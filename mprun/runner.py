@@ -317,7 +317,8 @@ class Trainer:
         """Report buffers that became non-finite; `epochs` maps the steps since then to theirs."""
         for overflow in self.parts.precision.buffer_overflows():
             row = {"kind": "event", "event": "buffer_overflow", **overflow._asdict()}
-            self._observer.event({**row, "epoch": epochs[overflow.step]}, overflow.text)
+            epoch = epochs.get(overflow.step, self.epoch)  # a step that broke off has no line
+            self._observer.event({**row, "epoch": epoch}, overflow.text)
 
     def _line(self, p: _Pending, reading: Reading, ms: float) -> StepLine:
         return StepLine(

@@ -408,7 +408,7 @@ def test_looking_is_the_same_variant_and_dropping_another() -> None:
     ("word", "fragment"),
     [
         ("debug.fp_exceptions=on", "debug.fp_exceptions is one of off, log, halt, skip"),
-        ("debug.fp_exceptions=true", "debug.fp_exceptions is one of off, log, halt, skip"),
+        ("debug.fp_exceptions=yes", "debug.fp_exceptions is one of off, log, halt, skip"),
         ("debug.fp_exceptions=hlat", "did you mean 'halt'?"),
         ("debug.halt_after=0", "debug.halt_after=0: legal is 1 or more"),
         ("debug.halt=3", "did you mean 'debug.halt_after'?"),

@@ -158,12 +158,13 @@ def test_runs_one_after_the_other_never_overlap_however_short(
 
 
 @settings(deadline=None)
-@given(st.floats(1.1, 100), st.floats(0, 0.9), st.floats(1.1, 100))
+@given(st.floats(1.6, 100), st.floats(0, 0.9), st.floats(1.1, 100))
 def test_runs_at_once_overlap_once_the_record_can_tell(
     first_s: float, share: float, second_s: float
 ) -> None:
-    """The second begins within the first, more than a second before its end."""
-    start_s = share * (first_s - 1.1)
+    """The second begins within the first, and that shows in records that cut off half a second of
+    the first one's start and leave a second of the second one's open."""
+    start_s = share * (first_s - 1.6)
     runs = [
         at("fp32", 0, 0.5, first_s, timespec="seconds"),
         at("bf16_mixed", 0, 0.5 + start_s, second_s + start_s, timespec="seconds"),
