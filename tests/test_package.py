@@ -66,8 +66,8 @@ ALLOWED["doctor"] = {
     "speed",
     "timing",
 }
-ALLOWED["summary"] = {"build", "environment", "record"}
-ALLOWED["journal"] = {"build", "loggers", "observer", "record", "report", "timing"}
+ALLOWED["summary"] = {"build", "config", "environment", "record"}
+ALLOWED["journal"] = {"build", "loggers", "observer", "precision", "record", "report", "timing"}
 ALLOWED["exception_log"] = {"journal", "numerics", "record"}
 ALLOWED["session"] = set(ALLOWED) - {"help", "config"}
 ALLOWED["study"] = set(ALLOWED) - {"help"}

@@ -276,6 +276,7 @@ def test_a_dynamic_scale_keeps_its_tracker() -> None:
         weight = torch.nn.Parameter(torch.ones(2))
         weight.grad = torch.ones(2)
         x.step(torch.optim.SGD([weight], lr=0.1), NoClip())
+        x.update()
         assert x.tensor is not None
         return float(x.tensor)
 

@@ -71,11 +71,12 @@ def planned(recipe: str, *words: str) -> Plan:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> int:
-    """One step before the traced ones and two of those; how many steps a trace takes in all."""
+    """How many steps a trace takes in all: one that shows that the step can run, one more before
+    those that are timed, two of them, and two that are traced."""
     warmup, repeats = 1, 2
     monkeypatch.setattr(mprun.build.trace, "WARMUP", warmup)
     monkeypatch.setattr(mprun.build.trace, "REPEATS", repeats)
-    return warmup + 2 * repeats
+    return 1 + warmup + 2 * repeats
 
 
 def stepping(chosen: Plan) -> tuple[Parts, Callable[[], object]]:
