@@ -195,8 +195,7 @@ class _Session:
             logger.close()
             log.write()
         if (text := skipped_warning(self.summary)) is not None:
-            self._say(f"warning: {text}")
-            self.summary["warnings"].append(text)
+            self._warn(text)
         if chosen.config.preset.loss_must_fall:
             check_loss_falls(journal.losses)
 
