@@ -9,6 +9,8 @@ numbers and makes others is an exception's origin, and what is spoiled afterward
     lines     the line of Python an op is from
     watch     the dispatch mode that meets every op
     details   what is told of one, and why it happened: the op once more, in float64
+    exact     what follows from an overflow, in float64, with it and without
+    replay    an op once more, in float64
     lineage   which memory was spoiled by which origin
     origins   origin, consequence, or a constant like a mask's -inf
     kept      gradients, parameters, buffers and optimizer state after each step
