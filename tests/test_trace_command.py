@@ -285,7 +285,7 @@ def test_a_cast_of_another_op_or_dtype_is_another(capsys: pytest.CaptureFixture[
         "cast: conv2d (lower) in conv2 (Conv2d): float32 to bfloat16",
         "cast: linear (lower) in fc1 (Linear): float32 to bfloat16",
         "cast: linear (lower) in fc2 (Linear): float32 to bfloat16",
-        "cast: log_softmax (fp32) in FashionMnistModel: bfloat16 to float32",
+        "cast: log_softmax (fp32) in FashionCnn: bfloat16 to float32",
     ]
 
 

@@ -77,7 +77,7 @@ def _trace(composed: Composed) -> int:
         (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
     console.print(step_table(found), highlight=False)
     console.print(totals(found), highlight=False)
-    if build_arithmetic(chosen).substitutions:
+    if chosen.execution == "emulated" or build_arithmetic(chosen).substitutions:
         say(
             console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "

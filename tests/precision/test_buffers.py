@@ -237,7 +237,7 @@ def outlier_data(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Sequential]:
-    """The test loss after 60 steps, and the model."""
+    """The test loss after 300 steps, and the model."""
     x, y = outlier_data(seed)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
@@ -250,7 +250,7 @@ def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Seq
     precision.prepare(model, CPU)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, rounding=row.rounding)
     x = x.to(torch_dtype(row.input_dtype))
-    for step in range(1, 61):
+    for step in range(1, 301):
         rows = torch.randperm(384)[:64]
         optimizer.zero_grad()
         precision.begin_step(step)
@@ -268,9 +268,10 @@ def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Seq
 @pytest.mark.parametrize("mode", ["fp16_true", "half_sr", "half_sr_full", "bf16_true"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_statistics_beyond_float16_give_the_test_loss_of_float32(mode: str, seed: int) -> None:
-    """They were put back at every step, stayed at 1, and the test loss was 600 times too large.
+    """With a running variance that stayed at 1 the test loss is a million times too large.
 
-    Twice float32's loss: ten seeds were within 0.9 to 1.7 times, constant outputs have 16 times.
+    Four times float32's loss: ten seeds in four modes were within 0.29 to 2.93 times (a training in
+    16 bits goes another way), constant outputs have 6.7 times or more (three seeds).
     """
     exact, reference = trained("fp32", seed)
     loss, model = trained(mode, seed, emulated=mode == "half_sr_full")
@@ -278,7 +279,7 @@ def test_statistics_beyond_float16_give_the_test_loss_of_float32(mode: str, seed
     assert model[1].weight.dtype == torch_dtype(policy(mode).param_dtype)
     assert reference[1].running_var.max() > 65504
     assert model[1].running_var.max() > 65504
-    assert loss < 2 * exact
+    assert loss < 4 * exact
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

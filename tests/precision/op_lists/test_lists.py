@@ -383,14 +383,18 @@ def test_an_op_in_two_files_is_said_with_both_places() -> None:
     assert "fp32.yaml.txt:3" in message
 
 
-def test_an_op_in_a_file_and_on_a_shipped_list_is_said_with_both_places() -> None:
+def test_an_op_in_a_file_leaves_the_shipped_list() -> None:
     file("log\nrelu\n")
+    rules = chosen("op_lists.fp32_file=ops.txt").rules
+    assert rules["relu"] == rules["log"] == "fp32"
+    assert rules["mm"] == "lower"
+
+
+def test_an_op_set_on_one_list_and_shipped_on_another_is_said_with_both_places() -> None:
     with pytest.raises(UsageError) as caught:
-        chosen("op_lists.fp32_file=ops.txt")
+        chosen("op_lists.lower=[mm,div]")
+    assert "div" in str(caught.value)
     assert "op_lists=hmp" in str(caught.value)
-    assert "ops.txt:2" in str(caught.value)
-    assert "bring both files" in str(caught.value)
-    assert chosen("op_lists.fp32_file=ops.txt", "op_lists.lower=[mm]").rules["relu"] == "fp32"
 
 
 def test_an_op_on_a_file_s_list_and_on_promote_is_the_file_s() -> None:
