@@ -8,6 +8,7 @@ import sys
 import types
 import unittest
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -17,14 +18,16 @@ def op_infos() -> tuple[Any, ...]:
     """Every entry of `op_db` that takes float32.
 
     The table is part of PyTorch's test machinery, whose import needs the package `expecttest` for
-    a base class. A stand-in is enough, as none of its tests run here.
+    a base class. A stand-in is enough, as none of its tests run here. The import also forbids to
+    set backend switches for the rest of the process, which is kept from happening.
     """
     stub = types.ModuleType("expecttest")
     stub.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     before = sys.modules.get("expecttest")
     sys.modules["expecttest"] = before or stub
     try:
-        from torch.testing._internal.common_methods_invocations import op_db
+        with mock.patch.object(torch.backends, "disable_global_flags"):
+            from torch.testing._internal.common_methods_invocations import op_db
     finally:
         if before is None:
             del sys.modules["expecttest"]
