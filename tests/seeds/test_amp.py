@@ -15,6 +15,8 @@ from mprun.config import compose
 from mprun.data import DataRequest
 from mprun.precision import DynamicLossScale, DynamicRule, EmulatedTf32, NoClip, disable_casts
 from mprun.recipes.mnist import Mnist
+from tests.answers.recipe import WORDS, write_recipe
+from tests.seeds import faulty
 from tests.seeds.runs import (
     LINEAR,
     MNIST,
@@ -163,63 +165,18 @@ HOSTILE = {"fp16_hostile": "range", "bf16_hostile": "precision"}
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_b7_numerics_says_whether_range_or_precision_is_needed(case: str) -> None:
-    folder = Path("conf/recipe")
-    folder.mkdir(parents=True)
-    (folder / "own.yaml").write_text(
-        "# @package _global_\nrecipe: {name: own, target: tests.answers.models.Hostile, "
-        f"model: {{case: {case}}}}}\n"
-        "train: {epochs: 2, batch_size: 64, eval_batch_size: 64, lr: 0.01, "
-        "optimizer: {name: adamw}}\n",
-        encoding="utf-8",
-    )
-    few = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4", "numerics.plots=false"]
-    words = ["--config-dir=conf", "recipe=own", "precision=fp32", "device=cpu", *few]
+    write_recipe(Path())
+    few = ["numerics.steps=6", "numerics.span=60", "numerics.plots=false"]
+    words = [*WORDS, f"recipe.model.case={case}", "precision=fp32", *few]
     verdict = written("numerics", *words, file="numerics.json")["verdict"]
     assert HOSTILE[case] in verdict["word"], verdict
 
 
-MISMATCH = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-from mprun.data import Splits, TensorSet
-from mprun.recipe import Classification
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(self.first(x) + torch.zeros(8))  # float32, whatever the mode
-
-@dataclass(frozen=True)
-class Own(Classification):
-    def model(self):
-        return Net()
-
-    def data(self, request):
-        part = TensorSet(torch.randn(16, 8), torch.arange(16) % 3)
-        return Splits("points", "generated", part, part, part)
-
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target)
-"""
-
-
 def test_b8_trace_explains_the_op_in_which_two_dtypes_met(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    Path("conf/recipe").mkdir(parents=True)
-    Path("mismatched.py").write_text(MISMATCH, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    Path("conf/recipe/own.yaml").write_text(
-        "# @package _global_\nrecipe: {name: own, target: mismatched.Own, model: {}}\n"
-        "train: {epochs: 2, batch_size: 8, eval_batch_size: 8, lr: 0.01, "
-        "optimizer: {name: sgd}}\n",
-        encoding="utf-8",
-    )
-    words = ["--config-dir=conf", "recipe=own", "device=cpu", "precision=bf16_true"]
+    faulty.write_recipe()
+    words = [*faulty.WORDS, "recipe.model.fault=float32_tensor", "precision=bf16_true"]
     assert main(["trace", *words, "run.dir=run"]) == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
     for word in ("addmm", "last", "float32", "bfloat16", "dtype=x.dtype"):

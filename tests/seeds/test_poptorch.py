@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.build import build_parts, plan
 from mprun.cli import main
@@ -20,6 +19,8 @@ from mprun.optim import SGD
 from mprun.precision import Emulated16
 from mprun.precision.rounding import round_stochastic
 from mprun.recipes.fashion_mnist import FashionMnist
+from tests.answers.recipe import WORDS, write_recipe
+from tests.seeds import faulty
 from tests.seeds.runs import (
     FASHION,
     LINEAR,
@@ -32,6 +33,7 @@ from tests.seeds.runs import (
     weights,
     written,
 )
+from tests.test_inputs import Sent
 
 FP16 = torch.float16
 
@@ -171,28 +173,16 @@ def test_d10_the_footprints_of_two_modes_are_in_one_picture() -> None:
     assert "half_sr" in picture
 
 
-def hostile(case: str) -> list[str]:
-    """Words that name a hostile model as the recipe."""
-    folder = Path("conf/recipe")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "own.yaml").write_text(
-        "# @package _global_\nrecipe: {name: own, target: tests.answers.models.Hostile, "
-        f"model: {{case: {case}}}}}\n"
-        "train: {epochs: 2, batch_size: 64, eval_batch_size: 64, lr: 0.01, "
-        "optimizer: {name: adamw}}\n",
-        encoding="utf-8",
-    )
-    return ["--config-dir=conf", "recipe=own", "device=cpu"]
-
-
 def test_d11_an_exception_is_named_where_it_arises(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*hostile("fp16_hostile"), "precision=fp16_mixed", "debug.fp_exceptions=halt"]
-    assert main([*words, "run.dir=halted"]) == 1
+    write_recipe(Path())
+    words = [*WORDS, "precision=fp16_mixed", "train.epochs=2"]
+    halting = [*words, "recipe.model.case=fp16_hostile", "debug.fp_exceptions=halt"]
+    assert main([*halting, "run.dir=halted"]) == 1
     shown = capsys.readouterr()
     assert "square" in shown.out + shown.err or "pow" in shown.out + shown.err
     assert "float16" in shown.out + shown.err
     for value in ("true", "log"):
-        clean = [*hostile("conv_bias"), "precision=fp16_mixed", f"debug.fp_exceptions={value}"]
+        clean = [*words, "recipe.model.case=conv_bias", f"debug.fp_exceptions={value}"]
         assert main([*clean, f"run.dir=run-{value}"]) == 0
         row: dict[str, Any] = json.loads(
             Path(f"run-{value}", "summary.json").read_text(encoding="utf-8")
@@ -201,49 +191,9 @@ def test_d11_an_exception_is_named_where_it_arises(capsys: pytest.CaptureFixture
         assert row["fp_exceptions"]["finding"] == 0
 
 
-ROOTS = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from mprun.data import Splits, TensorSet
-from mprun.recipe import Classification
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last((self.first(x) - 100).sqrt())
-
-@dataclass(frozen=True)
-class Own(Classification):
-    def model(self):
-        return Net()
-
-    def data(self, request):
-        part = TensorSet(torch.randn(16, 8), torch.arange(16) % 3)
-        return Splits("points", "generated", part, part, part)
-
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target)
-"""
-
-
-def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    Path("conf/recipe").mkdir(parents=True)
-    Path("of_roots.py").write_text(ROOTS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    Path("conf/recipe/own.yaml").write_text(
-        "# @package _global_\nrecipe: {name: own, target: of_roots.Own, model: {}}\n"
-        "train: {max_steps: 4, batch_size: 8, eval_batch_size: 8, lr: 0.01, "
-        "optimizer: {name: sgd}}\n",
-        encoding="utf-8",
-    )
-    words = ["--config-dir=conf", "recipe=own", "device=cpu", "precision=fp16_mixed"]
+def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped() -> None:
+    faulty.write_recipe()
+    words = [*faulty.WORDS, "recipe.model.fault=roots", "precision=fp16_mixed"]
     assert main([*words, "debug.fp_exceptions=log", "run.dir=run"]) == 1
     row: dict[str, Any] = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     assert row["status"] == "failed"  # it never took a step
@@ -270,20 +220,6 @@ def test_d13_float32_accumulation_without_a_loss_scale() -> None:
     assert summary["loss_scale"]["kind"] == "none"
     assert summary["effective"]["accum_dtype"] == "float32"
     assert dtypes() == {FP16}
-
-
-class Sent(TorchDispatchMode):
-    """The dtypes of what is copied to another device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and made.device != args[0].device:
-            self.dtypes.append(args[0].dtype)
-        return made
 
 
 @pytest.mark.parametrize("mode", ["fp16_true", "half_sr"])
