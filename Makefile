@@ -37,7 +37,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -c "from mprun.help import configuration_page as p; print(p(), end='')" > docs/configuration.md
+	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/configuration.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from scipy.stats import t as student
 
-from mprun.cli import main as mprun
-from mprun.environment import cpu_name, usable_cores
-from mprun.record import Summary, read_summary
+from mprun.cli.main import main as mprun
+from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.records.run_record import Summary, read_summary
 
 
 def run(recipe: str, precision: str, seed: int, out: Path, overrides: list[str]) -> Summary:

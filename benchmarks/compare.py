@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from mprun.cli import main as mprun
+from mprun.cli.main import main as mprun
 
 VARIANTS = 10
 TARGET_S = 2.0

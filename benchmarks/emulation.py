@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.raw_loop import mprun_blocks
-from mprun.build import Plan, plan
+from mprun.assemble import Plan, plan
 from mprun.config import compose
-from mprun.environment import cpu_name, usable_cores
+from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.precision import backend_flags
 
 MODES = (

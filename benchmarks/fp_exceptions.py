@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.steps import heading, step_blocks
-from mprun.build import build_exceptions, build_parts, build_precision, plan
+from mprun.assemble import build_exceptions, build_parts, build_precision, plan
 from mprun.config import compose
-from mprun.observer import NoObserver
-from mprun.runner import Trainer
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Trainer
 
 CASES = (
     ("linear", "fp32", 64, 20),

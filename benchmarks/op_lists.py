@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.steps import heading, step_blocks
-from mprun.build import build_parts, plan
+from mprun.assemble import build_parts, plan
 from mprun.config import compose
-from mprun.observer import NoObserver
-from mprun.runner import Trainer
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Trainer
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
 """Recipe, batch, steps a block."""

@@ -17,7 +17,7 @@ from datetime import date
 import torch
 
 from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
-from mprun.environment import cpu_name, usable_cores
+from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.optim import AdamW
 from mprun.optim.engines import choose
 

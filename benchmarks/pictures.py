@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from mprun.cli import main as mprun
+from mprun.cli.main import main as mprun
 from mprun.optim import SGD
 from mprun.precision.rounding import merge
 

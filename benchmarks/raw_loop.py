@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
-from mprun.build import Plan, build_parts, plan
+from mprun.assemble import Plan, build_parts, plan
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
-from mprun.environment import cpu_name, usable_cores
-from mprun.observer import NoObserver
+from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
-from mprun.runner import Limits, Trainer
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Limits, Trainer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.environment import cpu_name
+from mprun.doctor.environment import cpu_name
 
 STEPS, BATCH, SAMPLES = 200, 64, 512
 LOOKS = (0, 20, 80, 160)

@@ -16,14 +16,14 @@ from datetime import date
 
 import torch
 
-from mprun.build import Plan, build_parts, plan
+from mprun.assemble import Plan, build_parts, plan
 from mprun.config import compose
-from mprun.environment import cpu_name, usable_cores
-from mprun.observer import NoObserver
+from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
-from mprun.runner import Limits, Trainer
-from mprun.speed import SpeedChoice
-from mprun.timing import HostClock, quantiles
+from mprun.train.callbacks import NoObserver
+from mprun.train.clock import HostClock, quantiles
+from mprun.train.loop import Limits, Trainer
 
 WARMUP = 4
 IMPLEMENTATIONS = {

@@ -14,9 +14,9 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from mprun.build import build_parts, plan
+from mprun.assemble import build_parts, plan
 from mprun.config import compose
-from mprun.environment import cpu_name
+from mprun.doctor.environment import cpu_name
 from mprun.numerics.sqnr import sqnr_db
 from mprun.precision import backend_flags
 

@@ -9,10 +9,10 @@ from datetime import date
 
 import torch
 
-from mprun.build import Plan
-from mprun.environment import cpu_name, usable_cores
+from mprun.assemble import Plan
+from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.precision import backend_flags
-from mprun.runner import Trainer
+from mprun.train.loop import Trainer
 
 
 def step_blocks(chosen: Plan, trainer: Trainer, steps: int) -> Iterator[float]:

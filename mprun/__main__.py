@@ -2,6 +2,6 @@
 
 import sys
 
-from mprun.cli import main
+from mprun.cli.main import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""Checks values read from JSON against the TypedDicts of `mprun.record`."""
+"""Checks values read from JSON against the TypedDicts of `mprun.records.run_record`."""
 
 from __future__ import annotations
 

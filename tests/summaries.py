@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mprun.record import SCHEMA_VERSION, PrecisionRow, Summary
+from mprun.records.run_record import SCHEMA_VERSION, PrecisionRow, Summary
 
 
 def example() -> Summary:

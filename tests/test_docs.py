@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from mprun.cli.help import configuration_page
 from mprun.config.settings import fields
-from mprun.help import configuration_page
 
 ROOT = Path(__file__).resolve().parent.parent
 

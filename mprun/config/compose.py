@@ -31,7 +31,7 @@ from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
-from mprun.op_list_file import KINDS, read_list
+from mprun.records.op_list_files import KINDS, read_list
 
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"

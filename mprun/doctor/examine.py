@@ -7,16 +7,17 @@ from datetime import datetime, timezone
 
 import torch
 
-from mprun import __version__, environment
-from mprun.doctor.findings import findings
-from mprun.doctor.load import threads_to_measure
+from mprun import __version__
+from mprun.doctor import environment
+from mprun.doctor.hints import findings
 from mprun.doctor.machine import examine_machine
+from mprun.doctor.machine_load import threads_to_measure
 from mprun.doctor.measure import measure_rates
-from mprun.doctor.modes import examine_modes
-from mprun.doctor.verdicts import conclusions
+from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
-from mprun.examination import SCHEMA_VERSION, Examination, Measured
+from mprun.experiments.machine_modes import examine_modes
 from mprun.precision.rates import in_threads
+from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 
 
 def examine(device: torch.device, budget_s: float) -> Examination:

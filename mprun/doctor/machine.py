@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from mprun import environment
 from mprun._torch import onednn_takes
+from mprun.doctor import environment
 from mprun.doctor.instructions import INSTRUCTIONS, architecture, instructions, onednn_limit
-from mprun.examination import Cuda, GpuUnused, Machine, OneDnn
+from mprun.records.doctor_record import Cuda, GpuUnused, Machine, OneDnn
 
 VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",

@@ -6,8 +6,8 @@ the small size, does not fit the budget at the large one is left out there: a ra
 that was measured, at the size it names. float32 takes part in each round, and
 a speed-up is float32's time over another's, round by round.
 
-Images lie in memory as a run's do in each format (`mprun.speed`): on CPUs float32 convolutions are
-faster channels-last, and a gain over the slower layout is none.
+Images have the memory format of a run (`mprun.doctor.speed_choices`): on CPUs float32 convolutions
+are faster channels-last, and a gain over the slower layout is none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from mprun.examination import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
+from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rates import (
@@ -33,8 +33,8 @@ from mprun.precision.rates import (
     timer,
     warm,
 )
-from mprun.speed import choose
-from mprun.timing import quantiles
+from mprun.records.doctor_record import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
+from mprun.train.clock import quantiles
 
 FEWEST, MOST = 6, 25
 """Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from mprun.doctor.instructions import ALLOWED, NEEDED
-from mprun.examination import Cuda, Format, Machine, OpName
+from mprun.records.doctor_record import Cuda, Format, Machine, OpName
 
 OWN_LOOPS = "so PyTorch computes {0} in loops of its own"
 CONVERTS = "so oneDNN converts {0} to float32 and back"

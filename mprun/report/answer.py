@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mprun.comparison import speed
-from mprun.comparison.rows import Comparison, Variant
+from mprun.compare import speed_ratios as speed
+from mprun.compare.rows import Comparison, Variant
 from mprun.report.cells import (
     counted,
     deciding,

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mprun.comparison.digits import distinct_form, percent
-from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
-from mprun.comparison.speed import SAME
-from mprun.comparison.statistics import CONFIDENCE
+from mprun.compare.digits import distinct_form, percent
+from mprun.compare.rows import Comparison, Estimate, Interval, Variant
+from mprun.compare.speed_ratios import SAME
+from mprun.compare.statistics import CONFIDENCE
 from mprun.errors import printable
 
 NONE = "-"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from mprun.comparison.rows import Comparison
+from mprun.compare.rows import Comparison
 from mprun.report.cells import plain
 
 LARGEST_BYTES = 256 * 1024

@@ -14,9 +14,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mprun.comparison.rows import Comparison, Estimate, Interval, Variant
-from mprun.record import jsonable
-from mprun.report import answer, cells, published
+from mprun.compare.rows import Comparison, Estimate, Interval, Variant
+from mprun.records.run_record import jsonable
+from mprun.report import answer, cells
+from mprun.report import published_rows as published
 
 SCHEMA_VERSION = 1
 MEMORY = (
@@ -128,7 +129,7 @@ def _interval(name: str, found: Interval | None) -> dict[str, Any]:
 
 
 def json_text(comparison: Comparison) -> str:
-    """Everything, the runs' summaries included, under the names of `mprun.comparison.rows`.
+    """Everything, the runs' summaries included, under the names of `mprun.compare.rows`.
 
     Published figures stand beside it as `published`.
     """

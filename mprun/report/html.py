@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from mprun.comparison.rows import Comparison, Variant
-from mprun.report import answer, cells, published, tables
+from mprun.compare.rows import Comparison, Variant
+from mprun.report import answer, cells, tables
+from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.configs import configs
 from mprun.report.plots import Plot, canvas

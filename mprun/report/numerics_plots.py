@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mprun.report.numerics import number
+from mprun.report.numerics_tables import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

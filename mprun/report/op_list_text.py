@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mprun.record import number
-from mprun.report.search_ops import SHORT, measured
+from mprun.records.run_record import number
+from mprun.report.search_ops_tables import SHORT, measured
 
 OPS, ALL_LOWER, LAYERS = "ops.yaml", "ops_all_lower.yaml", "layers.yaml"
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mprun.comparison.rows import Comparison, Run
-from mprun.record import Summary, read_lines
+from mprun.compare.rows import Comparison, Run
+from mprun.records.run_record import Summary, read_lines
 from mprun.report.cells import plain
 
 Column = NDArray[np.float64]

@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from mprun.comparison import substitutions
-from mprun.record import PrecisionRow, Summary
+from mprun.compare import substitutions
+from mprun.records.run_record import PrecisionRow, Summary
 
 
 def header(summary: Summary) -> list[str]:

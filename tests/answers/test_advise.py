@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import pytest
 
-from mprun.cli import main
-from mprun.commands.compare import compared
-from mprun.comparison.statistics import ALPHA
+from mprun.cli.compare_command import compared
+from mprun.cli.main import main
+from mprun.compare.statistics import ALPHA
 from mprun.config.settings import CompareSettings, Split
-from mprun.record import read_summary
+from mprun.records.run_record import read_summary
 from tests.answers.models import CASES
 from tests.answers.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
 

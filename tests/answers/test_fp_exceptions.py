@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.numerics import FpException, fp_exceptions
 from mprun.numerics.exceptions import Found
 from tests.answers.models import CASES, MODES, loss_of, points

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.numerics.passes import Passes, Way
 from mprun.numerics.probe import Probe
 from mprun.precision import AutocastCaster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mprun.cli import main
+from mprun.cli.main import main
 from tests.answers.models import CASES
 from tests.answers.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
 from tests.answers.seeds import SEEDS

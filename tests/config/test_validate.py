@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mprun.build import build_optimizer
-from mprun.build.machine import build_policy
+from mprun.assemble import build_optimizer
+from mprun.assemble.machine_choices import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import leaves
 from mprun.config.schema import OptimizerConfig, OptimizerName
 from mprun.config.validate import OPTIMIZER_FIELDS, RANGES, Range, check, get
+from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError
-from mprun.speed import SpeedChoice
 
 LINEAR = compose(["recipe=linear"]).config
 OPTIMIZER_DEFAULTS = OptimizerConfig(OptimizerName.sgd)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mprun.cli import main
-from mprun.commands.data import NAMES
+from mprun.cli.data_command import NAMES
+from mprun.cli.main import main
 from mprun.data import files, sources
 from tests.data.conftest import Server
 
@@ -253,7 +253,7 @@ def test_a_mistake_is_answered_in_one_line(
 
 def test_a_mistake_does_not_wait_for_torch() -> None:
     code = (
-        "import sys; from mprun.cli import main; status = main(['data', 'verify', 'mnist']); "
+        "import sys; from mprun.cli.main import main; status = main(['data', 'verify', 'mnist']); "
         "assert 'torch' not in sys.modules; sys.exit(status)"
     )
     command = [sys.executable, "-c", code]

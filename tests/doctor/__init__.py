@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from mprun.doctor.instructions import INSTRUCTIONS
-from mprun.examination import (
+from mprun.records.doctor_record import (
     FORMATS,
     OPS,
     SCHEMA_VERSION,

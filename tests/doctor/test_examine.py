@@ -11,10 +11,10 @@ import torch
 from mprun import __version__
 from mprun.doctor import examine as module
 from mprun.doctor.examine import examine
-from mprun.doctor.findings import findings
-from mprun.doctor.verdicts import conclusions
+from mprun.doctor.hints import findings
+from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
-from mprun.examination import SCHEMA_VERSION, Examination, Measured
+from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

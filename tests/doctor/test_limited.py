@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import pytest
 
-from mprun.doctor.findings import findings
+from mprun.doctor.hints import findings
 from mprun.doctor.instructions import ALLOWED, architecture
-from mprun.doctor.verdicts import conclusions
-from mprun.examination import Examination, Measured
-from mprun.record import read_summary
+from mprun.doctor.mode_verdicts import conclusions
+from mprun.records.doctor_record import Examination, Measured
+from mprun.records.run_record import read_summary
 from tests.schema import conforms
 
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ OWN = {"ATEN_CPU_CAPABILITY": "default"}
 
 BOTH = """
 import sys
-from mprun.cli import main
+from mprun.cli.main import main
 assert main(["doctor", "device=cpu", "doctor.json=true", "doctor.budget_s=0.5"]) == 0
 sys.stdout.flush()
 sys.stdout = sys.stderr

@@ -12,7 +12,7 @@ from mprun._torch import onednn_takes
 from mprun.doctor import machine as module
 from mprun.doctor.instructions import INSTRUCTIONS, architecture
 from mprun.doctor.machine import cpu_quota, examine_machine, onednn, tensor_cores
-from mprun.examination import Machine
+from mprun.records.doctor_record import Machine
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

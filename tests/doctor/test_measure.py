@@ -26,8 +26,8 @@ from mprun.doctor.measure import (
     spread,
     which_fit,
 )
-from mprun.examination import OPS, Copy, Rate
 from mprun.precision.rates import Op, Timer, matmul, warm
+from mprun.records.doctor_record import OPS, Copy, Rate
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 
-from mprun.build import (
+from mprun.assemble import (
     Plan,
     build_parts,
     footprint,
@@ -29,8 +29,8 @@ from mprun.build import (
 from mprun.config import compose
 from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
-from mprun.observer import NoObserver
-from mprun.runner import Trainer
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WEIGHTS = 1024 * 512 + 512

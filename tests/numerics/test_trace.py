@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import mprun.build.trace
-from mprun.build import Plan, build_arithmetic, build_parts, plan, trace_step
-from mprun.build.trace import shipped_op_lists
+import mprun.experiments.recipe_trace
+from mprun.assemble import Plan, build_arithmetic, build_parts, plan
 from mprun.config import compose
+from mprun.experiments.recipe_trace import shipped_op_lists, trace_step
 from mprun.numerics.observe import Observer, Op
 from mprun.numerics.trace import (
     Call,
@@ -28,7 +28,6 @@ from mprun.numerics.trace import (
     trace,
     typical,
 )
-from mprun.observer import NoObserver
 from mprun.precision import (
     AutocastCaster,
     Caster,
@@ -40,7 +39,8 @@ from mprun.precision import (
     disable_casts,
     op_lists,
 )
-from mprun.runner import Parts, Trainer
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Parts, Trainer
 from tests.precision.test_policy import policy
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -74,8 +74,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many steps a trace takes in all: one that shows that the step can run, one more before
     those that are timed, two of them, and two that are traced."""
     warmup, repeats = 1, 2
-    monkeypatch.setattr(mprun.build.trace, "WARMUP", warmup)
-    monkeypatch.setattr(mprun.build.trace, "REPEATS", repeats)
+    monkeypatch.setattr(mprun.experiments.recipe_trace, "WARMUP", warmup)
+    monkeypatch.setattr(mprun.experiments.recipe_trace, "REPEATS", repeats)
     return 1 + warmup + 2 * repeats
 
 
@@ -180,7 +180,7 @@ def test_weights_after_traced_steps_are_those_without(
         made.append(build_parts(*args))
         return made[-1]
 
-    monkeypatch.setattr(mprun.build.trace, "build_parts", keeping)
+    monkeypatch.setattr(mprun.experiments.recipe_trace, "build_parts", keeping)
     chosen = planned("mnist", *words)
     trace_step(chosen)
     (traced,) = made

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.cli import main
+from mprun.cli.main import main
 
 # Signal to noise of the weights' change, at 6.02 dB a bit. float32 sums in another order: 132 dB
 # measured. bfloat16 and float16 round each micro-batch's weight gradient once, at relative 2^-9 and

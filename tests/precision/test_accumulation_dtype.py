@@ -86,8 +86,8 @@ SCRIPT = """
 import json, sys, torch
 from pathlib import Path
 from typing import Any
-from mprun.cli import main
-from mprun.record import read_summary
+from mprun.cli.main import main
+from mprun.records.run_record import read_summary
 from tests.precision.convolutional import WORDS
 from tests.precision.test_accumulation_dtype import direct
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.optim import SGD
 from mprun.precision import (
     AutocastCaster,

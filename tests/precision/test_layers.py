@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.config.schema import FLOAT16_LAYERS, LAYERS_STORED_LOW, LayerDType
 from mprun.precision import (
     NativeArithmetic,
@@ -102,7 +102,7 @@ def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "precision.layers={fc*: fp32, conv1: fp32}"]) == 0
     from pathlib import Path
 
-    from mprun.record import read_summary
+    from mprun.records.run_record import read_summary
 
     layers = read_summary(Path("run"))["effective"]["layers"]
     assert layers == {"fc1": "fp32", "fc2": "fp32", "conv1": "fp32"}
@@ -115,7 +115,7 @@ def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
 def test_by_a_file() -> None:
     from pathlib import Path
 
-    from mprun.record import read_summary
+    from mprun.records.run_record import read_summary
 
     Path("layers.yaml").write_text("fc1: fp32\n", encoding="utf-8")
     words = ["recipe=fashion_mnist", "data.source=generated", "precision=bf16_mixed"]
@@ -324,7 +324,7 @@ def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
 def test_a_run_trains_16_bit_layers_and_scales_the_loss_for_them(mode: str) -> None:
     from pathlib import Path
 
-    from mprun.record import read_summary
+    from mprun.records.run_record import read_summary
 
     words = ["recipe=mnist", "data.source=generated", f"precision={mode}", "run.dir=run"]
     words += ["train.max_steps=2", "data.train_limit=64", "data.eval_limit=32"]

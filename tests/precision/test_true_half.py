@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.build import Plan, build_loss_scale, build_parts, plan
-from mprun.build.plan import data_request
+from mprun.assemble import Plan, build_loss_scale, build_parts, plan
+from mprun.assemble.plan import data_request
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
 from mprun.recipe import Classification
-from mprun.runner import Parts
+from mprun.train.loop import Parts
 
 CPU = torch.device("cpu")
 TRUE_HALF = {

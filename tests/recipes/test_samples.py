@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.build import load_recipe
+from mprun.assemble import load_recipe
 from mprun.config import compose
 from mprun.data import DataRequest, generated, sources
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mprun.comparison.rows import (
+from mprun.compare.rows import (
     Comparison,
     Estimate,
     Interval,
@@ -20,7 +20,7 @@ from mprun.comparison.rows import (
     Verdict,
     Word,
 )
-from mprun.record import Summary, jsonable
+from mprun.records.run_record import Summary, jsonable
 from tests.summaries import example
 
 MODES = (

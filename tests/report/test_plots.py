@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.cli import main
-from mprun.comparison.rows import Comparison, Estimate, Run
-from mprun.record import read_summary
+from mprun.cli.main import main
+from mprun.compare.rows import Comparison, Estimate, Run
+from mprun.records.run_record import read_summary
 from mprun.report import series
 from mprun.report.plots import NAMES, Plot, bars, canvas, curves, draw
 from mprun.report.plots.labels import Box, place

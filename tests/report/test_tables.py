@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from mprun.record import Summary
+from mprun.records.run_record import Summary
 from mprun.report import tables
 from tests.schema import conforms
 from tests.summaries import example

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.cli import main
-from mprun.record import Summary, read_lines, read_summary
+from mprun.cli.main import main
+from mprun.records.run_record import Summary, read_lines, read_summary
 
 MNIST = [
     *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.config import compose
 from mprun.data import DataRequest
 from mprun.precision import DynamicLossScale, DynamicRule, EmulatedTf32, NoClip, disable_casts

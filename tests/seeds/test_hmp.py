@@ -11,11 +11,11 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from mprun.cli import main
+from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import OpListCaster, disable_casts, op_lists
 from mprun.recipes.linear import Linear
-from mprun.record import read_summary
+from mprun.records.run_record import read_summary
 from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -14,8 +14,8 @@ from mprun.config import compose
 from mprun.data import DataRequest
 from mprun.precision import NoClip, StaticLossScale
 from mprun.recipes.mnist import Mnist
-from mprun.record import read_lines
-from mprun.runner import Trainer
+from mprun.records.run_record import read_lines
+from mprun.train.loop import Trainer
 from tests.seeds.runs import MNIST, compared, recipes_page, run, weights, written
 
 

@@ -12,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.build import build_parts, plan
-from mprun.cli import main
+from mprun.assemble import build_parts, plan
+from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD
 from mprun.precision import Emulated16
 from mprun.precision.rounding import round_stochastic
 from mprun.recipes.fashion_mnist import FashionMnist
 from tests.answers.recipe import WORDS, write_recipe
+from tests.run.test_inputs import Sent
 from tests.seeds import faulty
 from tests.seeds.runs import (
     FASHION,
@@ -33,7 +34,6 @@ from tests.seeds.runs import (
     weights,
     written,
 )
-from tests.test_inputs import Sent
 
 FP16 = torch.float16
 

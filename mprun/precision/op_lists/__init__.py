@@ -1,9 +1,9 @@
 """Op lists: ops cast by name, with the rules of Habana's HMP, on any device."""
 
-from mprun.op_list_file import KINDS, Entry, read_list
 from mprun.precision.op_lists.lists import OpLists, Unknown, op_lists
 from mprun.precision.op_lists.log import CastLog
 from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
+from mprun.records.op_list_files import KINDS, Entry, read_list
 
 __all__ = [
     "KINDS",

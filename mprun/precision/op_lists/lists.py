@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from mprun.op_list_file import KINDS, Entry
 from mprun.precision.op_lists.names import known, spelled
+from mprun.records.op_list_files import KINDS, Entry
 
 
 class Unknown(NamedTuple):

@@ -30,7 +30,6 @@ from mprun._torch import (
     in_recomputation,
     recurrent_layers_take_any_dtype,
 )
-from mprun.op_list_file import KINDS
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.bodies import OPERATORS, calls_of
 from mprun.precision.op_lists.casts import Casts
@@ -38,6 +37,7 @@ from mprun.precision.op_lists.custom import Region, functions_cast
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
 from mprun.precision.op_lists.rules import Function, Handler
+from mprun.records.op_list_files import KINDS
 
 COMPILED = torch._ops.OpOverload
 """How compiled code calls ops (or `torch.convolution`): their casts were decided in tracing."""

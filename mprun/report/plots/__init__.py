@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from mprun.comparison.rows import Comparison
+from mprun.compare.rows import Comparison
 from mprun.report import cells, series
 from mprun.report.plots import bars, canvas, curves, verdict
 from mprun.report.series import Series

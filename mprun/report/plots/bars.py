@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mprun.comparison.rows import Comparison, Variant
+from mprun.compare.rows import Comparison, Variant
 from mprun.report import cells
 from mprun.report.plots import canvas
 from mprun.report.plots.marks import face, label, mark, name_rows, times_axis

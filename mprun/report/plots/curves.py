@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from mprun.comparison.rows import Comparison
+from mprun.compare.rows import Comparison
 from mprun.report.plots import canvas
 from mprun.report.plots.marks import name_panel
 from mprun.report.series import Band, Column, Series, band, epochs_per_step

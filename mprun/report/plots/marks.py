@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mprun.comparison.rows import Variant
+from mprun.compare.rows import Variant
 from mprun.report import cells
 from mprun.report.theme import Theme, colour, marker
 

@@ -11,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from mprun.comparison.rows import Comparison, Estimate, Variant
+from mprun.compare.rows import Comparison, Estimate, Variant
 from mprun.report import cells
 from mprun.report.plots import canvas
 from mprun.report.plots.labels import Box, Placed, place

@@ -28,7 +28,7 @@ from mprun.numerics.exceptions.lines import _is_library, current_line
 from mprun.numerics.exceptions.ops import Call, spec_of
 from mprun.numerics.exceptions.replay import in_float64
 from mprun.numerics.exceptions.tensors import limits, stats
-from mprun.record import jsonable
+from mprun.records.run_record import jsonable
 from tests.numerics.exceptions import exception
 
 aten = torch.ops.aten
@@ -217,9 +217,9 @@ def test_code_of_libraries_is_told_from_the_user_s() -> None:
     import contextlib
 
     import mprun.recipes.mnist
-    import mprun.runner
+    import mprun.train.loop
 
-    for library in (nn.__file__, mprun.runner.__file__, contextlib.__file__, "<string>"):
+    for library in (nn.__file__, mprun.train.loop.__file__, contextlib.__file__, "<string>"):
         assert _is_library(str(library))
     for own in (__file__, mprun.recipes.mnist.__file__, pytest.__file__, "<stdin>"):
         assert not _is_library(str(own))

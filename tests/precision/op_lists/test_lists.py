@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.build.machine import choose_op_lists
-from mprun.cli import main
+from mprun.assemble.machine_choices import choose_op_lists
+from mprun.cli.main import main
 from mprun.config import compose
 from mprun.errors import UsageError
-from mprun.op_list_file import LONGEST_NAME, Entry, read_list
 from mprun.precision.op_lists import OpLists, op_lists
+from mprun.records.op_list_files import LONGEST_NAME, Entry, read_list
 
 
 def file(content: str | bytes, name: str = "ops.txt") -> Path:

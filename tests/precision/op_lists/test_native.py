@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mprun.build.machine import choose_op_lists
-from mprun.cli import main
+from mprun.assemble.machine_choices import choose_op_lists
+from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision.op_lists.names import name_of, spelled
 from tests.op_info import op_infos, samples, title
 from tests.precision.op_lists import BF16, FP16, FP32, caster, result, same, shipped, to
-from tests.test_resume import assert_equal, exact_lines, trained
+from tests.run.test_resume import assert_equal, exact_lines, trained
 
 SHIPPED = ("hmp", "hmp_resnet50", "native", "native_uniform")
 

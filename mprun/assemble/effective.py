@@ -1,0 +1,118 @@
+"""The precision a run really has, read from the objects that carry it out.
+
+What was requested can have no effect: an optimizer without momentum keeps none in any dtype, and
+float32 parameters are not rounded. So each column is taken from the object that decides it: the
+parameters, their gradient buffers, the optimizer, the caster, the arithmetic, the backend switches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mprun.assemble.parts import build_model
+from mprun.assemble.plan import Plan
+from mprun.assemble.precision_parts import build_precision
+from mprun.numerics.footprint import fake_tensors
+from mprun.optim import LowPrecisionOptimizer
+from mprun.precision import Precision, backend_flags
+from mprun.precision.convert import dtype_of
+from mprun.precision.execution import tf32_is_on
+from mprun.records.run_record import PrecisionRow
+from mprun.train.init_from import DRAWN
+
+LOW = (torch.float16, torch.bfloat16)
+
+
+def requested(chosen: Plan) -> PrecisionRow:
+    """The policy as the configuration asks for it."""
+    extra = {"op_lists": chosen.config.op_lists.name, "layers": chosen.layers}
+    return cast(PrecisionRow, {**extra, **chosen.policy.columns()})
+
+
+def planned(chosen: Plan) -> PrecisionRow:
+    """`effective` of the plan's objects, built on fake tensors, before the run builds its own.
+
+    The requested row where the model cannot be built so (its code looks at values of tensors).
+    """
+    try:
+        with fake_tensors(), backend_flags(chosen.policy, chosen.native_tf32):
+            precision = build_precision(chosen)
+            model, optimizer = build_model(replace(chosen, weights=DRAWN), precision)
+            return effective(chosen, model, optimizer, precision)
+    except Exception:
+        return requested(chosen)
+
+
+def effective(
+    chosen: Plan, model: nn.Module, optimizer: Optimizer, precision: Precision
+) -> PrecisionRow:
+    """The columns as the built objects have them; call it with the run's backend switches set.
+
+    `param_dtype` and `accum_dtype` are those of the parameters outside of `precision.layers`. A
+    moment that the optimizer does not keep is computed in float32, and stated so.
+
+    Args:
+        chosen: the plan they were built from.
+        model: prepared by `precision`.
+        optimizer: of the model's parameters.
+        precision: carries the policy out.
+    """
+    row: dict[str, Any] = {**requested(chosen), "tf32": tf32_is_on(chosen.device)}
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    outside = [p for n, p in named if dtype_of(n, chosen.layers, "") == ""]
+    outside = outside or [p for _, p in named]
+    if outside:
+        stored = _most((p.dtype, p.numel()) for p in outside)
+        row["param_dtype"] = row["compute_dtype"] = _name(stored)
+    if trained := [p for p in outside if p.requires_grad]:
+        row["accum_dtype"] = _name(_most((p.grad_dtype or p.dtype, p.numel()) for p in trained))
+    row.update(_optimizer_columns(optimizer, [p.dtype for _, p in named]))
+    row.update(precision.columns)
+    if row["casting"] != "op_lists":
+        row["op_lists"] = "none"
+    return cast(PrecisionRow, row)
+
+
+def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[str, str]:
+    """What an optimizer keeps of the moments, and how it rounds what is kept in 16 bits.
+
+    Args:
+        optimizer: PyTorch's keep and compute everything here in float32.
+        stored: dtypes of the parameters.
+    """
+    row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
+    row |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
+    if not isinstance(optimizer, LowPrecisionOptimizer):
+        return row
+    group = optimizer.param_groups[0]
+    first = group["momentum_dtype"] if optimizer.keeps_first(group) else torch.float32
+    second = torch.float32 if optimizer.second is None else group["variance_dtype"]
+    row["momentum_dtype"], row["variance_dtype"] = _name(first), _name(second)
+    rounding: str = group["rounding"]
+    if not any(dtype in LOW for dtype in (*stored, first, second)):
+        return row
+    if any(dtype in LOW for dtype in stored):
+        row["rounding"] = rounding
+    elif second in LOW or rounding != "nearest":  # moments have no Kahan remainder
+        row["rounding"] = "stochastic"
+    row["overflow"] = group["overflow"]
+    return row
+
+
+def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype that most elements have, of pairs of a dtype and a number of elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for dtype, elements in dtypes:
+        counts[dtype] += elements
+    return counts.most_common(1)[0][0]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,109 @@
+"""The summary a run begins with: everything known before the first step."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from mprun import __version__
+from mprun.assemble import Plan, build_loss_scale
+from mprun.assemble.effective import planned, requested
+from mprun.config.validate import without_inert
+from mprun.doctor import environment
+from mprun.records.run_record import (
+    SCHEMA_VERSION,
+    FpExceptionsRow,
+    Memory,
+    Summary,
+    variant_hash,
+)
+
+
+def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
+    """The summary of a run that has not begun."""
+    config, splits = chosen.config, chosen.splits
+    memory: Memory = {
+        "peak": None,
+        "parameters": None,
+        "buffers": None,
+        "gradients": None,
+        "optimizer_state": None,
+        "activations": None,
+        "temporary": None,
+        "data": sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
+        "allocator_peak": None,
+    }
+    scale = build_loss_scale(config, chosen.layers, torch.device("cpu"))
+    initial = 1.0 if scale.tensor is None else scale.tensor.item()
+    slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "status": "running",
+        "error": None,
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        "mprun_version": __version__,
+        "git_commit": environment.git_commit(),
+        "versions": environment.versions(),
+        "hardware": environment.hardware(chosen.device, slow),
+        "recipe": config.recipe.name,
+        "seed": config.seed,
+        "precision": chosen.policy.name,
+        "variant": variant_label(chosen),
+        "variant_hash": variant_hash(without_inert(config, resolved, chosen.recipe.ignores)),
+        "requested": requested(chosen),
+        "effective": planned(chosen),
+        "execution": chosen.execution,
+        "substitutions": [],  # none occurred yet
+        "backend": {
+            "memory_format": chosen.speed.memory_format,
+            "optimizer_impl": chosen.speed.optimizer_impl,
+            "compile": False,
+            "threads": torch.get_num_threads(),
+        },
+        "data": {
+            "name": splits.name,
+            "source": splits.source,
+            "train_samples": len(splits.train),
+            "validation_samples": len(splits.validation),
+            "test_samples": len(splits.test),
+        },
+        "batch": chosen.batch,
+        "batch_size": chosen.batch["effective"],
+        "epochs": 0,
+        "steps": 0,
+        "skipped_steps": 0,
+        "step_time_ms": {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0},
+        "data_time_ms": {"median": None, "p90": None},
+        "samples_per_second": None,
+        "wall_time_s": 0.0,
+        "memory_bytes": memory,
+        "loss_scale": {"kind": scale.kind, "initial": initial, "final": initial},
+        "fp_exceptions": _fp_exceptions(chosen),
+        "warnings": list(chosen.warnings),
+        "metric": {
+            "name": chosen.recipe.metric,
+            "higher_is_better": chosen.recipe.metric != "loss",
+        },
+        "history": [],
+        "train": {"loss": None},
+        "test": {"loss": None, "accuracy": None},
+    }
+
+
+def _fp_exceptions(chosen: Plan) -> FpExceptionsRow | None:
+    action = chosen.config.debug.fp_exceptions.name
+    if action == "off":
+        return None
+    return {"action": action, "finding": 0, "expected": 0, "absorbed": 0, "dropped_steps": 0}
+
+
+def variant_label(chosen: Plan) -> str:
+    """A short name for tables: the mode, and what was changed about it."""
+    factor, lists = chosen.config.batch.factor, chosen.config.op_lists
+    files = (lists.lower_file, lists.fp32_file, lists.promote_file)
+    label = chosen.policy.name + (f"+{lists.name}" if chosen.op_lists else "")
+    label += "+files" if any(files) else ""
+    label += "+skip" if chosen.config.debug.fp_exceptions.name == "skip" else ""
+    return label + (f" x{factor}" if factor > 1 else "")

@@ -1,0 +1,86 @@
+"""Everything the loop runs on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+from mprun.assemble.optimizer import build_optimizer
+from mprun.assemble.plan import Plan
+from mprun.assemble.precision_parts import build_precision
+from mprun.config.schema import Scheduler
+from mprun.data import Batches, Order, TensorSet
+from mprun.data.batches import place
+from mprun.precision import Precision
+from mprun.precision.policy import torch_dtype
+from mprun.train.clock import clock_for
+from mprun.train.loop import Parts
+from mprun.train.metric_readback import readings_for
+from mprun.train.schedule import NoSchedule, Schedule, TorchSchedule
+
+
+def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
+    """Everything the loop runs on, with the plan's precision unless one is given.
+
+    Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
+    """
+    config, recipe, device = chosen.config, chosen.recipe, chosen.device
+    precision = precision or build_precision(chosen)
+    model, optimizer = build_model(chosen, precision)
+    input_dtype = torch_dtype(chosen.policy.input_dtype)
+    splits, batch = chosen.splits, chosen.batch
+    order = Order(len(splits.train), config.seed, splits.shuffle)
+
+    # Floating samples that a recipe prepares stay on the host in every mode: they are sent as
+    # prepared, in the mode's dtype, and all modes train on the same numbers.
+    stays = splits.train.inputs.is_floating_point() and recipe.prepares
+
+    def batches(data: TensorSet, size: int) -> Batches:
+        def prepare(inputs: torch.Tensor) -> torch.Tensor:
+            inputs = recipe.prepare(inputs)
+            if inputs.is_floating_point():  # token ids stay whole numbers
+                inputs = inputs.to(input_dtype)
+            return chosen.speed.inputs(inputs)
+
+        return Batches(data if stays else place(data, device), size, prepare, device)
+
+    train = batches(splits.train, batch["effective"])
+    planned = chosen.limits.planned_steps(len(train))
+    return Parts(
+        recipe=recipe,
+        model=model,
+        optimizer=optimizer,
+        scheduler=build_schedule(config.train.scheduler, optimizer, planned),
+        precision=precision,
+        train=train,
+        order=order,
+        validation=batches(splits.validation, config.train.eval_batch_size),
+        test=batches(splits.test, config.train.eval_batch_size),
+        micro_batch=batch["micro"],
+        clock=clock_for(device),
+        readings=readings_for(device),
+    )
+
+
+def build_model(chosen: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:
+    """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
+    config = chosen.config
+    torch.manual_seed(config.seed)
+    model = chosen.recipe.model()
+    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    model = precision.prepare(model, chosen.device, chosen.speed.torch_memory_format)
+    optimizer = build_optimizer(
+        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
+    )
+    return model, optimizer
+
+
+def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> Schedule:
+    """The learning-rate schedule over the planned optimizer steps."""
+    if kind is Scheduler.none or steps is None:
+        return NoSchedule()
+    if kind is Scheduler.cosine:
+        return TorchSchedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return TorchSchedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))

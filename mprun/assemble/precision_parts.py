@@ -1,0 +1,111 @@
+"""The parts that carry a policy out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from mprun.assemble.plan import Plan
+from mprun.config import Config
+from mprun.config.validate import loss_scale_kind
+from mprun.precision import (
+    Arithmetic,
+    AutocastCaster,
+    BlockedConvolutions,
+    Caster,
+    ClipNorm,
+    DynamicLossScale,
+    DynamicRule,
+    Emulated16,
+    EmulatedTf32,
+    Float16ByFloat32,
+    LossScale,
+    NativeArithmetic,
+    NoCaster,
+    NoClip,
+    NoLossScale,
+    OpListCaster,
+    Policy,
+    Precision,
+    StaticLossScale,
+)
+from mprun.precision.op_lists import Watcher
+from mprun.precision.policy import torch_dtype
+
+DEFAULT_STATIC = 1024.0
+DEFAULT_INITIAL = 2.0**16
+
+
+def build_precision(
+    chosen: Plan,
+    caster: Caster | None = None,
+    arithmetic: Arithmetic | None = None,
+    make: Callable[..., Precision] = Precision,
+) -> Precision:
+    """The parts that carry the policy out, the plan's own unless others are given.
+
+    Args:
+        chosen: the plan.
+        caster: what decides the dtypes of ops.
+        arithmetic: whose kernels compute.
+        make: puts the parts together; takes the arguments of `Precision`.
+    """
+    policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
+    return make(
+        policy,
+        caster or build_caster(chosen),
+        arithmetic or build_arithmetic(chosen),
+        build_loss_scale(chosen.config, chosen.layers, chosen.device),
+        NoClip() if clip_norm is None else ClipNorm(clip_norm),
+        layers=chosen.layers,
+    )
+
+
+def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
+    """What decides the dtypes of ops; `watcher` is told what op lists do."""
+    device, dtype = chosen.device.type, torch_dtype(chosen.policy.compute_dtype)
+    if chosen.op_lists is not None:
+        several = chosen.batch["accumulate"] > 1
+        return OpListCaster(chosen.op_lists, dtype, device, keep=several, watcher=watcher)
+    if chosen.policy.casting == "autocast":
+        return AutocastCaster(device, dtype)
+    return NoCaster()
+
+
+def build_arithmetic(chosen: Plan) -> Arithmetic:
+    """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
+    return arithmetic_for(chosen.policy, chosen.execution, chosen.by_float32, chosen.config.seed)
+
+
+def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -> Arithmetic:
+    """The arithmetic of a policy: `Plan` says what the others are."""
+    if policy.tf32 and execution == "emulated":
+        return EmulatedTf32()
+    if execution == "emulated":
+        everywhere = policy.rounding_scope == "all"
+        return Emulated16(
+            policy.rounding if everywhere else "nearest",
+            policy.overflow,
+            policy.partials_dtype,
+            seed,
+        )
+    if policy.partials_dtype == "float16":
+        return BlockedConvolutions()
+    if by_float32 != "none":
+        return Float16ByFloat32(matmuls=by_float32 == "all")
+    return NativeArithmetic(watch=policy.is_low)
+
+
+def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
+    """The loss scale the configuration asks for, or the mode or one of its layers needs."""
+    scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
+    if kind == "static":
+        return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)
+    if kind == "dynamic":
+        rule = DynamicRule(
+            scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
+        )
+        initial = DEFAULT_INITIAL if scale.value is None else scale.value
+        return DynamicLossScale(initial, rule, device)
+    return NoLossScale()

@@ -1,0 +1,143 @@
+"""Loading a recipe: its class, the user's parameters, its data."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+
+from mprun.config.reference import describe_type
+from mprun.data import DataRequest, Splits, TensorSet
+from mprun.errors import UsageError, first_line, hint
+from mprun.recipe import Recipe
+from mprun.records.run_record import Scores
+
+Load = Callable[[Recipe, DataRequest], Splits]
+"""Gives a recipe's samples."""
+
+
+def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
+    """The recipe's class with the user's parameters, each checked against its annotated type."""
+    kind = _import_recipe(target)
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for name, value in parameters.items():
+        if name not in known:
+            legal = ", ".join(f"recipe.model.{k}" for k in known)
+            raise UsageError(
+                f"'recipe.model.{name}={value}': {kind.__name__} has no such parameter"
+                f"{hint(name, known)}; legal: {legal}"
+            )
+    schema = OmegaConf.structured(kind)
+    OmegaConf.set_readonly(schema, False)  # the class is frozen, the values being merged are not
+    for name, value in parameters.items():
+        try:
+            OmegaConf.update(schema, name, value)
+        except OmegaConfBaseException:
+            wanted = describe_type(get_type_hints(kind)[name])
+            raise UsageError(f"'recipe.model.{name}={value}': {name} is {wanted}") from None
+    try:
+        recipe = OmegaConf.to_object(schema)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
+    assert isinstance(recipe, Recipe)
+    _check_metric(recipe)
+    return recipe
+
+
+def _check_metric(recipe: Recipe) -> None:
+    """Raise `UsageError` for a metric that no run measures and no comparison reads."""
+    name, metric = type(recipe).__name__, recipe.metric
+    if metric not in list(Scores.__annotations__):  # a list: it may not be hashable
+        raise UsageError(
+            f'{name}.metric = {metric!r}: legal is "accuracy" (the share of samples that correct '
+            'counts, higher is better) or "loss" (lower is better)'
+        )
+
+
+def _import_recipe(target: str) -> type[Recipe]:
+    """The class at an import path; a user's own module may lie in the current folder."""
+    module_name, _, class_name = target.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:  # the module is the user's: anything can be wrong with it
+        raise UsageError(
+            f"recipe.target={target} cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); write module.Class of a recipe that can be imported from here"
+        ) from None
+    if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
+        return kind
+    raise UsageError(f"recipe.target={target} is no dataclass that extends mprun.recipe.Recipe")
+
+
+def load_data(recipe: Recipe, request: DataRequest) -> Splits:
+    """The recipe's samples; what fails in a recipe's own code is said in one line."""
+    with _explained("the data", recipe):
+        return recipe.data(request)
+
+
+def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
+    """One training sample that has shapes and dtypes, and neither values nor memory.
+
+    From the recipe's `sample`; where it has none, the data are loaded. A step of a plan made of it
+    can be counted (`step_memory`), not run.
+    """
+    with _explained("a sample", recipe), torch.device("meta"):
+        like = recipe.sample()
+        if not isinstance(like, TensorSet | None):
+            raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
+    notice = None
+    if like is None:
+        like = load_data(recipe, request).train
+        notice = (
+            f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
+            "(see mprun.recipe.Recipe) makes that needless"
+        )
+
+    def one(x: Tensor) -> Tensor:
+        return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
+
+    train = TensorSet(one(like.inputs), one(like.targets))
+    none = train.first(0)
+    return Splits("no data", "none", train, none, none, notice=notice)
+
+
+@contextmanager
+def _explained(what: str, recipe: Recipe) -> Iterator[None]:
+    try:
+        yield
+    except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{what} of {type(recipe).__name__} cannot be made: "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from None
+
+
+class DataCache:
+    """Loads what differs from the last load: runs of one recipe share their samples.
+
+    Holds one set of samples. A recipe that draws its data from the run's seed is loaded anew for
+    each seed.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[str, DataRequest] | None = None
+        self._held: Splits | None = None
+
+    def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
+        key = (repr(recipe), request if recipe.draws_data else replace(request, seed=0))
+        if self._held is None or key != self._key:
+            self._key, self._held = None, None  # not two sets at once
+            self._held = load_data(recipe, request)
+            self._key = key
+        return self._held

@@ -1,0 +1,123 @@
+"""`mprun numerics`: what formats make of a run's numbers, and which loss scale to take.
+
+    mprun numerics recipe=mnist precision=fp16_mixed numerics.steps=20
+
+Takes the overrides of a run, and settings of its own: `numerics.*`. Trains, looks at some steps,
+prints what it found, and leaves in the run's folder `numerics.json`, the same whole, and pictures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mprun.cli.step_commands import faults_explained, introduce, refuse_resume
+from mprun.cli.train_command import parse
+from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mprun.config import Composed
+    from mprun.config.settings import NumericsSettings
+    from mprun.train.signals import StopSignals
+
+SCHEMA_VERSION = 1
+KEPT = (
+    *("recipe", "seed", "precision", "variant", "effective", "execution"),
+    *("data", "batch", "hardware", "versions"),
+)
+"""What numerics.json has of a summary."""
+
+
+def numerics_command(words: Sequence[str]) -> int:
+    """Run `mprun numerics` with what follows these words; the exit status.
+
+    Raises:
+        UsageError: anything wrong with the overrides, or a folder that holds something already.
+        RunFailedError: the run failed before the first step to look at.
+    """
+    from mprun.config import compose
+    from mprun.config.settings import take
+
+    arguments = parse(words)
+    if arguments.multirun or arguments.show_config:
+        raise UsageError("mprun numerics looks at one run; leave out the option")
+    settings, overrides = take(arguments.overrides, "numerics")
+    composed = compose(overrides, arguments.config_dir)
+    refuse_resume(composed, "numerics")
+    return _catching_signals(composed, settings.numerics)
+
+
+def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
+    from mprun.train.loop import StopRequestedError
+    from mprun.train.signals import SignalReceivedError, StopSignals
+
+    with StopSignals() as stop:
+        try:
+            return _numerics(composed, settings, stop)
+        except (SignalReceivedError, StopRequestedError):
+            print(f"mprun: stopped by {stop.name} before anything was found", file=sys.stderr)
+            return stop.exit_status
+
+
+def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
+    from mprun.assemble import plan
+    from mprun.console import QuietProgress
+    from mprun.experiments.recipe_numerics import look, steps_to_look_at
+    from mprun.precision import backend_flags
+    from mprun.records.run_record import new_folder
+    from mprun.report.tables import say, stderr_console, stdout_console
+
+    chosen = plan(composed.config, composed.given)
+    steps_to_look_at(chosen, settings)  # before a folder is made
+    console, summary = stdout_console(), introduce(composed, chosen, "numerics")
+    folder = new_folder(composed.config.run.dir)
+    flags = backend_flags(chosen.policy, chosen.native_tf32)
+    with faults_explained("numerics", folder), flags, stop.deferred():
+        looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
+    found: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        **{key: summary[key] for key in KEPT},  # type: ignore[literal-required]
+        "steps": list(looked.steps),
+        "skipped": list(looked.skipped),
+        "ended": looked.ended,
+        **looked.findings.as_dict(),
+    }
+    names = _leave(found, folder, settings.plots)
+    _show(found, settings.top, console)
+    say(
+        console,
+        f"looked at {len(looked.steps)} of {looked.steps[-1]} steps, {len(looked.skipped)} of them "
+        f"skipped; written: {folder}/{', '.join(names)}",
+    )
+    if looked.ended is not None:
+        say(stderr_console(), f"the run ended early, what was seen is above: {looked.ended}")
+        return stop.exit_status if stop.requested() else EXIT_FAILED
+    return EXIT_OK
+
+
+def _show(found: dict[str, Any], top: int, console: Console) -> None:
+    from mprun.report.numerics_tables import lost_table, rows_table, scales_table, sentences
+    from mprun.report.tables import say
+
+    for line in sentences(found):
+        say(console, line)
+    for table in (scales_table(found), rows_table(found, top), lost_table(found, top // 2)):
+        console.print(table, highlight=False)
+
+
+def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:
+    """Write numerics.json and the pictures; the files' names."""
+    from mprun.records.run_record import jsonable
+
+    text = json.dumps(jsonable(found), indent=1, allow_nan=False)
+    (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")
+    if not plots:
+        return ["numerics.json"]
+    from mprun.report.numerics_plots import save_plots
+
+    return ["numerics.json", *save_plots(found, folder)]

@@ -1,0 +1,125 @@
+"""What the runs of one comparison must have in common, and what is said where they have not.
+
+A difference between two variants is one of precision only where all else is equal. Recipe, data,
+hardware and code may differ where the user says so, and then a note says how.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from mprun.compare.load import counted, readable
+from mprun.compare.rows import Run
+from mprun.errors import UsageError
+from mprun.records.run_record import Summary
+
+MOST_KINDS = 4
+"""How many kinds of one thing a message lists."""
+
+
+def _recipe(summary: Summary) -> dict[str, Any]:
+    return {"recipe": summary["recipe"]}
+
+
+def _data(summary: Summary) -> dict[str, Any]:
+    return dict(summary["data"])
+
+
+def hardware(summary: Summary) -> dict[str, Any]:
+    """What step times depend on."""
+    row = summary["hardware"]
+    names = {"device": row["device"], "name": row["name"], "cores": row["cores"]}
+    return {**names, "threads": summary["backend"]["threads"]}
+
+
+def _code(summary: Summary) -> dict[str, Any]:
+    own = {"mprun": summary["mprun_version"], "commit": summary["git_commit"]}
+    return {**own, **summary["versions"]}
+
+
+ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
+    "recipes": _recipe,
+    "data": _data,
+    "hardware": hardware,
+    "code": _code,
+}
+
+
+def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
+    """Notes on what differs and may.
+
+    Args:
+        runs: every run that counts.
+        mix: names of `ASPECTS` in which they may differ.
+
+    Raises:
+        UsageError: they differ in something else.
+    """
+    _check_metric(runs)
+    found = {name: _difference(runs, aspect) for name, aspect in ASPECTS.items()}
+    differing = {name: text for name, text in found.items() if text}
+    refused = {name: text for name, text in differing.items() if name not in mix}
+    if refused:
+        what = "; ".join(f"in {name} ({text})" for name, text in refused.items())
+        wanted = ",".join(name for name in ASPECTS if name in refused or name in mix)
+        raise UsageError(
+            f"the runs differ {what}: name fewer folders, or allow it with compare.mix=[{wanted}]"
+        )
+    return [f"mixed {name}: {text}" for name, text in differing.items()]
+
+
+def _check_metric(runs: Sequence[Run]) -> None:
+    """No choice of the user's makes an accuracy comparable with a loss."""
+    kinds = Counter(run.summary["metric"]["name"] for run in runs)
+    ways = {run.summary["metric"]["higher_is_better"] for run in runs}
+    if len(kinds) > 1 or len(ways) > 1:
+        text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())
+        raise UsageError(f"the runs are judged by different metrics ({text}): name fewer folders")
+
+
+def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]) -> str:
+    """`threads=1 in 3 runs, threads=2 in 2 runs`; empty where there is one kind."""
+    rows = [aspect(run.summary) for run in runs]
+    keys = dict.fromkeys(key for row in rows for key in row)
+    differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
+    kinds = Counter(", ".join(f"{k}={row.get(k)}" for k in differing) for row in rows)
+    if len(kinds) < 2:
+        return ""
+    listed = [f"{readable(kind)} in {counted(n)}" for kind, n in kinds.most_common(MOST_KINDS)]
+    more = len(kinds) - len(listed)
+    return "; ".join(listed) + (f"; and {more} kinds more" if more else "")
+
+
+def recipe_text(runs: Sequence[Run]) -> str:
+    """The recipe's name."""
+    return _each(runs, lambda s: s["recipe"])
+
+
+def data_text(runs: Sequence[Run]) -> str:
+    """Name and source: `mnist (local)`."""
+    return _each(runs, lambda s: f"{s['data']['name']} ({s['data']['source']})")
+
+
+def hardware_text(runs: Sequence[Run]) -> str:
+    """Device, name, cores and threads."""
+    words = "{device}, {name}, {cores} cores, {threads} threads"
+    return _each(runs, lambda summary: words.format(**hardware(summary)))
+
+
+def code_text(runs: Sequence[Run]) -> str:
+    """Versions and commit."""
+    return _each(runs, _code_words)
+
+
+def _code_words(summary: Summary) -> str:
+    commit, dirty, _ = (summary["git_commit"] or "").partition("-dirty")
+    own = f"mprun {summary['mprun_version']}" + (f" ({commit[:12]}{dirty})" if commit else "")
+    versions = summary["versions"]
+    return ", ".join([own, *(f"{k} {versions[k]}" for k in ("torch", "python") if k in versions)])
+
+
+def _each(runs: Sequence[Run], words: Callable[[Summary], str]) -> str:
+    """What is said of each run, once."""
+    return " / ".join(dict.fromkeys(readable(words(run.summary)) for run in runs))

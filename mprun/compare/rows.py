@@ -1,0 +1,187 @@
+"""What a comparison finds: plain values, made by `compare.py`, shown by `report/`.
+
+A run is one training. A variant is what runs that differ in nothing but the seed have in common; it
+is one row of the table. Its figures are set against the baseline's in pairs of equal seed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from mprun.records.run_record import Summary
+
+Word = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
+
+
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
+class Estimate(NamedTuple):
+    """A mean over `n` seeds with its 95 % interval; None for one where `n` is too small."""
+
+    value: float
+    interval: Interval | None
+    n: int
+
+
+class Spread(NamedTuple):
+    """The median over runs, and the medians of their tenth and ninetieth percentiles."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What can be said of a variant against the baseline."""
+
+    word: Word
+    reason: str
+    """A sentence, without the word: what decided."""
+    more_seeds: int | None = None
+    """About how many further seeds would settle an inconclusive one; None where none would."""
+    interval: Interval | None = None
+    """The interval of the difference that decided; None where no test did. It lies inside the
+    margin where the word is equivalent, leaves out 0 where it is worse or better, and does neither
+    where it is inconclusive."""
+    level: float | None = None
+    """The confidence level of `interval`, from 0 to 1, Holm's adjustment included."""
+
+    def __str__(self) -> str:
+        if self.word == "inconclusive" and self.more_seeds:
+            plural = "s" if self.more_seeds > 1 else ""
+            return f"inconclusive: about {self.more_seeds} more seed{plural}"
+        return self.word
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that counts."""
+
+    path: Path
+    summary: Summary
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A folder that was named and does not count."""
+
+    path: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the table."""
+
+    label: str
+    """Unique in its comparison: `bf16_mixed+hmp x2`, with differing fields where labels meet."""
+    variant_hash: str
+    precision: str
+    execution: str
+    """native or emulated; times and memory of emulated runs have no ratio."""
+    runs: tuple[Run, ...]
+    """Completed runs, by seed."""
+    failed: tuple[Run, ...]
+    step_time_ms: Spread | None
+    step_time_ratio: Estimate | None
+    """Step time over the baseline's: geometric mean over pairs."""
+    samples_per_second: float | None
+    """Median over runs."""
+    throughput_ratio: Estimate | None
+    """Samples per second over the baseline's: geometric mean over pairs."""
+    no_time_verdict: str
+    """Why the two ratios are shown as measured, without an interval; empty where they have one, or
+    where there is one pair."""
+    memory_bytes: dict[str, int | None]
+    """The record's categories, `peak` among them; the largest over runs."""
+    memory_ratio: float | None
+    """Peak over the baseline's."""
+    metric: Estimate | None
+    """The metric's mean over runs."""
+    difference: Estimate | None
+    """The metric's mean paired difference, this less the baseline; relative to the baseline's mean
+    where the metric is a loss."""
+    equivalence: Interval | None
+    """The 90 % interval of `difference`, not adjusted; `verdict.interval` is what decided."""
+    verdict: Verdict
+    substituted: str = ""
+    """What native runs computed in float32 in place of float16: `matmuls in fp32`, or nothing.
+
+    Times are this machine's and have ratios, but no gain is claimed from them.
+    """
+
+    @property
+    def has_own_times(self) -> bool:
+        """Whether its times are those of its own arithmetic, so that a gain may be claimed."""
+        return self.execution == "native" and not self.substituted
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Which mode a study advises, and what becomes of every other one.
+
+    The terminal, the page and the files for programs all show `lines`, so they cannot disagree.
+    """
+
+    label: str
+    """The variant to take."""
+    reason: str
+    rejected: dict[str, str]
+    """Every other mode that was tried, screened out early or compared to the end, to the reason."""
+    not_tried: dict[str, str]
+    """Modes without any run, to the reason."""
+    notes: tuple[str, ...]
+    """What would be worth another look."""
+
+    @property
+    def sentence(self) -> str:
+        """`take bf16_mixed: 0.36 [0.33, 0.39] of the baseline's step time, ...`."""
+        return f"take {self.label}: {self.reason}"
+
+    @property
+    def lines(self) -> list[str]:
+        """The advice in full: the sentence, a line for each other mode, the notes."""
+        return [
+            self.sentence,
+            *(f"not {label}: {reason}" for label, reason in self.rejected.items()),
+            *(f"not tried: {label}: {reason}" for label, reason in self.not_tried.items()),
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole table, and what its rows have in common."""
+
+    recipe: str
+    metric: str
+    """accuracy or loss."""
+    split: str
+    """Which samples the metric is of: test, validation or train."""
+    higher_is_better: bool
+    margin: float
+    """Differences inside plus and minus this do not matter; a share where `is_relative`."""
+    is_relative: bool
+    """Whether differences are shares of the baseline's mean (losses) or plain (accuracies)."""
+    baseline: str
+    """Its label."""
+    variants: tuple[Variant, ...]
+    """The baseline first."""
+    skipped: tuple[Skipped, ...]
+    data: str
+    """Name and source: `mnist (local)`."""
+    hardware: str
+    code: str
+    """Versions and commit, in words."""
+    notes: tuple[str, ...] = field(default=())
+    """What a reader must know: mixed hardware, one seed only, Holm over how many variants."""
+    advice: Advice | None = None
+    """What `mprun advise` made of it; None of any other comparison."""

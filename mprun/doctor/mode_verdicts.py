@@ -1,0 +1,118 @@
+"""From measured rates to what a mode is good for, by rules that are stated.
+
+An op is faster than in float32 where the median speed-up is `LIMIT` or more and its 95 % interval
+lies above 1, slower where the same holds the other way around. It is the same where the interval
+lies within `LIMIT` of 1, or the median does and the interval is on one side of 1: nothing is won.
+Anything else is not known, as the machine was too busy to tell. An op that runs compute in float32
+(`substituted`) has float32's speed, less two casts.
+
+A step is made of these ops and of others, in shares that depend on the model: no speed-up of a step
+is computed from those of its ops. `mprun compare` measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+from mprun.records.doctor_record import (
+    FORMATS,
+    Conclusion,
+    Format,
+    Measured,
+    Mode,
+    OpName,
+    Rate,
+    Verdict,
+)
+
+LIMIT = 1.1
+
+State = Literal["faster", "same", "slower", "not known"]
+
+OP_NAMES: dict[OpName, str] = {
+    "matmul": "matmul",
+    "convolution": "convolution",
+    "convolution_backward": "convolution backward",
+}
+ADVICE: dict[Verdict, str] = {
+    "worth trying": "worth trying",
+    "depends on the model": "worth trying where the faster ops dominate",
+    "no gain": "no gain in speed",
+    "not for speed": "for what they do to accuracy and memory, not for speed",
+    "not known": "too unsteady to tell, measure again",
+}
+
+
+def conclusions(found: Measured) -> list[Conclusion]:
+    """What each format's modes are good for, native and emulated ones apart."""
+    natives, emulations = [], []
+    for format_ in FORMATS:
+        modes = [m for m in found["modes"] if m["format"] == format_ != "float32"]
+        native = [m for m in modes if m["execution"] == "native"]
+        emulated = [m["name"] for m in modes if m["execution"] == "emulated"]
+        if native:
+            natives.append(_native(format_, native, largest(found["rates"], format_)))
+        if emulated:
+            text = f"{', '.join(emulated)}: emulated here: for accuracy, not for speed"
+            emulations.append(_conclusion(format_, emulated, "not for speed", text))
+    return natives + emulations
+
+
+def largest(rates: Sequence[Rate], format_: Format) -> dict[OpName, Rate]:
+    """Each op's rate in a format, at the largest size it was measured at."""
+    mine = sorted((r for r in rates if r["format"] == format_), key=lambda r: r["flops"])
+    return {r["op"]: r for r in mine}
+
+
+def judge(rate: Rate) -> State:
+    """Whether an op is faster than in float32."""
+    median, low, high = (rate["speedup"][key] for key in ("median", "low", "high"))
+    if low > 1:
+        return "faster" if median >= LIMIT else "same"
+    if high < 1:
+        return "slower" if median <= 1 / LIMIT else "same"
+    return "same" if 1 / LIMIT < low <= high < LIMIT else "not known"
+
+
+def times(rates: Mapping[OpName, Rate]) -> str:
+    """Speed-ups in words: "matmul 5.6x, convolution 3.5x"."""
+    return ", ".join(f"{OP_NAMES[op]} {factor(r)}" for op, r in rates.items())
+
+
+def factor(rate: Rate) -> str:
+    """A rate over float32's, "5.6x"; with its interval where that leaves it open."""
+    median, low, high = (f"{rate['speedup'][key]:#.2g}x" for key in ("median", "low", "high"))
+    return f"{median} [{low} to {high}]" if judge(rate) == "not known" else median
+
+
+def _native(format_: Format, modes: Sequence[Mode], rates: Mapping[OpName, Rate]) -> Conclusion:
+    substituted = modes[0]["substituted"]  # the same in all of a format: it depends on kernels
+    own = {op: rate for op, rate in rates.items() if op not in substituted}
+    verdict = _verdict([judge(rate) for rate in own.values()], len(substituted))
+    names = [m["name"] for m in modes]
+    text = (
+        f"{format_} ({', '.join(names)}): {'; '.join(_facts(own, substituted))}: {ADVICE[verdict]}"
+    )
+    return _conclusion(format_, names, verdict, text)
+
+
+def _verdict(states: Sequence[State], substituted: int) -> Verdict:
+    """The verdict on ops in their own kernels, and a number of others that have float32's speed."""
+    if "not known" in states:
+        return "not known"
+    if "faster" in states:
+        every = set(states) == {"faster"} and not substituted
+        return "worth trying" if every else "depends on the model"
+    return "no gain" if "same" in states and "slower" not in states else "not for speed"
+
+
+def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterator[str]:
+    if own:
+        yield f"{times(own)} as fast as float32"
+    if substituted:
+        yield f"{', '.join(OP_NAMES[op] for op in substituted)} computed in float32 (speed=auto)"
+
+
+def _conclusion(format_: Format, modes: list[str], verdict: Verdict, text: str) -> Conclusion:
+    return {"format": format_, "modes": modes, "verdict": verdict, "text": text}

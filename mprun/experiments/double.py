@@ -1,0 +1,86 @@
+"""Is a doubled batch worth it? A decision over a comparison of the base batch with twice its size.
+
+Half-size tensors leave room for twice the batch. More samples per step use wide hardware better,
+and each epoch takes half the steps, which may cost accuracy unless the learning rate follows:
+unchanged, times the root of two, or doubled. All are compared after equal epochs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mprun.compare.rows import Comparison, Variant
+from mprun.experiments.advise import ratio_figure
+
+Answer = Literal["double it", "don't", "inconclusive"]
+
+RULES = ("none", "linear", "sqrt")
+"""What the learning rate is multiplied by: 1, 2, or the root of 2."""
+
+
+@dataclass(frozen=True)
+class Doubling:
+    """The answer, and why."""
+
+    answer: Answer
+    reason: str
+    label: str | None
+    """The variant to take where the answer is to double."""
+
+
+def double(comparison: Comparison) -> Doubling:
+    """The decision over the base batch (the baseline) and the doubled ones."""
+    doubled = comparison.variants[1:]
+    good = [v for v in doubled if v.verdict.word in ("equivalent", "better")]
+    faster = [v for v in good if _throughput(v, "low") > 1]
+    if faster:
+        best = _best(faster, comparison.higher_is_better)
+        return Doubling(
+            "double it",
+            f"{best.label}: {ratio_figure(best.throughput_ratio)} of the base batch's samples per "
+            f"second, {comparison.metric} {best.verdict.word}",
+            best.label,
+        )
+    if not doubled:
+        return Doubling("inconclusive", "no run with the doubled batch was completed", None)
+    against = []
+    if all(_throughput(v, "high") <= 1 for v in doubled):
+        figures = ratio_figure(max(doubled, key=lambda v: _throughput(v, "high")).throughput_ratio)
+        against.append(f"it is no faster: {figures} of the base batch's samples per second")
+    if all(v.verdict.word == "worse" for v in doubled):
+        against.append(f"{comparison.metric} is worse with every learning-rate rule")
+    if against:
+        return Doubling("don't", "; ".join(against), None)
+    if any(v.execution == "emulated" for v in comparison.variants):
+        return Doubling(
+            "inconclusive", "the runs are emulated: their times say nothing of this hardware", None
+        )
+    if all(v.throughput_ratio is None for v in doubled):
+        return Doubling("inconclusive", "no step was timed, the runs are too short", None)
+    return Doubling("inconclusive", _undecided(doubled), None)
+
+
+def _throughput(variant: Variant, end: Literal["low", "high"]) -> float:
+    """An end of the throughput ratio's interval; 1 where it is unknown."""
+    ratio = variant.throughput_ratio
+    if ratio is None or ratio.interval is None:
+        return 1.0 if end == "low" else float("inf")
+    return ratio.interval.low if end == "low" else ratio.interval.high
+
+
+def _best(variants: Sequence[Variant], higher_is_better: bool) -> Variant:
+    def score(variant: Variant) -> float:
+        assert variant.metric is not None
+        return variant.metric.value if higher_is_better else -variant.metric.value
+
+    return max(variants, key=score)
+
+
+def _undecided(doubled: Sequence[Variant]) -> str:
+    return "; ".join(
+        f"{v.label}: {ratio_figure(v.throughput_ratio)} of the samples per second, "
+        f"metric {v.verdict}"
+        for v in doubled
+    )

@@ -1,0 +1,71 @@
+"""What each mode of `conf/precision/` is on a machine: what a run in it would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, cast
+
+import torch
+
+from mprun.assemble.machine_choices import (
+    build_policy,
+    choose_by_float32,
+    choose_execution,
+    executions,
+)
+from mprun.assemble.precision_parts import arithmetic_for
+from mprun.config import Config, compose
+from mprun.config.reference import options
+from mprun.config.validate import loss_scale_kind
+from mprun.precision import Policy
+from mprun.precision.policy import NAMED
+from mprun.records.doctor_record import Format, Mode, OpName
+
+ATEN: dict[OpName, str] = {
+    "matmul": "aten.mm",
+    "convolution": "aten.convolution",
+    "convolution_backward": "aten.convolution_backward",
+}
+"""The ops that are measured, as substitutions name them."""
+
+
+def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:
+    """A row for each mode, in the order of the table in `mprun.precision.policy`.
+
+    Args:
+        device: where.
+        accelerated: 16-bit dtype to whether its matmuls are faster than float32's; measured.
+    """
+    order = {name: n for n, name in enumerate(NAMED)}
+    names = sorted(options("precision"), key=lambda name: order.get(name, len(order)))
+    configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]
+    return list(_rows(configs, device, accelerated))
+
+
+def format_of(policy: Policy) -> Format:
+    """What a mode's matmuls and convolutions take."""
+    return "tf32" if policy.tf32 else cast(Format, policy.compute_dtype)
+
+
+def _rows(
+    configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
+) -> Iterator[Mode]:
+    by_float32: dict[tuple[str, str], str] = {}  # measured once for modes that compute alike
+    for config in configs:
+        policy = build_policy(config)
+        execution = choose_execution(config.execution.name, policy, device)
+        alike = (policy.compute_dtype, execution)
+        if alike not in by_float32:
+            by_float32[alike] = choose_by_float32(config.speed.name, policy, execution, device)
+        arithmetic = arithmetic_for(policy, execution, by_float32[alike], config.seed)
+        substituted = {s.op for s in arithmetic.substitutions}
+        native = execution == "native"
+        yield {
+            "name": policy.name,
+            "format": format_of(policy),
+            "execution": cast(Literal["native", "emulated"], execution),
+            "why_emulated": None if native else executions(policy, device)[1],
+            "accelerated": accelerated.get(policy.compute_dtype) if native else None,
+            "substituted": [op for op, name in ATEN.items() if name in substituted],
+            "loss_scale": loss_scale_kind(config, ()),
+        }

@@ -1,0 +1,64 @@
+"""Overrides as a preset: a YAML file that says the same, for `preset=NAME --config-dir FOLDER`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from mprun.config.compose import parse
+from mprun.config.reference import GROUPS
+from mprun.records.run_record import write_atomic
+
+
+def preset_text(name: str, words: Sequence[str], comments: Sequence[str]) -> str:
+    """The file's text.
+
+    Args:
+        name: the preset's.
+        words: overrides with one value each; another preset among them is left out.
+        comments: lines that say where it is from; the first is shown as the option's help.
+    """
+    groups: list[dict[str, str]] = []
+    fields: dict[str, Any] = {"preset": {"name": name}}
+    for word in words:
+        override = parse(word)
+        key, value = override.key_or_group, override.value()
+        if key == "preset":
+            continue  # this file takes its place
+        if key in GROUPS:
+            groups.append({f"override /{key}": str(value)})
+        else:
+            _put(fields, key.split("."), value.name if isinstance(value, Enum) else value)
+    said = "".join(f"# {' '.join(line.split())}\n" for line in comments)
+    body = yaml.safe_dump({"defaults": groups, **fields}, sort_keys=False, allow_unicode=True)
+    return f"# @package _global_\n{said}{body}"
+
+
+def write_preset(folder: Path, name: str, text: str) -> Path:
+    """Write it where `--config-dir folder` finds it; its path."""
+    path = folder / "preset" / f"{name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text.encode())
+    return path
+
+
+def copy_options(words: Sequence[str], config_dir: Path | None, folder: Path) -> None:
+    """Copy the user's own options that `words` choose beside a preset, which needs them there."""
+    if config_dir is None:
+        return
+    for word in words:
+        group, _, name = word.lstrip("+").partition("=")
+        source = config_dir / group / f"{name}.yaml"
+        if group in GROUPS and source.is_file():
+            (folder / group).mkdir(exist_ok=True)
+            write_atomic(folder / group / source.name, source.read_bytes())
+
+
+def _put(fields: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        fields = fields.setdefault(key, {})
+    fields[keys[-1]] = value

@@ -1,0 +1,117 @@
+"""A trace of a plan's training step."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+from statistics import median
+
+import torch
+import yaml  # type: ignore[import-untyped]
+
+from mprun.assemble.machine_choices import entries
+from mprun.assemble.parts import build_parts
+from mprun.assemble.plan import Plan
+from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
+from mprun.config.schema import OpListsConfig
+from mprun.data import Batch
+from mprun.errors import first_line
+from mprun.numerics.observe import Observer, Op
+from mprun.numerics.trace import (
+    Calls,
+    LabelledCaster,
+    ObservedArithmetic,
+    Trace,
+    trace,
+    typical,
+)
+from mprun.precision import Arithmetic, Caster, NativeArithmetic
+from mprun.precision.op_lists import OpLists, op_lists
+from mprun.records.op_list_files import KINDS
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Trainer
+
+WARMUP = 3
+"""Steps before the first traced one: optimizer state and kernels are made in them."""
+
+REPEATS = 5
+"""Steps traced; times are their medians."""
+
+
+class TraceFailedError(Exception):
+    """A step that raised; `trace` holds the rows up to there, `text` says where and why."""
+
+    def __init__(self, trace: Trace, text: str) -> None:
+        super().__init__(text)
+        self.trace = trace
+
+
+def trace_step(chosen: Plan) -> tuple[Trace, float]:
+    """A training step of this plan, and the median time in seconds of a step that is not traced.
+
+    Raises:
+        TraceFailedError: the step cannot run.
+    """
+    calls = Calls("autocast: " if chosen.policy.casting == "autocast" else "")
+    told: list[Op] = []
+    observer = Observer(told.append, calls.current, _waiting(chosen.device))
+    precision = build_precision(
+        chosen, _caster(chosen, calls), _arithmetic(build_arithmetic(chosen), observer)
+    )
+    parts = build_parts(chosen, precision)
+    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    batch = next(parts.train.epoch(parts.order.draw()))
+    try:  # traced, so that a step that cannot run is shown as far as it goes
+        with observer.following(parts.model, parts.optimizer), observer:
+            trainer.optimizer_step(batch)
+    except Exception as error:
+        text = f"{type(error).__name__}: {first_line(error)}"
+        where = f"{observer.fault}: " if observer.fault is not None else ""
+        raise TraceFailedError(trace(told, chosen.layers), f"{where}{text}") from error
+    times = [_timed(trainer, batch, chosen.device) for _ in range(WARMUP + REPEATS)]
+    traces = []
+    for _ in range(REPEATS):
+        told.clear()
+        with observer.following(parts.model, parts.optimizer), observer:
+            trainer.optimizer_step(batch)
+        traces.append(trace(told, chosen.layers))
+    return typical(traces), median(times[WARMUP:])
+
+
+def _caster(chosen: Plan, calls: Calls) -> Caster:
+    """The plan's caster, or one around it that says what it decides."""
+    if chosen.op_lists is not None:
+        return build_caster(chosen, calls)
+    if chosen.policy.casting == "autocast":
+        lists = shipped_op_lists("native", chosen.device)
+    else:
+        lists = op_lists((), (), first_input=False)
+    return LabelledCaster(build_caster(chosen), lists, calls)
+
+
+def shipped_op_lists(name: str, device: torch.device) -> OpLists:
+    """The lists of a file in conf/op_lists, for a device."""
+    text = (files("mprun.conf") / "op_lists" / f"{name}.yaml").read_text(encoding="utf-8")
+    section = OpListsConfig(**yaml.safe_load(text)["op_lists"])
+    lower, fp32, promote = (entries(section, kind, device) for kind in KINDS)
+    return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
+
+
+def _arithmetic(inner: Arithmetic, observer: Observer) -> Arithmetic:
+    return inner if isinstance(inner, NativeArithmetic) else ObservedArithmetic(inner, observer)
+
+
+def _timed(trainer: Trainer, batch: Batch, device: torch.device) -> float:
+    """Seconds of one step."""
+    wait = _waiting(device)
+    wait()
+    began = time.perf_counter()
+    trainer.optimizer_step(batch)
+    wait()
+    return time.perf_counter() - began
+
+
+def _waiting(device: torch.device):  # type: ignore[no-untyped-def]
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None

@@ -1,0 +1,176 @@
+"""What `mprun doctor` finds out about a machine, as its JSON holds it. No torch.
+
+Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
+What the system does not tell is null, never a guess. docs/doctor.md has an example.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from mprun.records.run_record import Hardware
+
+SCHEMA_VERSION = 1
+
+OpName = Literal["matmul", "convolution", "convolution_backward"]
+Format = Literal["float32", "tf32", "bfloat16", "float16"]
+GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
+Verdict = Literal["worth trying", "depends on the model", "no gain", "not for speed", "not known"]
+
+OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
+FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
+
+
+class Spread(TypedDict):
+    """A quantity measured several times."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+
+class Ratio(TypedDict):
+    """How many times as fast something is, measured round by round."""
+
+    median: float
+    low: float
+    high: float
+    """The median's 95 % interval is from `low` to `high`."""
+    n: int
+
+
+class Rate(TypedDict):
+    """How fast one op is in one number format, at one size."""
+
+    op: OpName
+    format: Format
+    size: str
+    flops: int
+    """Multiplications and additions of a call."""
+    time_ms: Spread
+    """Of a call."""
+    gflops: Spread
+    """10^9 operations a second."""
+    speedup: Ratio
+    """Over float32, same op and size."""
+
+
+class Copy(TypedDict):
+    """How fast a buffer is copied within the device's memory."""
+
+    bytes: int
+    """Of the buffer."""
+    gigabytes_per_second: Spread
+    """10^9 bytes read or written a second: each is read once and written once."""
+
+
+class OneDnn(TypedDict):
+    """The library that computes matmuls and convolutions on CPUs."""
+
+    version: str | None
+    limit_by: str | None
+    """The environment variable that limits its instructions, null where none does."""
+    limit: str | None
+    """What that variable says, in upper case."""
+    bfloat16: bool | None
+    """Whether PyTorch hands it bfloat16 here; else PyTorch computes in loops of its own."""
+    float16: bool | None
+
+
+class Cuda(TypedDict):
+    """A GPU."""
+
+    compute_capability: str
+    tensor_cores: list[str] | None
+    """Formats its matrix units take; null where it is not NVIDIA's."""
+    multiprocessors: int
+    memory_free_bytes: int
+
+
+class Machine(TypedDict):
+    """What is known without measuring; `hardware.accelerated` apart, which is measured."""
+
+    system: str
+    architecture: str
+    hardware: Hardware
+    """The same as in the record of a run, with both 16-bit dtypes."""
+    cores_total: int | None
+    """Cores of the whole machine; `hardware.cores` are those this process may use."""
+    cpu_quota: float | None
+    """Cores' worth of time a container may use; null where nothing limits it."""
+    threads: int
+    """PyTorch's, as a run takes them."""
+    load_average: float | None
+    """Of the machine, over the minute before measuring."""
+    instructions: dict[str, bool | None]
+    """The instruction sets that matter for number formats; null where it is not known."""
+    cpu_capability: str
+    """The vector instructions PyTorch's own CPU kernels use."""
+    onednn: OneDnn
+    variables: dict[str, str]
+    """Those set of the environment variables that change speed."""
+    cuda: Cuda | None
+    """The GPU examined."""
+    gpu_unused: GpuUnused | None
+    """Why a GPU that seems to be here is not examined; null where none seems to be."""
+
+
+class Mode(TypedDict):
+    """What a precision mode is on this machine."""
+
+    name: str
+    format: Format
+    """What its matmuls and convolutions take."""
+    execution: Literal["native", "emulated"]
+    why_emulated: str | None
+    accelerated: bool | None
+    """As in `hardware`, for native 16-bit modes; null for others."""
+    substituted: list[OpName]
+    """Ops that a run computes in float32 and rounds (`speed=auto`)."""
+    loss_scale: str
+    """The kind `loss_scale=auto` takes."""
+
+
+class Finding(TypedDict):
+    """Something to know before a run here is timed."""
+
+    level: Literal["warning", "note"]
+    about: str
+    text: str
+
+
+class Conclusion(TypedDict):
+    """What the modes of one format are good for on this machine."""
+
+    format: Format
+    modes: list[str]
+    verdict: Verdict
+    text: str
+
+
+class Measured(TypedDict):
+    """The examination before conclusions are drawn from it."""
+
+    machine: Machine
+    threads: int
+    """With which CPU rates were measured: fewer than PyTorch's where others use the cores."""
+    rates: list[Rate]
+    copy: Copy
+    modes: list[Mode]
+
+
+class Examination(Measured):
+    """All that `mprun doctor` says."""
+
+    schema_version: int
+    examined_at: str
+    mprun_version: str
+    git_commit: str | None
+    versions: dict[str, str | None]
+    """Those of a record, and of cuda and cudnn; null for what is not there."""
+    budget_s: float
+    measured_s: float
+    """How long the rates took."""
+    findings: list[Finding]
+    conclusions: list[Conclusion]

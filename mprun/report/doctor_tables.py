@@ -1,0 +1,207 @@
+"""What `mprun doctor` found, on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from mprun.records.doctor_record import (
+    Cuda,
+    Examination,
+    Format,
+    Machine,
+    Mode,
+    OpName,
+    Rate,
+    Ratio,
+    Spread,
+)
+
+OP_NAMES: dict[OpName, str] = {
+    "matmul": "matmul",
+    "convolution": "conv",
+    "convolution_backward": "conv backward",
+}
+
+TERA = 10_000
+"""From which GFLOP/s on rates are shown in TFLOP/s."""
+SHORT: dict[Format, str] = {
+    "float32": "fp32",
+    "tf32": "tf32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
+
+
+def renderables(found: Examination) -> Iterator[Table | str]:
+    """The parts in the order they are shown."""
+    yield machine_table(found)
+    on_cpu = found["machine"]["cuda"] is None
+    yield rates_table(found["rates"], found["threads"] if on_cpu else None)
+    yield modes_table(found["modes"], found["rates"])
+    for finding in found["findings"]:
+        yield f"{finding['level']}: {finding['text']}"
+    yield "what the modes are good for here:"
+    for conclusion in found["conclusions"]:
+        yield f"  {conclusion['text']}"
+
+
+def machine_table(found: Examination) -> Table:
+    """A row for each thing known of the machine."""
+    table = Table(title="machine", title_justify="left")
+    table.add_column("what")
+    table.add_column("found", overflow="fold")
+    machine, copy = found["machine"], found["copy"]
+    hardware = machine["hardware"]
+    rows = {
+        "device": f"{hardware['device']}, {hardware['name']}",
+        "system": f"{machine['system']}, {machine['architecture']}",
+        "memory": _gibibytes(hardware["memory_bytes"]),
+        "cores": _cores(machine),
+        "load before": _known(machine["load_average"], ".2f"),
+        "CPU instructions": _instructions(machine),
+        "oneDNN": _onednn(machine),
+        **_gpu(machine["cuda"]),
+        "environment": ", ".join(f"{k}={v}" for k, v in machine["variables"].items()) or "-",
+        "faster than float32": f"{_yes_no(hardware['accelerated'])} (as runs record it)",
+        "copying memory": f"{_spread(copy['gigabytes_per_second'])} GB/s, "
+        f"{copy['bytes'] / 2**20:.0f} MiB",
+        "versions": _versions(found),
+        "examined": f"{found['examined_at']}, rates in {found['measured_s']:.1f} s",
+    }
+    for what, text in rows.items():
+        table.add_row(what, text)
+    return table
+
+
+def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
+    """A row for each op, size and format: medians, with percentiles or the median's interval.
+
+    Args:
+        rates: what was measured.
+        threads: how many the CPU computed in; None for a GPU.
+    """
+    by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
+    table = _table(f"measured rates{by}: median (10th-90th percentile)")
+    table.caption = Text("over fp32: median [its 95 % interval], round by round; 3x3 convolutions")
+    table.caption_justify = "left"
+    for column in ("op", "in"):
+        table.add_column(column, no_wrap=True)
+    tera = max(r["gflops"]["median"] for r in rates) >= TERA
+    for column in ("TFLOP/s" if tera else "GFLOP/s", "over fp32", "n"):
+        table.add_column(column, justify="right", no_wrap=True)
+    previous = ""
+    for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r["op"])):
+        name = f"{OP_NAMES[rate['op']]} {rate['size'].partition(',')[0]}"
+        base = rate["format"] == "float32"
+        table.add_row(
+            "" if name == previous else name,
+            SHORT[rate["format"]],
+            _spread(rate["gflops"], 1000 if tera else 1),
+            "1" if base else _ratio(rate["speedup"]),
+            str(rate["gflops"]["n"]),
+        )
+        previous = name
+    return table
+
+
+def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
+    """A row for each mode: how it runs here, and its ops' rates over float32's."""
+    table = _table("precision modes: rates over float32's, at the largest size measured")
+    table.add_column("mode", no_wrap=True)
+    table.add_column("runs", no_wrap=True)
+    for name in OP_NAMES.values():
+        table.add_column(name, justify="right")
+    table.add_column("loss scale")
+    speedups = {(r["op"], r["format"]): r["speedup"]["median"] for r in rates}  # larger ones later
+    for mode in modes:
+        native = mode["execution"] == "native"
+        cells = [_cell(mode, op, speedups) if native else "-" for op in OP_NAMES]
+        table.add_row(mode["name"], mode["execution"], *cells, mode["loss_scale"])
+    return table
+
+
+def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
+    """An op's rate in a mode; in float32's, where that computes it."""
+    if mode["format"] == "float32":
+        return "1"
+    if op in mode["substituted"]:
+        return "in float32"
+    speedup = speedups.get((op, mode["format"]))
+    return "-" if speedup is None else _figure(speedup)
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+
+
+def _figure(value: float) -> str:
+    """Three digits that count, without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _spread(spread: Spread, unit: float = 1) -> str:
+    values = (spread["median"], spread["p10"], spread["p90"])
+    median, low, high = (_figure(value / unit) for value in values)
+    return f"{median} ({low}-{high})"
+
+
+def _ratio(ratio: Ratio) -> str:
+    low, high = _figure(ratio["low"]), _figure(ratio["high"])
+    return f"{_figure(ratio['median'])} [{low}-{high}]"
+
+
+def _known(value: float | None, form: str) -> str:
+    return "unknown" if value is None else f"{value:{form}}"
+
+
+def _gibibytes(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def _yes_no(has: Mapping[str, bool | None]) -> str:
+    words = {True: "yes", False: "no", None: "unknown"}
+    return ", ".join(f"{name} {words[there]}" for name, there in has.items())
+
+
+def _cores(machine: Machine) -> str:
+    total = machine["cores_total"]
+    text = f"{machine['hardware']['cores']} usable of {'unknown' if total is None else total}"
+    if machine["cpu_quota"] is not None:
+        text += f", of which {machine['cpu_quota']:g} by the container's quota"
+    return f"{text}; threads by default {machine['threads']}"
+
+
+def _instructions(machine: Machine) -> str:
+    found = _yes_no(machine["instructions"]) or "unknown on this architecture"
+    return f"{found}; PyTorch's own kernels: {machine['cpu_capability']}"
+
+
+def _onednn(machine: Machine) -> str:
+    onednn = machine["onednn"]
+    taken = _yes_no({"bfloat16": onednn["bfloat16"], "float16": onednn["float16"]})
+    limit = f", {onednn['limit_by']}={onednn['limit']}" if onednn["limit"] else ""
+    return f"{onednn['version'] or 'unknown version'}; takes {taken}{limit}"
+
+
+def _gpu(cuda: Cuda | None) -> dict[str, str]:
+    if cuda is None:
+        return {}
+    units = cuda["tensor_cores"]
+    return {
+        "GPU": f"compute capability {cuda['compute_capability']}, "
+        f"{cuda['multiprocessors']} multiprocessors, "
+        f"{_gibibytes(cuda['memory_free_bytes'])} free",
+        "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
+    }
+
+
+def _versions(found: Examination) -> str:
+    versions = {"mprun": found["mprun_version"], **found["versions"]}
+    return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())

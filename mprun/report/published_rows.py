@@ -1,0 +1,157 @@
+"""Published figures beside what a comparison measured. No verdict knows of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from statistics import fmean
+from typing import NamedTuple
+
+from mprun.compare.rows import Comparison, Variant
+from mprun.records.published_figures import Figure, figures
+from mprun.records.run_record import Epoch, Summary, number
+from mprun.report import cells
+
+HEADINGS = ("figure", "published", "on", "source", "measured here")
+NOT_JUDGED = "published, used in no verdict"
+
+
+class Row(NamedTuple):
+    """A published figure as it is shown."""
+
+    what: str
+    published: str
+    hardware: str
+    source: str
+    here: str
+    """The measured figure of each variant in that mode; `-` where there is none."""
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Every published figure about the recipe, or about a mode, of a comparison."""
+    return [
+        Row(f.what, f.text, f.hardware, f.source, _here(comparison, f)) for f in _all(comparison)
+    ]
+
+
+def lines(comparison: Comparison) -> list[str]:
+    """A line for each kind of figure that is measured here too, without those of single epochs."""
+    groups: dict[str, list[Figure]] = {}
+    for figure in _all(comparison):
+        if figure.kind != "other" and figure.epoch is None:
+            groups.setdefault(figure.what, []).append(figure)
+    found = []
+    for what, members in groups.items():
+        texts = "; ".join(f"{f.text} ({f.hardware}; {f.source})" for f in members)
+        here = next((h for f in members if (h := _here(comparison, f)) != cells.NONE), cells.NONE)
+        found.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
+    return found
+
+
+def _all(comparison: Comparison) -> list[Figure]:
+    summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
+    precisions = {variant.precision for variant in comparison.variants}
+    return figures({summary["recipe"] for summary in summaries}, precisions)
+
+
+def _here(comparison: Comparison, figure: Figure) -> str:
+    found = []
+    for variant in comparison.variants:
+        ours = [run.summary for run in variant.runs if _is_of(run.summary, figure)]
+        if ours and (text := _measured(comparison, variant, ours, figure)):
+            found.append(f"{cells.plain(variant.label)} {text}{_settings(ours, figure)}")
+    return ", ".join(found) or cells.NONE
+
+
+def _is_of(summary: Summary, figure: Figure) -> bool:
+    is_recipe = figure.recipe in (None, summary["recipe"])
+    return is_recipe and summary["precision"] in figure.precisions
+
+
+def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
+    """What was set otherwise here than in the published run."""
+    found: dict[str, None] = {}
+    for summary in summaries:
+        if figure.batch_size not in (None, summary["batch_size"]):
+            found[f"batch {summary['batch_size']}"] = None
+        epochs = summary["epochs"]
+        if epochs is not None and figure.epochs not in (None, epochs):
+            found[cells.counted(epochs, "epoch")] = None
+        if summary["data"]["source"] == "generated":
+            found["generated data"] = None
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _measured(
+    comparison: Comparison, variant: Variant, summaries: list[Summary], figure: Figure
+) -> str:
+    """The figure of a variant, with its interval where the comparison has one, or nothing."""
+    if figure.kind in _SCORES:
+        values = [x for s in summaries if (x := _SCORES[figure.kind](s, figure)) is not None]
+        finite = [x for x in values if math.isfinite(x)]
+        return f"{fmean(finite):.4f}" if finite else ""
+    if figure.kind == "time_per_sample":
+        return _time_per_sample(variant)
+    if _baseline(comparison).precision != "fp32" or variant is _baseline(comparison):
+        return ""
+    if figure.kind == "speed":
+        return _speed(variant)
+    if figure.kind == "memory":
+        ratio = variant.memory_ratio
+        return "" if ratio is None else cells.times(ratio)
+    if figure.kind == "accuracy_difference" and comparison.split == "test":
+        difference = variant.difference
+        return "" if difference is None else cells.difference_text(comparison, difference.value)
+    return ""
+
+
+def _baseline(comparison: Comparison) -> Variant:
+    return comparison.variants[0]
+
+
+def _time_per_sample(variant: Variant) -> str:
+    if cells.is_emulated(variant):
+        return "EMULATED"
+    rate = variant.samples_per_second
+    return f"{1e6 / rate:.3g} us{_mark(variant)}" if rate else ""
+
+
+def _speed(variant: Variant) -> str:
+    if cells.is_emulated(variant):
+        return "EMULATED"
+    ratio = variant.throughput_ratio
+    if ratio is None:
+        return ""
+    interval = cells.span(ratio.interval, "{:.2f}")
+    of = f"95 % interval {interval}, n={ratio.n}" if interval else f"n={ratio.n}"
+    return f"{cells.times(ratio.value)} [{of}]{_mark(variant)}"
+
+
+def _mark(variant: Variant) -> str:
+    return f" {cells.plain(variant.substituted)}" if variant.substituted else ""
+
+
+def _epoch(summary: Summary, figure: Figure) -> Epoch | None:
+    return next((e for e in summary["history"] if e["epoch"] == figure.epoch), None)
+
+
+def _train(summary: Summary, figure: Figure) -> float | None:
+    epoch = _epoch(summary, figure)
+    return None if epoch is None else _number(epoch["train"]["accuracy"])
+
+
+def _validation(summary: Summary, figure: Figure) -> float | None:
+    epoch = _epoch(summary, figure)
+    return None if epoch is None else _number(epoch["validation"]["accuracy"])
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else number(value)  # type: ignore[arg-type]
+
+
+_SCORES: dict[str, Callable[[Summary, Figure], float | None]] = {
+    "train_accuracy": _train,
+    "validation_accuracy": _validation,
+    "test_accuracy": lambda summary, _: _number(summary["test"]["accuracy"]),
+    "test_loss": lambda summary, _: _number(summary["test"]["loss"]),
+}

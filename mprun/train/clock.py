@@ -1,0 +1,146 @@
+"""Step time: what is measured, and how it is summed up.
+
+A step's time runs from "batch ready" to "parameters updated". The wait for the batch is measured
+apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch train but are
+not timed, and the first timed steps of a run are warm-up: allocators fill, kernels are chosen and
+caches warm, so they are dropped, and counted.
+
+On CUDA a step's kernels still run when the call that launched them returns. Waiting for them each
+step would slow the run that is measured, so an event is recorded at each step's end and the time is
+the difference of successive events, read later; it then contains the wait for the batch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any, Protocol
+
+import torch
+
+from mprun.records.run_record import DataTimes, StepTimes
+
+MANY_STEPS = 100
+WARMUP_MANY = 10
+WARMUP_FEW = 3
+
+
+class Clock(Protocol):
+    """Times steps; `take` gives the times in order, one per step since the last `take`."""
+
+    def start(self) -> None:
+        """The batch is ready."""
+
+    def stop(self) -> None:
+        """The parameters are updated."""
+
+    def take(self) -> list[float]:
+        """Milliseconds of the steps since the last call."""
+
+    def pause(self) -> None:
+        """Something other than a step follows (validation); do not count it to the next step."""
+
+
+class HostClock:
+    """For the CPU, where a call returns when its work is done."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        self._times.append((time.perf_counter() - self._started) * 1e3)
+
+    def take(self) -> list[float]:
+        taken, self._times = self._times, []
+        return taken
+
+    def pause(self) -> None:
+        pass
+
+
+class CudaClock:
+    """For CUDA: differences of successive step-end events, without a synchronization per step."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Any, Any]] = []
+        self._previous: Any = None
+
+    def start(self) -> None:
+        if self._previous is None:
+            self._previous = self._event()
+
+    def stop(self) -> None:
+        end = self._event()
+        self._pairs.append((self._previous, end))
+        self._previous = end
+
+    def take(self) -> list[float]:
+        taken, self._pairs = self._pairs, []
+        if taken:
+            taken[-1][1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in taken]
+
+    def pause(self) -> None:
+        self._previous = None
+
+    @staticmethod
+    def _event() -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def clock_for(device: torch.device) -> Clock:
+    """The clock that fits a device."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+class StepStatistics:
+    """Collects the timed steps of a run (milliseconds)."""
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self.data_ms: list[float] = []
+
+    def add(self, step_ms: float, data_ms: float) -> None:
+        """One full-size step."""
+        self.step_ms.append(step_ms)
+        self.data_ms.append(data_ms)
+
+    @property
+    def warmup(self) -> int:
+        """Steps left out at the start: 10 of a hundred or more, else 3."""
+        few = WARMUP_FEW if len(self.step_ms) < MANY_STEPS else WARMUP_MANY
+        return min(few, len(self.step_ms))
+
+    def step_times(self) -> StepTimes:
+        """The summary of step times; null where every step was warm-up."""
+        times = self.step_ms[self.warmup :]
+        p10, median, p90 = quantiles(times)
+        return {"median": median, "p10": p10, "p90": p90, "n": len(times), "warmup": self.warmup}
+
+    def data_times(self) -> DataTimes:
+        """The summary of waits for the batch, over the same steps."""
+        _, median, p90 = quantiles(self.data_ms[self.warmup :])
+        return {"median": median, "p90": p90}
+
+    def samples_per_second(self, batch_size: int) -> float | None:
+        """Throughput of training: batch size over median step time plus median wait."""
+        step, wait = self.step_times()["median"], self.data_times()["median"]
+        if step is None or wait is None:
+            return None
+        return batch_size / (step + wait) * 1e3
+
+
+def quantiles(values: list[float]) -> tuple[float | None, float | None, float | None]:
+    """10th percentile, median and 90th, with linear interpolation; None of nothing."""
+    if not values:
+        return None, None, None
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return deciles[0], statistics.median(values), deciles[8]

@@ -1,0 +1,223 @@
+"""Weights a run starts from instead of drawing its own: `train.init_from`.
+
+They come from a run's folder, from one of mprun's checkpoint files, or from what
+`torch.save(model.state_dict(), path)` wrote, and only they: optimizer, step and order of the data
+begin anew, so this is a new run, not the old one resumed.
+
+The precision they were trained in does not bind the new run. Everything floating is brought to
+float32, which holds every float16 and bfloat16 value exactly, and goes into the model before the
+mode casts its parameters: between the two runs lies one rounding at most. What that rounding can
+cost is said beforehand (`range_warning`).
+
+Files load with `weights_only=True`: reading someone else's never runs code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.errors import UsageError
+from mprun.precision import Policy, float16_loss
+from mprun.precision.convert import dtype_of
+from mprun.precision.layers import LAYER_MODES
+from mprun.recipe import Recipe
+from mprun.train import checkpoint
+
+LEGAL = (
+    "legal is a run's folder, a checkpoint of mprun, or a file saved by "
+    "torch.save(model.state_dict(), path)"
+)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+ZERO_SHARE = 1e-3
+"""Of the weights: float16's zero begins at 2^-25, where weights drawn as usual are one in a million
+(uniform within 0.03: 2^-25 / 0.03), so more than this is a property of the weights."""
+NAMED = 3
+"""How many names a message lists before it counts the rest."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that fit a recipe's model."""
+
+    state: dict[str, Tensor]
+    """As `Module.load_state_dict` takes it; on the CPU, floating ones in float32."""
+    parameters: tuple[str, ...]
+    """Names of those that are parameters; the others are buffers."""
+    dtypes: frozenset[str]
+    """What the run they are from kept and computed in; of a plain file, the tensors' dtypes."""
+
+    def load_into(self, model: nn.Module) -> None:
+        """Replace the values of `model`'s parameters and buffers."""
+        if self.state:
+            model.load_state_dict(self.state)
+
+
+DRAWN = Weights({}, (), frozenset())
+"""No weights: the model keeps those it drew."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a file holds, as far as it is of use here."""
+
+    state: dict[str, Tensor]
+    dtypes: frozenset[str]
+    recipe: str | None
+    """The recipe of the run that wrote it, where it says so."""
+
+
+def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
+    """The weights at `path`, for the model of `recipe`, which is called `name`.
+
+    Raises:
+        UsageError: there are none, they cannot be read, do not fit, or hold NaN.
+    """
+    source, model = _read(Path(path)), _model_of(recipe)
+    if misfits := _misfits(source.state, model.state_dict()):
+        of = f" (they are from recipe={source.recipe})" if source.recipe not in (None, name) else ""
+        raise UsageError(
+            f"train.init_from={path}: the weights do not fit the model of recipe={name}{of}: "
+            f"{'; '.join(misfits)}; give the recipe and the recipe.model.* they were trained with"
+        )
+    state = {k: v.float() if v.is_floating_point() else v for k, v in source.state.items()}
+    for key, tensor in state.items():
+        if count := int(tensor.isnan().sum()):
+            raise UsageError(
+                f"train.init_from={path}: {key} holds NaN ({count:,} of {tensor.numel():,} "
+                "values); take weights from before training broke down"
+            )
+    return Weights(state, tuple(key for key, _ in model.named_parameters()), source.dtypes)
+
+
+def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -> str | None:
+    """What float16 does to the weights, where the run stores them in it or computes in it.
+
+    Of weights trained in bfloat16 it is always said. Of others where a weight becomes infinite, or
+    more than `ZERO_SHARE` of them zero.
+
+    Args:
+        weights: the weights.
+        policy: the mode they continue in.
+        layers: modules to a dtype or mode of their own.
+    """
+    mode = "fp16" if "float16" in (policy.param_dtype, policy.compute_dtype) else "another"
+    lower = {"fp16", *(name for name, row in LAYER_MODES.items() if row.compute == torch.float16)}
+    cast = [weights.state[k] for k in weights.parameters if dtype_of(k, layers, mode) in lower]
+    if not cast:
+        return None
+    loss, trained = float16_loss(cast), ""
+    if "bfloat16" in weights.dtypes:
+        trained = "were trained in bfloat16 and "
+    elif not loss.overflow and loss.zero <= ZERO_SHARE * loss.total:
+        return None
+    return (
+        f"these weights {trained}continue in float16, whose range is smaller: {loss}; "
+        "precision=bf16_mixed or bf16_true keeps it"
+    )
+
+
+def _file_at(path: Path) -> Path:
+    """The file to read for `path`, which can be opened."""
+    try:
+        file = checkpoint.path_in(path) if path.is_dir() else path
+        if file.is_file():
+            file.open("rb").close()
+            return file
+    except OSError as error:
+        raise UsageError(
+            f"train.init_from={path} cannot be read ({error.strerror}); {LEGAL}"
+        ) from None
+    if file == path:
+        raise UsageError(f"train.init_from={path}: there is no such file or folder; {LEGAL}")
+    raise UsageError(
+        f"train.init_from={path}: the folder holds no checkpoint ({file} is missing); a run writes "
+        "one at its end, or earlier with train.checkpoint_every_steps"
+    )
+
+
+def _read(path: Path) -> _Source:
+    """What `path` holds, a checkpoint of mprun told from a plain state_dict."""
+    file = _file_at(path)
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # unpickling a damaged file raises almost anything
+        raise UsageError(
+            f"train.init_from={path}: {file} is damaged, or holds more than tensors and plain "
+            f"values, which is not loaded; {LEGAL}"
+        ) from None
+    if not isinstance(found, Mapping) or "format_version" not in found:
+        state = _state(found, path)
+        return _Source(state, _dtypes(state), None)
+    saved = checkpoint.checked(found, file)
+    trainer, effective = saved["trainer"], saved.get("effective")
+    state = _state(trainer.get("model") if isinstance(trainer, dict) else None, path)
+    row = effective if isinstance(effective, dict) else {}
+    trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
+    return _Source(state, _dtypes(state) | trained_in, saved.get("recipe"))
+
+
+def _state(found: Any, path: Path) -> dict[str, Tensor]:
+    known = isinstance(found, Mapping) and len(found) > 0
+    if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in found.items()):
+        raise UsageError(f"train.init_from={path} holds no weights by name; {LEGAL}")
+    return {key: tensor.detach() for key, tensor in found.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor with a value in every place."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
+
+
+def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
+    return frozenset(str(x.dtype).removeprefix("torch.") for x in state.values())
+
+
+def _model_of(recipe: Recipe) -> nn.Module:
+    """A model of the recipe to compare with; the run draws its own, from its seed."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return recipe.model()
+    except Exception as error:  # the recipe is the user's: anything can be wrong with it
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise UsageError(
+            f"the model of {type(recipe).__name__} cannot be made: {type(error).__name__}: {reason}"
+        ) from None
+
+
+def _misfits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """What keeps `found` from being loaded where `wanted` is; empty where nothing does."""
+    missing = [key for key in wanted if key not in found]
+    unexpected = [key for key in found if key not in wanted]
+    both = [key for key in wanted if key in found]
+    shapes = [
+        f"{key} is {_size(found[key])}, not {_size(wanted[key])}"
+        for key in both
+        if found[key].shape != wanted[key].shape
+    ]
+    dtypes = [
+        f"{key} is {found[key].dtype}, not {wanted[key].dtype}"
+        for key in both
+        if found[key].dtype not in _legal(wanted[key].dtype)
+    ]
+    named = {"missing ": missing, "unexpected ": unexpected, "": shapes + dtypes}
+    return [f"{what}{_first(items)}" for what, items in named.items() if items]
+
+
+def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What may be loaded into `dtype`; 8-bit codes mean nothing without their scales."""
+    return FLOATS if dtype.is_floating_point else (dtype,)
+
+
+def _size(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "one number"
+
+
+def _first(items: Sequence[str]) -> str:
+    more = len(items) - NAMED
+    return ", ".join(items[:NAMED]) + (f" and {more} more" if more > 0 else "")

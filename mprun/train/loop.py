@@ -1,0 +1,400 @@
+"""The training loop, and nothing else.
+
+It knows no precision mode, no file and no terminal: a `Precision` says how to go forward, backward
+and step, a `Clock` times the step, an `Observer` is told what happened. Losses stay on the device
+and are read a fraction of a second late, in one go, so that logging every step costs a CUDA run no
+synchronization.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batch, Batches, Order
+from mprun.errors import RunFailedError
+from mprun.precision import Precision
+from mprun.recipe import Recipe
+from mprun.records.run_record import Epoch, Scores
+from mprun.train.callbacks import Observer, StepLine
+from mprun.train.clock import Clock
+from mprun.train.metric_readback import Reading, Readings, Scalars, readings_for
+from mprun.train.metrics import NO_SCORES, Sums, not_a_count
+from mprun.train.schedule import Schedule
+
+FLUSH_EVERY_S = 0.25
+"""How late losses are read and lines written, at most, while steps are short."""
+
+
+class StopRequestedError(Exception):
+    """The user or the system asked the run to end; it ended between two steps."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When training ends: at whichever comes first; None is no limit."""
+
+    epochs: int | None
+    max_steps: int | None
+    max_time_s: float | None
+
+    def planned_steps(self, steps_per_epoch: int) -> int | None:
+        """Optimizer steps if time does not run out, or None where only time ends the run."""
+        by_epochs = None if self.epochs is None else self.epochs * steps_per_epoch
+        known = [n for n in (by_epochs, self.max_steps) if n is not None]
+        return min(known) if known else None
+
+
+@dataclass
+class Parts:
+    """What the loop runs on."""
+
+    recipe: Recipe
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Schedule
+    precision: Precision
+    train: Batches
+    order: Order
+    validation: Batches
+    test: Batches
+    micro_batch: int
+    """Samples per forward pass; a batch of `train` is cut into pieces of this size."""
+    clock: Clock
+    readings: Readings
+
+
+class _Pending(NamedTuple):
+    """A step whose loss is not read yet."""
+
+    step: int
+    epoch: int
+    size: int
+    lr: float
+    data_time_ms: float
+
+
+class StepResult(NamedTuple):
+    """What an optimizer step leaves on the device."""
+
+    loss: Tensor
+    """The batch's mean loss, unscaled."""
+    outputs: list[Tensor]
+    """The model's outputs, a tensor per micro-batch."""
+    skipped: Tensor | None
+    """1 where the step was not taken, else 0; None where none is ever skipped."""
+
+
+class Trainer:
+    """Trains, validates and tests; keeps where it is.
+
+    Args:
+        parts: model, optimizer, data and the rest.
+        limits: when to end.
+        observer: who is told.
+        stop: asked between steps whether to end at once.
+        checkpoint_every_steps: how often the observer is asked to save; None for at the end alone.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        limits: Limits,
+        observer: Observer,
+        stop: Callable[[], bool],
+        checkpoint_every_steps: int | None = None,
+    ) -> None:
+        self.parts = parts
+        self.step = 0
+        self.epoch = 0
+        self.limit(limits)
+        self._observer = observer
+        self._stop = stop
+        self._checkpoint_every = checkpoint_every_steps or sys.maxsize
+        self._pending: list[_Pending] = []
+        self._flushed_at = 0.0
+        self._began_at = 0.0
+        self._trained_s = 0.0
+        self._deadline = math.inf
+        self._sums = Sums()
+        self._last_scores = NO_SCORES
+        self._skipped_in_a_row = 0
+        self._saved_step: int | None = None
+        self._in_epoch = False
+        self._batches_done = 0
+        self._order_state = parts.order.state()
+
+    def limit(self, limits: Limits) -> None:
+        """Set when the next `fit` ends."""
+        self._limits = limits
+        self._planned = limits.planned_steps(len(self.parts.train))
+
+    def fit(self) -> None:
+        """Train until a limit, validating after each epoch; goes on where a state was loaded.
+
+        Raises:
+            StopRequestedError: `stop` said so; everything up to the last step was reported.
+            RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
+        """
+        self._flushed_at = self._began_at = time.perf_counter()
+        if self._limits.max_time_s is not None:
+            self._deadline = self._began_at + self._limits.max_time_s - self._trained_s
+        try:
+            while self._in_epoch or not self._finished():
+                self._one_epoch()
+        except Exception:
+            with contextlib.suppress(Exception):  # the fault may have left nothing to read
+                self._flush()
+            raise
+        self._flush()
+        self._save_once()
+        if self._sums.epoch:
+            self._observer.epoch(self._close_epoch(NO_SCORES))
+
+    def _one_epoch(self) -> None:
+        if not self._in_epoch:
+            self.epoch += 1
+            self._order_state, self._batches_done = self.parts.order.state(), 0
+            self._in_epoch = True
+        self._train_epoch()
+        if self._finished():
+            # Saved inside the epoch, so that a run given more steps goes on inside it.
+            self._flush()
+            self._save_once()
+        if len(self.parts.validation.data):
+            self._flush()
+            self.parts.clock.pause()
+            self._observer.epoch(self._close_epoch(self.evaluate(self.parts.validation)))
+        self._in_epoch = False
+
+    def _save_once(self) -> None:
+        """Ask for a checkpoint, unless the last one is of this very step."""
+        if self._saved_step != self.step:
+            self._saved_step = self.step
+            self._observer.checkpoint()
+            self.parts.clock.pause()
+
+    def train_scores(self) -> Scores:
+        """Means over the samples of the current epoch so far, or of the one that just ended."""
+        return self._sums.scores() if self._sums.epoch else self._last_scores
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the loop needs to go on exactly where it is, between two steps."""
+        parts = self.parts
+        elapsed_s = time.perf_counter() - self._began_at
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "in_epoch": self._in_epoch,
+            "batches_done": self._batches_done,
+            "trained_s": self._trained_s + elapsed_s,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "sums": vars(self._sums),
+            "last_scores": self._last_scores,
+            "order": self._order_state,
+            "model": parts.model.state_dict(),
+            "optimizer": parts.optimizer.state_dict(),
+            "scheduler": parts.scheduler.state_dict(),
+            "loss_scale": parts.precision.loss_scale.state_dict(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`'s state: the steps that follow are the same, bit for bit."""
+        parts = self.parts
+        self.step, self.epoch = state["step"], state["epoch"]
+        self._saved_step = self.step
+        self._in_epoch, self._batches_done = state["in_epoch"], state["batches_done"]
+        self._trained_s = state["trained_s"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        vars(self._sums).update(state["sums"])
+        self._last_scores = state["last_scores"]
+        self._order_state = state["order"]
+        parts.model.load_state_dict(state["model"])
+        parts.optimizer.load_state_dict(state["optimizer"])
+        parts.scheduler.load_state_dict(state["scheduler"])
+        parts.precision.loss_scale.load_state_dict(state["loss_scale"])
+        parts.order.restore(self._order_state, drawn=not self._in_epoch and self.epoch > 0)
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda_rng"])
+
+    def _finished(self) -> bool:
+        done = self._planned is not None and self.step >= self._planned
+        return done or time.perf_counter() >= self._deadline
+
+    def _train_epoch(self) -> None:
+        parts, clock = self.parts, self.parts.clock
+        if not parts.model.training:
+            parts.model.train()
+        batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
+        asked_at = time.perf_counter()
+        while not self._finished() and (batch := next(batches, None)) is not None:
+            ready_at = time.perf_counter()
+            lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
+            clock.start()
+            result = self.optimizer_step(batch)
+            clock.stop()
+            self.step += 1
+            self._batches_done += 1
+            correct = self._correct(result.outputs, batch.targets)
+            parts.readings.put(Scalars(result.loss, correct, scale, result.skipped))
+            waited_ms = (ready_at - asked_at) * 1e3
+            self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
+            self._between_steps()
+            asked_at = time.perf_counter()
+
+    def _between_steps(self) -> None:
+        late_s = time.perf_counter() - self._flushed_at
+        stop, save = self._stop(), self.step % self._checkpoint_every == 0
+        if late_s > FLUSH_EVERY_S or stop or save or self.parts.readings.full:
+            self._flush()
+        if stop:
+            raise StopRequestedError
+        if save:
+            self._save_once()
+
+    def optimizer_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on a batch, in micro-batches."""
+        parts, losses, outputs = self.parts, [], []
+        parts.optimizer.zero_grad()
+        parts.precision.begin_step(self.step + 1)
+        for x, y in self._micro_batches(batch):
+            output = parts.precision.forward(parts.model, x)
+            share = len(y) / batch.size  # a micro-batch counts by its share of the samples
+            loss = parts.precision.loss(parts.recipe.loss, output, y, share)
+            parts.precision.backward(loss)
+            losses.append(loss.detach())
+            outputs.append(output.detach())
+        skipped = parts.precision.step(parts.optimizer)
+        parts.precision.update()
+        parts.scheduler.step(skipped)
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return StepResult(loss, outputs, skipped)
+
+    def _micro_batches(self, batch: Batch) -> Iterable[tuple[Tensor, Tensor]]:
+        size = self.parts.micro_batch
+        if batch.size <= size:
+            return ((batch.inputs, batch.targets),)
+        return zip(batch.inputs.split(size), batch.targets.split(size), strict=True)
+
+    def _correct(self, outputs: list[Tensor], targets: Tensor) -> Tensor | None:
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return count_correct(self.parts.recipe, output, targets)
+
+    def _flush(self) -> None:
+        """Read what is pending off the device, report it, stop where going on is pointless."""
+        pending, self._pending = self._pending, []
+        self._flushed_at = time.perf_counter()
+        if not pending:
+            return
+        readings, times = self.parts.readings.take(), self.parts.clock.take()
+        lines, closed = [], []
+        for p, reading, ms in zip(pending, readings, times, strict=True):
+            lines.append(self._line(p, reading, ms))
+            if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended unseen
+                closed.append(self._close_epoch(NO_SCORES))
+            self._sums.epoch = p.epoch
+            self._sums.add(reading, p.size)
+        self._report_buffers({line.step: line.epoch for line in lines})
+        self._observer.steps(lines)
+        for epoch in closed:
+            self._observer.epoch(epoch)
+        self.parts.clock.pause()  # telling is not part of the next step
+        for line in lines:
+            self._check(line)
+
+    def _report_buffers(self, epochs: dict[int, int]) -> None:
+        """Report buffers that became non-finite; `epochs` maps the steps since then to theirs."""
+        for overflow in self.parts.precision.buffer_overflows():
+            row = {"kind": "event", "event": "buffer_overflow", **overflow._asdict()}
+            epoch = epochs.get(overflow.step, self.epoch)  # a step that broke off has no line
+            self._observer.event({**row, "epoch": epoch}, overflow.text)
+
+    def _line(self, p: _Pending, reading: Reading, ms: float) -> StepLine:
+        return StepLine(
+            step=p.step,
+            epoch=p.epoch,
+            loss=reading.loss,
+            lr=p.lr,
+            loss_scale=reading.loss_scale,
+            skipped=reading.skipped,
+            step_time_ms=ms,
+            data_time_ms=p.data_time_ms,
+            timed=p.size == self.parts.train.batch_size,
+        )
+
+    def _check(self, line: StepLine) -> None:
+        """Raise where a loss is broken beyond what skipping its step mends."""
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if line.skipped else 0
+        loss_scale, mode = self.parts.precision.loss_scale, self.parts.precision.policy.name
+        trouble = loss_scale.trouble(line.loss_scale, self._skipped_in_a_row)
+        if trouble is not None:
+            raise RunFailedError(f"at step {line.step} in precision={mode}: {trouble}")
+        if not line.skipped and not math.isfinite(line.loss):
+            raise RunFailedError(
+                f"the loss became {line.loss} at step {line.step} in precision={mode} "
+                f"(lr {line.lr:g}); try a smaller train.lr, train.clip_norm, or precision=fp32 "
+                "to tell the model from the precision; debug.fp_exceptions=halt names the op"
+            )
+
+    def _close_epoch(self, validation: Scores) -> Epoch:
+        """The scores of the epoch whose steps were last read; the next one starts from zero."""
+        ended, self._sums = self._sums, Sums()
+        self._last_scores = ended.scores()
+        return {"epoch": ended.epoch, "train": self._last_scores, "validation": validation}
+
+    def evaluate(self, batches: Batches) -> Scores:
+        """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""
+        parts, sums = self.parts, Sums()
+        if not len(batches.data):
+            return sums.scores()
+        readings, sizes = readings_for(batches.device), []
+        parts.model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                output = parts.precision.forward(parts.model, batch.inputs)
+                loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
+                readings.put(Scalars(loss, count_correct(parts.recipe, output, batch.targets)))
+                sizes.append(batch.size)
+                if readings.full:
+                    sums.add_all(readings.take(), sizes)
+                if self._stop():
+                    raise StopRequestedError
+        sums.add_all(readings.take(), sizes)
+        return sums.scores()
+
+
+def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
+    """What `recipe.correct` returns for a batch: an integer scalar, or None for a regression.
+
+    Raises:
+        RunFailedError: it returns something else. Whether the count is one of samples is seen when
+            it is read (`Sums.add`), which waits for no device.
+    """
+    correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
+    if correct is None:
+        return None
+    is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
+    if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
+        return cast(Tensor, correct)
+    raise RunFailedError(not_a_count(_shown(correct), len(targets)))
+
+
+def _shown(value: object) -> str:
+    """A value in a few words: a scalar's number, a tensor's shape."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.numel() == 1:
+        return f"{value.item():g} ({dtype})"
+    return f"a tensor of shape {list(value.shape)} ({dtype})"

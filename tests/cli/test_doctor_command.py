@@ -1,0 +1,99 @@
+"""`mprun doctor`: what it prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.cli.main import main
+from mprun.records.doctor_record import Examination
+from tests.schema import conforms
+
+QUICK = ["device=cpu", "doctor.budget_s=0.3"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def test_tables_are_printed_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *QUICK]) == 0
+    out, err = capsys.readouterr()
+    assert err == "measuring for about 0.3 s ...\n"
+    for text in (
+        "PyTorch's own kernels: ",
+        "measured rates in ",
+        "matmul 256x256x256",
+        "conv backward 4x32x28x28",
+        "bf16_mixed",
+        "half_sr_full",
+        "emulated here: for accuracy, not for speed",
+    ):
+        assert text in out, text
+    assert list(Path().iterdir()) == []
+
+
+def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *QUICK, "doctor.json=true"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert conforms(found, Examination)
+    assert found["budget_s"] == 0.3
+    assert found["machine"]["hardware"]["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (
+            ["recipe=mnist"],
+            ["'recipe=mnist' means nothing to mprun doctor", "legal: device, doctor."],
+        ),
+        (["devise=cpu"], ["'devise=cpu'", "did you mean 'device'?"]),
+        (["device=gpu"], ["'device=gpu': device is one of auto, cpu, cuda"]),
+        (["device"], ["'device' is neither a command nor an override"]),
+        (["device=cpu,cuda"], ["'device=cpu,cuda' lists several values"]),
+        (["doctor.jsn=true"], ["no field 'doctor.jsn'", "did you mean 'doctor.json'?"]),
+        (["doctor.json=maybe"], ["doctor.json is true or false"]),
+        (["doctor.budget_s=0"], ["doctor.budget_s=0: legal is above 0 and at most 600"]),
+        (["doctor.budget_s=1000"], ["doctor.budget_s=1000: legal is above 0 and at most 600"]),
+        (["doctor.budget_s=soon"], ["doctor.budget_s is a number"]),
+        (["doctor=1"], ["doctor"]),
+        (["-m"], ["mprun doctor takes no options"]),
+        (["--show-config"], ["mprun doctor takes no options"]),
+        (["--config-dir=x"], ["mprun doctor takes no options"]),
+        (["--json"], ["there is no option '--json'"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_nothing_measured(
+    words: list[str],
+    fragments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mprun.doctor.examine.examine", None)
+    assert main(["doctor", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+
+
+def test_a_gpu_that_is_not_there_is_a_mistake(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "device=cuda"]) == 2
+    assert "device=cuda: PyTorch finds no CUDA device here" in capsys.readouterr().err
+
+
+def test_it_is_among_the_commands_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "doctor" in capsys.readouterr().out

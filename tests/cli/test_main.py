@@ -1,0 +1,531 @@
+"""The command line: mistakes end with status 2 and one line, good words with a run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import string
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mprun import __version__
+from mprun.assemble import load_recipe
+from mprun.cli.main import main
+from mprun.cli.train_command import Arguments, parse
+from mprun.config import compose
+from mprun.config.reference import GROUPS, Field, leaves
+from mprun.config.validate import RANGES
+from mprun.errors import UsageError
+from mprun.records.run_record import read_lines, read_summary
+
+LINEAR = ["recipe=linear", "train.max_steps=2"]
+
+
+def mprun(*words: str) -> subprocess.CompletedProcess[str]:
+    """The real command, in the current folder."""
+    command = [sys.executable, "-m", "mprun", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def assert_refused(status: int, out: str, err: str) -> None:
+    """Status 2, one printable line that starts with `mprun: `, and nothing left behind."""
+    assert status == 2, err
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.endswith("\n")
+    assert err[:-1].isprintable(), "more than one line, or control characters"
+    assert "Traceback" not in err
+    # Hypothesis keeps its own cache in the current folder.
+    assert [p.name for p in Path.cwd().iterdir() if p.name != ".hypothesis"] == []
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The message `mprun words` is refused with."""
+    status = main(words)
+    out, err = capsys.readouterr()
+    assert_refused(status, out, err)
+    return err
+
+
+# What is typed, one word or several; what the answer holds: the word, what is legal, the nearest.
+MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
+    # Groups
+    (
+        "recipe=mnits",
+        ["'recipe=mnits'", "one of fashion_mnist, linear, mnist", "did you mean 'mnist'?"],
+    ),
+    ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
+    ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
+    ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
+    ("recipe=null", ["'recipe=null'", "recipe is one of"]),
+    (
+        "precision=",
+        [
+            "'precision='",
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+        ],
+    ),
+    (
+        "precision={a: 1}",
+        [
+            "'precision={a: 1}'",
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+        ],
+    ),
+    (
+        "precision=[fp32]",
+        [
+            "precision is one of bf16_mixed, bf16_sr, bf16_true, fp16_mixed",
+            "did you mean 'fp32'?",
+        ],
+    ),
+    ("recipe=../recipe/mnist", ["recipe is one of fashion_mnist, linear, mnist"]),
+    ("recipe@x=mnist", ["'recipe@x=mnist'", "a group has one place; write recipe=..."]),
+    ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
+    # Names of fields
+    ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
+    ("data.qqqqqqqq=3", ["no field 'data.qqqqqqqq'", "legal: data.source, data.root,"]),
+    ("qqq=3", ["no field 'qqq'", "see mprun --help"]),
+    ("seed.x=1", ["no field 'seed.x'", "did you mean 'seed'?"]),
+    ("+foo=1", ["'+foo=1'", "no field 'foo'"]),
+    ("++foo.bar=1", ["'++foo.bar=1'", "no field 'foo.bar'"]),
+    ("hydra.run.dir=x", ["no field 'hydra.run.dir'", "did you mean 'run.dir'?"]),
+    ("hydra/launcher=x", ["no field 'hydra/launcher'"]),
+    ("train=null", ["train holds fields; set one of them: train.epochs, "]),
+    ("train={}", ["train holds fields"]),
+    (
+        "train.optimizer=adamw",
+        ["train.optimizer holds fields; set one of them: train.optimizer.name, "],
+    ),
+    # Form
+    ("seed", ["'seed' is neither a command nor an override", "did you mean 'seed=...'?"]),
+    ("", ["'' is neither a command nor an override", "write name=value"]),
+    ("=1", ["'=1' has no name", "write name=value"]),
+    ("~seed", ["'~seed'", "nothing can be deleted"]),
+    ("~recipe=mnist", ["'~recipe=mnist'", "nothing can be deleted"]),
+    ("seed==1", ["'seed==1' cannot be read"]),
+    ("seed = 1", ["'seed = 1' cannot be read"]),
+    ("seed='1", ["'seed='1' cannot be read"]),
+    ('seed="', ["'seed=\"' cannot be read"]),
+    ("seed=[1", ["'seed=[1' cannot be read"]),
+    ("seed={a", ["'seed={a' cannot be read"]),
+    ("seed=)", ["'seed=)' cannot be read"]),
+    ("seed=nope(1)", ["'seed=nope(1)' cannot be read", "Unknown function 'nope'"]),
+    ("sääd=1", ["'sääd=1' cannot be read"]),
+    ("run.dir=ü", ["'run.dir=ü' cannot be read", "in quotes that the shell leaves"]),
+    ("seed=１", ["'seed=１' cannot be read"]),
+    ("seed=1\nmprun: done", [r"'seed=1\nmprun: done' cannot be read"]),
+    ("seed='\x1b[31m'", [r"seed='\x1b[31m'", "seed is a whole number"]),
+    ("seed=\udcff", [r"'seed=\udcff' cannot be read"]),
+    ("x" * 10_000, ["is neither a command nor an override"]),
+    ("x" * 10_000 + "=1", ["there is no field"]),
+    ("seed=" + "x" * 10_000, ["seed is a whole number"]),
+    ("seed=" + "[" * 1000 + "]" * 1000, ["cannot be read"]),
+    ("trian", ["there is no command 'trian'", "did you mean 'train'?"]),
+    # Several values
+    ("seed=1,2", ["'seed=1,2' lists several values: a sweep, which needs -m"]),
+    ("seed=choice(1,2)", ["'seed=choice(1,2)' lists several values"]),
+    ("seed=range(3)", ["'seed=range(3)' lists several values"]),
+    ("recipe=mnist,linear", ["'recipe=mnist,linear' lists several values"]),
+    ("recipe=glob(*)", ["'recipe=glob(*)' lists several values"]),
+    # Types
+    ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
+    ("train.lr=[1]", ["'train.lr=[1]'", "train.lr is a number"]),
+    ("train.lr={a: 1}", ["train.lr is a number"]),
+    ("train.lr=", ["'train.lr='", "train.lr is a number"]),
+    ("seed=1.5", ["'seed=1.5'", "seed is a whole number"]),
+    ("seed=1e3", ["'seed=1e3'", "seed is a whole number"]),
+    ("train.batch_size=true", ["train.batch_size is a whole number"]),
+    ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
+    ("data.root=[a]", ["data.root is a text, or null"]),
+    ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
+    ("device=mps", ["'device=mps'", "device is one of auto, cpu, cuda"]),
+    ("device=1", ["'device=1'", "device is one of auto, cpu, cuda"]),
+    ("speed=fast", ["'speed=fast'", "speed is one of plain, auto"]),
+    (
+        "train.optimizer.name=adam",
+        ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
+    ),
+    ("seed=null", ["'seed=null'", "seed is a whole number"]),
+    ("train.lr=null", ["'train.lr=null'", "train.lr is a number"]),
+    ("device=null", ["'device=null'", "device is one of"]),
+    ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
+    ("seed=???", ["'seed=???'", "seed is a whole number"]),
+    ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
+    ("seed=${oc.env:MPRUN_NOPE}", ["seed is a whole number", "'MPRUN_NOPE' not found"]),
+    ("seed=${train.lr}", ["'seed=${train.lr}'", "seed is a whole number"]),
+    ("seed=${seed}", ["'seed=${seed}'", "Recursive"]),
+    # Ranges
+    ("train.lr=-1", ["train.lr=-1.0: legal is above 0"]),
+    ("train.lr=nan", ["train.lr=nan: legal is above 0"]),
+    ("train.lr=inf", ["train.lr=inf: legal is above 0"]),
+    ("train.lr=1e999", ["train.lr=inf: legal is above 0"]),
+    ("seed=-1", ["seed=-1: legal is 0 or more and at most 4294967295"]),
+    ("seed=4294967296", ["seed=4294967296: legal is 0 or more and at most 4294967295"]),
+    (f"seed={10**60}", ["legal is 0 or more and at most 4294967295"]),
+    ("train.batch_size=0", ["train.batch_size=0: legal is 1 or more"]),
+    (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
+    ("data.validation_fraction=1", ["legal is 0 or more and below 1"]),
+    ("run.dir=", ["run.dir='': the name of a folder"]),
+    # A recipe's own parameters
+    (
+        "recipe.model.unitz=3",
+        ["'recipe.model.unitz=3'", "did you mean 'units'?", "legal: recipe.model.units"],
+    ),
+    ("+recipe.model.unitz=3", ["Mnist has no such parameter; did you mean 'units'?"]),
+    ("recipe.model={unitz: 3}", ["Mnist has no such parameter; did you mean 'units'?"]),
+    ("recipe.model.units=abc", ["'recipe.model.units=abc'", "units is a whole number"]),
+    ("recipe.model.units.x=1", ["units is a whole number"]),
+    ("recipe.model.units=0", ["units=0: legal is 1 or more"]),
+    ("recipe.model.units=${foo}", ["recipe.model.units=${foo}", "'foo' not found"]),
+    ("recipe.target=nope.Nope", ["recipe.target=nope.Nope", "No module named 'nope'"]),
+    ("recipe.target=mprun.recipes.mnist.Nope", ["cannot be loaded", "write module.Class"]),
+    ("recipe.target=os.path", ["os.path is no dataclass that extends mprun.recipe.Recipe"]),
+    ("recipe.target=nope", ["recipe.target=nope: legal is", "module.Class"]),
+    ("recipe.target=..a", ["recipe.target=..a: legal is", "module.Class"]),
+    # What cannot be carried out
+    (
+        ("precision=bf16_mixed", "precision.compute_dtype=float16"),
+        ["precision.compute_dtype=float16", "legal is bfloat16"],
+    ),
+    (
+        "precision.param_dtype=bfloat16",
+        ["precision.param_dtype=bfloat16", "legal is float32"],
+    ),
+    ("device=cuda", ["device=cuda", "legal: auto, cpu"]),
+    ("execution=emulated", ["execution=emulated", "legal: auto, native"]),
+    (
+        ("recipe=fashion_mnist", "recipe.model.log_softmax_dim=2"),
+        ["log_softmax_dim=2: legal is 1 or 0"],
+    ),
+    ("train.epochs=null", ["would never end", "train.max_steps or train.max_time_s"]),
+    (
+        ("train.epochs=null", "train.max_time_s=1", "train.scheduler=cosine"),
+        ["train.scheduler=cosine needs a planned number of steps", "train.epochs or"],
+    ),
+    # Options
+    (
+        "--foo",
+        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --help, --version"],
+    ),
+    ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
+    ("-x", ["no option '-x'"]),
+    ("--config-dir", ["--config-dir needs a folder"]),
+    ("--config-dir=", ["--config-dir needs a folder"]),
+    ("--config-dir=nope", ["--config-dir nope cannot be read: No such file or directory"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"), MISTAKES, ids=[ascii(words)[:40] for words, _ in MISTAKES]
+)
+def test_a_mistake_is_answered_in_one_line(
+    words: str | tuple[str, ...],
+    fragments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refusal(capsys, *([words] if isinstance(words, str) else words))
+    assert [f for f in fragments if f not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("words", "fragment"),
+    [
+        (["recipe=mnits"], "did you mean 'mnist'?"),
+        (["train", "recipe=linear", "train.lr=-1"], "legal is above 0"),
+        (["seed=[1"], "cannot be read"),
+        (["recipe.model.unitz=3"], "did you mean 'units'?"),
+        (["--foo"], "no option '--foo'"),
+    ],
+)
+def test_the_real_command_answers_the_same(words: list[str], fragment: str) -> None:
+    done = mprun(*words)
+    assert_refused(done.returncode, done.stdout, done.stderr)
+    assert fragment in done.stderr
+
+
+def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*LINEAR, "run.dir=run"]
+    assert main(words) == 0
+    before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")}
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mprun: run.dir=run holds a run already")
+    assert error.count("\n") == 1
+    assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")} == before
+    assert [p.name for p in Path.cwd().iterdir()] == ["run"]
+
+
+# Mistakes nobody thought of: what is drawn below is invalid by the way it is made.
+
+NAMES = sorted({*GROUPS, *leaves()})
+OPTIONS = {g: [p.stem for p in Path(str(files("mprun.conf") / g)).glob("*.yaml")] for g in GROUPS}
+
+
+def is_no_name(key: str) -> bool:
+    key = key.lstrip("+")
+    return key not in NAMES and not key.startswith("recipe.model.")
+
+
+def bad_values(field: Field) -> list[str]:
+    """Values that are not of the field's type, or out of its range."""
+    found = [] if "null" in field.legal else ["null"]
+    if field.key == "recipe.model":
+        return [*found, "1", "xyz", "[1]", "true"]
+    found += ["[1]", "{a: 1}"]
+    if field.legal.startswith("a text"):
+        return found
+    found += ["xyz", "1.5.2", "''", ""]
+    if "number" in field.legal:
+        allowed = RANGES[field.key]
+        found += ["true", "nan", "inf", "-inf", f"{allowed.low - 1:.0f}"]
+        if allowed.high < float("inf"):
+            found.append(f"{allowed.high + 1:.0f}")
+    if "whole number" in field.legal:
+        found += ["1.5", "1e3", "2.0"]
+    return found
+
+
+@st.composite
+def misspelt(draw: st.DrawFn, word: str) -> str:
+    """`word` with a letter left out, put in, replaced or exchanged with the next."""
+    i = draw(st.integers(0, len(word) - 1))
+    letter = draw(st.sampled_from(string.ascii_lowercase + "_."))
+    before, here, after = word[:i], word[i], word[i + 1 :]
+    edits = [
+        before + after,
+        before + letter + here + after,
+        before + letter + after,
+        before + after[:1] + here + after[1:],
+    ]
+    return draw(st.sampled_from(edits))
+
+
+def written(form: str, *parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.tuples(*parts).map(lambda values: form.format(*values))
+
+
+def misspelt_option(group: str) -> st.SearchStrategy[str]:
+    known = OPTIONS[group]
+    wrong = st.sampled_from(known).flatmap(misspelt).filter(lambda word: word not in known)
+    return written(f"{group}={{}}", wrong)
+
+
+NAME = st.sampled_from(NAMES)
+VALUE = st.sampled_from(["1", "xyz", "", "null", "[1]", "none"])
+# No option, enum member, boolean, number or constant begins with x.
+NO_WORD = st.text(string.ascii_lowercase, max_size=6).map(lambda text: f"x{text}")
+# Neither options of the command line nor the two words that mean something alone.
+TEXT = st.text(max_size=20).filter(
+    lambda text: "=" not in text and not text.startswith("-") and text not in ("train", "help")
+)
+INVALID = st.one_of(
+    written("{}={}", NAME.flatmap(misspelt).filter(is_no_name), VALUE),
+    st.sampled_from([f"{f.key}={bad}" for f in leaves().values() for bad in bad_values(f)]),
+    st.sampled_from(GROUPS).flatmap(misspelt_option),
+    written("{}={},{}", NAME, NO_WORD, NO_WORD),
+    written("{}={}{}", NAME, st.sampled_from("[({'\""), NO_WORD),
+    written("~{}", NAME),
+    written("--{}", NO_WORD),
+    TEXT,
+    written("{}={}", TEXT.filter(is_no_name), TEXT),
+)
+
+
+@given(before=st.sampled_from([[], ["train"], LINEAR]), override=INVALID)
+@settings(
+    max_examples=300,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+def test_whatever_is_wrong_is_answered_in_one_line(before: list[str], override: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([*before, override])
+    assert_refused(status, out.getvalue(), err.getvalue())
+
+
+# Good words.
+
+
+def test_options_are_taken_apart() -> None:
+    words = ["seed=1", "--config-dir", "a b", "--show-config", "device=cpu"]
+    assert parse(words) == Arguments(("seed=1", "device=cpu"), Path("a b"), show_config=True)
+    assert parse(["--config-dir=a=b"]) == Arguments((), Path("a=b"))
+    assert parse([]) == Arguments(())
+    with pytest.raises(UsageError, match="needs a folder"):
+        parse(["--config-dir"])
+
+
+@pytest.mark.parametrize("command", [[], ["train"]])
+def test_a_run_leaves_a_record(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, *LINEAR]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    (run,) = Path("outputs").glob("*/*")
+    assert f"record: {run}" in out
+    assert read_summary(run)["status"] == "completed"
+
+
+def test_a_field_without_effect_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.root=x", "train.optimizer.beta1=0.5", "train.optimizer.momentum=0.5"]
+    assert main([*LINEAR, *words]) == 0
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "warning: data.root has no effect: recipe=linear does not use it",
+        "warning: train.optimizer.beta1 has no effect: sgd does not use it",
+    ]
+
+
+def test_every_field_the_recipe_ignores_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "data.source": "real",
+        "data.root": "x",
+        "data.fallback": "generated",
+        "data.validation_fraction": "0.5",
+        "data.eval_limit": "1",
+        "data.test": "false",
+        "train.eval_batch_size": "1",
+    }
+    recipe = compose(LINEAR).config.recipe
+    assert set(values) == load_recipe(recipe.target, recipe.model).ignores
+    assert main([*LINEAR, *(f"{key}={value}" for key, value in values.items())]) == 0
+    warnings = capsys.readouterr().err.splitlines()
+    for key in values:
+        assert f"warning: {key} has no effect: recipe=linear does not use it" in warnings
+
+
+def test_show_config_prints_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "precision=bf16_mixed", "--show-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown == compose([*LINEAR, "precision=bf16_mixed"]).resolved
+    assert list(Path.cwd().iterdir()) == []
+
+
+OWN_RECIPE = """\
+# @package _global_
+# A line through points
+recipe:
+  name: points
+  target: my_recipes.Points
+  model:
+    count: 8
+train:
+  epochs: 2
+  batch_size: 4
+  eval_batch_size: 4
+  lr: 0.1
+  optimizer:
+    name: sgd
+"""
+OWN_CLASS = """
+from dataclasses import dataclass
+
+import torch
+
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Points(Recipe):
+    count: int
+    metric = "loss"
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def data(self, request):
+        x = torch.linspace(-1, 1, self.count).unsqueeze(1)
+        points = TensorSet(x, 2 * x + 1)
+        return Splits("points", "generated", points, points.first(0), points)
+
+    def loss(self, output, target):
+        return (output - target).square().mean()
+"""
+
+
+@pytest.fixture
+def own_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's recipe: its YAML in a folder of configs, its class in the current folder."""
+    Path("my configs/recipe").mkdir(parents=True)
+    Path("my configs/recipe/points.yaml").write_text(OWN_RECIPE, encoding="utf-8")
+    Path("my_recipes.py").write_text(OWN_CLASS, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "my_recipes", raising=False)
+
+
+@pytest.mark.usefixtures("own_recipe")
+def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--config-dir", "my configs", "recipe=points", "run.dir=run"]
+    assert main([*where, "precision=bf16_mixed", "recipe.model.count=16"]) == 0
+    summary = read_summary(Path("run"))
+    assert (summary["recipe"], summary["status"], summary["steps"]) == ("points", "completed", 8)
+    assert summary["data"]["test_samples"] == 16
+    losses = [line["loss"] for line in read_lines(Path("run")) if line["kind"] == "step"]
+    assert losses[-1] < losses[0]
+    capsys.readouterr()
+    assert main([*where, "recipe.model.cuont=16"]) == 2
+    assert "Points has no such parameter; did you mean 'count'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("own_recipe")
+def test_an_own_recipe_trains_by_the_real_command() -> None:
+    done = mprun("--config-dir=my configs", "recipe=points", "run.dir=run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert read_summary(Path("run"))["recipe"] == "points"
+
+
+def without_torch(words: list[str]) -> str:
+    """A program that fails if `main(words)` imported torch, and ends with its status."""
+    return (
+        "import sys; from mprun.cli.main import main; "
+        f"status = main({words!r}); assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["recipe=mnist", "--show-config"], 0),
+        (["recipe=mnits"], 2),
+        (["train.lr=-1"], 2),
+        (["--foo"], 2),
+    ],
+)
+def test_what_needs_no_torch_does_not_wait_for_it(words: list[str], status: int) -> None:
+    command = [sys.executable, "-c", without_torch(words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert "AssertionError" not in done.stderr
+    assert done.returncode == status
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"mprun {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["recipe=linear", "--show-config"]])
+def test_a_reader_that_left_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mprun", *words]
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

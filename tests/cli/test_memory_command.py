@@ -1,0 +1,354 @@
+"""`mprun memory`: what it prints, leaves and refuses; models and data that are not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mprun.cli.main import main
+from mprun.records.run_record import read_summary
+
+LINEAR = ["recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"]
+ROOT = Path(__file__).resolve().parents[2]
+QUIET = "memory.picture=false"
+
+
+@pytest.fixture(autouse=True)
+def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wide terminal, no data anywhere, and no way to download any."""
+
+    def refuse(*_: object) -> str:
+        raise AssertionError("data were asked for")
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("mprun.data.sources.find_root", refuse)
+    monkeypatch.setattr("mprun.data.sources.draw", refuse)
+
+
+def made() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+def planned(*words: str) -> dict[str, Any]:
+    """`memory.json` of a plan into the folder `plan`."""
+    assert main(["memory", *words, "device=cpu", "run.dir=plan"]) == 0
+    found: dict[str, Any] = json.loads(Path("plan/memory.json").read_text(encoding="utf-8"))
+    return found
+
+
+# ---- what it shows and leaves --------------------------------------------------------------------
+
+
+def test_fashion_mnist_in_half_against_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned("recipe=fashion_mnist", "precision=fp32,half_sr")
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert sorted(p.name for p in Path("plan").iterdir()) == [
+        "memory.json",
+        "memory.png",
+        "memory.svg",
+    ]
+    fp32, half = found["modes"]
+    assert (fp32["label"], half["label"], found["against"]) == ("fp32", "half_sr", "fp32")
+    assert half["ratio"] == half["bytes"]["peak"] / fp32["bytes"]["peak"]
+    assert round((half["ratio"] - 1) * 100) == -28
+    assert found["published"]["ratio"] == 0.74
+    assert found["published"]["ratio_here"] == half["ratio"]
+    assert "-26 % (Graphcore" in out
+    assert "here -28 %" in out
+    for text in ("76.63", "55.17 (-28 %)", "fp32 by module", "half_sr by module", "fc1"):
+        assert text in out, text
+    assert "written: plan/memory.json, memory.png, memory.svg" in out
+
+
+def test_the_docs_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    planned("recipe=fashion_mnist", "precision=fp32,half_sr", QUIET)
+    page = (ROOT / "docs/memory.md").read_text(encoding="utf-8")
+    documented = {" ".join(line.split()) for line in page.splitlines()}
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    rows = ("recipe", "parameters", "gradients", "optimizer", "activations", "temporary", "peak ")
+    checked = [line for line in shown if line.startswith((*rows, "published"))]
+    assert len(checked) == 11
+    assert [line for line in checked if line not in documented] == []
+
+
+def test_every_figure_of_the_file_adds_up() -> None:
+    for mode in planned("recipe=mnist", "precision=fp32,fp16_mixed,bf16_sr", QUIET)["modes"]:
+        sizes, line = mode["bytes"], mode["timeline"]
+        categories = [key for key in sizes if key != "peak"]
+        totals = [sum(line[key][n] for key in categories) for n in range(len(line["op"]))]
+        assert sizes["peak"] == sum(sizes[key] for key in categories) == max(totals)
+        at = mode["peak_at"]
+        assert totals[at["point"]] == sizes["peak"]
+        assert all(at[key] == line[key][at["point"]] for key in ("op", "phase", "module"))
+        assert mode["phase_peaks"]["backward"] == sizes["peak"]
+        for key in categories:
+            assert sum(module[key] for module in mode["modules"]) == sizes[key]
+        assert sum(module["total"] for module in mode["modules"]) == sizes["peak"]
+        assert mode["largest"][0]["bytes"] >= mode["largest"][-1]["bytes"]
+        assert mode["fits"] is None
+
+
+def test_one_low_mode_is_set_against_fp32() -> None:
+    assert [m["label"] for m in planned("recipe=mnist", "precision=half_sr", QUIET)["modes"]] == [
+        "fp32",
+        "half_sr",
+    ]
+
+
+def test_fp32_stands_alone() -> None:
+    (mode,) = planned("recipe=mnist", QUIET)["modes"]
+    assert (mode["label"], mode["ratio"]) == ("fp32", 1.0)
+
+
+def test_what_belongs_to_the_mode_is_not_asked_of_the_one_it_is_set_against() -> None:
+    words = ("precision.accum_dtype=float32", "loss_scale=none", "execution=emulated")
+    fp32, half = planned("recipe=mnist", "precision=half_sr", *words, QUIET)["modes"]
+    assert half["policy"]["accum_dtype"] == "float32"
+    assert fp32["label"] == "fp32"
+    assert half["bytes"]["gradients"] == fp32["bytes"]["gradients"]
+
+
+def test_op_lists_and_layers_are_honoured() -> None:
+    words = ("recipe=mnist", "train.batch_size=8", QUIET)
+    _, hmp = planned(*words, "op_lists=hmp")["modes"]
+    assert hmp["label"] == "bf16_mixed+hmp"
+    assert hmp["policy"]["op_lists"] == "hmp"
+    Path("plan/memory.json").rename("other.json")
+    _, layers = planned(*words, "precision=half_sr", "precision.layers={0: fp32}")["modes"]
+    first = next(m for m in layers["modules"] if m["module"] == "0")
+    assert first["parameters"] == (784 * 256 + 256) * 4
+    assert layers["policy"]["layers"] == {"0": "fp32"}
+
+
+def test_another_mode_to_be_set_against_comes_first() -> None:
+    words = ("precision=fp32,bf16_mixed,half_sr", "memory.against=bf16_mixed")
+    found = planned(*LINEAR, *words, QUIET)
+    assert [m["label"] for m in found["modes"]] == ["bf16_mixed", "fp32", "half_sr"]
+    assert found["against"] == "bf16_mixed"
+
+
+def test_any_list_makes_columns_named_by_what_differs() -> None:
+    found = planned(*LINEAR, "precision=fp32,half_sr", "train.batch_size=8,16", QUIET)
+    assert [m["label"] for m in found["modes"]] == [
+        *("fp32 train.batch_size=8", "fp32 train.batch_size=16"),
+        *("half_sr train.batch_size=8", "half_sr train.batch_size=16"),
+    ]
+    assert [m["batch"]["micro"] for m in found["modes"]] == [8, 16, 8, 16]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=fashion_mnist", "precision=half_sr", "train.batch_size=24"],
+        ["recipe=fashion_mnist", "precision=half_sr", "train.accumulate=2"],
+        ["recipe=fashion_mnist", "precision=half_sr", "recipe.model.image_size=28"],
+        ["recipe=fashion_mnist", "precision=half_sr", "precision.accum_dtype=float32"],
+        ["recipe=fashion_mnist", "precision=bf16_sr"],
+        ["recipe=fashion_mnist", "precision=bf16_mixed,half_sr"],
+        ["recipe=mnist", "precision=half_sr", "train.batch_size=12"],
+    ],
+    ids=" ".join,
+)
+def test_the_published_figure_is_shown_for_the_published_step_alone(words: list[str]) -> None:
+    assert planned(*words, QUIET)["published"] is None
+
+
+def test_the_largest_batch_that_fits_is_that(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("recipe=mnist", "precision=half_sr", "train.accumulate=2")
+    modes = planned(*words, "memory.fits=64MiB", QUIET)["modes"]
+    assert "largest batch in 64MiB" in capsys.readouterr().out
+    for mode in modes:
+        fit = mode["fits"]
+        assert fit["peak_bytes"] <= 64 * 2**20 < fit["next_peak_bytes"]
+        assert fit["grows"]
+        assert fit["tried"][str(fit["batch_size"])] == fit["peak_bytes"]
+    assert modes[1]["fits"]["ratio"] > 1.5
+    Path("plan/memory.json").unlink()
+    size = modes[1]["fits"]["batch_size"]
+    again = planned(*words, f"train.batch_size={size}", QUIET)["modes"][1]
+    assert again["bytes"]["peak"] == modes[1]["fits"]["peak_bytes"]
+
+
+def test_where_no_batch_fits_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    (mode,) = planned("recipe=mnist", "memory.fits=1MB", QUIET)["modes"]
+    assert mode["fits"]["batch_size"] == 0
+    assert mode["fits"]["ratio"] is None
+    assert "none: 1 needs " in capsys.readouterr().out
+
+
+def test_the_figures_are_those_of_a_run_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [*LINEAR, "precision=fp16_mixed", "train.optimizer.name=adamw"]
+    assert main([*words, "device=cpu", "train.max_steps=2", "run.dir=run"]) == 0
+    memory = read_summary(Path("run"))["memory_bytes"]
+    found = planned(*words, QUIET)["modes"][1]["bytes"]
+    assert {key: memory[key] for key in found} == found  # type: ignore[literal-required]
+
+
+# ---- what is not there ---------------------------------------------------------------------------
+
+
+def test_a_model_larger_than_the_machine_is_planned_without_its_memory() -> None:
+    """100 GB of parameters, in a process of its own that never holds more than PyTorch does."""
+    code = """
+import resource, sys
+from mprun.cli.main import main
+words = ["recipe=linear", "recipe.model.in_features=500000", "recipe.model.out_features=50000"]
+words += ["train.optimizer.name=adamw", "memory.fits=1TiB", "memory.picture=false"]
+status = main(["memory", *words, "device=cpu", "run.dir=plan"])
+sys.exit(status or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 2 * 2**20)  # KiB
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(Path("plan/memory.json").read_text(encoding="utf-8"))["modes"][0]
+    assert found["bytes"]["parameters"] == (500_000 * 50_000 + 50_000) * 4
+    assert found["fits"]["batch_size"] > 100_000
+
+
+OWN = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Recipe
+
+@dataclass(frozen=True)
+class Own(Recipe):
+    def model(self):
+        return {model}
+
+    def data(self, request):
+        print("loading")
+        train = TensorSet(torch.randn(20, 6), torch.randn(20, 3))
+        return Splits("own", "local", train, train.first(0), train.first(0))
+
+    {sample}
+
+    def loss(self, output, target):
+        return nn.functional.mse_loss(output, target)
+"""
+OWN_YAML = """# @package _global_
+recipe: {name: own, target: MODULE.Own, model: {}}
+train: {epochs: 1, batch_size: 30, eval_batch_size: 30, lr: 0.1, optimizer: {name: sgd}}
+"""
+SAMPLE = "def sample(self): return TensorSet(torch.empty(5, 6), torch.empty(5, 3))"
+
+
+@pytest.fixture
+def own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A recipe in the current folder: (model, sample) by the test's parameters."""
+    model, sample = request.param
+    name = f"own_{abs(hash(request.node.name))}"
+    Path(f"{name}.py").write_text(OWN.format(model=model, sample=sample), encoding="utf-8")
+    Path("conf/recipe").mkdir(parents=True)
+    text = OWN_YAML.replace("MODULE", name)
+    Path("conf/recipe/own.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    return ["--config-dir", "conf", "recipe=own", QUIET]
+
+
+@pytest.mark.parametrize("own", [("nn.Linear(6, 3)", SAMPLE)], indirect=True)
+def test_a_recipe_that_tells_its_sample_is_not_asked_for_data(
+    own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = planned(*own)["modes"][0]["bytes"]
+    out, err = capsys.readouterr()
+    assert "loading" not in out
+    assert err == ""
+    assert found["parameters"] == (6 * 3 + 3) * 4
+    # As large a batch as asked: inputs, targets, output, the loss and its gradient.
+    assert found["activations"] == 30 * (6 + 3 + 3) * 4 + 2 * 4
+
+
+@pytest.mark.parametrize("own", [("nn.Linear(6, 3)", "")], indirect=True)
+def test_a_recipe_that_does_not_is(own: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(*own)["modes"][0]["bytes"]
+    out, err = capsys.readouterr()
+    assert "loading" in out
+    assert "the data were loaded to see a sample's shape; Own.sample" in err
+    assert found["activations"] == 30 * (6 + 3 + 3) * 4 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("own", "status", "told"),
+    [
+        (("nn.Linear(7, 3)", SAMPLE), 1, "a step of fp32 with 30 samples cannot be planned"),
+        (("nn.Linear(6, 3)", "def sample(self): return 3"), 2, "sample gives a int; legal is a"),
+        (("nn.Linear(6, 3)", "def sample(self): return 1 / 0"), 2, "a sample of Own cannot be"),
+    ],
+    indirect=["own"],
+    ids=["shape", "kind", "fault"],
+)
+def test_faults_of_a_recipe_are_told_in_a_line(
+    own: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", *own, "device=cpu"]) == status
+    err = capsys.readouterr().err
+    assert told in err
+    assert err.count("\n") == 1
+    assert err.startswith("mprun: ")
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["train.batchsize=3"], ["no field 'train.batchsize'", "'train.batch_size'?"]),
+        (["precision=fp32,halfsr"], ["did you mean 'half_sr'?"]),
+        (["memory.against=fp33"], ["memory.against: ", "did you mean 'fp32'?"]),
+        (["memory.fits=much"], ["'memory.fits=much'", "16GiB"]),
+        (["memory.depth=0"], ["memory.depth=0: legal is 1 or more"]),
+        (["memory.fit=1GiB"], ["did you mean 'memory.fits'?"]),
+        (["-m", "precision=fp32,half_sr"], ["side by side", "leave out the option"]),
+        (["--show-config"], ["leave out the option"]),
+        (["run.resume=somewhere"], ["run.resume"]),
+        (["train.batch_size=range(1,4)", "seed=interval(0,1)"], ["an interval has no end"]),
+        (["precision=half_sr_full", "execution=native"], ["execution=native: "]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_nothing_made(
+    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", *LINEAR, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+    assert made() == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_planned_only_where_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", *LINEAR, "device=cuda"]) == 2
+    err = capsys.readouterr().err
+    assert "finds no CUDA device here" in err
+    assert "device=cpu" in err
+    assert made() == []
+
+
+def test_a_run_is_not_resumed() -> None:
+    assert main([*LINEAR, "device=cpu", "train.max_steps=2", "run.dir=run"]) == 0
+    assert main(["memory", "run.resume=run"]) == 2
+
+
+def test_weights_have_no_say(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(*LINEAR, "train.init_from=nowhere", QUIET)
+    assert "train.init_from has no effect" in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(*LINEAR, QUIET)
+    before = Path("plan/memory.json").stat().st_mtime_ns
+    assert main(["memory", *LINEAR, "run.dir=plan"]) == 2
+    assert "run.dir=plan holds memory.json already" in capsys.readouterr().err
+    assert Path("plan/memory.json").stat().st_mtime_ns == before

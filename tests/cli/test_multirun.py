@@ -1,0 +1,178 @@
+"""Sweeps: a run for every combination, whole records, one status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.main import main
+from mprun.records.run_record import Summary, read_summary
+from tests.schema import conforms
+
+QUICK = ["-m", "recipe=linear", "train.max_steps=3"]
+
+
+def runs() -> list[Path]:
+    """The folders of the runs of the only sweep."""
+    sweeps = list(Path("outputs").glob("*/*"))
+    assert len(sweeps) == 1
+    return sorted(path for path in sweeps[0].iterdir() if path.is_dir())
+
+
+def test_a_run_for_every_combination(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*QUICK, "precision=fp32,bf16_mixed", "seed=0,1"]) == 0
+    found = [read_summary(run) for run in runs()]
+    assert [run.name for run in runs()] == ["0", "1", "2", "3"]
+    for summary in found:
+        conforms(summary, Summary)
+        assert (summary["status"], summary["steps"]) == ("completed", 3)
+    assert [(s["precision"], s["seed"]) for s in found] == [
+        ("fp32", 0),
+        ("fp32", 1),
+        ("bf16_mixed", 0),
+        ("bf16_mixed", 1),
+    ]
+    table = capsys.readouterr().out.partition("sweep in outputs")[2]
+    assert table.count("completed") == 4
+    assert not list(Path().rglob(".hydra"))
+
+
+def test_a_run_that_fails_leaves_the_others_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-m", "recipe=linear", "train.max_steps=5", "train.lr=1e-3,1e30,1e-2"]
+    assert main(words) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("mprun: run 1: the loss became")
+    assert output.err.count("\n") == 1
+    found = [read_summary(run) for run in runs()]
+    assert [s["status"] for s in found] == ["completed", "failed", "completed"]
+    for summary in found:
+        conforms(summary, Summary)
+
+
+def test_a_run_that_cannot_begin_leaves_the_others_whole(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*QUICK, "execution=auto,emulated"]) == 1
+    output = capsys.readouterr()
+    assert "run 1: execution=emulated" in output.err
+    assert "failed" in output.out.partition("sweep in outputs")[2]
+    assert [(run / "summary.json").exists() for run in runs()] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["precision=fp32,nope"], "'precision=nope': precision is one of"),
+        (["train.lr=1,-1"], "train.lr=-1.0: legal is above 0"),
+        (["train.lrr=1,2"], "there is no field 'train.lrr'"),
+        (["run.dir=x"], "run.dir with -m"),
+        (["run.resume=x"], "run.resume with -m"),
+        (["hydra.sweep.dir=x"], "hydra.sweep.dir with -m"),
+        (["seed=interval(0,1)"], "an interval"),
+        (["hydra/launcher=nope"], "Hydra refuses the sweep: "),
+        (["hydra.nope=1"], "Hydra refuses the sweep: "),
+        (["hydra.launcher="], "Hydra refuses the sweep: "),
+        (["--show-config"], "leave out -m"),
+        (["precision"], "neither a command nor an override"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_runs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_a_list_needs_m(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=linear", "seed=0,1"]) == 2
+    assert "needs -m" in capsys.readouterr().err
+
+
+def test_without_a_list_it_is_a_sweep_of_one() -> None:
+    assert main(QUICK) == 0
+    assert [run.name for run in runs()] == ["0"]
+    assert read_summary(runs()[0])["status"] == "completed"
+
+
+def test_ranges_and_globs_are_lists_too() -> None:
+    assert main([*QUICK, "seed=range(1,3)", "precision=glob(*_mixed)"]) == 0
+    found = [read_summary(run) for run in runs()]
+    assert {(s["precision"], s["seed"]) for s in found} == {
+        (precision, seed) for precision in ("bf16_mixed", "fp16_mixed") for seed in (1, 2)
+    }
+
+
+def test_mappings_and_warnings_reach_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe.model.out_features=4,8", "data.root=nowhere"]
+    assert main([*QUICK, *words]) == 0
+    sizes = [read_summary(run)["memory_bytes"]["parameters"] for run in runs()]
+    assert sizes[0] != sizes[1]
+    assert capsys.readouterr().err.count("data.root has no effect") == 2
+
+
+def test_a_folder_of_ones_own_configs() -> None:
+    own = Path("mine/recipe/small.yaml")
+    own.parent.mkdir(parents=True)
+    own.write_text(
+        "# @package _global_\n# Small\ndefaults: [linear]\ntrain: {lr: 0.25}\n", encoding="utf-8"
+    )
+    words = ["-m", "--config-dir=mine", "recipe=linear,small", "train.max_steps=2"]
+    assert main(words) == 0
+    rates = [(run / "config.yaml").read_text(encoding="utf-8") for run in runs()]
+    assert ["lr: 0.25" in text for text in rates] == [False, True]
+
+
+def test_sweeps_can_follow_each_other() -> None:
+    assert main(QUICK) == 0
+    assert main(QUICK) == 0
+    assert main(["recipe=linear", "train.max_steps=3", "run.dir=run"]) == 0
+    assert len(list(Path("outputs").glob("*/*/0/summary.json"))) == 2
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
+    words = ["-m", "recipe=linear", "train.epochs=null", "train.max_time_s=120", "seed=0,1"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mprun", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if any(p.stat().st_size for p in Path("outputs").glob("*/*/0/metrics.jsonl")):
+            break
+        time.sleep(0.05)
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == status, error
+    assert "Traceback" not in error + out
+    assert [read_summary(run)["status"] for run in runs()] == ["interrupted"]
+
+
+def test_joblib_runs_several_at_once() -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "train.lr=1e-3,1e30"]
+    words.append("recipe.model.out_features=8")
+    command = [sys.executable, "-m", "mprun", "-m", "recipe=linear", "train.max_steps=5", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "mprun: run 1: the loss became" in done.stderr
+    found = [read_summary(run) for run in runs()]
+    assert [s["status"] for s in found] == ["completed", "failed"]
+    for summary in found:
+        conforms(summary, Summary)

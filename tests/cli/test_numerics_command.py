@@ -1,0 +1,558 @@
+"""`mprun numerics`: what it finds, prints, leaves and refuses, and that the run is the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.assemble import build_parts, plan
+from mprun.cli.main import main
+from mprun.config import compose
+from mprun.config.settings import NumericsSettings, fields, take
+from mprun.data import DataRequest, Splits, TensorSet
+from mprun.errors import RunFailedError
+from mprun.experiments import recipe_numerics as built
+from mprun.experiments.recipe_numerics import look, steps_to_look_at
+from mprun.numerics.loss_scale import ALIKE_DB
+from mprun.precision import backend_flags
+from mprun.recipe import Recipe
+from mprun.train.callbacks import NoObserver
+from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+MNIST = [
+    *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
+    *("data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
+]
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
+    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
+]
+FASHION = [
+    *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
+    *("device=cpu", "data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
+]
+FEW = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4"]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def found(*words: str, plots: bool = False) -> dict[str, Any]:
+    """`numerics.json` of a run into the folder `run`."""
+    given = {w.partition("=")[0] for w in words}
+    few = [w for w in FEW if w.partition("=")[0] not in given]
+    assert main(["numerics", *words, *few, f"numerics.plots={plots}", "run.dir=run"]) == 0
+    return read()
+
+
+def read() -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(Path("run/numerics.json").read_text(encoding="utf-8"))
+    return made
+
+
+def rows_of(made: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["kind"], row["name"]): row for row in made["rows"]}
+
+
+# ---- recipes of one's own ------------------------------------------------------------------------
+
+
+class Shaped(nn.Module):
+    """Two layers with something in between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.between(self.drop(self.norm(self.first(x)))))
+        return out
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": torch.tanh,
+    "large": lambda x: x * 1e4 * 1e4 * 1e-8,
+    "cancelling": lambda x: (x + 1000) - 1000,
+    "tiny": lambda x: x * 1e-3 * 1e-4,
+}
+
+
+@dataclass(frozen=True)
+class Own(Recipe):
+    """A recipe with dropout and BatchNorm, and what `BETWEEN` says."""
+
+    between: str
+
+    def model(self) -> nn.Module:
+        return Shaped(BETWEEN[self.between])
+
+    def data(self, request: DataRequest) -> Splits:
+        x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+        part = TensorSet(x, x[:, :4].clone())
+        return Splits("points", "generated", part, part.first(0), part.first(0))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean()
+
+
+OWN = ["--config-dir=conf", "recipe=own", "device=cpu"]
+
+
+@pytest.fixture
+def own(in_empty_folder: Path) -> None:
+    folder = in_empty_folder / "conf/recipe"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text(
+        "# @package _global_\n# Own\n"
+        "recipe: {name: own, target: tests.cli.test_numerics_command.Own, "
+        "model: {between: plain}}\n"
+        "train: {epochs: 2, batch_size: 16, eval_batch_size: 16, lr: 0.01, "
+        "optimizer: {name: sgd}}\n",
+        encoding="utf-8",
+    )
+
+
+# ---- what it finds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["recipe=linear", "device=cpu", "precision=fp16_mixed"],
+        [*MNIST, "precision=fp16_mixed"],
+        [*MNIST, "precision=fp32"],
+        [*MNIST, "precision=half_sr"],
+        [*FASHION, "precision=fp16_mixed"],
+    ],
+    ids=lambda words: f"{words[0]} {words[-1]}",
+)
+def test_the_recommended_loss_scale_is_within_four_of_the_best_tried(words: list[str]) -> None:
+    scale = found(*words, "numerics.try_scales=true", "numerics.steps=2")["loss_scale"]
+    tried = {float(k): float(v) for k, v in scale["tried_db"].items()}
+    best = scale["best_tried"]
+    assert len(tried) >= 29
+    assert best / 4 <= scale["recommended"] <= best * 4
+    # On these recipes the best lies on a plateau, and so does the recommended one.
+    assert tried[scale["recommended"]] >= max(tried.values()) - ALIKE_DB
+    assert tried[best * 4] == -math.inf
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("precision", ["fp32", "fp16_mixed", "bf16_mixed"])
+def test_a_model_that_underflows(precision: str) -> None:
+    """Its gradients fall by 1e-7 between the layers: the scale in use does not matter."""
+    words = [*OWN, "recipe.model.between=tiny", f"precision={precision}"]
+    made = found(*words, "numerics.try_scales=true")
+    scale = made["loss_scale"]
+    assert scale["best_tried"] / 4 <= scale["recommended"] <= scale["best_tried"] * 4
+    verdicts = {v["label"]: v for v in scale["verdicts"]}
+    assert verdicts["none"]["word"] == "too low"
+    assert verdicts["none"]["becoming_zero"] > 0.3
+    assert verdicts["recommended"]["becoming_zero"] < verdicts["none"]["becoming_zero"]
+    first = rows_of(made)["weight_gradients", "first.weight"]
+    assert first["sqnr_db"]["fp16"] < 3
+    assert first["sqnr_db"]["bf16"] > 50
+    assert first["loss_scaled"]["fp16_db"] > first["sqnr_db"]["fp16"]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("between", "word"),
+    [
+        ("plain", "either"),
+        ("large", "needs range: bf16"),  # 1e8 is no float16, and no loss scale helps
+        ("cancelling", "needs precision: fp16"),  # of 1000 + x bfloat16 keeps no x: steps of 4
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+def test_range_or_precision(between: str, word: str, precision: str) -> None:
+    words = [f"recipe.model.between={between}", f"precision={precision}", "numerics.steps=3"]
+    verdict = found(*OWN, *words)["verdict"]
+    assert verdict["word"] == word
+    # A bias before BatchNorm changes nothing: its gradient is noise.
+    assert verdict["undetermined"] == ["first.bias"]
+    db = {k: float(v) for k, v in verdict["gradients_db"].items()}
+    assert (db["fp16"] >= 20, db["bf16"] >= 20) == (
+        word in ("either", "needs precision: fp16"),
+        word in ("either", "needs range: bf16"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "word"), [("1e-6", "too low"), ("1024", "fine"), ("1e9", "too high")]
+)
+def test_the_scale_in_use_is_judged(value: str, word: str) -> None:
+    words = ["precision=fp16_mixed", "loss_scale=static", f"loss_scale.value={value}"]
+    made = found(*MNIST, *words)
+    scale = made["loss_scale"]
+    verdicts = {v["label"]: v["word"] for v in scale["verdicts"]}
+    assert verdicts["in use"] == word
+    assert (verdicts["recommended"], verdicts["published"]) == ("fine", "fine")
+    assert scale["in_use"] == scale["lowest_in_use"] == pytest.approx(float(value))
+    assert made["skipped"] == (made["steps"] if word == "too high" else [])
+    held = [row["held"] for row in made["rows"] if row["kind"] == "weight_gradients"]
+    assert (sum(h["infinite"] + h["nan"] for h in held) > 0) == (word == "too high")
+    assert (max(h["became_zero"] for h in held) > 0.1) == (word == "too low")
+
+
+def test_a_run_without_a_loss_scale_has_none_in_use() -> None:
+    scale = found(*MNIST, "precision=fp32")["loss_scale"]
+    assert (scale["kind"], scale["in_use"]) == ("none", None)
+    assert [v["label"] for v in scale["verdicts"]] == ["none", "published", "recommended"]
+
+
+def test_rows_are_those_of_the_model_in_its_order() -> None:
+    rows = rows_of(found(*MNIST, "precision=fp16_mixed"))
+    parameters = [f"{n}.{part}" for n in (0, 2, 4) for part in ("weight", "bias")]
+    modules = ["0", "1", "2", "3", "4"]
+    assert list(rows) == [
+        *(("weights", p) for p in parameters),
+        *(("activations", m) for m in ["(input)", *modules]),
+        *(("activation_gradients", m) for m in modules),
+        *(("weight_gradients", p) for p in parameters),
+        *(("updates", p) for p in parameters),
+    ]
+    relu = rows["activations", "1"]
+    assert relu["histogram"]["zero"] > 0.2 * 2 * 16 * 16  # structural
+    assert relu["fp16"]["becoming_zero"] == 0
+    assert relu["held"]["dtypes"] == ["float16"]
+    assert rows["weights", "0.weight"]["held"]["dtypes"] == ["float32"]
+    assert rows["updates", "0.weight"]["held"] is None
+
+
+def test_shares_follow_from_the_histogram() -> None:
+    made = found(*MNIST, "precision=fp16_mixed")
+    for row in made["rows"]:
+        exponents = {int(e): n for e, n in row["histogram"]["exponents"].items()}
+        powers = {int(e): n for e, n in row["histogram"]["powers"].items()}
+        total = sum(exponents.values())
+
+        def below(limit: int, counts: dict[int, int] = exponents) -> int:
+            return sum(n for e, n in counts.items() if e < limit)
+
+        for name, normal, smallest in (("fp16", -14, -24), ("bf16", -126, -133)):
+            shares = row[name]
+            assert shares["below_normal"] == below(normal) / total
+            assert shares["below_smallest"] == below(smallest) / total
+            zero = below(smallest - 1) + powers.get(smallest - 1, 0)
+            assert shares["becoming_zero"] == zero / total
+        if "gradients" in row["kind"]:
+            assert row["loss_scaled"]["in_use"] == 2.0**16
+            assert row["loss_scaled"]["fp16"]["below_normal"] == below(-14 - 16) / total
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "rule"),
+    [
+        (["precision=bf16_true"], "bf16", "nearest"),
+        (["precision=fp16_true"], "fp16", "nearest"),
+        (["precision=bf16_true", "precision.rounding=kahan"], "bf16", "kahan"),
+        (["precision=bf16_sr"], "bf16", "stochastic"),
+    ],
+    ids=str,
+)
+def test_what_a_run_really_loses_is_what_its_rule_is_said_to_lose(
+    words: list[str], dtype: str, rule: str
+) -> None:
+    lost = found(*MNIST, *words)["lost_updates"]["all"]
+    # Stochastic: four standard deviations of 20,000 coins are 0.014.
+    allowed = 0.014 if rule == "stochastic" else 0
+    assert lost["really"] == pytest.approx(lost[dtype][rule], abs=allowed)
+    if dtype == "bf16" and rule != "kahan":
+        assert lost["really"] > 0.02
+
+
+def test_steps_of_several_micro_batches() -> None:
+    made = found(*MNIST, "precision=fp16_mixed", "train.accumulate=2")
+    rows = rows_of(made)
+    assert sum(rows["activations", "0"]["histogram"]["exponents"].values()) == 2 * 32 * 16
+    whole = rows["weight_gradients", "2.weight"]["histogram"]
+    seen = sum(whole["exponents"].values()) + whole["zero"]
+    assert seen == 2 * 2 * 256  # two steps of two backward passes
+    assert sum(rows["updates", "2.weight"]["histogram"]["exponents"].values()) <= 2 * 256
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=tf32"],
+        ["precision=bf16_mixed", "op_lists=hmp"],
+        ["precision=half_sr_full", "train.optimizer.name=adamw"],
+        ["precision=half_sr", "precision.output_dtype=float16"],
+        ["precision=fp16_mixed", "precision.layers={0: fp32}", "train.clip_norm=0.1"],
+        ["precision=fp32", "precision.layers={2: fp16}"],
+        ["precision=fp16_true", "precision.accum_dtype=float32", "loss_scale=none"],
+    ],
+    ids=str,
+)
+def test_every_kind_of_mode_runs(words: list[str]) -> None:
+    made = found(*MNIST, *words)
+    assert made["steps"] == [2, 4]
+    assert made["verdict"]["word"] == "either"
+    assert made["loss_scale"]["recommended"] > 1
+
+
+def test_a_loss_in_float16_bounds_the_scale() -> None:
+    """The gradient of the loss by itself is 1, and S in float16: 65,504 at most."""
+    made = found(*MNIST, "precision=half_sr", "precision.output_dtype=float16")
+    assert made["loss_scale"]["recommended"] == 2.0**14
+    assert made["loss_scale"]["where"].endswith("in the loss")
+
+
+# ---- which steps ---------------------------------------------------------------------------------
+
+
+def looked_at(*words: str) -> list[int]:
+    settings, rest = take(words, "numerics")
+    chosen = plan(compose([*LINEAR, *rest]).config, ())
+    return steps_to_look_at(chosen, settings.numerics)
+
+
+def test_steps_are_spread_behind_the_warm_up() -> None:
+    assert looked_at("numerics.steps=5") == [4, 53, 102, 151, 200]
+    assert looked_at("numerics.steps=5", "train.max_steps=8") == [4, 5, 6, 7, 8]
+    assert looked_at("numerics.steps=20", "train.max_steps=6") == [4, 5, 6]
+    assert looked_at("numerics.steps=1", "numerics.span=50") == [50]
+    assert looked_at("numerics.steps=2", "numerics.warmup=0", "numerics.span=9") == [1, 9]
+    assert len(set(looked_at("numerics.span=25"))) == 20
+
+
+def test_a_run_that_is_all_warm_up_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["numerics", *LINEAR, "train.max_steps=3"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mprun: numerics.warmup=3 leaves none of 3 steps to look at")
+    assert list(Path().iterdir()) == []
+
+
+# ---- the run is the same -------------------------------------------------------------------------
+
+
+def weights_of(parts: Parts) -> dict[str, Tensor]:
+    """Weights, buffers, optimizer state and the random state."""
+    state = parts.optimizer.state_dict()["state"]
+    moments = {f"{n}.{k}": v for n, entry in state.items() for k, v in entry.items()}
+    tensors = {k: v for k, v in moments.items() if isinstance(v, Tensor)}
+    return {**parts.model.state_dict(), **tensors, "random": torch.get_rng_state()}
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*OWN, "precision=fp32"],
+        [*OWN, "precision=fp16_mixed"],
+        [*OWN, "precision=half_sr"],
+        [*MNIST, "precision=half_sr_full"],
+        [*MNIST, "precision=bf16_mixed", "op_lists=hmp"],
+        [*FASHION, "precision=fp16_mixed"],
+    ],
+    ids=str,
+)
+def test_weights_are_bit_equal_with_and_without(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path("conf") if words[0].startswith("--") else None
+    chosen = plan(compose([w for w in words if not w.startswith("--")], folder).config, ())
+    made: list[Parts] = []
+
+    def kept(*args: Any) -> Parts:
+        made.append(build_parts(*args))
+        return made[-1]
+
+    monkeypatch.setattr(built, "build_parts", kept)
+    settings = NumericsSettings(steps=3, warmup=1, span=6, try_scales=True)
+    with backend_flags(chosen.policy):
+        assert look(chosen, settings, lambda: False).steps == (2, 4, 6)
+        watched = weights_of(made[0])
+        none = chosen.splits.train.first(0)
+        parts = build_parts(replace(chosen, splits=replace(chosen.splits, validation=none)))
+        Trainer(parts, Limits(None, 6, None), NoObserver(), lambda: False).fit()
+    alone = weights_of(parts)
+    assert watched.keys() == alone.keys()
+    for name, x in alone.items():
+        assert torch.equal(watched[name], x), name
+
+
+# ---- what it prints and leaves -------------------------------------------------------------------
+
+
+def test_the_terminal_shows_verdicts_and_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    made = found(*MNIST, "precision=fp16_mixed", "numerics.try_scales=true", "numerics.top=3")
+    out, err = capsys.readouterr()
+    assert err == ""
+    for text in (
+        "data: generated glyphs (generated)",
+        f"range or precision: either ({made['verdict']['reason']})",
+        f"loss scale in float16: {made['loss_scale']['need']}",
+        f"the largest loss scale that fits: {made['loss_scale']['reason']}",
+        "powers of two tried",
+        "loss scales, in float16",
+        "published",
+        "3 of 23 rows, the worst first",
+        "share of updates that would be lost",
+        "all weights",
+        "looked at 2 of 4 steps, 0 of them skipped; written: run/numerics.json",
+    ):
+        assert text in out, text
+
+
+def test_pictures_and_file_are_left(capsys: pytest.CaptureFixture[str]) -> None:
+    found(*LINEAR, plots=True)
+    assert sorted(p.name for p in Path("run").iterdir()) == [
+        "numerics.json",
+        "numerics.png",
+        "numerics.svg",
+    ]
+    assert "written: run/numerics.json, numerics.png, numerics.svg" in capsys.readouterr().out
+
+
+def test_without_a_folder_s_name_one_with_the_date_is_made() -> None:
+    assert main(["numerics", *LINEAR, *FEW, "numerics.plots=false"]) == 0
+    (folder,) = Path("outputs").glob("*/*")
+    assert [path.name for path in folder.iterdir()] == ["numerics.json"]
+
+
+def test_json_has_no_number_that_is_none() -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    found(*MNIST, "precision=fp16_mixed", "numerics.try_scales=true")  # -inf dB at the largest
+    json.loads(Path("run/numerics.json").read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_the_file_says_what_was_looked_at_and_where() -> None:
+    made = found(*MNIST, "precision=bf16_mixed", "seed=3")
+    assert made["schema_version"] == 1
+    assert (made["recipe"], made["precision"], made["seed"]) == ("mnist", "bf16_mixed", 3)
+    assert (made["execution"], made["data"]["source"]) == ("native", "generated")
+    assert (made["steps"], made["skipped"], made["ended"]) == ([2, 4], [], None)
+
+
+# ---- runs that end early -------------------------------------------------------------------------
+
+DIVERGES = ["precision=fp32", "train.lr=1e15", "recipe=linear", "device=cpu"]
+
+
+def test_what_was_seen_of_a_run_that_fails_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIVERGES, "numerics.warmup=0", "numerics.steps=50", "numerics.span=50"]
+    assert main(["numerics", *words, "numerics.plots=false", "run.dir=run"]) == 1
+    out, err = capsys.readouterr()
+    assert "recommended loss scale" in out
+    assert err.startswith("the run ended early, what was seen is above: the loss became ")
+    made = read()
+    assert made["ended"].startswith("the loss became ")
+    assert 0 < len(made["steps"]) < 50
+
+
+def test_a_run_that_fails_before_has_nothing_to_show(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DIVERGES, "numerics.warmup=100", "numerics.span=101", "run.dir=run"]
+    assert main(["numerics", *words]) == 1
+    assert capsys.readouterr().err.startswith("mprun: the loss became ")
+
+
+def looking(stop: Callable[[], bool], **settings: Any) -> Any:
+    chosen = plan(compose(LINEAR).config, ())
+    return look(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
+
+
+def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
+    asked = iter([False, False, True])
+    looked = looking(lambda: next(asked), steps=9)
+    assert (looked.steps, looked.ended) == ((1, 2, 3), "stopped at step 3")
+    assert looked.findings.as_dict()["rows"]
+    with pytest.raises(StopRequestedError):
+        looking(lambda: True, steps=1)
+
+
+def test_the_page_lists_every_setting() -> None:
+    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
+    for field in fields(["numerics"]).values():
+        assert f"| `{field.key}` | `{field.default_text}` | {field.doc} |" in page
+
+
+def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: data.root has no effect: recipe=linear does not use it",
+        "warning: debug.fp_exceptions has no effect: mprun numerics looks for no exceptions",
+    ]
+
+
+def test_each_look_is_told() -> None:
+    told: list[str] = []
+    chosen = plan(compose(LINEAR).config, ())
+    look(chosen, NumericsSettings(steps=2, span=9), lambda: False, told.append)
+    assert told == ["looked at step 4 of 9, 1 of 2", "looked at step 9 of 9, 2 of 2"]
+
+
+def test_time_that_runs_out_before_the_first_look_is_said() -> None:
+    chosen = plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
+    with pytest.raises(RunFailedError, match=r"train.max_time_s=1e-09 ended the run before step 4"):
+        look(chosen, NumericsSettings(), lambda: False)
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["numerics.stepz=3"], ["no field 'numerics.stepz'", "'numerics.steps'?"]),
+        (["numerics.steps=0"], ["numerics.steps=0: legal is 1 or more"]),
+        (["numerics.steps=many"], ["numerics.steps is a whole number"]),
+        (["numerics.headroom=0.5"], ["numerics.headroom=0.5: legal is 1 or more"]),
+        (["numerics.try_scales=maybe"], ["numerics.try_scales is true or false"]),
+        (["numerics=3"], ["no field 'numerics'"]),
+        (["precision=fp17_mixed"], ["did you mean 'fp16_mixed'?"]),
+        (["-m"], ["mprun numerics looks at one run"]),
+        (["--show-config"], ["mprun numerics looks at one run"]),
+        (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_nothing_made(
+    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["numerics", *MNIST, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+    assert list(Path().iterdir()) == []
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").write_text("mine", encoding="utf-8")
+    assert main(["numerics", *LINEAR, *FEW, "run.dir=run"]) == 2
+    assert "mprun: run.dir=run holds notes.txt already" in capsys.readouterr().err
+    assert [p.name for p in Path("run").iterdir()] == ["notes.txt"]
+
+
+def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
+    capsys.readouterr()
+    assert main(["numerics", "run.resume=run"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("mprun: ")) == ("", True)
+    assert "run.resume" in err
+    assert [path.name for path in Path().iterdir()] == ["run"]
+
+
+def test_weights_of_a_run_can_be_looked_at() -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
+    assert found(*LINEAR, "train.init_from=before")["steps"] == [2, 4]

@@ -1,0 +1,403 @@
+"""`mprun search-ops`: what it finds, prints, leaves and refuses, by real runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mprun.assemble import plan
+from mprun.cli.main import main
+from mprun.config import compose
+from mprun.precision import op_lists
+from mprun.records.run_record import number, read_summary
+
+RECIPE = """\
+# @package _global_
+# Two layers with something between them
+recipe:
+  name: planted
+  target: planted.Classes
+  model:
+    plant: "{plant}"
+train:
+  max_steps: 20
+  batch_size: 16
+  eval_batch_size: 16
+  lr: 0.05
+  optimizer:
+    name: sgd
+"""
+CODE = """
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Classification
+
+
+class Model(nn.Module):
+    def __init__(self, plant):
+        super().__init__()
+        self.first, self.middle = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.last = nn.Linear(16, 3)
+        self.plant = plant
+
+    def forward(self, x):
+        h = self.first(x)
+        if "exp" in self.plant:
+            h = h + torch.exp(torch.tanh(h) + 12).mean(-1, keepdim=True) / 2e5
+        h = self.middle(h)
+        if "reciprocal" in self.plant:
+            h = h + 1e-3 * torch.reciprocal(torch.sigmoid(h) * 1e-3 + 1e-3)
+        return self.last(torch.relu(h))
+
+
+@dataclass(frozen=True)
+class Classes(Classification):
+    plant: str
+
+    def model(self):
+        return Model(self.plant)
+
+    def data(self, request):
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(160, 8, generator=draw)
+        samples = TensorSet(x, x[:, :3].argmax(1))
+        kept = 160 - round(160 * request.validation_fraction)
+        train, validation = samples.split(kept)
+        broken = TensorSet(x * float("nan"), samples.targets)  # of no use to who looks at it
+        return Splits("three of eight", "generated", train, validation, broken)
+
+    def loss(self, output, target):
+        return nn.functional.cross_entropy(output, target)
+"""
+QUICK = ["search_ops.timed_steps=0", "search_ops.batches=2", "search_ops.warmup_steps=3"]
+SMALL = ["search_ops.steps=5", "seeds=2"]
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"),
+    *("recipe.model.samples=16", "train.batch_size=16", "device=cpu"),
+]
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's recipe in the current folder, and a terminal of 200 columns."""
+    Path("conf/recipe").mkdir(parents=True)
+    Path("conf/recipe/planted.yaml").write_text(RECIPE.format(plant="none"), encoding="utf-8")
+    Path("planted.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "planted", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def words(plant: str, *more: str, precision: str = "fp16_mixed") -> list[str]:
+    of_the_run = ["recipe=planted", f"precision={precision}", f"recipe.model.plant={plant}"]
+    return ["--config-dir", "conf", *of_the_run, "device=cpu", *more]
+
+
+def searched(plant: str, *more: str, precision: str = "fp16_mixed") -> dict[str, Any]:
+    """`search_ops.json` of a search into the folder `found`."""
+    status = main(
+        ["search-ops", *words(plant, *QUICK, *more, precision=precision), "run.dir=found"]
+    )
+    assert status == 0
+    return read()
+
+
+def read() -> dict[str, Any]:
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    text = Path("found/search_ops.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    return found
+
+
+# ---- what it finds -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plant", "expected"),
+    [
+        ("none", []),
+        ("exp", ["exp"]),
+        ("reciprocal", ["reciprocal"]),
+        ("exp_reciprocal", ["exp", "reciprocal"]),
+    ],
+)
+def test_the_planted_ops_are_on_the_list(plant: str, expected: list[str]) -> None:
+    found = searched(plant, "search_ops.steps=0")
+    assert sorted(found["search"]["ops"]["fp32"]) == expected
+    assert found["search"]["ops"]["is_within"] is True
+    lists = yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))
+    assert sorted(lists["fp32"]) == expected
+    assert found["proof"] is None
+    row = found["everything_lower"]["measure"]
+    assert math.isfinite(number(row["worst_db"])) == (not expected)
+
+
+def test_the_files_read_back_give_the_lists_that_were_measured() -> None:
+    found = searched("exp", "search_ops.steps=0")
+    files = [f"op_lists.{kind}_file=found/ops.yaml" for kind in ("lower", "fp32")]
+    composed = compose(
+        words("exp", "op_lists=hmp", *files, "op_lists.strict=true")[2:], Path("conf")
+    )
+    read_back = plan(composed.config, ()).op_lists
+    assert read_back is not None
+    promote = compose(["recipe=mnist", "op_lists=hmp"]).config.op_lists.promote
+    lower = [name for name in found["lower"] if name != "exp"]
+    assert read_back.rules == op_lists(lower, ["exp"], promote).rules
+    assert (read_back.first_input, read_back.unknown) == (True, ())
+
+
+def test_the_same_search_leaves_the_same_file() -> None:
+    text = []
+    for _ in range(2):
+        searched("exp", "search_ops.steps=0")
+        text.append(Path("found/ops.yaml").read_text(encoding="utf-8"))
+        for path in Path("found").iterdir():
+            path.unlink()
+    assert text[0] == text[1]
+
+
+def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    searched("exp", *SMALL)
+    out = capsys.readouterr().out
+    (line,) = (x for x in out.splitlines() if x.startswith("use it: "))
+    program, *command = shlex.split(line.removeprefix("use it: "))
+    assert program == "mprun"
+    command = [w for w in command if not w.startswith("search_ops.")]
+    assert main([*command, "run.dir=run"]) == 0
+    loss = read_summary(Path("run"))["train"]["loss"]
+    assert loss is not None
+    assert math.isfinite(number(loss))
+
+
+def test_the_proof_is_in_pairs_of_trainings() -> None:
+    proof = searched("exp", *SMALL)["proof"]
+    assert (proof["steps"], proof["split"], proof["metric"]) == (5, "validation", "accuracy")
+    assert len(proof["values"]) == len(proof["float32_values"]) == 2
+    # The mean of the accuracies on 16 samples after steps 3, 4 and 5: float16's are within one.
+    counts = [48 * value for value in proof["values"]]
+    assert counts == pytest.approx([round(count) for count in counts])
+    assert proof["values"] == pytest.approx(proof["float32_values"], abs=1 / 16)
+    assert proof["verdict"] in ("equivalent", "inconclusive")
+    assert proof["failures"] == [None, None]
+    assert proof["margin"] == 0.005
+    assert len(proof["interval"]) == 2
+
+
+def test_the_proof_of_a_list_that_is_not_enough_fails() -> None:
+    """Gradients are not looked at, and every step is skipped or not finite: the loss shows it."""
+    options = ["search_ops.gradient_db=null", "search_ops.steps=20", "loss_scale=none"]
+    found = searched("reciprocal", *options, "seeds=2")
+    assert found["search"]["ops"]["fp32"] == []
+    assert found["proof"]["verdict"] == "worse"
+    assert "nan" in found["proof"]["failures"][0]
+
+
+def test_modules_are_the_answer_where_they_leave_less_in_float32() -> None:
+    Path("planted.py").write_text(
+        CODE.replace(
+            "        h = self.first(x)\n",
+            "        h = self.large(self.first(x)) * 1e-5\n",
+        ).replace(
+            "        self.plant = plant\n",
+            "        self.plant = plant\n"
+            "        self.large = nn.Linear(16, 16, bias=False)\n"
+            "        with torch.no_grad():\n"
+            "            self.large.weight.mul_(1e6)\n",
+        ),
+        encoding="utf-8",
+    )
+    found = searched("none", "search_ops.steps=2", "seeds=1", "train.lr=1e-9")
+    assert found["search"]["ops"]["fp32"] == ["linear"]
+    assert found["search"]["modules"]["fp32"] == ["large"]
+    assert found["answer"] == "modules"
+    layers = yaml.safe_load(Path("found/layers.yaml").read_text(encoding="utf-8"))
+    assert layers == {"large": "fp32"}
+    lists = yaml.safe_load(Path("found/ops_all_lower.yaml").read_text(encoding="utf-8"))
+    assert lists["fp32"] == []
+    assert "linear" in lists["lower"]
+    assert math.isfinite(number(found["proof"]["values"][0]))
+
+
+def test_the_mode_is_bf16_mixed_unless_one_is_named() -> None:
+    overrides = [
+        "--config-dir",
+        "conf",
+        "recipe=planted",
+        "device=cpu",
+        *QUICK,
+        "search_ops.steps=0",
+    ]
+    assert main(["search-ops", *overrides, "run.dir=found"]) == 0
+    assert (read()["precision"], read()["dtype"]) == ("bf16_mixed", "bfloat16")
+    assert main(["search-ops", *overrides, "op_lists=hmp", "run.dir=hmp"]) == 0
+    assert json.loads(Path("hmp/search_ops.json").read_text())["given"]["name"] == "hmp"
+
+
+def test_what_the_configuration_has_is_measured_beside() -> None:
+    """autocast's lists for the CPU leave exp alone: it follows its input into float16."""
+    given = searched("exp", "search_ops.steps=0")["given"]
+    assert given["name"] == "autocast"
+    assert not math.isfinite(number(given["measure"]["loss_difference"]))
+
+
+@pytest.mark.parametrize("options", [["execution=emulated"], ["loss_scale=static"]], ids=str)
+def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are(
+    options: list[str],
+) -> None:
+    found = searched("exp", *options, "search_ops.timed_steps=1", "search_ops.steps=0")
+    assert found["search"]["ops"]["fp32"] == ["exp"]
+    timed = found["search"]["ops"]["time_ratio"] is not None
+    assert timed == (found["execution"] == "native")
+    scale = found["search"]["ops"]["measure"]["loss_scale"]
+    assert (scale == 1024) == (options == ["loss_scale=static"])
+
+
+# ---- which samples -------------------------------------------------------------------------------
+
+
+def test_a_recipe_that_holds_nothing_out_is_made_to_and_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = searched("none", "search_ops.steps=0")
+    said = "note: recipe=planted holds no validation data out; data.validation_fraction=0.1 is set"
+    assert said in capsys.readouterr().out
+    assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 8}
+    assert found["data"]["validation_samples"] == 16
+
+
+def test_validation_data_of_one_s_own_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    found = searched("none", "search_ops.steps=0", "data.validation_fraction=0.5")
+    assert "note:" not in capsys.readouterr().out
+    assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 16}
+
+
+def test_where_there_is_no_validation_data_that_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*LINEAR, "precision=bf16_mixed", *QUICK, "search_ops.steps=3", "seeds=1"]
+    assert main(["search-ops", *words, "run.dir=found"]) == 0
+    out = capsys.readouterr().out
+    assert "note: recipe=linear has no validation data: measured on training data" in out
+    assert read()["measured_on"]["split"] == read()["proof"]["split"] == "train"
+
+
+# ---- what it shows -------------------------------------------------------------------------------
+
+
+def test_the_terminal_shows_rows_outcome_proof_and_files(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = searched("exp", *SMALL, "search_ops.timed_steps=1")
+    out = capsys.readouterr().out
+    for text in (
+        *("ops, one at a time", "modules, one at a time", "outcome", "harmful", "not finite"),
+        *("as in autocast", "ops: exp <-", "everything"),
+        "proof: 2 pairs of trainings of 5 steps, validation accuracy less float32's:",
+        f"{found['proof']['verdict']}",
+        "step time in these trainings:",
+        "written: found/search_ops.json, ops.yaml",
+    ):
+        assert text in out, text
+    assert all(row["time_ratio"] is None or row["time_ratio"] > 0 for row in found["ops"])
+    assert found["search"]["ops"]["time_ratio"] > 0
+
+
+def test_the_file_gives_its_reasons() -> None:
+    searched("exp", "search_ops.steps=0", "search_ops.always=[F.relu]")
+    lines = Path("found/ops.yaml").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "# Found by mprun search-ops: recipe planted, precision fp16_mixed."
+    assert "on 2 batches of 8 samples (validation)" in lines[1]
+    assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 20 dB."
+    assert lines[3].startswith("# Weights of float16's precision alone: loss ")
+    assert lines[4] == "# Everything in float16: the loss is not finite."
+    assert lines[5].startswith("# As listed here: loss ")
+    assert "  - exp  # harmful alone in fp16: the loss is not finite" in lines
+    assert "  - relu  # search_ops.always" in lines
+    (linear,) = (line for line in lines if line.startswith("  - linear"))
+    assert linear.startswith("  - linear  # alone in fp16: loss ")
+
+
+def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
+    found = searched("none", "search_ops.steps=0", "search_ops.gradient_db=900")
+    assert found["settings"]["gradient_db"] == 900
+    assert found["tolerance"]["gradient_db"] == found["unavoidable"]["measure"]["worst_db"] - 10
+    assert found["search"]["ops"]["fp32"] == []
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "fragments"),
+    [
+        (
+            ["precision=fp32"],
+            ["precision=fp32 casts no op", "precision=bf16_mixed, precision=fp16"],
+        ),
+        (["precision=half_sr"], ["precision=half_sr casts no op"]),
+        (["precision.layers={first: fp32}"], ["leave out precision.layers"]),
+        (["run.resume=x"], ["run.resume"]),
+        (["-m"], ["mprun search-ops takes one configuration"]),
+        (["--show-config"], ["mprun search-ops takes one configuration"]),
+        (["search_ops.tolerance=0"], ["search_ops.tolerance=0", "legal is above 0"]),
+        (["search_ops.tolerence=1"], ["did you mean 'search_ops.tolerance'?"]),
+        (["search_ops.batches=none"], ["search_ops.batches is a whole number"]),
+        (["search_ops.batches=0"], ["legal is 1 or more"]),
+        (["seeds=0"], ["seeds=0", "legal is 1 or more"]),
+        (["compare.margin=1"], ["no field 'compare.margin'"]),
+        (["search_ops.always=[sofmax]"], ["no op is named 'sofmax'; did you mean 'softmax'?"]),
+        (["recipe=plantd"], ["did you mean 'planted'?"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_one_line(
+    more: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = words("none", *QUICK, "search_ops.steps=0")
+    overrides = [w for w in overrides if not more[0].startswith(w.partition("=")[0] + "=")]
+    assert main(["search-ops", *overrides, *more, "run.dir=found"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+    assert not Path("found/search_ops.json").exists()
+
+
+def test_a_model_that_is_not_finite_in_float32_cannot_be_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = CODE.replace("cross_entropy(output, target)", "cross_entropy(output / 0, target)")
+    Path("planted.py").write_text(code, encoding="utf-8")
+    more = [*QUICK, "search_ops.warmup_steps=0", "search_ops.steps=0", "run.dir=found"]
+    assert main(["search-ops", *words("none", *more)]) == 2
+    err = capsys.readouterr().err
+    assert "the model cannot be measured: in float32 the loss of batch 0 is nan" in err
+
+
+@pytest.mark.parametrize("word", ["search_ops", "search-op", "searchops", "serch-ops"])
+def test_a_mistyped_command_is_put_right(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word, "recipe=mnist"]) == 2
+    assert "did you mean 'search-ops'?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_finds_the_same() -> None:
+    overrides = [w for w in words("exp_reciprocal", *QUICK, *SMALL) if w != "device=cpu"]
+    assert main(["search-ops", *overrides, "device=cuda", "run.dir=found"]) == 0
+    assert sorted(read()["search"]["ops"]["fp32"]) == ["exp", "reciprocal"]

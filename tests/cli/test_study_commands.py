@@ -1,0 +1,271 @@
+"""`mprun sweep`, `mprun advise` and `mprun double` from the command line, with real runs."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from mprun.cli.main import main
+from mprun.compare.rows import Advice
+from mprun.config import compose
+from mprun.records.run_record import read_summary
+
+LINEAR = ["recipe=linear", "train.max_steps=5"]
+MNIST = [
+    "recipe=mnist",
+    "data.source=generated",
+    "data.train_limit=640",
+    "data.eval_limit=64",
+    "train.batch_size=64",
+    "train.eval_batch_size=64",
+    "train.epochs=1",
+    "seeds=2",
+]
+
+
+def runs(folder: str) -> list[str]:
+    return sorted(p.name for p in Path(folder).iterdir() if (p / "summary.json").exists())
+
+
+def test_a_sweep_ends_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+    assert main(words) == 0
+    assert runs("s") == ["bf16_mixed-seed0", "bf16_mixed-seed1", "fp32-seed0", "fp32-seed1"]
+    assert (Path("s") / "report.html").exists()
+    found = json.loads(Path("s/comparison.json").read_text(encoding="utf-8"))
+    assert [v["label"] for v in found["variants"]] == ["fp32", "bf16_mixed"]
+    output = capsys.readouterr().out
+    assert "sweep: 4 runs in s" in output
+    assert "4 of 4 runs" in output
+
+
+def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32", "train.lr=1e-3,1e30", "seeds=2", "run.dir=s"]
+    assert main([*words, "compare.fail_if=worse"]) == 3
+    output = capsys.readouterr()
+    assert "train.lr=1e+30 seed 0 failed: the loss became" in output.out
+    assert "2 of 2 runs failed" in output.out + output.err
+
+
+def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "train.lr=1e30", "seeds=1"]
+    assert main(words) == 1
+    assert "no run was completed" in capsys.readouterr().out
+
+
+def test_a_stopped_sweep_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mprun.experiments.study_progress import QuietStudy
+
+    shown = QuietStudy.end
+
+    def stopping(self: QuietStudy, *arguments: object) -> None:
+        shown(self, *arguments)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(QuietStudy, "end", stopping)
+        words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+        assert main(words) == 130
+    assert runs("s") == ["fp32-seed0"]
+    assert "go on with: mprun sweep run.resume=s" in capsys.readouterr().out
+    before = read_summary(Path("s/fp32-seed0"))
+    assert main(["sweep", "run.resume=s"]) == 0
+    assert len(runs("s")) == 4
+    assert read_summary(Path("s/fp32-seed0")) == before
+    assert (Path("s") / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["sweep", "-m", *LINEAR], "takes lists of values by itself"),
+        (["sweep", "run.resume=nowhere"], "is it a sweep?"),
+        (["sweep", "run.resume=nowhere", "train.lr=1"], "'train.lr=1': what goes on keeps"),
+        (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
+        (["sweep", "run.resume=x", "seeds=7"], "'seeds=7': what goes on keeps its plan"),
+        (["sweep", "run.resume=x", "--config-dir", "y"], "what goes on keeps its plan"),
+        (["advise", "compare.split=test"], "mprun advise decides this itself"),
+        (["double", "compare.baseline=fp32"], "mprun double decides this itself"),
+        (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
+        (["sweep", "precison=fp32"], "did you mean 'precision'?"),
+        (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
+        (["advise", "advise.objective=speed"], "advise.objective is one of time, memory"),
+        (["double", *LINEAR], "compares after equal epochs"),
+        (["double", "recipe=mnist", "batch=double"], "train.batch_size is its base"),
+        (["double", *MNIST, "train.max_steps=3"], "train.max_steps=3: mprun double compares"),
+        (["double", *MNIST, "train.batch_size=400"], "legal: train.batch_size up to"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+    assert not Path("outputs").exists()
+
+
+def test_advise_recommends_and_writes_what_mprun_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["advise", *MNIST, "precision=fp32,bf16_mixed,tf32", "run.dir=a"]
+    assert main([*words, "execution=auto"]) == 0
+    output = capsys.readouterr().out
+    if not torch.cuda.is_available():
+        assert "not tried: tf32: emulated here" in output
+    assert "\ntake " in output
+    taken = output.partition("\ntake ")[2].partition(":")[0]
+    assert taken in ("fp32", "bf16_mixed")
+    loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
+    assert f"\nnot {loser}: " in output
+    advised = compose(["preset=advised"], Path("a")).config
+    assert advised.precision.name == taken
+    assert (advised.recipe.name, advised.train.batch_size) == ("mnist", 64)
+    assert advised.data.test
+    assert main(["--config-dir", "a", "preset=advised", "train.max_steps=2"]) == 0
+    for name in runs("a"):
+        summary = read_summary(Path("a") / name)
+        assert summary["test"] == {"loss": None, "accuracy": None}, "a test set must not choose"
+        assert summary["data"]["test_samples"] == 0
+        assert summary["history"][-1]["validation"]["accuracy"] is not None
+
+
+def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", *LINEAR, "precision=fp32,bf16_true,tf32", "train.lr=1e-3,1e30", "seeds=2"]
+    assert main([*words, "execution=auto", "run.dir=a"]) == 0
+    output = capsys.readouterr().out
+    shown = output.partition("\ntake ")[2].partition("\nwritten: ")[0]
+    lines = f"take {shown}".splitlines()
+    kept = json.loads(Path("a/comparison.json").read_text(encoding="utf-8"))["advice"]
+    kept["notes"] = tuple(kept["notes"])
+    advice = Advice(**kept)
+    assert advice.lines == lines
+    planned = json.loads(Path("a/sweep.json").read_text(encoding="utf-8"))["variants"]
+    failed = [name for name in planned if name.endswith("1e+30")]
+    assert len(failed) == len(planned) / 2
+    assert all("seed 0 failed: the loss became" in advice.rejected[name] for name in failed)
+    assert len(advice.rejected) == len(planned) - 1
+    assert len(planned) + len(advice.not_tried) == 6
+    if not torch.cuda.is_available():
+        assert len([name for name in advice.not_tried if name.startswith("tf32+")]) == 2
+    page = html.unescape(Path("a/report.html").read_text(encoding="utf-8")).replace("\xa0", " ")
+    assert re.findall('<p class="headline">(.*)</p>', page) == [lines[0]]
+    (listed,) = re.findall('<ul class="advice">(.*?)</ul>', page, re.DOTALL)
+    assert re.findall("<li>(.*)</li>", listed) == lines[1:]
+    markdown = Path("a/comparison.md").read_text(encoding="utf-8")
+    assert markdown.count("\n- not ") >= len(advice.rejected)
+    # A study that goes on knows what was left out of it.
+    assert main(["advise", "run.resume=a"]) == 0
+    again = capsys.readouterr().out.partition("\ntake ")[2].partition("\nwritten: ")[0]
+    assert f"take {again}".splitlines() == lines
+
+
+def test_double_compares_every_rule_after_equal_epochs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["double", *MNIST, "precision=bf16_mixed", "run.dir=d"]) == 0
+    names = ["base", "double-linear", "double-none", "double-sqrt"]
+    assert runs("d") == [f"{name}-seed{seed}" for name in names for seed in (0, 1)]
+    for name in runs("d"):
+        summary = read_summary(Path("d") / name)
+        doubled = name.startswith("double")
+        assert summary["batch_size"] == (128 if doubled else 64)
+        assert summary["epochs"] == 1
+        assert summary["test"]["accuracy"] is None
+    answer = capsys.readouterr().out.splitlines()[-1]
+    assert answer.startswith(("double it: ", "don't: ", "inconclusive: "))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_the_largest_batch_is_looked_for_on_cuda_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["double", *LINEAR, "double.until_oom=true"]) == 2
+    assert "needs device=cuda" in capsys.readouterr().err
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mprun.data import DataRequest, Splits, TensorSet
+from mprun.recipe import Classification
+
+
+@dataclass(frozen=True)
+class Own(Classification):
+    ignores: ClassVar[frozenset[str]] = frozenset({"data.validation_fraction", "data.source"})
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def data(self, request: DataRequest) -> Splits:
+        inputs = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
+        made = TensorSet(inputs, inputs[:, :3].argmax(1))
+        return Splits("own", "generated", made, made.first(32), made.first(32))
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+"""
+OWN_YAML = """
+# @package _global_
+recipe: {name: own, target: own_of_studies.Own, model: {}}
+train: {epochs: 3, batch_size: 16, eval_batch_size: 32, lr: 0.1, optimizer: {name: sgd}}
+"""
+
+
+def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("my confs/recipe").mkdir(parents=True)
+    Path("my confs/recipe/own.yaml").write_text(OWN_YAML, encoding="utf-8")
+    Path("own_of_studies.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    words = ["--config-dir", "my confs", "recipe=own", "seeds=2", "precision=fp32,bf16_mixed"]
+    assert main(["advise", *words, "run.dir='o 1'"]) == 0
+    output = capsys.readouterr().out
+    assert "differences of validation accuracy" in output
+    assert "use it: mprun --config-dir 'o 1' preset=advised" in output
+    assert main(["--config-dir", "o 1", "preset=advised", "run.dir=taken"]) == 0
+    assert read_summary(Path("taken"))["recipe"] == "own"
+
+
+def test_a_study_is_gone_on_with_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=1", r"run.dir='it\'s'"]
+    assert main(words) == 0
+    assert runs("it's") == ["bf16_mixed-seed0", "fp32-seed0"]
+    assert main(["advise", r"run.resume='it\'s'"]) == 2
+    assert "a study of mprun sweep; go on with: mprun sweep" in capsys.readouterr().err
+
+
+def test_a_study_is_run_by_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *LINEAR, "precision=fp32", "seeds=1", "run.dir=s"]) == 0
+    with FileLock("s/.lock"):
+        assert main(["sweep", "run.resume=s"]) == 2
+    assert "another mprun is running this study" in capsys.readouterr().err
+
+
+def test_conditions_are_checked_after_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["advise", *MNIST, "precision=fp32,bf16_true", "compare.fail_if=not_equivalent"]
+    status = main([*words, "compare.margin=1e-9", "run.dir=a"])
+    assert status in (0, 3)  # 0: screened out by its time, or equal to the last sample
+    assert "\ntake " in capsys.readouterr().out
+    assert (Path("a") / "preset" / "advised.yaml").exists()
+
+
+def test_fresh_seeds_can_be_asked_for() -> None:
+    words = ["sweep", *LINEAR, "precision=fp32", "seeds=2", "first_seed=10", "run.dir=s"]
+    assert main(words) == 0
+    assert runs("s") == ["fp32-seed10", "fp32-seed11"]

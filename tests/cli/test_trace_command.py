@@ -1,0 +1,297 @@
+"""`mprun trace`: what it prints, leaves and refuses; and casts told while a run trains."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mprun.cli.main import main
+from mprun.numerics.observe import PHASES
+
+MNIST = [
+    *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
+    *("data.train_limit=64", "data.eval_limit=16", "train.batch_size=16"),
+]
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=16", "recipe.model.out_features=8"),
+    *("recipe.model.samples=8", "train.batch_size=8", "device=cpu"),
+]
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def made() -> list[str]:
+    """What lies in the current folder."""
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+def traced(*words: str) -> dict[str, Any]:
+    """`trace.json` of a trace into the folder `run`."""
+    assert main(["trace", *words, "run.dir=run"]) == 0
+    return read("trace.json")
+
+
+def read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path("run", name).read_text(encoding="utf-8"))
+    return found
+
+
+# ---- what it shows and leaves --------------------------------------------------------------------
+
+
+def test_the_terminal_shows_rules_casts_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    found = traced(*MNIST, "op_lists=hmp")
+    out, err = capsys.readouterr()
+    assert err == ""
+    for rule in ("listed lower", "as forward", "outside", "disabled"):
+        assert rule in out
+    assert "fp32>bf16 x3" in out  # inputs, weight and bias of the first layer
+    total = found["totals"]
+    for text in (
+        f"{found['step_time_ms']:.3f} ms",
+        f"{total['time_ms']:.3f} ms",
+        f"{total['casts']} in {total['cast_time_ms']:.3f} ms",
+        f"{total['cast_share']:.1%} of the step",
+        "redundant casts",
+        "run/trace.json, trace.chrome.json",
+    ):
+        assert text in out, text
+
+
+def test_the_terminal_names_autocast_s_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    traced(*MNIST, "precision=bf16_mixed")
+    out = capsys.readouterr().out
+    assert "autocast: lower" in out
+    assert "as it is" in out
+
+
+def test_two_files_are_left_and_no_record_of_a_run() -> None:
+    traced(*LINEAR, "op_lists=hmp")
+    assert made() == ["run", "run/trace.chrome.json", "run/trace.json"]
+
+
+def test_without_a_folder_s_name_one_with_the_date_is_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["trace", *LINEAR]) == 0
+    (folder,) = Path("outputs").glob("*/*")
+    assert sorted(path.name for path in folder.iterdir()) == ["trace.chrome.json", "trace.json"]
+    assert f"written: {folder}/trace.json" in capsys.readouterr().out
+
+
+def test_the_file_says_what_was_traced_and_where() -> None:
+    found = traced(*MNIST, "op_lists=hmp")
+    assert found["schema_version"] == 1
+    assert (found["recipe"], found["precision"]) == ("mnist", "bf16_mixed")
+    assert found["execution"] == "native"
+    assert found["hardware"]["device"] == "cpu"
+    assert "torch" in found["versions"]
+    assert found["step_time_ms"] > 0
+
+
+def test_the_rows_of_the_file_are_a_whole_step() -> None:
+    rows = traced(*MNIST, "op_lists=hmp")["rows"]
+    forward = [(row["module"], row["op"], row["rule"]) for row in rows if row["phase"] == "forward"]
+    assert forward == [
+        ("0", "linear", "listed lower"),
+        ("1", "relu", "listed lower"),
+        ("2", "linear", "listed lower"),
+        ("3", "relu", "listed lower"),
+        ("4", "linear", "listed lower"),
+    ]
+    assert {row["phase"] for row in rows} == set(PHASES)
+    modules = [row["module"] for row in rows if row["phase"] == "backward" and row["op"] == "mm"]
+    assert modules == ["4", "4", "2", "2", "0"]
+    assert {row["module"] for row in rows if row["phase"] in ("optimizer", "other")} == {""}
+
+
+@pytest.mark.parametrize("words", [["op_lists=hmp"], ["precision=fp32"]], ids=" ".join)
+def test_the_chrome_file_has_a_track_for_each_phase(words: list[str]) -> None:
+    rows = traced(*MNIST, *words)["rows"]
+    events = read("trace.chrome.json")["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert sorted(tracks.values()) == sorted(PHASES)
+    shown = [e for e in events if e["ph"] == "X"]
+    assert len(events) == len(shown) + len(PHASES)
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in shown)
+    assert min(e["ts"] for e in shown) == 0
+    assert {tracks[e["tid"]] for e in shown} == set(PHASES)
+    casts = [e for e in shown if e["cat"] == "cast"]
+    assert len(casts) == sum(len(row["casts"]) for row in rows)
+    ops = [(tracks[e["tid"]], e["name"]) for e in shown if e["cat"] == "op"]
+    assert ops == [(row["phase"], row["op"]) for row in rows if row["kernels"]]
+
+
+def test_json_has_no_number_that_is_none() -> None:
+    """NaN and Infinity are not JSON, though Python reads and writes them."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    traced(*LINEAR, "precision=fp16_mixed", "speed=plain")
+    for name in ("trace.json", "trace.chrome.json"):
+        json.loads(Path("run", name).read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def test_generated_data_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    traced(*MNIST)
+    assert "data: generated glyphs (generated)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"),
+    [
+        (["precision=half_sr_full"], True),
+        (["precision=bf16_mixed", "execution=emulated"], True),
+        (["precision=tf32", "execution=emulated"], True),
+        (["precision=bf16_mixed"], False),
+        (["precision=fp16_mixed", "speed=plain"], False),
+    ],
+    ids=str,
+)
+def test_ops_that_are_not_pytorch_s_are_noted(
+    words: list[str], noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = traced(*MNIST, *words)
+    assert ("casts inside them are not counted" in capsys.readouterr().out) == noted
+    assert (found["execution"] == "emulated") == noted
+
+
+def test_float32_has_no_cast(capsys: pytest.CaptureFixture[str]) -> None:
+    total = traced(*MNIST, "precision=fp32")["totals"]
+    assert (total["casts"], total["cast_bytes"], total["redundant"]) == (0, 0, {})
+    assert set(total["by_dtype"]) == {"float32"}
+    assert re.search(r"redundant casts\W+none", capsys.readouterr().out)
+
+
+def test_lists_that_alternate_cost_casts_at_each_change_of_dtype() -> None:
+    Path("fp32.txt").write_text("relu\n", encoding="utf-8")
+    Path("lower.txt").write_text("linear\n", encoding="utf-8")
+    words = ["op_lists=hmp", "op_lists.fp32_file=fp32.txt", "op_lists.lower_file=lower.txt"]
+    found = traced(*MNIST, *words)
+    relu = [row for row in found["rows"] if row["op"] == "relu"]
+    assert [(row["rule"], len(row["casts"])) for row in relu] == [("listed fp32", 1)] * 2
+    # Three layers' weights and biases there and back, the inputs, the outputs there and back; and
+    # around each of two relu, there and back, what goes in and what comes out.
+    assert found["totals"]["casts"] == 3 * 2 * 2 + 1 + 2 + 2 * 2 * 2
+
+
+def test_warnings_of_the_configuration_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    traced(*LINEAR, "data.root=x")
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: data.root has no effect: recipe=linear does not use it"
+    ]
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "fragments"),
+    [
+        (["train.batchsize=3"], ["no field 'train.batchsize'", "'train.batch_size'?"]),
+        (["op_lists=hpm"], ["'op_lists=hpm'", "did you mean 'hmp'?"]),
+        (["seed=1,2"], ["'seed=1,2' lists several values"]),
+        (["-m"], ["mprun trace takes one step of one configuration"]),
+        (["--multirun", "seed=1,2"], ["mprun trace takes one step of one configuration"]),
+        (["--show-config"], ["mprun trace takes one step of one configuration"]),
+        (["--foo"], ["no option '--foo'"]),
+        (["recipe.model.unitz=3"], ["did you mean 'units'?"]),
+        (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
+    ],
+    ids=str,
+)
+def test_a_mistake_ends_with_status_2_and_nothing_made(
+    words: list[str], fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", *MNIST, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert [text for text in fragments if text not in err] == [], err
+    assert made() == []
+
+
+def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    capsys.readouterr()
+    assert main(["trace", "run.resume=run"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mprun: ")
+    assert "run.resume" in err
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert [path.name for path in Path().iterdir()] == ["run"]
+
+
+def test_weights_of_a_run_can_be_traced() -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
+    assert traced(*LINEAR, "train.init_from=before", "op_lists=hmp")["totals"]["casts"] == 7
+
+
+def test_a_folder_that_holds_something_is_left_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("run").mkdir()
+    Path("run/notes.txt").write_text("mine", encoding="utf-8")
+    assert main(["trace", *LINEAR, "run.dir=run"]) == 2
+    assert "mprun: run.dir=run holds notes.txt already" in capsys.readouterr().err
+    assert made() == ["run", "run/notes.txt"]
+    assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+def test_an_empty_folder_is_taken() -> None:
+    Path("run").mkdir()
+    traced(*LINEAR)
+    assert Path("run/trace.json").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("", encoding="utf-8")
+    assert main(["trace", *LINEAR, "run.dir=file/run"]) == 2
+    assert "mprun: run.dir=file/run cannot be written" in capsys.readouterr().err
+    assert made() == ["file"]
+
+
+# ---- op_lists.verbose ----------------------------------------------------------------------------
+
+
+def told_casts(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("cast: ")]
+
+
+def test_a_verbose_run_tells_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*MNIST, "op_lists=hmp", "op_lists.verbose=true", "train.max_steps=5"]
+    assert main([*words, "run.dir=run"]) == 0
+    assert told_casts(capsys.readouterr().out) == [
+        f"cast: linear (lower) in {name} (Linear): float32 to bfloat16" for name in ("0", "2", "4")
+    ]
+
+
+def test_a_cast_of_another_op_or_dtype_is_another(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=fashion_mnist", "recipe.model.image_size=28", *MNIST[2:], "train.max_steps=3"]
+    assert main([*words, "op_lists=hmp", "op_lists.verbose=true", "run.dir=run"]) == 0
+    assert sorted(told_casts(capsys.readouterr().out)) == [
+        "cast: conv2d (lower) in conv1 (Conv2d): float32 to bfloat16",
+        "cast: conv2d (lower) in conv2 (Conv2d): float32 to bfloat16",
+        "cast: linear (lower) in fc1 (Linear): float32 to bfloat16",
+        "cast: linear (lower) in fc2 (Linear): float32 to bfloat16",
+        "cast: log_softmax (fp32) in FashionCnn: bfloat16 to float32",
+    ]
+
+
+@pytest.mark.parametrize("words", [["op_lists=hmp"], ["precision=bf16_mixed"]], ids=" ".join)
+def test_without_verbose_no_cast_is_told(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*MNIST, *words, "train.max_steps=2", "run.dir=run"]) == 0
+    assert told_casts(capsys.readouterr().out) == []

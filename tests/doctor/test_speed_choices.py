@@ -1,0 +1,52 @@
+"""The table of choices that change a step's time and not what it computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mprun.doctor.speed_choices import SpeedChoice, choose
+
+
+@pytest.mark.parametrize(
+    ("speed", "device", "dtype", "optimizer", "memory_format", "implementation"),
+    [
+        ("plain", "cpu", "float32", "adamw", "contiguous", "forloop"),
+        ("plain", "cpu", "bfloat16", "sgd", "contiguous", "forloop"),
+        ("plain", "cuda", "float32", "adamw", "contiguous", "foreach"),
+        ("auto", "cuda", "float32", "adamw", "contiguous", "foreach"),
+        ("auto", "cpu", "float32", "adamw", "channels_last", "fused"),
+        ("auto", "cpu", "bfloat16", "adamw", "contiguous", "fused"),
+        ("auto", "cpu", "float32", "sgd", "channels_last", "forloop"),
+        ("auto", "cpu", "bfloat16", "rmsprop", "contiguous", "forloop"),
+    ],
+)
+def test_the_table(
+    speed: str, device: str, dtype: str, optimizer: str, memory_format: str, implementation: str
+) -> None:
+    assert choose(speed, device, dtype, optimizer) == SpeedChoice(memory_format, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["forloop", "foreach", "fused"])
+def test_an_implementation_is_one_of_torchs(implementation: str) -> None:
+    options = SpeedChoice("contiguous", implementation).optimizer_options()
+    expected = {"foreach": implementation == "foreach", "fused": implementation == "fused"}
+    assert options == expected
+    group = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **options).param_groups[0]
+    assert {name: group[name] for name in expected} == expected
+
+
+def test_images_take_the_memory_format_and_keep_their_values() -> None:
+    images, rows = torch.rand(2, 3, 4, 4), torch.rand(2, 3)
+    last = SpeedChoice("channels_last", "forloop")
+    assert last.torch_memory_format is torch.channels_last
+    assert last.inputs(images).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(last.inputs(images), images)
+    assert last.inputs(rows) is rows
+
+
+def test_contiguous_leaves_inputs_as_they_are() -> None:
+    images = torch.rand(2, 3, 4, 4)
+    plain = SpeedChoice("contiguous", "forloop")
+    assert plain.torch_memory_format is torch.contiguous_format
+    assert plain.inputs(images) is images

@@ -1,0 +1,168 @@
+"""Which mode is taken, and why the others lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mprun.compare.rows import Estimate, Interval
+from mprun.experiments.advise import advise, screened
+from mprun.experiments.trials import Outcome, Trial
+from mprun.records.run_record import Summary
+from tests.experiments import comparison, variant
+from tests.summaries import example
+
+
+def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
+    found = advise(
+        comparison(
+            variant("bf16_mixed", time=(0.6, 0.58, 0.62)),
+            variant("bf16_sr", time=(0.5, 0.48, 0.52)),
+            variant("fp16_true", "worse", time=(0.3, 0.28, 0.32)),
+        ),
+        {},
+        "time",
+    )
+    assert found.label == "bf16_sr"
+    assert found.reason == "0.50 [0.48, 0.52] of the baseline's step time, accuracy equivalent"
+    assert found.rejected == {
+        "bf16_mixed": "0.60 [0.58, 0.62] of the baseline's step time; bf16_sr needs less",
+        "fp16_true": "worse: made by hand",
+        "fp32": "bf16_sr needs 0.50 [0.48, 0.52] of the baseline's step time",
+    }
+    assert found.notes == ()
+
+
+def test_a_rival_within_the_noise_is_named() -> None:
+    rival, best = variant("a", time=(0.52, 0.45, 0.6)), variant("b", time=(0.5, 0.45, 0.55))
+    found = advise(comparison(rival, best), {}, "time")
+    assert found.label == "b"
+    (doubt,) = found.notes
+    assert doubt == ("a is as fast as b within the noise, with 0.75 of the baseline's peak memory")
+
+
+def test_a_better_metric_may_be_taken_too() -> None:
+    assert advise(comparison(variant("bf16_mixed", "better")), {}, "time").label == "bf16_mixed"
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (variant("x", "worse"), "worse: made by hand"),
+        (
+            variant("x", "inconclusive", more_seeds=4),
+            "inconclusive: about 4 more seeds: made by hand",
+        ),
+        (
+            variant("x", time=(0.9, 0.7, 1.0)),
+            "step time over the baseline's: 0.90 measured, not proven (10 pairs)",
+        ),
+        (
+            variant("x", time=(1.1, 0.9, 1.3)),
+            "step time over the baseline's: 1.10 measured, no gain (10 pairs)",
+        ),
+        (variant("x", time=(1.4, 1.3, 1.5)), "slower: 1.40 [1.30, 1.50] of the baseline's step"),
+        (variant("x", execution="emulated", time=None), "emulated here"),
+        (variant("x", time=None), "not less: an unknown share of the baseline's step time"),
+    ],
+)
+def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
+    found = advise(comparison(other), {}, "time")  # type: ignore[arg-type]
+    assert found.label == "fp32"
+    assert found.reason == "no other mode was shown to need less step time at an equal metric"
+    assert found.rejected["x"].startswith(reason)
+
+
+def test_two_pairs_that_scatter_prove_nothing_and_have_no_interval_to_quote() -> None:
+    scattered = replace(
+        variant("x", time=None), step_time_ratio=Estimate(0.7, Interval(0.13, 3.79), 2)
+    )
+    found = advise(comparison(scattered), {}, "time")
+    assert found.rejected["x"].endswith("0.70 measured, not proven (2 pairs)")
+    one_pair = replace(scattered, step_time_ratio=Estimate(0.7, None, 1))
+    found = advise(comparison(one_pair), {}, "time")
+    assert found.rejected["x"].endswith("0.70 measured, not proven (1 pair)")
+
+
+def test_every_mode_has_a_line_of_the_advice() -> None:
+    found = advise(
+        comparison(variant("a"), variant("b", "worse")),
+        {},
+        "time",
+        {"c": "screened out after 2 pairs: 1.20, 1.30 of fp32's step time"},
+        {"tf32": "emulated here"},
+    )
+    first, *others = found.lines
+    assert first == f"take a: {found.reason}"
+    assert [line.partition(": ")[0] for line in others[:3]] == ["not c", "not b", "not fp32"]
+    assert others[3] == "not tried: tf32: emulated here"
+
+
+def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
+    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
+    (doubt,) = found.notes
+    assert doubt.endswith(
+        "undecided: a study with seeds=5 first_seed=8 would probably tell"
+    )  # 1 run + 4
+    slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
+    assert advise(comparison(slower), {}, "time").notes == ()
+
+
+def test_an_alarm_keeps_a_mode_from_being_taken() -> None:
+    rows = comparison(variant("fp16_mixed"), variant("bf16_mixed", time=(0.8, 0.7, 0.9)))
+    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, "time")
+    assert found.label == "bf16_mixed"
+    assert found.rejected["fp16_mixed"] == "numerical alarm: seed 0: steps were skipped"
+
+
+def test_memory_is_another_objective() -> None:
+    small = variant("half_sr", time=(1.5, 1.4, 1.6), memory=0.7)
+    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, "memory")
+    assert found.label == "half_sr"
+    assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
+    assert found.rejected["bf16_mixed"] == "not less: 1.05 of the baseline's peak memory"
+
+
+def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
+    slow = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
+    fast = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
+    found = advise(comparison(slow, fast), {}, "memory")
+    assert found.label == "b"
+    assert found.rejected["a"].endswith("b is faster with as little")
+    hardly = advise(comparison(variant("a", memory=0.9999)), {}, "memory")
+    assert hardly.label == "fp32"
+
+
+def outcome(
+    name: str, seed: int, ms: float, error: str | None = None, peak: int = 2**20
+) -> Outcome:
+    summary: Summary = example()
+    summary["step_time_ms"]["median"] = ms
+    summary["memory_bytes"]["peak"] = peak
+    return Outcome(Trial(name, seed, ()), summary, error)
+
+
+def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
+    rows = [
+        *(outcome("fp32", seed, 10.0) for seed in range(2)),
+        *(outcome("slow", seed, 14.1) for seed in range(2)),
+        *(outcome("once", seed, ms) for seed, ms in enumerate((12.0, 9.0))),
+        outcome("new", 0, 50.0),
+    ]
+    assert screened(rows, "fp32", "time", pairs=2) == {
+        "slow": "screened out after 2 pairs: 1.41, 1.41 of fp32's step time"
+    }
+    assert set(screened(rows, "fp32", "time", pairs=1)) == {"slow", "new"}
+
+
+def test_a_failed_mode_is_screened_out_and_the_baseline_never() -> None:
+    rows = [outcome("fp32", 0, 10.0, "boom"), outcome("x", 0, 1.0, "the loss became nan")]
+    assert screened(rows, "fp32", "time", pairs=2) == {"x": "seed 0 failed: the loss became nan"}
+
+
+def test_screening_by_memory_looks_at_memory() -> None:
+    rows = [outcome("fp32", 0, 10.0), outcome("x", 0, 1.0, peak=2**21), outcome("y", 0, 99, peak=5)]
+    assert screened(rows, "fp32", "memory", pairs=1) == {
+        "x": "screened out after 1 pair: 2.00 of fp32's peak memory"
+    }

@@ -1,0 +1,129 @@
+"""Modes are what a run in them would be."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from mprun.assemble import machine_choices as machine
+from mprun.config import Composed, compose
+from mprun.experiments import machine_modes as module
+from mprun.experiments.machine_modes import ATEN, examine_modes
+from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+from mprun.precision.policy import NAMED
+from mprun.records.doctor_record import OPS, Mode
+from tests.schema import conforms
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "precision"
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Composed:
+    return compose(overrides)
+
+
+def composed(overrides: list[str]) -> Composed:
+    """`compose`, once for each configuration."""
+    return _composed(tuple(overrides))
+
+
+def examined(
+    monkeypatch: pytest.MonkeyPatch, by_float32: str, tf32: bool = False, device: torch.device = CPU
+) -> dict[str, Mode]:
+    """The modes by name, on a machine whose kernels were found to be so."""
+    monkeypatch.setattr(module, "choose_by_float32", lambda *_: by_float32)
+    monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
+    monkeypatch.setattr(module, "compose", composed)
+    rows = examine_modes(device, {"bfloat16": True, "float16": False})
+    return {row["name"]: row for row in rows}
+
+
+def test_every_file_is_a_row_in_the_table_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = examined(monkeypatch, "none")
+    assert list(rows) == list(NAMED)
+    assert sorted(rows) == sorted(p.stem for p in CONF.glob("*.yaml"))
+    assert all(conforms(row, Mode) for row in rows.values())
+
+
+def test_columns_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, row in examined(monkeypatch, "none").items():
+        said = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))
+        assert row["format"] == ("tf32" if said["tf32"] else said["compute_dtype"])
+        half = said["compute_dtype"] == "float16"
+        assert row["loss_scale"] == ("dynamic" if half else "none")
+
+
+def test_on_a_cpu_tf32_and_full_rounding_are_emulated_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = examined(monkeypatch, "none")
+    emulated = {name: row for name, row in rows.items() if row["execution"] == "emulated"}
+    assert set(emulated) == {"tf32", "half_sr_full"}
+    assert "no TensorFloat-32" in str(rows["tf32"]["why_emulated"])
+    assert "rounding_scope=all" in str(rows["half_sr_full"]["why_emulated"])
+    assert {row["accelerated"] for row in emulated.values()} == {None}
+    assert {rows[n]["why_emulated"] for n in rows if n not in emulated} == {None}
+
+
+def test_hardware_with_tf32_has_it_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = examined(monkeypatch, "none", tf32=True, device=CUDA)
+    assert rows["tf32"]["execution"] == "native"
+    assert rows["half_sr_full"]["execution"] == "emulated"
+
+
+def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = examined(monkeypatch, "none")
+    said = {name: row["accelerated"] for name, row in rows.items()}
+    assert said == {
+        "fp32": None,
+        "tf32": None,
+        "bf16_mixed": True,
+        "fp16_mixed": False,
+        "bf16_true": True,
+        "fp16_true": False,
+        "bf16_sr": True,
+        "half_sr": False,
+        "half_sr_full": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("by_float32", "substituted"),
+    [("none", []), ("backward", ["convolution_backward"]), ("all", list(OPS))],
+)
+def test_ops_computed_in_float32_are_those_of_a_run(
+    by_float32: str, substituted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = examined(monkeypatch, by_float32)
+    assert rows["fp16_mixed"]["substituted"] == substituted
+    assert rows["half_sr_full"]["substituted"] == []  # emulation has none
+
+
+def test_kernels_are_measured_once_for_modes_that_compute_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def choose(speed: str, policy: object, execution: str, device: torch.device) -> str:
+        assert speed == "auto"
+        seen.append((policy.compute_dtype, execution))  # type: ignore[attr-defined]
+        return "none"
+
+    monkeypatch.setattr(module, "choose_by_float32", choose)
+    monkeypatch.setattr(module, "compose", composed)
+    examine_modes(CPU, {})
+    assert len(seen) == len(set(seen))
+    assert ("float16", "native") in seen
+
+
+def test_the_measured_ops_have_substitutions_names() -> None:
+    ops = {str(op).removesuffix(".default") for op in (*MATMULS, *CONVOLUTIONS)}
+    backward = {str(op).removesuffix(".default") for op in CONVOLUTION_BACKWARD}
+    assert set(ATEN.values()) <= ops | backward
+    assert list(ATEN) == list(OPS)

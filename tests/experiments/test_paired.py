@@ -1,0 +1,105 @@
+"""Losses in pairs: intervals equal scipy's, verdicts follow from them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from mprun.experiments.paired import Metric, Paired, compare
+
+BASE = [1.0, 1.2, 0.9, 1.1]
+
+
+def losses(other: list[float], margin: float, base: list[float] = BASE) -> Paired:
+    return compare(other, base, Metric("loss", False, True, margin))
+
+
+def shifted(*shares: float) -> list[float]:
+    """Losses that differ from `BASE` by shares of its mean."""
+    mean = sum(BASE) / len(BASE)
+    return [b + share * mean for b, share in zip(BASE, shares, strict=True)]
+
+
+def test_difference_and_intervals_are_scipys_of_paired_differences() -> None:
+    other = [1.01, 1.23, 0.95, 1.08]
+    found = losses(other, 0.02)
+    differences = (np.array(other) - np.array(BASE)) / np.mean(BASE)
+    assert found.difference.value == pytest.approx(differences.mean())
+    assert found.difference.n == 4
+    for interval, confidence in ((found.difference.interval, 0.95), (found.equivalence, 0.90)):
+        expected = stats.ttest_1samp(differences, 0).confidence_interval(confidence)
+        assert interval == pytest.approx((expected.low, expected.high))
+
+
+def test_equivalent_is_two_one_sided_tests() -> None:
+    """The 90 % interval lies inside the margin exactly where both tests at 5 % reject."""
+    shares = [0.004, -0.006, 0.010, 0.002]
+    for margin in np.linspace(0.005, 0.03, 11):
+        tests = [
+            stats.ttest_1samp(shares, -margin, alternative="greater").pvalue,
+            stats.ttest_1samp(shares, margin, alternative="less").pvalue,
+        ]
+        word = losses(shifted(*shares), margin).verdict.word
+        assert (word == "equivalent") == (max(tests) < 0.05)
+
+
+@pytest.mark.parametrize(
+    ("shares", "word"),
+    [
+        ([0.0, 0.0, 0.0, 0.0], "equivalent"),
+        ([0.001, -0.001, 0.002, 0.0], "equivalent"),
+        ([0.05, 0.06, 0.05, 0.04], "worse"),
+        ([-0.05, -0.06, -0.05, -0.04], "better"),
+        ([0.05, -0.06, 0.04, 0.01], "inconclusive"),
+    ],
+)
+def test_a_verdict_for_each_case(shares: list[float], word: str) -> None:
+    assert losses(shifted(*shares), 0.02).verdict.word == word
+
+
+def test_an_inconclusive_one_says_how_many_more_seeds_would_settle_it() -> None:
+    shares = [0.02, -0.02, 0.02, -0.02]
+    more = losses(shifted(*shares), 0.02).verdict.more_seeds
+    assert more is not None
+    spread, n = stats.tstd(shares), 4 + more
+    half = [stats.t.ppf(0.95, k - 1) * spread / math.sqrt(k) for k in (n - 1, n)]
+    assert half[0] >= 0.02 > half[1]
+
+
+def test_a_difference_right_at_the_margin_is_settled_by_no_number_of_seeds_within_reason() -> None:
+    shares = [0.3, -0.3, 0.3, -0.2999]
+    assert losses(shifted(*shares), 1e-5).verdict.more_seeds is None
+
+
+def test_one_pair_has_no_interval() -> None:
+    found = losses([1.1], 0.2, [1.0])
+    assert found.difference.value == pytest.approx(0.1)
+    assert (found.difference.interval, found.equivalence) == (None, None)
+    assert found.verdict.word == "inconclusive"
+    assert "two are needed" in found.verdict.reason
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
+    found = losses([1.0, broken, 0.9, 1.1], 0.5)
+    assert found.verdict.word == "worse"
+    assert found.verdict.reason.startswith("1 of 4 trainings")
+    assert math.isnan(found.difference.value)
+
+
+def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
+    metric = Metric("accuracy", True, False, 0.005)
+    base = [0.91, 0.90, 0.92]
+    found = compare([0.93, 0.921, 0.939], base, metric)
+    assert found.difference.value == pytest.approx(0.02)
+    assert found.verdict.word == "better"
+    assert compare([0.89, 0.879, 0.901], base, metric).verdict.word == "worse"
+    assert compare([0.911, 0.90, 0.92], base, metric).verdict.word == "equivalent"
+
+
+def test_losses_below_zero_are_better_the_lower_and_a_mean_of_zero_has_no_share() -> None:
+    assert losses([-1.3, -1.1, -1.21], 0.02, [-1.2, -1.0, -1.1]).verdict.word == "better"
+    assert losses([0.5, 0.6], 0.02, [-0.5, 0.5]).difference.value == pytest.approx(0.55)

@@ -1,0 +1,237 @@
+"""The memory of a step on the terminal and as a picture, from figures made by hand."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.table import Table
+
+from mprun.numerics.place import PHASES
+from mprun.numerics.step_memory import CATEGORIES as COUNTED
+from mprun.report.memory_plot import COLOURS, SHADES, draw, stretches, thinned
+from mprun.report.memory_tables import (
+    CATEGORIES,
+    amount,
+    category_table,
+    module_table,
+    percent,
+    unit_for,
+)
+
+MIB = 2**20
+
+
+def row(module: str, **sizes: int) -> dict[str, Any]:
+    held = {key: sizes.get(key, 0) * MIB for key in CATEGORIES}
+    return {"module": module, "kind": "Linear", "total": sum(held.values()), **held}
+
+
+def mode(label: str, scale: int, ratio: float, ops: int = 4) -> dict[str, Any]:
+    """A mode with 8 MiB times `scale`, and 2 more, at its peak."""
+    modules = [
+        row("a.b", parameters=4 * scale, gradients=4 * scale),
+        row("(inputs)", activations=2),
+    ]
+    sizes = {key: sum(m[key] for m in modules) for key in CATEGORIES}
+    peak = sum(sizes.values())
+    half = [size // 2 for size in sizes.values()]
+    timeline = {
+        key: [half[n] if op != ops // 2 else sizes[key] for op in range(ops)]
+        for n, key in enumerate(CATEGORIES)
+    }
+    phases = ["forward"] * (ops // 2) + ["backward"] * (ops - ops // 2)
+    return {
+        "label": label,
+        "ratio": ratio,
+        "bytes": {"peak": peak, **sizes},
+        "peak_at": {"point": ops // 2, "op": "mm", "module": "a.b", "phase": "backward"},
+        "phase_peaks": {"forward": peak // 2, "backward": peak},
+        "modules": modules,
+        "timeline": {
+            "op": ["mm"] * ops,
+            "phase": phases,
+            "module": ["a.b"] * ops,
+            **timeline,
+        },
+        "fits": {"batch_size": 1234 * scale, "ratio": float(scale), "tried": {"1": MIB}},
+    }
+
+
+def found(*modes: dict[str, Any], limit: str | None = None) -> dict[str, Any]:
+    return {"modes": list(modes), "limit": limit, "limit_bytes": None if limit is None else 2**30}
+
+
+def shown(table: Table) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def lines(table: Table) -> list[list[str]]:
+    """Its rows, each split at two spaces or more."""
+    return [
+        [x.strip() for x in line.strip().split("  ") if x.strip()]
+        for line in shown(table).splitlines()
+        if line.strip()
+    ]
+
+
+def test_names_are_those_of_the_counter() -> None:
+    assert tuple(CATEGORIES) == tuple(COLOURS) == COUNTED
+    assert set(SHADES) == set(PHASES)
+
+
+def test_categories_side_by_side() -> None:
+    rows = lines(category_table(found(mode("fp32", 2, 1.0), mode("half", 1, 0.56), limit="1GiB")))
+    assert ["fp32", "half"] in rows
+    assert ["parameters", "8.00", "4.00 (-50 %)"] in rows
+    assert ["activations", "2.00", "2.00"] in rows
+    assert ["peak", "18.00", "10.00 (-44 %)"] in rows
+    assert ["reached in", "mm, a.b, backward", "mm, a.b, backward"] in rows
+    assert ["peak of forward", "9.00", "5.00 (-44 %)"] in rows
+    assert ["largest batch in 1GiB", "2,468 (x2.00)", "1,234"] in rows
+    assert not [r for r in rows if r[0] in ("buffers", "temporary", "peak of optimizer")]
+
+
+def test_a_phase_without_ops_has_no_peak() -> None:
+    first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
+    first["phase_peaks"]["optimizer"] = MIB
+    rows = lines(category_table(found(first, second)))
+    assert ["peak of optimizer", "1.00", "-"] in rows
+
+
+def test_where_nothing_fits_it_is_said_what_one_sample_needs() -> None:
+    one = mode("fp32", 1, 1.0)
+    one["fits"] = {"batch_size": 0, "ratio": None, "tried": {"1": 3 * MIB}}
+    assert "none: 1 needs 3 MiB" in shown(category_table(found(one, limit="1GiB")))
+
+
+def test_modules_against_those_of_the_first_mode() -> None:
+    first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
+    assert ["a.b", "8.00", "8.00", "16.00"] in lines(module_table(first, first, None))
+    rows = lines(module_table(second, first, None))
+    assert ["a.b", "4.00", "4.00", "8.00", "-50 %"] in rows
+    assert ["(inputs)", "2.00", "2.00", "0 %"] in rows
+
+
+def test_modules_below_a_depth_are_added_up() -> None:
+    one = mode("fp32", 1, 1.0)
+    one["modules"] = [
+        row("", activations=1),
+        row("a", parameters=1),
+        row("a.b", parameters=2),
+        row("a.b.c", gradients=4),
+        row("d.e", parameters=8),
+    ]
+    assert lines(module_table(one, one, 1))[-3:] == [
+        ["(root)", "1.00", "1.00"],
+        ["a", "3.00", "4.00", "7.00"],
+        ["d", "8.00", "8.00"],
+    ]
+    assert ["a.b", "2.00", "4.00", "6.00"] in lines(module_table(one, one, 2))
+
+
+def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
+    one = mode("fp32", 1, 1.0)
+    one["modules"] = [row(f"m{n}", parameters=100 + n) for n in range(30)]
+    rows = [r for r in lines(module_table(one, one, None)) if r[0][0] == "m" and r[0] != "module"]
+    assert [r[0] for r in rows] == [f"m{n}" for n in range(10, 30)]
+    rest = sum(100 + n for n in range(10))
+    assert lines(module_table(one, one, None))[-1] == ["10 more", f"{rest:,}", f"{rest:,}"]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [(1.0, "0 %"), (0.72, "-28 %"), (1.999, "+100 %"), (0.0, "-100 %"), (12.4, "x12")],
+)
+def test_a_ratio_as_a_change(ratio: float, text: str) -> None:
+    assert percent(ratio) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "unit"),
+    [
+        (0, "0 B", "B"),
+        (2047, "2 KiB", "B"),
+        (2**30, "1 GiB", "MiB"),
+        (5 * 2**30, "5 GiB", "GiB"),
+        (57846072, "55.2 MiB", "MiB"),
+    ],
+)
+def test_amounts_have_a_unit_with_readable_digits(size: int, text: str, unit: str) -> None:
+    assert (amount(size), unit_for(size)) == (text, unit)
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+
+def test_a_picture_in_two_formats(tmp_path: Path) -> None:
+    modes = [mode("fp32", 2, 1.0), mode("half", 1, 0.56), mode("other", 3, 1.5), mode("x", 1, 0.5)]
+    assert draw(found(*modes), tmp_path) == [tmp_path / "memory.png", tmp_path / "memory.svg"]
+    image = matplotlib.image.imread(tmp_path / "memory.png")
+    colours = {tuple(c) for c in (image[..., :3] * 255).round().astype(int).reshape(-1, 3)[::3]}
+    for category in ("parameters", "gradients", "activations"):
+        wanted = tuple(int(COLOURS[category][n : n + 2], 16) for n in (1, 3, 5))
+        assert wanted in colours, category
+    text = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    ElementTree.fromstring(text)
+    for word in ("half: -44 %", "10 MiB", "mm, a.b", "forward", "backward", "op of the step"):
+        assert word in text
+
+
+def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    for folder in (tmp_path, tmp_path / "b"):
+        draw(found(mode("fp32", 1, 1.0)), folder)
+    for name in ("memory.png", "memory.svg"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_step_of_many_ops_is_drawn_by_its_largest(tmp_path: Path) -> None:
+    draw(found(mode("fp32", 1, 1.0, ops=30_000)), tmp_path)
+    assert (tmp_path / "memory.svg").stat().st_size < 2**20
+
+
+@given(
+    rows=st.integers(1, 3).flatmap(
+        lambda n: st.lists(
+            st.lists(st.integers(0, 9), min_size=n, max_size=n), min_size=1, max_size=40
+        )
+    ),
+    points=st.integers(1, 10),
+)
+def test_thinning_keeps_the_largest_of_each_stretch(rows: list[list[int]], points: int) -> None:
+    columns = np.array(rows).T
+    shown = thinned(columns.tolist(), points)
+    assert 1 <= len(shown) <= points
+    assert shown == sorted(shown)
+    totals = columns.sum(axis=0)
+    assert max(totals[shown]) == max(totals)
+    if len(rows) <= points:
+        assert shown == list(range(len(rows)))
+
+
+@given(st.lists(st.sampled_from(PHASES), min_size=1))
+def test_stretches_cover_every_op(phases: list[str]) -> None:
+    parts = list(stretches(phases))
+    assert [p for phase, start, stop in parts for p in [phase] * (stop - start)] == phases
+    assert all(a[0] != b[0] and a[2] == b[1] for a, b in pairwise(parts))
+
+
+def test_neither_torch_nor_matplotlib_is_imported_before_a_picture_is_drawn() -> None:
+    code = "import sys, mprun.report.memory_plot; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "matplotlib"} & set(done.stdout.split())

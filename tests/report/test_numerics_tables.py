@@ -1,0 +1,303 @@
+"""The numbers of some steps on the terminal and in pictures, from figures made by hand."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from mprun.numerics.collect import KINDS as COLLECTED
+from mprun.numerics.lost_updates import RULES as KNOWN_RULES
+from mprun.report.numerics_plots import LIMITS, MOST_ROWS, TITLES, exponents, save_plots, scales
+from mprun.report.numerics_tables import (
+    KINDS,
+    RULES,
+    lost_table,
+    number,
+    percent,
+    rows_table,
+    scales_table,
+    sentences,
+    unjudged,
+)
+
+
+def histogram(**counts: int) -> dict[str, Any]:
+    """`m3=5`: five values of exponent -3."""
+    found = {k.replace("m", "-").replace("p", ""): n for k, n in counts.items()}
+    return {"exponents": found, "powers": {}, "zero": 5, "infinite": 0, "nan": 0, "largest": 1.0}
+
+
+def row(kind: str, name: str, db: float | str, verdict: str | None, **more: Any) -> dict[str, Any]:
+    shares = {"below_normal": 0.25, "becoming_zero": 0.125, "above_largest": 0.0}
+    return {
+        "kind": kind,
+        "name": name,
+        "histogram": histogram(m3=10, p0=5),
+        "fp16": shares,
+        "sqnr_db": {"fp16": db, "bf16": 55.0, "e4m3_scaled": 31.0},
+        "verdict": verdict,
+        "loss_scaled": None,
+        **more,
+    }
+
+
+SCALED = {
+    "fp16_db": 12.0,
+    "fp16": {"below_normal": 0.5, "becoming_zero": 0.03125, "above_largest": 0.0},
+}
+ROWS = [
+    row("weights", "a.weight", 70.0, "either"),
+    row("activations", "(input)", "inf", "either"),
+    row("activation_gradients", "a", 5.0, "needs range: bf16", loss_scaled=SCALED),
+    row("activations", "a", 40.0, "either"),
+    row("weight_gradients", "noise", 1.0, None),
+    row("updates", "a.weight", 1.0, None),
+]
+LOST = {"nearest": 0.5, "stochastic": 0.25, "kahan": 0.0}
+LESS = {"nearest": 0.125, "stochastic": 0.0625, "kahan": None}
+FOUND: dict[str, Any] = {
+    "recipe": "mnist",
+    "variant": "fp16_mixed",
+    "data": {"name": "MNIST", "source": "local"},
+    "steps": [4, 5],
+    "rows": ROWS,
+    "verdict": {
+        "word": "either",
+        "reason": "because",
+        "made_by": ["the loss in float16", "activation_gradients a"],
+        "rows_of_another_verdict": ["activation_gradients a"],
+        "undetermined": ["noise"],
+        "zero_gradients": ["off"],
+        "reference": {"name": "float64", "reason": ""},
+    },
+    "loss_scale": {
+        "in_use": 65536.0,
+        "recommended": 131072.0,
+        "reason": "2^17 = 131,072: fits",
+        "needed": True,
+        "need": "one is needed: a is lost",
+        "verdicts": [
+            {
+                "label": "in use",
+                "scale": 65536.0,
+                "word": "fine",
+                "reason": "all well",
+                "becoming_zero": 0.00001,
+                "losing_bits": 0.5,
+            },
+            {
+                "label": "none",
+                "scale": 1.0,
+                "word": "too low",
+                "reason": "a is lost",
+                "becoming_zero": 0.5,
+                "losing_bits": None,
+            },
+        ],
+        "tried_db": {"65536": 60.0, "131072": 60.25, "262144": 59.0, "524288": "-inf"},
+        "best_tried": 131072.0,
+    },
+    "lost_updates": {
+        "all": {"updated": 9, "really": 0.75, "fp16": LOST, "bf16": LOST},
+        "by_parameter": {
+            "small": {"updated": 1, "really": None, "fp16": LESS, "bf16": LESS},
+            "large": {"updated": 8, "really": 0.0, "fp16": LOST, "bf16": LOST},
+        },
+    },
+}
+
+
+def shown(table: Table, width: int = 120) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def cells(lines: list[str], first: str) -> list[str]:
+    return next(line.split() for line in lines if line.split()[:1] == [first])
+
+
+def test_the_words_are_those_of_the_statistics() -> None:
+    assert tuple(KINDS) == tuple(TITLES) == COLLECTED
+    assert tuple(RULES) == KNOWN_RULES
+
+
+def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
+    lines = shown(rows_table(FOUND, top=9))
+    assert "4 of 4 rows" in lines[0]
+    assert "gradients times the loss scale 65,536" in lines[0] + lines[1]
+    body = lines[lines.index(next(x for x in lines if "──" in x)) + 1 :]
+    names = [line.split()[:3] for line in body if line.split()]
+    assert [n[0] for n in names] == ["act.", "activ.", "weights", "activ."]
+    assert "25.0%" in body[0]  # five of twenty zero
+    assert "3.12%" in body[0]  # to 0 with the loss scale in use
+    assert "needs range: bf16" in body[0]
+    assert body[1].split()[5:] == ["0", "40", "55", "31", "either"]
+
+
+def test_only_the_first_rows_are_shown() -> None:
+    lines = shown(rows_table(FOUND, top=1))
+    assert "1 of 4 rows" in lines[0]
+    assert not any("either" in line for line in lines)
+
+
+def test_the_table_fits_a_narrow_terminal() -> None:
+    for table in (rows_table(FOUND, 9), scales_table(FOUND), lost_table(FOUND, 9)):
+        lines = shown(table, width=80)
+        assert max(map(len, lines)) <= 80
+        assert not any("…" in line for line in lines)
+
+
+def test_loss_scales_and_why_one_will_not_do() -> None:
+    lines = shown(scales_table(FOUND))
+    assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
+    assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
+
+
+def test_lost_updates_the_worst_parameters_first() -> None:
+    lines = shown(lost_table(FOUND, top=1))
+    assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
+    assert cells(lines, "large")[-1] == "0"
+    assert not any("small" in line for line in lines)
+    assert cells(shown(lost_table(FOUND, top=2)), "small")[3:5] == ["-", "12.5%"]
+
+
+def test_sentences() -> None:
+    said = [
+        "range or precision: either (because)",
+        "what says so: the loss in float16, activation_gradients a",
+        "of these in one of the formats alone: activation_gradients a",
+        "not judged: noise: zero but for rounding (the float32 gradient is more than a tenth off "
+        "float64's)",
+        "not judged: off: the gradient is exactly zero in float32",
+        "loss scale in float16: one is needed: a is lost",
+        "recommended loss scale: 2^17 = 131,072: fits",
+        "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
+        "the recommended has 60.25 dB",
+    ]
+    assert sentences(FOUND) == said
+    free = {**FOUND["loss_scale"], "needed": False, "need": "none is needed: all is well"}
+    said[5:7] = [
+        "loss scale in float16: none is needed: all is well",
+        "the largest loss scale that fits: 2^17 = 131,072: fits",
+    ]
+    assert sentences({**FOUND, "loss_scale": free}) == said
+
+
+def test_what_stood_in_for_float64_is_said() -> None:
+    (line,) = unjudged([], [], {"name": "something else", "reason": "no kernel"})
+    assert line == (
+        "note: this model was not computed in float64 (no kernel); gradients that are zero but for "
+        "rounding were looked for in something else"
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(None, "-"), (0, "0"), (1e-9, "<0.01%"), (1e-4, "0.01%"), (0.0525, "5.25%"), (1, "100.0%")],
+)
+def test_shares(share: float | None, text: str) -> None:
+    assert percent(share) == text
+
+
+@pytest.mark.parametrize(
+    ("scale", "text"), [(65536.0, "65,536"), (0.0625, "0.0625"), (1e-6, "1e-06"), (1.5, "1.5")]
+)
+def test_scales(scale: float, text: str) -> None:
+    assert number(scale) == text
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def heat(figure: Any, panel: int) -> dict[int, float]:
+    """Exponent to the share drawn in the first row of a panel."""
+    axes = [a for a in figure.axes if a.images]
+    image = axes[panel].images[0]
+    low = round(image.get_extent()[0])
+    values = image.get_array().filled(math.nan)[0].tolist()
+    return {low + n: v for n, v in enumerate(values) if not math.isnan(v)}
+
+
+def test_the_heat_map_holds_the_shares() -> None:
+    figure = exponents(FOUND)
+    panels = [a for a in figure.axes if a.images]
+    titles = [a.get_title(loc="left") for a in panels]
+    assert titles == list(TITLES.values())
+    assert heat(figure, 0) == pytest.approx({-3: 10 / 15, 0: 5 / 15})
+    names = [label.get_text() for label in panels[1].get_yticklabels()]
+    assert names == ["(input)", "a"]
+
+
+def lines_of(panel: Any) -> set[tuple[float, str]]:
+    return {(line.get_xdata()[0], line.get_linestyle()) for line in panel.lines}
+
+
+def test_limits_are_drawn_and_those_of_gradients_also_where_the_scale_moves_them() -> None:
+    weights, _, gradients, *_ = [a for a in exponents(FOUND).axes if a.images]
+    assert lines_of(weights) == {(-24, "-"), (-14, "-"), (16, "-")}
+    assert lines_of(gradients) - lines_of(weights) == {(16 - 17, "--")}  # the others lie outside
+
+
+def test_bfloat16_s_limits_are_drawn_where_values_come_near_them() -> None:
+    far = row("weights", "tiny", 0.0, "either", histogram=histogram(m140=1, p127=1))
+    figure = exponents({**FOUND, "rows": [far]})
+    (panel,) = [a for a in figure.axes if a.images]
+    drawn = {at for at, _ in lines_of(panel)}
+    assert drawn == {at for limits in LIMITS.values() for at, _ in limits}
+    assert "beyond the picture" not in figure.get_suptitle()
+    assert "beyond the picture" in exponents(FOUND).get_suptitle()
+
+
+def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
+    rare = row("weights", "a", 0.0, "either", histogram=histogram(m100=1, p0=10**7))
+    none = row("weights", "zeros", 0.0, "either", histogram=histogram())
+    figure = exponents({**FOUND, "rows": [none, rare]})
+    assert set(heat(figure, 0)) == {0}
+
+
+def test_a_picture_of_many_layers_stays_readable() -> None:
+    many = [row("weights", f"layer.{n}" + "x" * 60, 1.0, "either") for n in range(500)]
+    (panel,) = [a for a in exponents({**FOUND, "rows": many}).axes if a.images]
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert len(labels) == MOST_ROWS
+    assert max(map(len, labels)) == 36
+
+
+def test_scales_that_were_tried() -> None:
+    (panel,) = scales(FOUND["loss_scale"]).axes
+    assert list(panel.lines[0].get_xdata()) == [16, 17, 18]
+    assert list(panel.lines[0].get_ydata()) == [60.0, 60.25, 59.0]
+    assert {line.get_label() for line in panel.lines[1:]} == {"recommended", "best tried"}
+
+
+def test_files() -> None:
+    names = ["numerics.png", "numerics.svg", "loss_scale.png", "loss_scale.svg"]
+    assert save_plots(FOUND, Path()) == names
+    for name in names:
+        begin = Path(name).read_bytes()[:5]
+        assert begin == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
+    without = {**FOUND, "loss_scale": {**FOUND["loss_scale"], "tried_db": {}}}
+    assert save_plots(without, Path()) == names[:2]
+
+
+def test_nothing_at_all_can_be_drawn() -> None:
+    assert save_plots({**FOUND, "rows": []}, Path())
+
+
+def test_tables_need_no_torch_and_no_matplotlib() -> None:
+    program = (
+        "import sys, mprun.report.numerics_tables, mprun.report.numerics_plots\n"
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

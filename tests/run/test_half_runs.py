@@ -1,0 +1,431 @@
+"""Real runs in the modes with 16-bit parameters: records, bytes, repeatability, resuming."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mprun import kernels
+from mprun.cli.main import main
+from mprun.records.run_record import Summary, read_lines, read_summary
+from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
+from tests.schema import conforms
+
+TRUE_HALF = {
+    "fp16_true": ("float16", "nearest"),
+    "bf16_true": ("bfloat16", "nearest"),
+    "half_sr": ("float16", "stochastic"),
+    "bf16_sr": ("bfloat16", "stochastic"),
+    "half_sr_full": ("float16", "stochastic"),
+}
+# Parameters of the recipes as they are run here.
+SIZES = {"linear": 1024 * 512 + 512, "mnist": 784 * 32 + 32 * 32 + 32 * 10 + 74}
+SIZES["fashion_mnist"] = (9 * 5 + 5) + (25 * 5 * 12 + 12) + 24 + (12 * 9 * 9 * 100 + 100) + 1010
+RECIPES = {
+    "linear": ["recipe=linear"],
+    "mnist": ["recipe=mnist", "recipe.model.units=32", "data.source=generated"],
+    "fashion_mnist": [
+        *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
+    ],
+}
+QUICK = [*RECIPES["mnist"], "data.train_limit=320", "data.eval_limit=64", "device=cpu"]
+QUICK += ["data.validation_fraction=0.1", "train.batch_size=32", "train.eval_batch_size=64"]
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a recipe's smoke run in a mode, made once."""
+    folder = tmp_path_factory.mktemp("smoke")
+
+    def run(recipe: str, mode: str) -> Path:
+        path = folder / f"{recipe}-{mode}"
+        if not path.exists():
+            words = [*RECIPES[recipe], f"precision={mode}", "preset=smoke", "device=cpu"]
+            assert main([*words, f"run.dir={path}"]) == 0
+        return path
+
+    return run
+
+
+def quick(name: str, *words: str, steps: int = 6) -> Summary:
+    """A run of a few steps of `mnist` into the folder `name`."""
+    assert main([*QUICK, f"train.max_steps={steps}", *words, f"run.dir={name}"]) == 0
+    summary = read_summary(Path(name))
+    conforms(summary, Summary)
+    return summary
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = trained(Path(name))["model"]
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[key], b[key]) for key in a)
+
+
+# ---- every mode, every recipe -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_smoke_preset_passes_and_its_record_says_what_ran(
+    smoke: Callable[[str, str], Path], recipe: str, mode: str
+) -> None:
+    """The preset itself fails a run whose loss does not fall."""
+    path = smoke(recipe, mode)
+    summary = read_summary(path)
+    conforms(summary, Summary)
+    dtype, rounding = TRUE_HALF[mode]
+    assert (summary["status"], summary["steps"]) == ("completed", 36)
+    assert (summary["precision"], summary["variant"]) == (mode, mode)
+    losses = [x["loss"] for x in read_lines(path) if x["kind"] == "step"]
+    assert sum(losses[-12:]) < sum(losses[:12])
+    row = summary["requested"]
+    assert summary["effective"] == row
+    assert row == {
+        "param_dtype": dtype,
+        "compute_dtype": dtype,
+        "output_dtype": "float32",
+        "casting": "none",
+        "op_lists": "none",
+        "layers": {},
+        "rounding": rounding,
+        "rounding_scope": "all" if mode == "half_sr_full" else "update",
+        "overflow": "infinity",
+        "accum_dtype": dtype,
+        "momentum_dtype": "float32",
+        "variance_dtype": "float32",
+        "partials_dtype": "float32",
+        "tf32": False,
+    }
+    assert summary["execution"] == ("emulated" if mode == "half_sr_full" else "native")
+    scale = summary["loss_scale"]
+    assert scale["kind"] == ("dynamic" if dtype == "float16" else "none")
+    assert scale["initial"] == (65536 if dtype == "float16" else 1)
+    kernel = "eager" if kernels.why_not() else "c"
+    assert summary["backend"]["optimizer_impl"] == kernel
+    assert summary["backend"]["memory_format"] == "contiguous"
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_saved_in_16_bits(
+    smoke: Callable[[str, str], Path], recipe: str, mode: str
+) -> None:
+    state = trained(smoke(recipe, mode))
+    dtype = getattr(torch, TRUE_HALF[mode][0])
+    assert {x.dtype for x in state["model"].values()} == {dtype}
+    assert sum(x.numel() for x in state["model"].values()) == SIZES[recipe]
+    assert all(x.isfinite().all() for x in state["model"].values())
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_substitutions_name_what_is_not_pytorch_s_kernel(
+    smoke: Callable[[str, str], Path], mode: str
+) -> None:
+    found = read_summary(smoke("fashion_mnist", mode))["substitutions"]
+    if mode == "half_sr_full":
+        assert [(x["op"], x["dtype"]) for x in found] == [("*", "float32")]
+        assert "each result rounded stochastically to 16 bits" in found[0]["reason"]
+    elif mode.startswith("bf16"):
+        assert found == []
+    else:  # on a CPU, where float16 convolutions have no fast backward
+        assert (found[0]["op"], found[0]["dtype"]) == ("aten.convolution_backward", "float16")
+        assert {x["dtype"] for x in found} == {"float16"}
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_parameters_and_gradients_take_half_of_float32_s_bytes(
+    smoke: Callable[[str, str], Path], recipe: str, mode: str
+) -> None:
+    wide = read_summary(smoke(recipe, "fp32"))["memory_bytes"]
+    half = read_summary(smoke(recipe, mode))["memory_bytes"]
+    assert wide["parameters"] == 4 * SIZES[recipe]
+    assert half["parameters"] == 2 * SIZES[recipe]
+    assert half["peak"] is not None
+    assert wide["peak"] is not None
+    assert half["peak"] < wide["peak"]
+    parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
+    assert half["peak"] == sum(half[k] for k in parts)  # type: ignore[literal-required]
+    if recipe == "linear":  # inputs are stored as the mode takes them, targets in float32
+        assert wide["data"] == 64 * (1024 * 4 + 512 * 4)
+        assert half["data"] == 64 * (1024 * 2 + 512 * 4)
+    else:  # bytes, in every mode
+        assert half["data"] == wide["data"]
+
+
+@pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
+def test_an_emulated_time_is_never_shown_without_the_word(
+    capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    quick("run", f"precision={mode}", steps=12)
+    assert ("EMULATED" in capsys.readouterr().out) == (mode == "half_sr_full")
+
+
+def test_a_sweep_marks_its_emulated_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    words = [*QUICK, "train.max_steps=12", "precision=half_sr,half_sr_full"]
+    assert main(["-m", *words]) == 0
+    table = capsys.readouterr().out.rpartition("sweep in")[2]
+    rows = [line for line in table.splitlines() if "half_sr" in line]
+    assert ["EMULATED" in line for line in rows] == ["half_sr_full" in line for line in rows]
+    assert len(rows) == 2
+
+
+# ---- options -----------------------------------------------------------------------------------
+
+
+def test_float32_gradients_without_a_loss_scale() -> None:
+    """What PopTorch's half does: float16 everywhere, gradients accumulated in float32."""
+    words = ["precision=half_sr", "precision.accum_dtype=float32", "loss_scale=none"]
+    summary, plain = quick("run", *words, steps=20), quick("plain", "precision=half_sr")
+    assert summary["effective"]["accum_dtype"] == "float32"
+    assert summary["loss_scale"] == {"kind": "none", "initial": 1.0, "final": 1.0}
+    assert summary["skipped_steps"] == 0
+    assert summary["memory_bytes"]["parameters"] == 2 * SIZES["mnist"]
+    assert summary["memory_bytes"]["gradients"] == 4 * SIZES["mnist"]
+    assert plain["memory_bytes"]["gradients"] == 2 * SIZES["mnist"]
+    losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert sum(losses[-6:]) < sum(losses[:6])
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_a_static_loss_scale(mode: str) -> None:
+    summary = quick("run", f"precision={mode}", "loss_scale=static", "loss_scale.value=1024")
+    assert summary["loss_scale"] == {"kind": "static", "initial": 1024.0, "final": 1024.0}
+    assert summary["skipped_steps"] == 0
+
+
+ADAMW = ["train.optimizer.name=adamw"]
+MOMENTUM = ["train.optimizer.name=sgd", "train.optimizer.momentum=0.9"]
+
+
+@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["half_sr", "bf16_true", "fp32"])
+def test_moments_in_16_bits_save_two_bytes_each(mode: str, low: str) -> None:
+    def state(name: str, *words: str) -> int:
+        memory = quick(name, f"precision={mode}", *words, steps=4)["memory_bytes"]
+        assert memory["optimizer_state"] is not None
+        return memory["optimizer_state"]
+
+    size = SIZES["mnist"]
+    first, second = (f"precision.{x}_dtype={low}" for x in ("momentum", "variance"))
+    wide = state("wide", *ADAMW)
+    assert wide == 2 * 4 * size + 6 * 4  # two moments, and a step count for each of six parameters
+    assert state("first", *ADAMW, first) == wide - 2 * size
+    assert state("both", *ADAMW, first, second) == wide - 4 * size
+    kept = trained(Path("both"))["optimizer"]["state"][0]
+    dtype = getattr(torch, low)
+    assert (kept["exp_avg"].dtype, kept["exp_avg_sq_root"].dtype) == (dtype, dtype)
+
+
+def test_sgd_s_momentum_in_16_bits() -> None:
+    size = SIZES["mnist"]
+    wide = quick("wide", "precision=half_sr", *MOMENTUM)["memory_bytes"]["optimizer_state"]
+    low = quick("low", "precision=half_sr", *MOMENTUM, "precision.momentum_dtype=float16")
+    assert wide == 4 * size + 6 * 4
+    assert low["memory_bytes"]["optimizer_state"] == 2 * size + 6 * 4
+
+
+@pytest.mark.parametrize("mode", ["fp16_true", "bf16_true"])
+def test_kahan_keeps_two_more_bytes_a_parameter(mode: str) -> None:
+    plain = quick("plain", f"precision={mode}")["memory_bytes"]["optimizer_state"]
+    summary = quick("kahan", f"precision={mode}", "precision.rounding=kahan")
+    assert summary["effective"]["rounding"] == "kahan"
+    assert plain is not None
+    assert summary["memory_bytes"]["optimizer_state"] == plain + 2 * SIZES["mnist"]
+    state = trained(Path("kahan"))["optimizer"]["state"]
+    assert all(x["remainder"].dtype == torch.int16 for x in state.values())
+    assert any(x["remainder"].any() for x in state.values())
+
+
+def test_small_steps_move_weights_stochastically_and_by_kahan_and_not_to_nearest() -> None:
+    """At a rate whose steps lie far below half a bfloat16 unit, weights rounded to nearest stand
+    still where they are not small; stochastic ones move, and Kahan's remainders collect.
+    """
+    words = ["train.optimizer.name=sgd", "train.lr=1e-4"]
+    quick("nearest", "precision=bf16_true", *words)
+    quick("stochastic", "precision=bf16_sr", *words)
+    quick("kahan", "precision=bf16_true", "precision.rounding=kahan", *words)
+    moved = (weights("nearest")["2.weight"] != weights("stochastic")["2.weight"]).float().mean()
+    assert moved > 0
+    remainders = trained(Path("kahan"))["optimizer"]["state"][2]["remainder"]
+    assert (remainders != 0).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("mode", ["fp16_true", "bf16_sr", "half_sr", "fp16_mixed", "bf16_mixed"])
+def test_native_modes_can_be_emulated(mode: str) -> None:
+    summary = quick("run", f"precision={mode}", "execution=emulated")
+    assert summary["execution"] == "emulated"
+    (every,) = summary["substitutions"]
+    assert every["op"] == "*"
+    assert "rounded to nearest to 16 bits" in every["reason"]
+    native = quick("native", f"precision={mode}", "execution=native")
+    assert native["execution"] == "native"
+    assert native["memory_bytes"] == summary["memory_bytes"]  # what the mode needs, not its means
+    ours, theirs = (read_lines(Path(name))[0]["loss"] for name in ("run", "native"))
+    # A first loss is a mean of 32 losses from outputs with 8 or 11 bits of significand.
+    assert ours == pytest.approx(theirs, rel=2**-6)
+
+
+@pytest.mark.parametrize("mode", ["half_sr", "half_sr_full", "fp16_mixed"])
+def test_float16_partials_are_emulated_and_said(mode: str) -> None:
+    summary = quick("run", f"precision={mode}", "precision.partials_dtype=float16")
+    assert summary["execution"] == "emulated"
+    assert summary["effective"]["partials_dtype"] == "float16"
+    named = {x["op"]: x["dtype"] for x in summary["substitutions"]}
+    assert named["*"] == "float32"
+    assert named["aten.mm"] == "float16"
+    assert not any("convolution" in op for op in named)  # the model has none
+
+
+def test_saturation_with_a_static_scale() -> None:
+    words = ["precision.overflow=saturate", "loss_scale=static", "loss_scale.value=64"]
+    for mode in ("half_sr", "half_sr_full"):
+        assert quick(mode, f"precision={mode}", *words)["effective"]["overflow"] == "saturate"
+
+
+# ---- the same again -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", TRUE_HALF)
+def test_the_same_seed_gives_the_same_weights_and_another_others(mode: str) -> None:
+    for name, seed in (("one", 3), ("two", 3), ("other", 4)):
+        quick(name, f"precision={mode}", f"seed={seed}", *ADAMW)
+    assert same(weights("one"), weights("two"))
+    assert not same(weights("one"), weights("other"))
+    a, b = trained(Path("one")), trained(Path("two"))
+    assert_equal(a["optimizer"], b["optimizer"])
+
+
+def test_the_modes_round_differently() -> None:
+    for mode in TRUE_HALF:
+        quick(mode, f"precision={mode}", "train.lr=1e-2")
+    assert not same(weights("fp16_true"), weights("half_sr"))
+    assert not same(weights("bf16_true"), weights("bf16_sr"))
+    assert not same(weights("half_sr"), weights("half_sr_full"))
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Call it, and for the rest of the test there is no C compiler."""
+    if kernels.why_not() is not None:
+        pytest.skip("there is none anyway")
+
+    def forget() -> None:
+        kernels.why_not.cache_clear()
+        kernels._load.cache_clear()
+
+    def take_away() -> None:
+        monkeypatch.setenv("MPRUN_NO_COMPILER", "1")
+        forget()
+
+    yield take_away
+    monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
+    forget()
+
+
+VARIANTS: dict[str, list[str]] = {
+    **{mode: [f"precision={mode}"] for mode in TRUE_HALF},
+    "kahan": ["precision=bf16_true", "precision.rounding=kahan"],
+    "adamw": [
+        *("precision=half_sr", *ADAMW, "precision.momentum_dtype=bfloat16"),
+        "precision.variance_dtype=float16",
+    ],
+    "momentum": ["precision=bf16_sr", *MOMENTUM, "precision.momentum_dtype=float16"],
+    "float32 gradients": ["precision=half_sr_full", "precision.accum_dtype=float32"],
+    "saturating": [
+        *("precision=half_sr_full", "precision.overflow=saturate", "loss_scale=static"),
+    ],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_without_a_compiler_the_bits_are_the_same(
+    without_compiler: Callable[[], None], variant: str
+) -> None:
+    words = VARIANTS[variant]
+    assert quick("compiled", *words)["backend"]["optimizer_impl"] == "c"
+    without_compiler()
+    assert quick("eager", *words)["backend"]["optimizer_impl"] == "eager"
+    assert_same_run(Path("eager"), Path("compiled"))
+
+
+def test_a_run_begun_with_a_compiler_goes_on_without(without_compiler: Callable[[], None]) -> None:
+    quick("whole", "precision=half_sr_full", steps=12)
+    quick("run", "precision=half_sr_full", steps=5)
+    without_compiler()
+    assert main(["run.resume=run", "train.max_steps=12"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+
+
+def test_the_plain_loop_gives_the_same_bits() -> None:
+    quick("auto", "precision=bf16_sr")
+    summary = quick("plain", "precision=bf16_sr", "speed=plain")
+    assert summary["backend"]["optimizer_impl"] == "eager"
+    assert same(weights("plain"), weights("auto"))
+
+
+# ---- going on ----------------------------------------------------------------------------------
+
+RESUMED: dict[str, list[str]] = {
+    **VARIANTS,
+    "accumulated": ["precision=half_sr_full", "train.accumulate=2"],
+    # A scale that grows every three steps overflows within some.
+    "overflowing": [
+        *("precision=half_sr", "loss_scale=dynamic", "loss_scale.growth_interval=3"),
+        "loss_scale.growth_factor=16",
+    ],
+    "layers": ["precision=half_sr", "precision.layers_file=layers.yaml"],
+}
+
+
+@pytest.mark.parametrize("variant", RESUMED)
+def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
+    Path("layers.yaml").write_text("0: fp32\n4: bf16\n", encoding="utf-8")
+    words = RESUMED[variant]
+    quick("whole", *words, steps=20)
+    quick("run", *words, steps=7)
+    assert main(["run.resume=run", "train.max_steps=20"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    if variant == "overflowing":
+        assert read_summary(Path("whole"))["skipped_steps"] > 0
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Forking]:
+    server = Forking()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
+def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, mode: str) -> None:
+    words = [*QUICK, f"precision={mode}", "train.epochs=12", "train.checkpoint_every_steps=12"]
+    words.append("train.optimizer.name=adamw")
+    forking.start([*words, "run.dir=whole"], Path.cwd())
+    assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
+    pid, deadline = forking.start([*words, "run.dir=run"], Path.cwd()), time.monotonic() + 60
+    while not Path("run/checkpoints/last.pt").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    time.sleep(0.02)  # a few steps on
+    os.kill(pid, signal.SIGKILL)
+    assert forking.wait() == -signal.SIGKILL
+    assert read_summary(Path("run"))["status"] == "running"
+    assert trained(Path("run"))["step"] < read_summary(Path("whole"))["steps"]
+    forking.start(["run.resume=run"], Path.cwd())
+    assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
+    assert_same_run(Path("run"), Path("whole"))

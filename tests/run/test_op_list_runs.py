@@ -1,0 +1,496 @@
+"""Real runs with op lists: records, files, mistakes, layers, resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from mprun.assemble import build_parts, plan
+from mprun.cli.main import main
+from mprun.config import compose
+from mprun.records.run_record import Summary, read_lines, read_summary
+from tests.run.test_resume import (
+    assert_equal,
+    assert_same_run,
+    at_step,  # noqa: F401 - a fixture
+    crash,
+    trained,
+)
+from tests.schema import conforms
+
+MNIST = [
+    *("recipe=mnist", "recipe.model.units=32", "data.source=generated", "device=cpu"),
+    *("data.train_limit=320", "data.eval_limit=64", "data.validation_fraction=0.1"),
+    *("train.batch_size=32", "train.eval_batch_size=64"),
+]
+FASHION = [
+    *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated", "device=cpu"),
+    *("data.eval_limit=32", "train.batch_size=8"),
+]
+
+
+def run(name: str, *words: str, steps: int = 6) -> Summary:
+    """A run of a few steps of `mnist` into the folder `name`."""
+    assert main([*MNIST, f"train.max_steps={steps}", *words, f"run.dir={name}"]) == 0
+    summary = read_summary(Path(name))
+    conforms(summary, Summary)
+    return summary
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which these words are refused; no folder is made."""
+    capsys.readouterr()
+    assert main([*MNIST, "train.max_steps=1", *words, "run.dir=refused"]) == 2
+    assert not Path("refused").exists()
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+def losses(name: str) -> list[float]:
+    return [x["loss"] for x in read_lines(Path(name)) if x["kind"] == "step"]
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = trained(Path(name))["model"]
+    return found
+
+
+def file(name: str, *lines: str) -> str:
+    Path(name).write_text("\n".join(lines), encoding="utf-8")
+    return name
+
+
+# ---- what the record says ------------------------------------------------------------------------
+
+
+def test_hmp_alone_takes_bf16_mixed_and_the_record_says_so() -> None:
+    summary = run("run", "op_lists=hmp")
+    assert (summary["precision"], summary["variant"]) == ("bf16_mixed", "bf16_mixed+hmp")
+    for row in (summary["requested"], summary["effective"]):
+        assert (row["casting"], row["op_lists"]) == ("op_lists", "hmp")
+        assert (row["param_dtype"], row["compute_dtype"]) == ("float32", "bfloat16")
+        assert (row["accum_dtype"], row["layers"]) == ("float32", {})
+    assert summary["loss_scale"]["kind"] == "none"
+    assert {x.dtype for x in weights("run").values()} == {torch.float32}
+    plain = run("autocast", "precision=bf16_mixed")
+    assert plain["variant"] == "bf16_mixed"
+    assert plain["requested"]["op_lists"] == "none"
+    assert plain["variant_hash"] != summary["variant_hash"]
+    assert run("fp32", "precision=fp32")["variant"] == "fp32"
+    assert losses("run") != losses("fp32")
+    # A first loss is a mean of 32 losses from outputs with 8 bits of significand.
+    assert losses("run")[0] == pytest.approx(losses("fp32")[0], rel=2**-6)
+
+
+@pytest.mark.parametrize(
+    "words", [("precision=fp16_mixed", "op_lists=hmp"), ("op_lists=hmp", "precision=fp16_mixed")]
+)
+def test_fp16_mixed_with_hmp_has_a_dynamic_loss_scale(words: tuple[str, str]) -> None:
+    summary = run("run", *words)
+    assert (summary["precision"], summary["variant"]) == ("fp16_mixed", "fp16_mixed+hmp")
+    assert summary["effective"]["compute_dtype"] == "float16"
+    assert summary["loss_scale"]["kind"] == "dynamic"
+    assert summary["loss_scale"]["initial"] == 65536
+
+
+@pytest.mark.parametrize("lists", ["hmp", "hmp_resnet50", "native", "native_uniform"])
+def test_every_shipped_list_trains_a_model_with_batch_norm(lists: str) -> None:
+    words = [*FASHION, "train.max_steps=4", f"op_lists={lists}", "run.dir=run"]
+    assert main(words) == 0
+    summary = read_summary(Path("run"))
+    assert (summary["status"], summary["steps"]) == ("completed", 4)
+    assert summary["variant"] == f"bf16_mixed+{lists}"
+    state = weights("run")
+    assert {x.dtype for x in state.values() if x.is_floating_point()} == {torch.float32}
+    assert all(torch.isfinite(x).all() for x in state.values())
+
+
+def test_the_linear_recipe_trains() -> None:
+    words = ["recipe=linear", "recipe.model.in_features=32", "recipe.model.out_features=8"]
+    assert main([*words, "op_lists=hmp", "train.max_steps=20", "run.dir=run"]) == 0
+    found = losses("run")
+    assert found[-1] < found[0]
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    for name in ("one", "two"):
+        run(name, "op_lists=hmp", "seed=3")
+    assert_equal(weights("one"), weights("two"))
+
+
+@pytest.mark.parametrize("recipe", [MNIST, FASHION])
+def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
+    """Bit for bit: a region in which no rule casts changes nothing."""
+    words = [*recipe, "train.max_steps=4", "speed=plain"]
+    empty = ["op_lists=hmp", "op_lists.lower=[]", "op_lists.fp32=[]", "op_lists.promote=[]"]
+    assert main([*words, *empty, "run.dir=empty"]) == 0
+    assert main([*words, "precision=fp32", "run.dir=fp32"]) == 0
+    assert_equal(weights("empty"), weights("fp32"))
+
+
+def test_accumulated_micro_batches_train() -> None:
+    summary = run("run", "op_lists=hmp", "train.accumulate=2", "train.batch_size=16")
+    assert summary["batch"]["accumulate"] == 2
+    whole = run("whole", "op_lists=hmp")
+    assert whole["batch"]["effective"] == summary["batch"]["effective"]
+    # The same samples in halves: sums of rounded gradients in another order.
+    assert losses("run")[0] == pytest.approx(losses("whole")[0], rel=2**-6)
+
+
+def test_verbose_says_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", "op_lists=hmp", "op_lists.verbose=true")
+    said = [x.strip() for x in capsys.readouterr().out.splitlines() if "cast: " in x]
+    assert len(said) == len(set(said))
+    assert any(
+        "linear (lower) in " in x and x.endswith("(Linear): float32 to bfloat16") for x in said
+    )
+    run("silent", "op_lists=hmp")
+    assert "cast: " not in capsys.readouterr().out
+    assert_equal(weights("run"), weights("silent"))
+    hashes = {read_summary(Path(name))["variant_hash"] for name in ("run", "silent")}
+    assert len(hashes) == 1
+
+
+# ---- what does not go together -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_true", "half_sr"])
+@pytest.mark.parametrize("first", [True, False])
+def test_modes_without_casts_are_refused_with_the_fix(
+    capsys: pytest.CaptureFixture[str], mode: str, first: bool
+) -> None:
+    words = [f"precision={mode}", "op_lists=hmp"]
+    message = refused(capsys, *(words if first else words[::-1]))
+    assert f"precision={mode}" in message
+    assert "precision=bf16_mixed" in message
+    assert "precision=fp16_mixed" in message
+
+
+@pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
+@pytest.mark.parametrize("mode", [[], ["precision=bf16_mixed"], ["op_lists=none"]])
+def test_a_file_without_lists_is_refused_with_the_fix(
+    capsys: pytest.CaptureFixture[str], kind: str, mode: list[str]
+) -> None:
+    message = refused(capsys, f"op_lists.{kind}_file={file('ops.txt', 'relu')}", *mode)
+    assert f"op_lists.{kind}_file" in message
+    assert "op_lists=hmp" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["op_lists=hmp", "precision.casting=autocast"], "legal: precision.casting=op_lists"),
+        (["op_lists=hmp", "precision.casting=none"], "precision.casting"),
+        (["precision=bf16_mixed", "precision.casting=op_lists"], "op_lists=hmp"),
+        (["op_lists=hpm"], "did you mean 'hmp'"),
+        (["op_lists=hmp", "op_lists.lower_file=''"], "a file"),
+        (["op_lists=hmp", "op_lists.unlisted=second_input"], "first_input"),
+        (["op_lists=hmp", "op_lists.lower_files=x"], "op_lists.lower_file"),
+    ],
+)
+def test_other_mistakes_are_refused_with_what_is_legal(
+    capsys: pytest.CaptureFixture[str], words: list[str], fix: str
+) -> None:
+    assert fix in refused(capsys, *words)
+
+
+def test_fields_of_lists_have_no_effect_without_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", "precision=bf16_mixed", "op_lists.strict=true")
+    assert "op_lists.strict has no effect" in capsys.readouterr().err
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_a_file_replaces_a_list_and_its_names_are_kept() -> None:
+    lower, full = file("low.txt", "# mine", "relu", "", "dropout"), file("full.yaml", "[F.linear]")
+    words = [f"op_lists.lower_file={lower}", f"op_lists.fp32_file={full}"]
+    summary = run("run", "op_lists=hmp", *words)
+    assert summary["variant"] == "bf16_mixed+hmp+files"
+    kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
+    assert (kept["lower"], kept["fp32"]) == (["relu", "dropout"], ["F.linear"])
+    assert "add" in kept["promote"]
+    assert kept["lower_file"] == "low.txt"
+    run("hmp", "op_lists=hmp")
+    assert losses("run") != losses("hmp")
+
+    inline = ["op_lists.lower=[relu,dropout]", "op_lists.fp32=[F.linear]"]
+    same = run("inline", "op_lists=hmp", *inline)
+    assert_equal(weights("run"), weights("inline"))
+    assert same["variant_hash"] == summary["variant_hash"]
+
+
+def test_a_file_replaces_cuda_s_lists_too() -> None:
+    config = compose(
+        ["recipe=mnist", "op_lists=native", f"op_lists.lower_file={file('ops.txt', 'mm')}"]
+    ).config.op_lists
+    assert config.lower == ["mm"]
+    assert config.cuda_lower is None
+    assert config.cuda_fp32 is not None
+
+
+def test_contents_and_not_paths_tell_variants_apart() -> None:
+    one = file("one.txt", "linear", "mm")
+    two = file("two.txt", "# the same ops", "", "linear  ", "mm # product")
+    other = file("other.txt", "linear", "bmm")
+    hashes = {
+        name: run(name.removesuffix(".txt"), "op_lists=hmp", f"op_lists.lower_file={name}", steps=1)
+        for name in (one, two, other)
+    }
+    assert hashes[one]["variant_hash"] == hashes[two]["variant_hash"]
+    assert hashes[one]["variant_hash"] != hashes[other]["variant_hash"]
+    assert hashes[one]["variant"] == hashes[other]["variant"] == "bf16_mixed+hmp+files"
+
+
+def warnings_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning: ")]
+
+
+def test_an_unknown_name_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    name = file("ops.txt", "relu", "habana_op", "linear", "habana_op", "lineer")
+    run("run", "op_lists=hmp", f"op_lists.lower_file={name}")
+    assert warnings_of(capsys) == [
+        "warning: ops.txt:2: no op is named 'habana_op'",
+        "warning: ops.txt:5: no op is named 'lineer'; did you mean 'linear'?",
+    ]
+
+
+def test_unknown_names_without_a_file_are_a_warning_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run("run", "op_lists=hmp", "op_lists.lower=[relu,lineer,softmacks]")
+    found = warnings_of(capsys)
+    assert len(found) == 2
+    assert "'lineer'" in found[0]
+    assert "'softmacks'" in found[1]
+
+
+def test_with_strict_an_unknown_name_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    name = file("ops.txt", "relu", "habana_op", "lineer")
+    words = ["op_lists=hmp", f"op_lists.lower_file={name}", "op_lists.strict=true"]
+    message = refused(capsys, *words)
+    assert "op_lists.strict=true" in message
+    assert "ops.txt:2: no op is named 'habana_op'" in message
+    assert "ops.txt:3: no op is named 'lineer'; did you mean 'linear'?" in message
+    file("ops.txt", "relu")
+    run("run", *words, steps=1)
+    assert not warnings_of(capsys)
+
+
+def test_an_op_in_two_files_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    lower, full = file("low.txt", "mm", "truediv"), file("full.txt", "div")
+    message = refused(
+        capsys, "op_lists=hmp", f"op_lists.lower_file={lower}", f"op_lists.fp32_file={full}"
+    )
+    assert "low.txt:2" in message
+    assert "full.txt:1" in message
+
+
+def test_lists_of_one_s_own_are_a_config() -> None:
+    folder = Path("own/op_lists")
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - override /precision: fp16_mixed\n"
+        "precision: {casting: op_lists}\n"
+        "op_lists: {name: mine, lower: [linear], fp32: [relu], promote: []}\n",
+        encoding="utf-8",
+    )
+    summary = run("run", "op_lists=mine", "--config-dir", "own")
+    assert summary["variant"] == "fp16_mixed+mine"
+
+
+# ---- layers --------------------------------------------------------------------------------------
+
+
+def dtypes_of_layers(*words: str) -> dict[str, torch.dtype]:
+    """The dtype each layer of `mnist` computes in, one forward pass."""
+    composed = compose([*MNIST, "op_lists=hmp", *words])
+    parts = build_parts(plan(composed.config, composed.given))
+    seen: dict[str, torch.dtype] = {}
+
+    def remember(name: str) -> Callable[..., None]:
+        return lambda module, args, out: seen.update({name: out.dtype})
+
+    for name, module in parts.model.named_modules():
+        if name and not list(module.children()):
+            module.register_forward_hook(remember(name))
+    batch = next(iter(parts.validation))
+    parts.precision.forward(parts.model, batch.inputs)
+    return seen
+
+
+def test_a_layer_kept_in_float32_is_cast_in_nothing() -> None:
+    every = dtypes_of_layers()
+    assert set(every.values()) == {torch.bfloat16}
+    name = next(iter(every))
+    kept = dtypes_of_layers(f"precision.layers={{{name}: fp32}}")
+    assert kept == {**every, name: torch.float32}
+    half = dtypes_of_layers(f"precision.layers={{{name}: fp16}}")
+    assert half == {**every, name: torch.float16}
+
+
+def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
+    """Bit for bit, for no cast is left."""
+    summary = run("run", "op_lists=hmp", "precision.layers={*: fp32}", "speed=plain")
+    assert set(summary["effective"]["layers"].values()) == {"fp32"}
+    run("fp32", "precision=fp32", "speed=plain")
+    assert_equal(weights("run"), weights("fp32"))
+
+
+# ---- emulated, and going on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
+def test_op_lists_can_be_emulated(mode: str) -> None:
+    words = [f"precision={mode}", "op_lists=hmp"]
+    summary = run("run", *words, "execution=emulated")
+    assert summary["execution"] == "emulated"
+    assert [x["op"] for x in summary["substitutions"]] == ["*"]
+    native = run("native", *words, "execution=native")
+    assert native["memory_bytes"] == summary["memory_bytes"]
+    # A first loss is a mean of 32 losses from outputs with 8 or 11 bits of significand.
+    assert losses("run")[0] == pytest.approx(losses("native")[0], rel=2**-6)
+
+
+RESUMED: dict[str, list[str]] = {
+    "accumulated": ["op_lists=hmp", "train.accumulate=2", "train.optimizer.name=adamw"],
+    # A scale that grows every three steps overflows within some.
+    "float16": [
+        *("op_lists=hmp", "precision=fp16_mixed", "loss_scale=dynamic"),
+        *("loss_scale.growth_interval=3", "loss_scale.growth_factor=16"),
+    ],
+    "emulated": ["op_lists=hmp", "execution=emulated", "precision.layers={4: fp32}"],
+}
+
+
+@pytest.mark.parametrize("variant", RESUMED)
+def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
+    words = RESUMED[variant]
+    run("whole", *words, steps=12)
+    run("run", *words, steps=5)
+    assert main(["run.resume=run", "train.max_steps=12"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    assert read_summary(Path("run"))["variant"] == read_summary(Path("whole"))["variant"]
+    if variant == "float16":
+        assert read_summary(Path("whole"))["skipped_steps"] > 0
+
+
+Arrange = Callable[[int, Callable[[], None]], None]
+
+
+def test_a_run_that_failed_goes_on_without_its_files(
+    at_step: Arrange,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    low = file("low.txt", "linear", "habana_op")
+    full = file("full.yaml", "fp32: [relu]", "promote: [add]")
+    words = ["op_lists=hmp", f"op_lists.lower_file={low}", f"op_lists.fp32_file={full}"]
+    words += [f"op_lists.promote_file={full}", "train.checkpoint_every_steps=4"]
+    expected = run("whole", *words, steps=12)
+    at_step(7, crash)
+    assert main([*MNIST, *words, "train.max_steps=12", "run.dir=run"]) == 1
+    Path(low).unlink()
+    Path(full).write_text("fp32: [no such: yaml", encoding="utf-8")
+    capsys.readouterr()
+    assert main(["run.resume=run"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    summary = read_summary(Path("run"))
+    assert summary["variant_hash"] == expected["variant_hash"]
+    assert summary["variant"] == expected["variant"]
+    assert [x for x in warnings_of(capsys) if "habana_op" in x]
+
+
+def test_lists_cannot_change_when_a_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    run("run", "op_lists=hmp", steps=2)
+    for word in ("op_lists=native", "op_lists.lower_file=x.txt", "op_lists.lower=[mm]"):
+        assert main(["run.resume=run", "train.max_steps=4", word]) == 2
+        assert "a resumed run keeps its configuration" in capsys.readouterr().err
+    assert main(["run.resume=run", "train.max_steps=4", "op_lists=hmp"]) == 0
+
+
+def test_a_sweep_over_lists_has_a_run_for_each() -> None:
+    name = file("ops.txt", "linear")
+    words = [*MNIST, "train.max_steps=2", "op_lists=hmp,native", f"op_lists.lower_file={name}"]
+    assert main(["-m", *words]) == 0
+    found = {read_summary(x.parent)["variant"]: x.parent for x in Path().rglob("summary.json")}
+    assert set(found) == {"bf16_mixed+hmp+files", "bf16_mixed+native+files"}
+    for folder in found.values():
+        kept = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        assert kept["op_lists"]["lower"] == ["linear"]
+
+
+# ---- one file alone ------------------------------------------------------------------------------
+
+
+def planned(*words: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The rules of a run of these words, by canonical name, and its warnings."""
+    made = plan(compose([*MNIST, *words]).config, ())
+    assert made.op_lists is not None
+    return dict(made.op_lists.rules), made.warnings
+
+
+SHIPPED = ("hmp", "hmp_resnet50", "native")
+
+
+@pytest.mark.parametrize("lists", SHIPPED)
+@pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
+def test_what_one_file_names_leaves_the_other_shipped_lists(lists: str, kind: str) -> None:
+    """The file takes every op of another list: all of them change place, and no other op does."""
+    shipped, _ = planned(f"op_lists={lists}")
+    for other in {"lower", "fp32", "promote"} - {kind}:
+        ops = sorted(op for op, rule in shipped.items() if rule == other)
+        if not ops:
+            continue
+        rules, warnings = planned(f"op_lists={lists}", f"op_lists.{kind}_file={file('f', *ops)}")
+        assert {op: rules[op] for op in ops} == dict.fromkeys(ops, kind)
+        third = {op: rule for op, rule in shipped.items() if rule not in (kind, other)}
+        assert {op: rule for op, rule in rules.items() if rule != kind} == third
+        said = [w for w in warnings if "takes precedence" in w]
+        if other == "promote":  # HMP's own rule: the two lists come before the third
+            assert said == []
+            continue
+        (line,) = said
+        assert line.startswith(f"op_lists.{kind}_file takes precedence over op_lists={lists}")
+        assert line.endswith(f" from the {other} list")
+        assert set(line.rpartition("names: ")[2].split(" from")[0].split(", ")) == set(ops)
+
+
+def test_a_file_may_spell_an_op_in_another_way_than_the_shipped_list() -> None:
+    """`hmp` has div, divide and truediv; `conv2d` is one of six that `_convolution` stands for."""
+    rules, (line,) = planned("op_lists=hmp", f"op_lists.lower_file={file('f', '__truediv__')}")
+    assert rules["div"] == "lower"
+    assert "names: div from the fp32 list" in line
+    words = ["op_lists=hmp", "op_lists.lower=[_convolution]"]
+    rules, (line,) = planned(*words, f"op_lists.fp32_file={file('g', 'conv2d')}")
+    assert (rules["conv2d"], rules["conv1d"], rules["conv3d"]) == ("fp32", "lower", "lower")
+    assert "names: conv2d from the lower list" in line
+
+
+def test_the_line_is_printed_and_a_resumed_run_has_the_same_lists(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["op_lists=hmp", f"op_lists.lower_file={file('f', 'linear', 'log_softmax')}"]
+    run("whole", *words)
+    output = capsys.readouterr()
+    assert output.err.count("log_softmax from the fp32 list") == 1
+    run("half", *words, steps=3)
+    Path("f").unlink()  # a resumed run needs no file
+    assert main(["run.resume=half", "train.max_steps=6"]) == 0
+    assert_equal(weights("half"), weights("whole"))
+
+
+def test_two_files_that_contradict_each_other_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    files = [f"op_lists.lower_file={file('a', 'softmax')}"]
+    files.append(f"op_lists.fp32_file={file('b', 'relu', '_softmax')}")
+    line = refused(capsys, "op_lists=hmp", *files)
+    assert "'_softmax' and 'softmax', the same op" in line
+    assert "(a:1)" in line
+    assert "(b:2)" in line

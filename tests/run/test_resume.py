@@ -1,0 +1,451 @@
+"""A run that was cut off and goes on is the run that was not cut off, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mprun.cli.main import main
+from mprun.data import Batch
+from mprun.precision import NoClip
+from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
+from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.train import checkpoint
+from mprun.train.loop import StepResult, Trainer
+from tests.schema import conforms
+
+MNIST = [
+    "recipe=mnist",
+    "data.source=generated",
+    "data.train_limit=600",
+    "data.eval_limit=64",
+    "data.validation_fraction=0.1",
+    "train.batch_size=64",
+]
+MODES = {
+    "fp32": ["precision=fp32"],
+    "tf32": ["precision=tf32"],
+    "bf16_mixed": ["precision=bf16_mixed"],
+    # A scale that grows every five steps overflows within a few.
+    "fp16_mixed": ["precision=fp16_mixed", "loss_scale=dynamic", "loss_scale.growth_interval=5"],
+}
+
+
+def trained(run: Path) -> dict[str, Any]:
+    """The trainer's part of the last checkpoint."""
+    state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    found: dict[str, Any] = state["trainer"]
+    return found
+
+
+def assert_equal(a: Any, b: Any, path: str = "$") -> None:
+    """Equal in every bit, tensors included; where wall time is kept it may differ."""
+    assert type(a) is type(b), path
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a.keys() - {"trained_s"}:
+            assert_equal(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), path
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{path}[{i}]")
+    else:
+        assert a == b, path
+
+
+def exact_lines(run: Path) -> list[dict[str, Any]]:
+    """What of the lines does not depend on the clock."""
+    clocked = ("step_time_ms", "data_time_ms")
+    return [{k: v for k, v in x.items() if k not in clocked} for x in read_lines(run)]
+
+
+def assert_same_run(run: Path, whole: Path) -> None:
+    """Weights, optimizer, order, lines and scores of both are the same."""
+    assert_equal(trained(run), trained(whole))
+    assert exact_lines(run) == exact_lines(whole)
+    steps = [x["step"] for x in read_lines(run) if x["kind"] == "step"]
+    assert steps == list(range(1, len(steps) + 1))
+    ours, theirs = read_summary(run), read_summary(whole)
+    conforms(ours, Summary)
+    assert ours["status"] == theirs["status"] == "completed"
+    for key in ("history", "train", "test", "steps", "epochs", "skipped_steps", "loss_scale"):
+        assert ours[key] == theirs[key], key  # type: ignore[literal-required]
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Have something happen, once, before a step is taken."""
+    plain = Trainer.optimizer_step
+
+    def arrange(n: int, what: Callable[[], None]) -> None:
+        left = [what]
+
+        def step(self: Trainer, batch: Batch) -> StepResult:
+            measured = isinstance(batch.inputs, FakeTensor)  # the footprint's one step
+            if self.step == n - 1 and not measured and left:
+                left.pop()()
+            return plain(self, batch)
+
+        monkeypatch.setattr(Trainer, "optimizer_step", step)
+
+    return arrange
+
+
+def crash() -> None:
+    raise ZeroDivisionError("planted")
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_given_more_steps_is_the_longer_run(mode: str) -> None:
+    words = [*MNIST, *MODES[mode]]
+    assert main([*words, "train.max_steps=20", "run.dir=whole"]) == 0
+    assert main([*words, "train.max_steps=7", "run.dir=run"]) == 0
+    assert read_summary(Path("run"))["steps"] == 7
+    assert main(["run.resume=run", "train.max_steps=20"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    if mode == "fp16_mixed":
+        scales = {x["loss_scale"] for x in read_lines(Path("run")) if x["kind"] == "step"}
+        assert len(scales) > 2
+
+
+@pytest.mark.parametrize("first", [1, 10, 13])
+@pytest.mark.parametrize("recipe", ["mnist", "linear", "accumulated", "unvalidated"])
+def test_it_holds_wherever_in_an_epoch_the_run_ended(recipe: str, first: int) -> None:
+    words = {
+        "mnist": MNIST,
+        "linear": ["recipe=linear"],
+        "accumulated": [*MNIST, "train.accumulate=2", "train.optimizer.name=adamw"],
+        "unvalidated": [*MNIST, "data.validation_fraction=0"],
+    }[recipe]
+    assert main([*words, "train.max_steps=16", "run.dir=whole"]) == 0
+    assert main([*words, f"train.max_steps={first}", "run.dir=run"]) == 0
+    assert main(["run.resume=run", "train.max_steps=14"]) == 0
+    assert main(["run.resume=run", "train.max_steps=16"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+
+
+@pytest.mark.parametrize("scheduler", ["linear", "cosine"])
+@pytest.mark.parametrize(("fault", "status"), [(crash, 1), (terminate, 143)])
+def test_a_schedule_goes_on_where_it_was(
+    at_step: Callable[[int, Callable[[], None]], None],
+    fault: Callable[[], None],
+    status: int,
+    scheduler: str,
+) -> None:
+    words = [*MNIST, f"train.scheduler={scheduler}", "train.max_steps=20"]
+    words.append("train.checkpoint_every_steps=4")
+    assert main([*words, "run.dir=whole"]) == 0
+    at_step(11, fault)
+    assert main([*words, "run.dir=run"]) == status
+    assert trained(Path("run"))["step"] == (8 if fault is crash else 11)
+    assert main(["run.resume=run"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
+    at_step: Callable[[int, Callable[[], None]], None],
+) -> None:
+    assert main([*MNIST, "train.max_steps=12", "run.dir=whole"]) == 0
+    at_step(5, crash)
+    assert main([*MNIST, "train.max_steps=12", "run.dir=run"]) == 1
+    assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3, 4]
+    assert main(["run.resume=run"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+
+
+def test_a_completed_run_takes_no_further_step() -> None:
+    assert main([*MNIST, "train.epochs=2", "run.dir=run"]) == 0
+    before, lines = read_summary(Path("run")), exact_lines(Path("run"))
+    state = trained(Path("run"))
+    for _ in range(2):
+        assert main(["run.resume=run"]) == 0
+        after = read_summary(Path("run"))
+        conforms(after, Summary)
+        assert after["history"] == before["history"]
+        assert after["started_at"] == before["started_at"]
+        assert (after["status"], after["steps"], after["test"]) == (
+            "completed",
+            before["steps"],
+            before["test"],
+        )
+        assert exact_lines(Path("run")) == lines
+        assert_equal(trained(Path("run")), state)
+
+
+def test_time_already_trained_counts_towards_the_limit() -> None:
+    words = ["recipe=linear", "train.epochs=null", "train.max_time_s=0.3", "run.dir=run"]
+    assert main(words) == 0
+    steps = read_summary(Path("run"))["steps"]
+    assert main(["run.resume=run"]) == 0
+    assert read_summary(Path("run"))["steps"] == steps > 0
+    assert main(["run.resume=run", "train.max_time_s=0.6"]) == 0
+    assert read_summary(Path("run"))["steps"] > steps
+
+
+def test_a_line_cut_short_is_replaced() -> None:
+    assert main([*MNIST, "train.max_steps=12", "run.dir=whole"]) == 0
+    assert main([*MNIST, "train.max_steps=7", "run.dir=run"]) == 0
+    with Path("run/metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"kind":"step","step":8,"lo')
+    assert main(["run.resume=run", "train.max_steps=12"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run, to be copied."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main(["recipe=linear", "train.max_steps=3", f"run.dir={folder}"]) == 0
+    return folder
+
+
+def copy_of(run: Path) -> Path:
+    for source in (p for p in run.rglob("*") if p.is_file()):
+        target = Path("run") / source.relative_to(run)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    return Path("run")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which these words are refused."""
+    capsys.readouterr()
+    assert main(["run.resume=run", *words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_damaged_checkpoint_is_said_in_one_line(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = checkpoint.path_in(copy_of(finished))
+    whole = file.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"no checkpoint"):
+        file.write_bytes(damaged)
+        assert "is no checkpoint of mprun" in refused(capsys)
+        assert file.read_bytes() == damaged
+    torch.save({"format_version": checkpoint.FORMAT_VERSION + 1}, file)
+    assert "has format 2, this mprun reads up to 1" in refused(capsys)
+    torch.save({"format_version": 1, "trainer": {}}, file)
+    assert "lacks choices, journal" in refused(capsys)
+    for strange in ({"format_version": "new"}, [1], torch.zeros(1)):
+        torch.save(strange, file)
+        assert "is no checkpoint of mprun" in refused(capsys)
+
+
+def test_a_checkpoint_that_holds_code_is_not_run(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = checkpoint.path_in(copy_of(finished))
+    torch.save({"format_version": 1, "trainer": Path("x"), "journal": {}, "choices": {}}, file)
+    assert "is no checkpoint of mprun" in refused(capsys)
+
+
+def test_damaged_lines_are_said_in_one_line(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(finished)
+    Path("run/metrics.jsonl").write_bytes(b"\0\0\0\n\xff\n")
+    assert "metrics.jsonl is damaged" in refused(capsys)
+
+
+def test_a_dynamic_scale_keeps_its_tracker() -> None:
+    def scale() -> DynamicLossScale:
+        return DynamicLossScale(8.0, DynamicRule(interval=3), torch.device("cpu"))
+
+    def step(x: DynamicLossScale) -> float:
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        x.step(torch.optim.SGD([weight], lr=0.1), NoClip())
+        x.update()
+        assert x.tensor is not None
+        return float(x.tensor)
+
+    first, second = scale(), scale()
+    assert [step(first), step(first)] == [8.0, 8.0]
+    second.load_state_dict(first.state_dict())
+    assert (step(first), step(second), step(scale())) == (16.0, 16.0, 8.0)
+
+
+# Real processes. Starting one takes seconds, most of them spent importing torch, so one process
+# imports it, draws the data, and forks a child for each run.
+FORKING = """
+import json, os, sys
+import torch, torch._dynamo, mprun.run
+from mprun.cli.main import main
+from mprun.data.generated import draw
+
+draw()
+
+for line in sys.stdin:
+    words, cwd = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        status = 99
+        try:
+            status = main(words)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Forking:
+    """Runs mprun in processes of their own, one at a time."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, words: list[str], cwd: Path) -> int:
+        """Begin a run; its process id."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps([words, str(cwd)]) + "\n")
+        self._server.stdin.flush()
+        return self._read()
+
+    def wait(self) -> int:
+        """How the run ended: its status, or the negative number of the signal that killed it."""
+        return self._read()
+
+    def _read(self) -> int:
+        assert self._server.stdout is not None
+        return int(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def forking() -> Iterator[Forking]:
+    server = Forking()
+    yield server
+    server.close()
+
+
+LONG = [*MNIST, "train.epochs=12", "train.checkpoint_every_steps=7"]
+ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+
+
+@pytest.fixture(scope="module")
+def whole(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The uninterrupted run of a mode."""
+    folders: dict[str, Path] = {}
+
+    def run(mode: str) -> Path:
+        if mode not in folders:
+            cwd = tmp_path_factory.mktemp(f"whole-{mode}")
+            forking.start([*LONG, *MODES[mode], "run.dir=run"], cwd)
+            assert forking.wait() == 0
+            folders[mode] = cwd / "run"
+        return folders[mode]
+
+    return run
+
+
+def kill_and_go_on(forking: Forking, words: list[str], kills: list[tuple[float, int]]) -> None:
+    """Run to the end, ended early by each of `kills` (seconds after the next lines, signal)."""
+    words = [*words, "run.dir=run"]
+    for delay, number in kills:
+        pid = forking.start(words, Path.cwd())
+        file = Path("run/metrics.jsonl")
+        # A resumed run first cuts its lines, so a size of before says nothing: wait for lines anew.
+        began = time.time()
+        while not (file.exists() and file.stat().st_size and file.stat().st_mtime >= began):
+            assert time.time() < began + 60
+            time.sleep(0.005)
+        time.sleep(delay)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it was done before
+            assert forking.wait() == 0
+            break
+        status = forking.wait()
+        assert status in (0, ENDS[signal.Signals(number)]), Path("log.txt").read_text()
+        words = ["run.resume=run"]
+    forking.start(["run.resume=run"], Path.cwd())
+    assert forking.wait() == 0, Path("log.txt").read_text()
+    assert "Traceback" not in Path("log.txt").read_text()
+
+
+@pytest.mark.parametrize("number", ENDS, ids=lambda x: x.name)
+@pytest.mark.parametrize("moment", range(3))
+def test_killed_at_a_random_moment(
+    forking: Forking, whole: Callable[[str], Path], number: signal.Signals, moment: int
+) -> None:
+    chance = random.Random(f"{number.name} {moment}")
+    kills = [(chance.uniform(0, 0.25), int(number)) for _ in range(2)]
+    kill_and_go_on(forking, [*LONG, *MODES["fp32"]], kills)
+    assert_same_run(Path("run"), whole("fp32"))
+
+
+@pytest.mark.parametrize("n", range(int(os.environ.get("MPRUN_KILLS", "0"))))
+def test_killed_many_times_in_every_mode(
+    forking: Forking, whole: Callable[[str], Path], n: int
+) -> None:
+    chance = random.Random(n)
+    mode = list(MODES)[n % len(MODES)]
+    kills = [(chance.uniform(0, 0.5), int(chance.choice(list(ENDS)))) for _ in range(2)]
+    kill_and_go_on(forking, [*LONG, *MODES[mode]], kills)
+    assert_same_run(Path("run"), whole(mode))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
+def test_killed_before_the_first_checkpoint(forking: Forking, number: signal.Signals) -> None:
+    words = [*MNIST, "train.epochs=20"]
+    forking.start([*words, "run.dir=whole"], Path.cwd())
+    assert forking.wait() == 0
+    kill_and_go_on(forking, words, [(0.0, int(number))])
+    assert_same_run(Path("run"), Path("whole"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
+@pytest.mark.parametrize("every", [3, 10])
+def test_killed_during_validation(forking: Forking, number: signal.Signals, every: int) -> None:
+    words = [*MNIST, "data.eval_limit=400", "data.train_limit=640", "train.eval_batch_size=1"]
+    words += ["train.epochs=2", f"train.checkpoint_every_steps={every}"]
+    forking.start([*words, "run.dir=whole"], Path.cwd())
+    assert forking.wait() == 0
+    pid = forking.start([*words, "run.dir=run"], Path.cwd())
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        file = Path("run/metrics.jsonl")
+        if file.exists() and '"step":10,' in file.read_text(encoding="utf-8"):
+            break
+        time.sleep(0.002)
+    os.kill(pid, number)
+    assert forking.wait() == ENDS[number]
+    assert [x["kind"] for x in read_lines(Path("run"))] == ["step"] * 10
+    forking.start(["run.resume=run"], Path.cwd())
+    assert forking.wait() == 0
+    assert_same_run(Path("run"), Path("whole"))

@@ -1,0 +1,254 @@
+"""Real runs from the command line: records, signals, failures, the smoke preset."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun import run as session
+from mprun.cli.main import main
+from mprun.errors import RunFailedError
+from mprun.records.run_record import Summary, read_lines, read_summary
+from tests.schema import conforms
+
+QUICK = ["recipe=linear", "train.max_steps=6", "run.dir=run"]
+
+
+def run(*words: str) -> Summary:
+    assert main([*QUICK, *words]) == 0
+    return read_summary(Path("run"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("recipe", ["linear", "mnist", "fashion_mnist"])
+def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -> None:
+    words = [f"recipe={recipe}", f"precision={precision}", "preset=smoke", "run.dir=run"]
+    if recipe != "linear":
+        words.append("data.source=generated")
+    assert main(words) == 0
+    summary = read_summary(Path("run"))
+    conforms(summary, Summary)
+    assert summary["status"] == "completed"
+    assert summary["precision"] == precision
+    assert summary["effective"] == summary["requested"]
+    assert summary["effective"]["compute_dtype"] == (
+        "float32" if precision == "fp32" else "bfloat16"
+    )
+    assert summary["execution"] == "native"
+    assert summary["data"]["source"] == "generated"
+    assert summary["steps"] == 36
+    times = summary["step_time_ms"]
+    # Full-size steps only: mnist's 4,096 samples make sixteen batches of 256, all full.
+    assert times["n"] + times["warmup"] <= 36
+    memory = summary["memory_bytes"]
+    parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
+    assert memory["peak"] == sum(memory[k] for k in parts)  # type: ignore[literal-required]
+    if recipe == "linear":
+        assert summary["test"]["accuracy"] is None
+        assert summary["metric"] == {"name": "loss", "higher_is_better": False}
+    else:
+        assert 0 <= float(summary["test"]["accuracy"] or 0) <= 1
+    steps = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert [x["step"] for x in steps] == list(range(1, 37))
+
+
+def test_the_smoke_preset_caps_the_batch_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe=mnist", "preset=smoke", "data.source=generated", "run.dir=run"]) == 0
+    assert "caps train.batch_size=8192 at 256" in capsys.readouterr().err
+    assert read_summary(Path("run"))["batch_size"] == 256
+
+
+def test_the_smoke_preset_fails_where_the_loss_stands_still(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["recipe=linear", "preset=smoke", "train.lr=1e-30", "run.dir=run"]) == 1
+    assert "the loss does not fall" in capsys.readouterr().err
+    summary = read_summary(Path("run"))
+    assert summary["status"] == "failed"
+    assert "does not fall" in str(summary["error"])
+
+
+@pytest.mark.parametrize(
+    ("losses", "fails"),
+    [
+        ([3.0, 2.0, 1.0], False),
+        ([1.0, 2.0, 3.0], True),
+        ([1.0, 1.0, 1.0], True),
+        ([2.0, 9.0, float("nan")], True),
+        ([1.0, 0.5], True),
+    ],
+)
+def test_the_loss_must_fall_from_the_first_third_to_the_last(
+    losses: list[float], fails: bool
+) -> None:
+    if fails:
+        with pytest.raises(RunFailedError):
+            session.check_loss_falls(losses)
+    else:
+        session.check_loss_falls(losses)  # raises nothing
+
+
+def test_the_default_folder_is_named_by_date_and_time_and_never_shared() -> None:
+    for _ in range(2):
+        assert main(["recipe=linear", "train.max_steps=1"]) == 0
+    runs = sorted(Path("outputs").glob("*/*/summary.json"))
+    assert len(runs) == 2
+
+
+def test_the_configuration_is_kept_resolved() -> None:
+    run("seed=7", "train.lr=0.5")
+    from omegaconf import OmegaConf
+
+    kept = OmegaConf.load("run/config.yaml")
+    assert (kept.seed, kept.train.lr, kept.precision.name) == (7, 0.5, "fp32")
+
+
+def test_log_every_thins_the_lines_and_not_the_statistics() -> None:
+    summary = run("train.log_every=3")
+    steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert steps == [3, 6]
+    assert summary["step_time_ms"]["n"] == 3  # six steps less three of warm-up
+
+
+def test_a_time_limit_bounds_the_run() -> None:
+    words = ["train.max_time_s=0.5", "train.max_steps=null", "train.epochs=null"]
+    summary = run(*words)
+    assert summary["status"] == "completed"
+    assert summary["steps"] > 0
+
+
+def test_the_scheduler_reaches_zero_at_the_planned_end() -> None:
+    run("train.scheduler=linear")
+    rates = [x["lr"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert rates == pytest.approx([1e-3 * (1 - k / 6) for k in range(6)])
+
+
+def test_a_loss_gone_nan_fails_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK[:1], "train.lr=1e30", "run.dir=run"]) == 1
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("mprun: the loss became")
+    summary = read_summary(Path("run"))
+    conforms(summary, Summary)
+    assert summary["status"] == "failed"
+    lines = read_lines(Path("run"))
+    assert lines[-1]["loss"] in ("nan", "inf")
+
+
+CRASHING = """
+from dataclasses import dataclass
+import torch
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Recipe
+
+@dataclass(frozen=True)
+class Crashing(Recipe):
+    def model(self):
+        return torch.nn.Linear(2, 1)
+    def data(self, request):
+        part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 1))
+        return Splits("zeros", "generated", part, part.first(0), part.first(0))
+    def loss(self, output, target):
+        raise ZeroDivisionError("planted")
+"""
+
+
+def test_a_crash_in_a_recipe_keeps_its_traceback_in_the_record(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("crashing.py").write_text(CRASHING, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    words = ["recipe.target=crashing.Crashing", "recipe.name=crashing", "recipe.model.units=1"]
+    assert main([*words, "run.dir=run"]) == 2  # the class takes no parameter named units
+    recipe = Path("conf/recipe/crashing.yaml")
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text(
+        "# @package _global_\n# Crashes\nrecipe: {name: crashing, target: crashing.Crashing}\n"
+        "train: {epochs: 1, batch_size: 4, eval_batch_size: 4, lr: 0.1, optimizer: {name: sgd}}\n",
+        encoding="utf-8",
+    )
+    assert main(["--config-dir=conf", "recipe=crashing", "run.dir=run"]) == 1
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError: planted" in error
+    assert "Traceback" not in error
+    assert "planted" in Path("run/traceback.txt").read_text(encoding="utf-8")
+    assert read_summary(Path("run"))["status"] == "failed"
+
+
+def test_a_mode_slower_than_float32_warns_before_it_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mprun.doctor.environment.accelerated", lambda dtype, device: False)
+    run("precision=bf16_mixed")
+    assert "bfloat16 matmuls are slower than float32" in capsys.readouterr().out
+    assert read_summary(Path("run"))["hardware"]["accelerated"] == {"bfloat16": False}
+
+
+def test_a_reader_that_leaves_does_not_end_the_run() -> None:
+    command = f"{sys.executable} -m mprun recipe=linear train.max_steps=40 run.dir=run | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert read_summary(Path("run"))["status"] == "completed"
+
+
+def test_backend_switches_are_restored_after_a_failed_run() -> None:
+    before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    assert main([*QUICK[:1], "train.lr=1e30", "run.dir=run"]) == 1
+    assert torch.backends.cudnn.conv.fp32_precision == before  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_leave_a_usable_record_and_the_right_status(
+    number: signal.Signals, status: int
+) -> None:
+    words = ["recipe=linear", "train.epochs=null", "train.max_time_s=120", "run.dir=run"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mprun", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    metrics = Path("run/metrics.jsonl")
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    assert running["status"] == "running"
+    process.send_signal(number)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == status, error
+    assert "Traceback" not in error + out
+    summary = read_summary(Path("run"))
+    conforms(summary, Summary)
+    assert summary["status"] == "interrupted"
+    lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert lines[-1]["step"] == summary["steps"] > 0
+    assert summary["train"]["loss"] is not None
+    saved = torch.load("run/checkpoints/last.pt", weights_only=True)
+    assert saved["trainer"]["step"] == summary["steps"]
+
+
+def test_a_signal_while_the_step_is_measured_waits_until_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An exception out of PyTorch's C++ code that calls Python ends the process."""
+    measured = []
+
+    def footprint(chosen: object) -> dict[str, int]:
+        signal.raise_signal(signal.SIGINT)
+        measured.append(chosen)
+        return {}
+
+    monkeypatch.setattr(session, "footprint", footprint)
+    assert main(QUICK) == 130
+    assert measured
+    summary = read_summary(Path("run"))
+    assert (summary["status"], summary["steps"]) == ("interrupted", 0)

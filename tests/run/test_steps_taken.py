@@ -1,0 +1,98 @@
+"""A run that took no step is not completed; one that skipped many says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.cli.main import main
+from mprun.records.run_record import read_lines, read_summary
+from mprun.run import check_steps_taken, skipped_warning
+from mprun.train import checkpoint
+from tests.summaries import example
+
+SMALL = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
+FP16 = [*SMALL, "precision=fp16_mixed", "run.dir=run"]
+
+
+def steps(path: str = "run") -> tuple[str, int, int]:
+    summary = read_summary(Path(path))
+    return summary["status"], summary["steps"], summary["skipped_steps"]
+
+
+def test_a_scale_too_high_for_every_step_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """2^60 is lowered to 2^49 in the last of 12 steps: gradients overflow in every one."""
+    assert main([*FP16, f"loss_scale.value={2.0**60:.0f}", "train.max_steps=12"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no step was taken: all 12 were skipped" in line
+    assert "at the dynamic loss scale (1.15292e+18 at first, 5.6295e+14 at the last step)" in line
+    assert "a smaller loss_scale.value" in line
+    assert steps() == ("failed", 12, 12)
+    summary = read_summary(Path("run"))
+    assert summary["test"] == {"loss": None, "accuracy": None}  # nothing trained was tested
+    assert summary["error"] is not None
+    assert "no step was taken" in summary["error"]
+    state = torch.load(checkpoint.path_in(Path("run")), weights_only=True)["trainer"]["model"]
+    assert main([*SMALL, "run.dir=other", "train.max_steps=1", "train.lr=1e-30"]) == 0
+    drawn = torch.load(checkpoint.path_in(Path("other")), weights_only=True)["trainer"]["model"]
+    assert all(torch.equal(state[key], drawn[key]) for key in drawn)  # indeed untrained
+
+
+def test_a_run_that_failed_so_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FP16, f"loss_scale.value={2.0**60:.0f}", "train.max_steps=12"]) == 1
+    assert main(["run.resume=run", "train.max_steps=80"]) == 0
+    status, taken, skipped = steps()
+    assert (status, taken) == ("completed", 80)
+    assert 12 < skipped < 80  # the scale has halved its way down
+    assert f"warning: {skipped} of 80 steps" in capsys.readouterr().out
+
+
+def test_a_static_scale_names_the_static_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["loss_scale=static", f"loss_scale.value={2.0**60:.0f}", "train.max_steps=5"]
+    assert main([*FP16, *words]) == 1
+    line = capsys.readouterr().err
+    assert "at the static loss scale" in line
+    assert "or loss_scale=dynamic" in line
+
+
+def test_weights_that_float16_cannot_hold_take_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = nn.Linear(8, 4)
+    nn.init.constant_(layer.weight, 1e5)
+    torch.save(layer.state_dict(), "large.pt")
+    words = ["precision=fp16_true", "train.init_from=large.pt", "train.max_steps=5"]
+    assert main([*SMALL, *words, "run.dir=run"]) == 1
+    error = capsys.readouterr().err
+    assert "warning: these weights continue in float16" in error
+    assert "32 of 36 overflow (88.889 %)" in error
+    assert "no step was taken: all 5 were skipped" in error
+    assert steps() == ("failed", 5, 5)
+
+
+def test_a_run_whose_time_was_up_before_the_first_step_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*SMALL, "run.dir=run", "train.epochs=null", "train.max_time_s=1e-9"]
+    assert main(words) == 1
+    assert "no step was taken: train.max_time_s ended the run" in capsys.readouterr().err
+    assert steps() == ("failed", 0, 0)
+
+
+@pytest.mark.parametrize(("skipped", "warned"), [(0, False), (10, False), (11, True), (99, True)])
+def test_from_a_tenth_of_the_steps_on_a_warning_counts_them(skipped: int, warned: bool) -> None:
+    summary = example()
+    summary["steps"], summary["skipped_steps"] = 100, skipped
+    check_steps_taken(summary)
+    text = skipped_warning(summary)
+    assert (text is not None) == warned
+    if text is not None:
+        assert text.startswith(f"{skipped} of 100 steps ({skipped}%) were skipped")
+
+
+def test_a_healthy_run_has_no_word_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FP16, "train.max_steps=30"]) == 0
+    assert steps()[0] == "completed"
+    assert sum(x.get("skipped", False) for x in read_lines(Path("run"))) == steps()[2] <= 3
+    assert "skipped and trained nothing" not in "".join(capsys.readouterr())

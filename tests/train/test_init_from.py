@@ -1,0 +1,587 @@
+"""Beginning with weights of an earlier run: whose bits, in which mode, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mprun.assemble import build_parts, plan
+from mprun.cli.main import main
+from mprun.config import compose
+from mprun.data import Batch
+from mprun.precision import Policy
+from mprun.records.run_record import read_lines, read_summary
+from mprun.train import checkpoint
+from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
+from mprun.train.loop import StepResult, Trainer
+
+LINEAR = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
+MNIST = [
+    "recipe=mnist",
+    "recipe.model.units=16",
+    "data.source=generated",
+    "data.train_limit=300",
+    "data.eval_limit=32",
+    "train.batch_size=32",
+]
+PARAMETERS = 784 * 16 + 16 + 16 * 16 + 16 + 16 * 10 + 10
+
+
+def final_weights(run: str) -> dict[str, Tensor]:
+    """The weights a run ended with."""
+    state = torch.load(checkpoint.path_in(Path(run)), weights_only=True)
+    found: dict[str, Tensor] = state["trainer"]["model"]
+    return found
+
+
+def first_weights(*words: str) -> dict[str, Tensor]:
+    """The weights a run of these words would begin with."""
+    parts = build_parts(plan(compose(words).config, {}))
+    return {key: x.clone() for key, x in parts.model.state_dict().items()}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        assert a[key].dtype == b[key].dtype, key
+        assert torch.equal(a[key], b[key]), key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Callable[[str], str]:
+    """The folder of a short mnist run in a mode."""
+
+    def run(mode: str) -> str:
+        path = folder / mode
+        if not path.exists():
+            words = [*MNIST, f"precision={mode}", "train.max_steps=5", f"run.dir={path}"]
+            assert main(words) == 0
+        return str(path)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def linear(folder: Path) -> str:
+    """The folder of a short linear run."""
+    assert main([*LINEAR, "train.max_steps=3", f"run.dir={folder / 'linear'}"]) == 0
+    return str(folder / "linear")
+
+
+@pytest.fixture
+def begins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+    """The weights before each run's first step, as the loop has them."""
+    found: list[dict[str, Tensor]] = []
+    plain = Trainer.optimizer_step
+
+    def step(self: Trainer, batch: Batch) -> StepResult:
+        if self.step == 0 and not isinstance(batch.inputs, FakeTensor):
+            found.append({k: x.clone() for k, x in self.parts.model.state_dict().items()})
+        return plain(self, batch)
+
+    monkeypatch.setattr(Trainer, "optimizer_step", step)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line with which these words are refused, before any folder is made."""
+    capsys.readouterr()
+    before = sorted(Path().rglob("*"))
+    assert main([*words]) == 2
+    output = capsys.readouterr()
+    lines = output.err.strip().splitlines()
+    assert len(lines) == 1
+    assert output.out == ""
+    assert sorted(Path().rglob("*")) == before
+    return lines[0]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
+    """stdout and stderr of a run of these words, which goes well."""
+    capsys.readouterr()
+    assert main([*words]) == 0
+    output = capsys.readouterr()
+    return output.out, output.err
+
+
+# What a run begins with
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp16_mixed", "tf32"])
+def test_the_first_step_has_the_bits_the_source_ended_with(
+    trained: Callable[[str], str], mode: str, begins: list[dict[str, Tensor]]
+) -> None:
+    source = trained("fp32")
+    words = [*MNIST, f"precision={mode}", "seed=7", "train.max_steps=2", "run.dir=run"]
+    assert main([*words, f"train.init_from={source}"]) == 0
+    assert_same_bits(begins[-1], final_weights(source))
+    assert not torch.equal(final_weights("run")["0.weight"], begins[-1]["0.weight"])
+    assert read_summary(Path("run"))["steps"] == 2
+    assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2]
+
+
+def test_folder_checkpoint_and_plain_file_are_one_source(linear: str) -> None:
+    wanted = final_weights(linear)
+    torch.save(wanted, "plain.pt")
+    for path in (linear, str(checkpoint.path_in(Path(linear))), "plain.pt"):
+        assert_same_bits(first_weights(*LINEAR, "seed=5", f"train.init_from={path}"), wanted)
+    drawn = first_weights(*LINEAR, "seed=5")
+    assert not torch.equal(drawn["weight"], wanted["weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_of_other_widths_become_float32(dtype: torch.dtype) -> None:
+    model = nn.Linear(8, 4).to(dtype)
+    torch.save(model.state_dict(), "plain.pt")
+    found = first_weights(*LINEAR, "train.init_from=plain.pt")
+    assert_same_bits(found, {k: x.float() for k, x in model.state_dict().items()})
+    if dtype is not torch.float64:
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(found[key].to(dtype), tensor)
+
+
+def test_buffers_and_counters_come_along() -> None:
+    Path("norm.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from mprun.recipes.linear import Linear\n"
+        "from torch import nn\n"
+        "@dataclass(frozen=True)\n"
+        "class Norm(Linear):\n"
+        "    def model(self):\n"
+        "        return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))\n",
+        encoding="utf-8",
+    )
+    words = [*LINEAR, "recipe.target=norm.Norm", "train.max_steps=3"]
+    assert main([*words, "run.dir=run"]) == 0
+    source = final_weights("run")
+    assert int(source["1.num_batches_tracked"]) == 3
+    assert_same_bits(first_weights(*words, "train.init_from=run"), source)
+
+
+def test_random_numbers_and_order_are_those_of_a_run_without(linear: str) -> None:
+    def state(*words: str) -> tuple[Tensor, Tensor | None]:
+        chosen = plan(compose([*MNIST, *words]).config, {})
+        parts = build_parts(chosen)
+        return torch.get_rng_state(), parts.order.draw()
+
+    torch.save(first_weights(*MNIST, "seed=3"), "plain.pt")
+    without, with_them = state(), state("train.init_from=plain.pt")
+    assert torch.equal(without[0], with_them[0])
+    assert without[1] is not None
+    assert with_them[1] is not None
+    assert torch.equal(without[1], with_them[1])
+
+
+def test_planning_leaves_random_numbers_alone(linear: str) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_its_own_drawn_weights_change_nothing() -> None:
+    torch.save(first_weights(*LINEAR), "drawn.pt")
+    assert main([*LINEAR, "train.max_steps=5", "run.dir=a"]) == 0
+    words = ["train.max_steps=5", "train.init_from=drawn.pt", "run.dir=b"]
+    assert main([*LINEAR, *words]) == 0
+    assert_same_bits(final_weights("a"), final_weights("b"))
+
+
+def test_a_source_is_not_changed_by_training(linear: str) -> None:
+    chosen = plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
+    for _ in range(2):
+        parts = build_parts(chosen)
+        assert_same_bits(dict(parts.model.state_dict()), final_weights(linear))
+        with torch.no_grad():
+            for parameter in parts.model.parameters():
+                parameter.add_(1)
+
+
+# The record
+
+
+def test_it_is_recorded_and_makes_a_variant(
+    linear: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=a"]) == 0
+    words = [*LINEAR, "train.max_steps=2", f"train.init_from={linear}", "run.dir=b"]
+    out, _ = said(capsys, *words)
+    assert f"\nweights: {linear}\n" in out
+    assert f"  init_from: {linear}\n" in Path("b/config.yaml").read_text(encoding="utf-8")
+    a, b = read_summary(Path("a")), read_summary(Path("b"))
+    assert a["variant_hash"] != b["variant_hash"]
+    assert a["memory_bytes"] == b["memory_bytes"]
+    assert b["memory_bytes"]["peak"] is not None
+
+
+def test_a_sweep_begins_each_run_with_them(linear: str) -> None:
+    words = ["-m", *LINEAR, "train.max_steps=1", "seed=0,1", f"train.init_from={linear}"]
+    assert main(words) == 0
+    assert len(list(Path("outputs").glob("*/*/*/summary.json"))) == 2
+
+
+# Resuming
+
+
+def test_a_resumed_run_needs_the_file_no_more(
+    trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(trained("bf16_mixed"), "source")
+    words = [*MNIST, "precision=fp16_mixed", f"train.init_from={source}"]
+    assert main([*words, "train.max_steps=20", "run.dir=whole"]) == 0
+    assert main([*words, "train.max_steps=7", "run.dir=run"]) == 0
+    shutil.rmtree("source")
+    out, err = said(capsys, "run.resume=run", "train.max_steps=20")
+    assert "weights: " not in out
+    assert err == ""
+    assert_same_bits(final_weights("run"), final_weights("whole"))
+    assert "init_from: source" in Path("run/config.yaml").read_text(encoding="utf-8")
+
+
+def test_a_run_without_a_checkpoint_begins_with_them_again(
+    linear: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = shutil.copytree(linear, "source")
+    words = [*LINEAR, "train.max_steps=6", f"train.init_from={source}"]
+    assert main([*words, "run.dir=whole"]) == 0
+
+    def crash(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "fit", crash)
+        assert main([*words, "run.dir=run"]) == 1
+    shutil.move("source", "elsewhere")
+    line = refused(capsys, "run.resume=run")
+    assert "train.init_from=source: there is no such file or folder" in line
+    shutil.move("elsewhere", "source")
+    assert main(["run.resume=run"]) == 0
+    assert_same_bits(final_weights("run"), final_weights("whole"))
+
+
+def test_a_resumed_run_takes_no_other_weights(
+    linear: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LINEAR, "train.max_steps=2", "run.dir=run"]) == 0
+    line = refused(capsys, "run.resume=run", f"train.init_from={linear}")
+    assert "a resumed run keeps its configuration" in line
+
+
+# What is refused
+
+
+def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, *LINEAR, "train.init_from=nowhere")
+    assert line == (
+        "mprun: train.init_from=nowhere: there is no such file or folder; legal is a run's folder, "
+        "a checkpoint of mprun, or a file saved by torch.save(model.state_dict(), path)"
+    )
+    line = refused(capsys, *LINEAR, f"train.init_from={'n' * 300}")
+    assert "cannot be read (File name too long); legal is a run's folder" in line
+
+
+def test_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, *LINEAR, "train.init_from=")
+    assert "train.init_from='': the name of a folder or a file, or null" in line
+
+
+def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("young").mkdir()
+    line = refused(capsys, *LINEAR, "train.init_from=young")
+    assert line == (
+        "mprun: train.init_from=young: the folder holds no checkpoint (young/checkpoints/last.pt "
+        "is missing); a run writes one at its end, or earlier with train.checkpoint_every_steps"
+    )
+
+
+def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = checkpoint.path_in(Path(linear)).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"no checkpoint"):
+        Path("file.pt").write_bytes(damaged)
+        line = refused(capsys, *LINEAR, "train.init_from=file.pt")
+        assert "train.init_from=file.pt: file.pt is damaged, or holds more than tensors" in line
+        assert "legal is a run's folder" in line
+
+
+def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(nn.Linear(8, 4), "model.pt")
+    line = refused(capsys, *LINEAR, "train.init_from=model.pt")
+    assert "holds more than tensors and plain values, which is not loaded" in line
+    assert "torch.save(model.state_dict(), path)" in line
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor")
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        [1],
+        torch.zeros(4, 8),
+        {"weight": 1.0},
+        {0: torch.zeros(1)},
+        {"model": {"weight": torch.zeros(4, 8)}},
+        {"weight": torch.zeros(4, 8, device="meta"), "bias": torch.zeros(4)},
+        {"weight": torch.zeros(4, 8).to_sparse(), "bias": torch.zeros(4)},
+        {"format_version": 1, "trainer": {}, "journal": {}, "choices": {}},
+        {"format_version": 1, "trainer": 1, "journal": {}, "choices": {}},
+    ],
+    ids=range(10),
+)
+def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save(found, "file.pt")
+    line = refused(capsys, *LINEAR, "train.init_from=file.pt")
+    assert "train.init_from=file.pt holds no weights by name; legal is a run's folder" in line
+
+
+def test_a_checkpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for found, said in (
+        ({"format_version": checkpoint.FORMAT_VERSION + 1}, "has format 2, this mprun reads up"),
+        ({"format_version": "new"}, "is no checkpoint of mprun"),
+        ({"format_version": 1, "trainer": {}}, "lacks choices, journal"),
+    ):
+        torch.save(found, "file.pt")
+        assert said in refused(capsys, *LINEAR, "train.init_from=file.pt")
+
+
+def test_names_that_do_not_fit(
+    linear: str, trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = trained("fp32")
+    line = refused(capsys, *LINEAR, f"train.init_from={source}")
+    assert line == (
+        f"mprun: train.init_from={source}: the weights do not fit the model of recipe=linear (they "
+        "are from recipe=mnist): missing weight, bias; unexpected 0.weight, 0.bias, 2.weight and 3 "
+        "more; give the recipe and the recipe.model.* they were trained with"
+    )
+    torch.save({"weight": torch.zeros(4, 8)}, "file.pt")
+    line = refused(capsys, *LINEAR, "train.init_from=file.pt")
+    assert "do not fit the model of recipe=linear: missing bias; give the recipe" in line
+
+
+def test_shapes_that_do_not_fit(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=5"]
+    line = refused(capsys, *words, f"train.init_from={linear}")
+    assert "recipe=linear: weight is 4 x 8, not 5 x 8, bias is 4, not 5; give the recipe" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
+def test_numbers_of_another_kind(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": torch.zeros(4, 8, dtype=dtype), "bias": torch.zeros(4)}, "file.pt")
+    line = refused(capsys, *LINEAR, "train.init_from=file.pt")
+    assert f"recipe=linear: weight is {dtype}, not torch.float32; give the recipe" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nan(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.zeros(4, 8, dtype=dtype)
+    weight[1, 2] = weight[3, 0] = torch.nan
+    torch.save({"weight": weight, "bias": torch.zeros(4)}, "file.pt")
+    line = refused(capsys, *LINEAR, "train.init_from=file.pt")
+    assert line == (
+        "mprun: train.init_from=file.pt: weight holds NaN (2 of 32 values); take weights from "
+        "before training broke down"
+    )
+
+
+def test_a_model_that_cannot_be_made(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from mprun.recipes.linear import Linear\n"
+        "@dataclass(frozen=True)\n"
+        "class Broken(Linear):\n"
+        "    def model(self):\n"
+        "        raise IndexError('no such layer')\n",
+        encoding="utf-8",
+    )
+    words = [*LINEAR, "recipe.target=broken.Broken", f"train.init_from={linear}"]
+    line = refused(capsys, *words)
+    assert line == "mprun: the model of Broken cannot be made: IndexError: no such layer"
+
+
+# From bfloat16's range to float16's
+
+WARNING = (
+    "warning: these weights were trained in bfloat16 and continue in float16, whose range is "
+    "smaller: "
+)
+
+
+def warnings_of(capsys: pytest.CaptureFixture[str], mode: str, source: str) -> str:
+    words = [*MNIST, f"precision={mode}", f"train.init_from={source}", "train.max_steps=1"]
+    return said(capsys, *words)[1]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "warned"),
+    [
+        ("bf16_mixed", "fp16_mixed", True),
+        ("bf16_mixed", "bf16_mixed", False),
+        ("bf16_mixed", "fp32", False),
+        ("fp32", "fp16_mixed", False),
+        ("fp32", "bf16_mixed", False),
+        ("fp16_mixed", "fp16_mixed", False),
+    ],
+)
+def test_who_is_warned(
+    trained: Callable[[str], str],
+    before: str,
+    after: str,
+    warned: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = trained(before)
+    said = warnings_of(capsys, after, source)
+    if not warned:
+        assert said == ""
+        return
+    values = torch.cat([x.flatten() for x in final_weights(source).values()]).abs()
+    after16 = values.half()
+    zero = int(((after16 == 0) & (values != 0)).sum())
+    subnormal = int(((after16 != 0) & (after16.double() < 2.0**-14)).sum())
+    assert said.startswith(f"{WARNING}0 of {PARAMETERS:,} overflow (0 %), {zero:,} become zero (")
+    assert f"), {subnormal:,} become subnormal, with fewer bits (" in said
+    assert said.endswith("; precision=bf16_mixed or bf16_true keeps it\n")
+    assert said.count("\n") == 1
+
+
+def test_planted_weights_are_counted(
+    trained: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(shutil.copytree(trained("bf16_mixed"), "source"))
+    state = torch.load(checkpoint.path_in(path), weights_only=True)
+    assert state["effective"]["param_dtype"] == "float32"
+    assert state["effective"]["compute_dtype"] == "bfloat16"
+    for weight in state["trainer"]["model"].values():
+        weight.fill_(0.5)
+    state["trainer"]["model"]["2.weight"][0, :6] = torch.tensor([1e5, 1e-9, -1e-9, 1e-5, 3e-6, 0])
+    checkpoint.save(path, state)
+    words = [*MNIST, "precision=fp16_mixed", "train.init_from=source"]
+    (found,) = plan(compose(words).config, {}).warnings
+    assert found.removeprefix(WARNING.removeprefix("warning: ")) == (
+        f"1 of {PARAMETERS:,} overflow (0.008 %), 2 become zero (0.015 %), "
+        "2 become subnormal, with fewer bits (0.015 %); precision=bf16_mixed or bf16_true keeps it"
+    )
+
+
+def test_all_zero_counts_are_said_too() -> None:
+    torch.save(nn.Linear(8, 4).to(torch.bfloat16).apply(_fill).state_dict(), "plain.pt")
+    words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
+    (found,) = plan(compose(words).config, {}).warnings
+    assert "0 of 36 overflow (0 %), 0 become zero (0 %), 0 become subnormal" in found
+
+
+@torch.no_grad()
+def _fill(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_plain_file_says_its_dtype_by_its_tensors(dtype: torch.dtype) -> None:
+    torch.save(nn.Linear(8, 4).to(dtype).state_dict(), "plain.pt")
+    words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
+    assert bool(plan(compose(words).config, {}).warnings) == (dtype is torch.bfloat16)
+
+
+def policy(param_dtype: str, compute_dtype: str) -> Policy:
+    """A row with these dtypes, whether or not a mode has them yet."""
+    found = Policy(**{**vars(ROW), "name": "x"})
+    object.__setattr__(found, "param_dtype", param_dtype)
+    object.__setattr__(found, "compute_dtype", compute_dtype)
+    return found
+
+
+ROW = plan(compose(LINEAR).config, {}).policy
+
+
+def test_the_rule_in_the_small() -> None:
+    state = {"a.weight": torch.full((3,), 1e5), "b.weight": torch.ones(2), "b.mean": torch.ones(9)}
+    parameters = ("a.weight", "b.weight")
+    bf16 = Weights(state, parameters, frozenset({"float32", "bfloat16"}))
+    for modes in (("float32", "float16"), ("float16", "float32"), ("float16", "float16")):
+        found = range_warning(bf16, policy(*modes), {})
+        assert found is not None
+        assert "3 of 5 overflow (60 %)" in found
+    for modes in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+        assert range_warning(bf16, policy(*modes), {}) is None
+    float16 = policy("float32", "float16")
+    fp32 = Weights(state, parameters, frozenset({"float32"}))
+    found = range_warning(fp32, float16, {})
+    assert found is not None
+    assert found.startswith("these weights continue in float16, whose range is smaller: 3 of 5")
+    assert range_warning(fp32, float16, {"a": "fp32"}) is None  # b's are within it
+    assert range_warning(DRAWN, float16, {}) is None
+    kept = range_warning(bf16, float16, {"a": "fp32"})
+    assert kept is not None
+    assert "0 of 2 overflow" in kept
+    assert range_warning(bf16, float16, {"a": "fp32", "b": "bf16"}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "warned"),
+    [
+        (1e5, 1, True),
+        (65520.0, 1, True),
+        (65519.0, 2000, False),
+        (1e-9, 3, True),
+        (1e-9, 2, False),  # one in a thousand is allowed
+        (1e-6, 2000, False),  # subnormal: fewer bits, but within the range
+    ],
+)
+@pytest.mark.parametrize(
+    ("mode", "reaches_float16"),
+    [
+        ("fp16_true", True),
+        ("fp16_mixed", True),
+        ("half_sr", True),
+        ("fp32 'precision.layers={a: fp16}'", True),
+        ("fp32", False),
+        ("bf16_true", False),
+    ],
+)
+def test_float32_weights_outside_of_float16_are_warned_about(
+    value: float, count: int, warned: bool, mode: str, reaches_float16: bool
+) -> None:
+    """Where they are stored or computed in float16; the counts are numpy's, of the real values."""
+    weight = torch.full((2000,), 0.5)
+    weight[:count] = value
+    precision, _, layers = mode.partition(" ")
+    row = plan(compose([*LINEAR, f"precision={precision}"]).config, {}).policy
+    weights = Weights({"a.weight": weight}, ("a.weight",), frozenset({"float32"}))
+    found = range_warning(weights, row, {"a": "fp16"} if layers else {})
+    with np.errstate(over="ignore"):
+        after = weight.numpy().astype(np.float16)
+    overflow, zero = int(np.isinf(after).sum()), int((after == 0).sum())
+    if not (warned and reaches_float16):
+        assert found is None
+        return
+    assert found is not None
+    assert f"{overflow:,} of 2,000 overflow" in found
+    assert f"{zero:,} become zero" in found
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    class Tied:
+        def model(self) -> nn.Module:
+            layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            layers[1].weight = layers[0].weight
+            return layers
+
+    torch.save(Tied().model().to(torch.bfloat16).state_dict(), "plain.pt")
+    found = load_weights("plain.pt", Tied(), "tied")  # type: ignore[arg-type]
+    text = range_warning(found, policy("float32", "float16"), {})
+    assert text is not None
+    assert " of 24 overflow" in text

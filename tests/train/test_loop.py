@@ -1,0 +1,232 @@
+"""The loop: limits, accumulation, what is timed and told, broken losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
+from mprun.errors import RunFailedError
+from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
+from mprun.recipe import Classification
+from mprun.records.run_record import Epoch
+from mprun.train.callbacks import StepLine
+from mprun.train.clock import HostClock
+from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
+from mprun.train.metric_readback import HostReadings
+from mprun.train.schedule import NoSchedule
+from tests.precision.test_policy import policy
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Tiny(Classification):
+    """Three classes of four numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def data(self, request: DataRequest) -> Splits:
+        raise NotImplementedError
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target)
+
+
+class Log:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[StepLine] = []
+        self.epochs: list[Epoch] = []
+        self.checkpoints = 0
+
+    def steps(self, lines: list[StepLine]) -> None:
+        self.lines += lines
+
+    def epoch(self, epoch: Epoch) -> None:
+        self.epochs.append(epoch)
+
+    def checkpoint(self) -> None:
+        self.checkpoints += 1
+
+
+def samples(n: int) -> TensorSet:
+    generator = torch.Generator().manual_seed(1)
+    return TensorSet(
+        torch.randn(n, 4, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+    )
+
+
+def trainer(
+    n: int = 20,
+    batch: int = 8,
+    micro: int | None = None,
+    limits: Limits | None = None,
+    lr: float = 0.1,
+    stop_at: int | None = None,
+) -> tuple[Trainer, Log]:
+    torch.manual_seed(0)
+    recipe, data = Tiny(), samples(n)
+    model = recipe.model()
+
+    def batches(part: TensorSet, size: int) -> Batches:
+        return Batches(part, size, recipe.prepare, CPU)
+
+    parts = Parts(
+        recipe=recipe,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        scheduler=NoSchedule(),
+        precision=Precision(
+            policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), NoClip()
+        ),
+        train=batches(data, batch),
+        order=Order(n, 0, shuffle=True),
+        validation=batches(samples(10), 4),
+        test=batches(samples(10), 4),
+        micro_batch=micro or batch,
+        clock=HostClock(),
+        readings=HostReadings(),
+    )
+    log = Log()
+    asked = [0]
+
+    def stop() -> bool:
+        asked[0] += 1
+        return stop_at is not None and asked[0] >= stop_at
+
+    return Trainer(parts, limits or Limits(2, None, None), log, stop), log
+
+
+class Watched(NativeArithmetic):
+    """Knows whether its region is entered."""
+
+    inside = False
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+
+@pytest.mark.parametrize("micro", [8, 4])
+def test_losses_are_computed_with_the_mode_s_arithmetic(
+    micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, _ = trainer(micro=micro, limits=Limits(1, None, None))
+    arithmetic, inside, plain = Watched(), [], Tiny.loss
+
+    def loss(self: Tiny, output: Tensor, target: Tensor) -> Tensor:
+        inside.append(arithmetic.inside)
+        return plain(self, output, target)
+
+    monkeypatch.setattr(Tiny, "loss", loss)
+    training.parts.precision.arithmetic = arithmetic
+    training.fit()  # which validates too
+    training.evaluate(training.parts.test)
+    assert len(inside) == (5 if micro == 4 else 3) + 2 * 3
+    assert all(inside)
+
+
+def test_epochs_steps_and_time_each_end_the_run() -> None:
+    by_epochs, log = trainer(limits=Limits(2, None, None))
+    by_epochs.fit()
+    assert (by_epochs.step, by_epochs.epoch, len(log.epochs)) == (6, 2, 2)
+    assert log.checkpoints == 1  # at the end
+
+    by_steps, log = trainer(limits=Limits(None, 4, None))
+    by_steps.fit()
+    assert (by_steps.step, by_steps.epoch) == (4, 2)
+    assert [x.step for x in log.lines] == [1, 2, 3, 4]
+
+    by_time, log = trainer(limits=Limits(None, None, 1e-9))
+    by_time.fit()
+    assert by_time.step == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "planned"),
+    [
+        (Limits(2, None, None), 6),
+        (Limits(2, 4, None), 4),
+        (Limits(2, 100, 1.0), 6),
+        (Limits(None, 100, None), 100),
+        (Limits(None, None, 1.0), None),
+    ],
+)
+def test_planned_steps(limits: Limits, planned: int | None) -> None:
+    assert limits.planned_steps(3) == planned
+
+
+def test_a_partial_last_batch_trains_and_is_not_timed() -> None:
+    ours, log = trainer(limits=Limits(1, None, None))
+    ours.fit()
+    assert [x.timed for x in log.lines] == [True, True, False]
+
+
+def test_training_scores_are_means_over_samples() -> None:
+    ours, log = trainer(n=20, batch=8, limits=Limits(1, None, None), lr=1e-30)
+    ours.fit()
+    data, model = samples(20), ours.parts.model
+    with torch.no_grad():
+        output = model(data.inputs)
+        loss = nn.functional.cross_entropy(output, data.targets).item()
+        accuracy = output.argmax(1).eq(data.targets).float().mean().item()
+    train = log.epochs[0]["train"]
+    assert train["loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
+    assert train["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+
+
+def test_evaluation_weighs_the_partial_batch_and_leaves_no_gradients() -> None:
+    ours, _ = trainer()
+    found = ours.evaluate(ours.parts.test)
+    data = samples(10)
+    with torch.no_grad():
+        exact = nn.functional.cross_entropy(ours.parts.model(data.inputs), data.targets).item()
+    assert found["loss"] == pytest.approx(exact, rel=1e-5)  # float32 sums in another order
+    assert all(p.grad is None for p in ours.parts.model.parameters())
+
+
+@pytest.mark.parametrize("micro", [2, 4])
+def test_accumulated_micro_batches_equal_the_full_batch(micro: int) -> None:
+    whole, _ = trainer(n=20, batch=8)
+    split, _ = trainer(n=20, batch=8, micro=micro)
+    whole.fit()
+    split.fit()
+    assert split.step == whole.step
+    for a, b in zip(whole.parts.model.parameters(), split.parts.model.parameters(), strict=True):
+        # The same sums in another order: a few float32 roundings over six steps.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_stopping_reports_every_step_taken() -> None:
+    ours, log = trainer(limits=Limits(100, None, None), stop_at=5)
+    with pytest.raises(StopRequestedError):
+        ours.fit()
+    assert len(log.lines) == ours.step > 0
+
+
+def test_a_broken_loss_ends_the_run_after_it_was_reported() -> None:
+    ours, log = trainer(limits=Limits(100, None, None), lr=1e38)
+    with pytest.raises(RunFailedError, match=r"the loss became (nan|inf) at step \d+ .*train\.lr"):
+        ours.fit()
+    assert any(not math.isfinite(x.loss) for x in log.lines)
+    assert log.lines[-1].step == ours.step
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    a, _ = trainer()
+    b, _ = trainer()
+    a.fit()
+    b.fit()
+    for x, y in zip(a.parts.model.parameters(), b.parts.model.parameters(), strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,135 @@
+"""What a recipe is judged by: `correct` counts samples, and the metric is a known one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.main import main
+from mprun.records.run_record import read_summary
+
+CLASS = '''
+from dataclasses import dataclass
+
+import torch
+
+from mprun.data import Splits, TensorSet
+from mprun.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Tokens(Recipe):
+    """Copies of sequences of 5 tokens: each sample has 5 targets."""
+
+    count: str = "samples"
+    {metric}
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Embedding(7, 8), torch.nn.Linear(8, 7))
+
+    def data(self, request):
+        x = torch.arange(60).view(12, 5) % 7
+        part = TensorSet(x, x)
+        return Splits("tokens", "generated", part, part.first(8), part.first(4))
+
+    def loss(self, output, target):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def correct(self, output, target):
+        right = output.argmax(-1) == target
+        return {{
+            "samples": lambda: right.all(1).sum(),
+            "tokens": lambda: right.sum() + 5,
+            "negative": lambda: -right.sum() - 1,
+            "mean": lambda: right.float().mean(),
+            "float count": lambda: right.all(1).float().sum(),
+            "vector": lambda: right.all(1),
+            "number": lambda: int(right.all(1).sum()),
+            "none": lambda: None,
+        }}[self.count]()
+'''
+YAML = """# @package _global_
+recipe: {name: tokens, target: own_tokens.Tokens}
+train: {epochs: 2, batch_size: 4, eval_batch_size: 4, lr: 0.05, optimizer: {name: sgd}}
+"""
+
+
+def own_recipe(monkeypatch: pytest.MonkeyPatch, metric: str = "") -> list[str]:
+    """The words of a run of a user's recipe."""
+    Path("configs/recipe").mkdir(parents=True)
+    Path("configs/recipe/tokens.yaml").write_text(YAML, encoding="utf-8")
+    text = CLASS.format(metric=metric)
+    Path("own_tokens.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "own_tokens", raising=False)
+    return ["--config-dir", "configs", "recipe=tokens", "run.dir=run"]
+
+
+def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(own_recipe(monkeypatch)) == 0
+    summary = read_summary(Path("run"))
+    for epoch in summary["history"]:
+        for part in ("train", "validation"):
+            accuracy = epoch[part]["accuracy"]
+            assert accuracy is not None
+            assert 0 <= accuracy <= 1
+    assert summary["test"]["accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "received"),
+    [
+        ("tokens", ""),  # how many depends on the model; 5 more than right, so above 4 at once
+        ("negative", "-"),
+        ("mean", "(float32)"),
+        ("float count", "(float32)"),
+        ("vector", "a tensor of shape [4] (bool)"),
+        ("number", "(int)"),
+    ],
+)
+def test_what_is_no_count_of_samples_is_refused_by_name(
+    count: str,
+    received: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [*own_recipe(monkeypatch), f"recipe.model.count='{count}'"]
+    assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "accuracy: the recipe's correct returned " in line
+    assert received in line
+    assert "for a batch of 4 samples; it must return how many" in line
+    assert "an integer scalar from 0 to 4" in line
+    summary = read_summary(Path("run"))
+    assert summary["status"] == "failed"
+    assert summary["error"] is not None
+    assert "correct" in summary["error"]
+    assert not Path("run/traceback.txt").exists()
+
+
+def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = own_recipe(monkeypatch, 'metric = "loss"')
+    assert main([*words, "recipe.model.count=none"]) == 0
+    assert read_summary(Path("run"))["test"]["accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        ('metric = "f1"', "Tokens.metric = 'f1': legal is \"accuracy\""),
+        ("metric = None", "Tokens.metric = None: legal is"),
+        ("metric = ['loss']", "Tokens.metric = ['loss']: legal is"),
+    ],
+)
+def test_a_metric_nothing_measures_is_refused_before_a_run(
+    metric: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*own_recipe(monkeypatch, metric)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert not Path("run").exists()
