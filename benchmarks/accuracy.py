@@ -64,10 +64,10 @@ def main() -> None:
         f"\n{date.today()}  {options.recipe} {' '.join(options.overrides)}  {cpu_name()}, "
         f"{usable_cores()} cores, torch {torch.__version__}, seeds 0 to {options.seeds - 1}"
     )
-    accuracy = {m: [float(s["test"]["accuracy"] or 0) for s in found[m]] for m in modes}
+    accuracy = {m: [float(s.test.accuracy or 0) for s in found[m]] for m in modes}
     for mode in modes:
         mean = statistics.mean(accuracy[mode])
-        times = [float(s["step_time_ms"]["median"] or math.nan) for s in found[mode]]
+        times = [float(s.step_time_ms.median or math.nan) for s in found[mode]]
         print(
             f"{mode:11} accuracy {' '.join(f'{a:.4f}' for a in accuracy[mode])}  "
             f"mean {mean:.4f}; median step {statistics.median(times):.2f} ms "

@@ -51,7 +51,7 @@ def raw_blocks(chosen: Plan, steps: int) -> Iterator[float]:
     parts, recipe = build_parts(chosen), chosen.recipe
     model, optimizer, data = parts.model, parts.optimizer, chosen.splits.train
     bf16 = chosen.policy.casting == "autocast"
-    size = chosen.batch["effective"]
+    size = chosen.batch.effective
     order = torch.Generator().manual_seed(chosen.config.seed)
     shuffle = chosen.splits.shuffle
 
@@ -81,7 +81,7 @@ def raw_blocks(chosen: Plan, steps: int) -> Iterator[float]:
 
 def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of mprun's loop, block after block."""
-    full = len(chosen.splits.train) // chosen.batch["effective"] * chosen.batch["effective"]
+    full = len(chosen.splits.train) // chosen.batch.effective * chosen.batch.effective
     whole = replace(chosen.splits, train=chosen.splits.train.first(full))
     parts = build_parts(replace(chosen, splits=whole))
     none = parts.train.data.first(0)

@@ -11,6 +11,7 @@ import errno
 import shlex
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,14 @@ from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.arithmetic import op_name
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
-from mprun.records.run_record import RunFolder, Status, Summary, dated_folder, read_summary
+from mprun.records.run_record import (
+    RunFolder,
+    Status,
+    Summary,
+    TrainScore,
+    dated_folder,
+    read_summary,
+)
 from mprun.report import tables
 from mprun.train import checkpoint
 from mprun.train.exception_log import ExceptionLog
@@ -78,10 +86,10 @@ def run(
     if chosen.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
             earlier = read_summary(folder.path)
-            summary["started_at"] = earlier["started_at"]
-            both = [*earlier.get("warnings", []), *summary["warnings"]]
-            summary["warnings"] = list(dict.fromkeys(both))
-            summary["effective"]["partials_dtype"] = earlier["effective"]["partials_dtype"]
+            summary.started_at = earlier.started_at
+            both = [*earlier.warnings, *summary.warnings]
+            summary.warnings = list(dict.fromkeys(both))
+            summary.effective.partials_dtype = earlier.effective.partials_dtype
     made = view or (lambda epochs, steps: view_for(console, epochs, steps))
     session = _Session(chosen, summary, folder, console, made)
     try:
@@ -92,11 +100,11 @@ def run(
                 session.train(stop, saved)
                 session.finish("completed")
             except (StopRequestedError, SignalReceivedError):
-                session.finish("interrupted", f"{stop.name} at step {summary['steps']}")
+                session.finish("interrupted", f"{stop.name} at step {summary.steps}")
     finally:
         folder.close()
     console.print(tables.result(summary), highlight=False)
-    if summary["status"] == "interrupted":
+    if summary.status == "interrupted":
         again = shlex.quote(f"run.resume={folder.path}")
         tables.say(console, f"stopped by {stop.name}; go on with: mprun {again}")
         return stop.exit_status
@@ -144,12 +152,12 @@ class _Session:
             self._say(f"weights: {chosen.config.train.init_from}")
         self._warn_if_slow()
         with stop.deferred():
-            self.summary["memory_bytes"].update(self._footprint())  # type: ignore[typeddict-item]
+            self.summary.memory_bytes = replace(self.summary.memory_bytes, **self._footprint())
             exceptions = build_exceptions(chosen, lambda *told: log.tell(*told))
             parts = build_parts(chosen, self._precision(exceptions))
             row = effective(chosen, parts.model, parts.optimizer, parts.precision)
-            row["partials_dtype"] = self.summary["effective"]["partials_dtype"]  # as it was found
-            self.summary["effective"] = row
+            row.partials_dtype = self.summary.effective.partials_dtype  # as it was found
+            self.summary.effective = row
         self._arithmetic = parts.precision.arithmetic
         stop.check()
         if chosen.layers:
@@ -185,7 +193,7 @@ class _Session:
                 try:
                     trainer.fit()
                 except StopRequestedError:
-                    self.summary["train"] = {"loss": trainer.train_scores()["loss"]}
+                    self.summary.train = TrainScore(loss=trainer.train_scores().loss)
                     save()
                     raise
                 check_steps_taken(self.summary)
@@ -211,7 +219,7 @@ class _Session:
         if self._journal is not None:
             self._journal.finish(status, error)
         else:  # nothing was trained yet
-            self.summary["status"], self.summary["error"] = status, error
+            self.summary.status, self.summary.error = status, error
             self.folder.summary(self.summary)
 
     def _measure_partials(self) -> None:
@@ -226,7 +234,7 @@ class _Session:
                     f"that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
-                lowest, self.summary["effective"]["partials_dtype"] = reached, short
+                lowest, self.summary.effective.partials_dtype = reached, short
 
     def _say(self, text: str) -> None:
         tables.say(self._console, text)
@@ -234,12 +242,12 @@ class _Session:
     def _warn(self, text: str) -> None:
         """Print a warning and keep it in the record."""
         self._say(f"warning: {text}")
-        if text not in self.summary["warnings"]:
-            self.summary["warnings"].append(text)
+        if text not in self.summary.warnings:
+            self.summary.warnings.append(text)
 
     def _warn_if_slow(self) -> None:
         name = self._plan.policy.compute_dtype
-        if not self.summary["hardware"]["accelerated"].get(name, True):
+        if not self.summary.hardware.accelerated.get(name, True):
             self._warn(
                 f"{name} matmuls are slower than float32 on this machine: "
                 "this run shows accuracy, not speed (mprun doctor says why)"
@@ -263,7 +271,7 @@ class _Session:
 def _identity(summary: Summary) -> dict[str, Any]:
     """What a checkpoint says of the run it is from."""
     keys = ("recipe", "seed", "precision", "effective", "variant_hash", "mprun_version")
-    return {key: summary[key] for key in keys}  # type: ignore[literal-required]
+    return {key: value for key, value in asdict(summary).items() if key in keys}
 
 
 @contextlib.contextmanager
@@ -279,7 +287,7 @@ def _faults_explained(session: _Session) -> Iterator[None]:
         if error.errno not in CANNOT_WRITE:
             _fail_with_traceback(session, error)
         session.fail(f"the record cannot be written: {error.strerror}")
-        step, begun = session.summary["steps"], (path / "config.yaml").exists()
+        step, begun = session.summary.steps, (path / "config.yaml").exists()
         again = f"mprun run.resume={path}" if begun else "begin again in another folder"
         raise RunFailedError(
             f"the record cannot be written ({error.strerror}): the run ended at step {step}; "
@@ -289,8 +297,8 @@ def _faults_explained(session: _Session) -> Iterator[None]:
         if not _is_out_of_memory(error):
             _fail_with_traceback(session, error)
         text = (
-            f"out of memory on {session.summary['hardware']['device']} with "
-            f"{session.summary['batch']['micro']} samples a micro-batch; try a smaller "
+            f"out of memory on {session.summary.hardware.device} with "
+            f"{session.summary.batch.micro} samples a micro-batch; try a smaller "
             "train.batch_size with train.accumulate"
         )
         session.fail(text)
@@ -323,7 +331,7 @@ def check_steps_taken(summary: Summary) -> None:
 
     Its weights are those it began with: what it would be tested on was never trained.
     """
-    steps, skipped = summary["steps"], summary["skipped_steps"]
+    steps, skipped = summary.steps, summary.skipped_steps
     if steps > skipped:
         return
     if not steps:
@@ -339,7 +347,7 @@ def check_steps_taken(summary: Summary) -> None:
 
 def skipped_warning(summary: Summary) -> str | None:
     """A sentence where more than a tenth of the steps were skipped, or None."""
-    steps, skipped = summary["steps"], summary["skipped_steps"]
+    steps, skipped = summary.steps, summary.skipped_steps
     if skipped <= steps * SKIPPED_SHARE:
         return None
     return (
@@ -349,12 +357,12 @@ def skipped_warning(summary: Summary) -> str | None:
 
 
 def _why_skipped(summary: Summary) -> str:
-    scale, looked = summary["loss_scale"], summary["fp_exceptions"]
-    if looked is not None and looked["action"] == "skip":
+    scale, looked = summary.loss_scale, summary.fp_exceptions
+    if looked is not None and looked.action == "skip":
         return "dropped by debug.fp_exceptions=skip or with gradients that were not finite"
     return (
-        f"because gradients were not finite at the {scale['kind']} loss scale "
-        f"({scale['initial']:g} at first, {scale['final']:g} at the last step)"
+        f"because gradients were not finite at the {scale.kind} loss scale "
+        f"({scale.initial:g} at first, {scale.final:g} at the last step)"
     )
 
 
@@ -365,7 +373,7 @@ def _against_skipping(summary: Summary) -> str:
         "skipped one lowers the scale",
         "static": "take a smaller loss_scale.value, or loss_scale=dynamic",
     }
-    way = ways.get(summary["loss_scale"]["kind"])
+    way = ways.get(summary.loss_scale.kind)
     look = "debug.fp_exceptions=halt names the op if the scale is not the cause"
     return f"{way}; {look}" if way else look
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from mprun.records.run_record import SCHEMA_VERSION, PrecisionRow, Summary
+from typing import Any, TypeVar, get_type_hints
+
+import msgspec
+
+from mprun.records.run_record import SCHEMA_VERSION, Summary
+
+T = TypeVar("T")
 
 
 def example() -> Summary:
     """A completed bf16_mixed run on the generated set."""
-    row: PrecisionRow = {
+    row = {
         "param_dtype": "float32",
         "compute_dtype": "bfloat16",
         "output_dtype": "float32",
@@ -23,7 +29,7 @@ def example() -> Summary:
         "partials_dtype": "float32",
         "tf32": False,
     }
-    return {
+    fields = {
         "schema_version": SCHEMA_VERSION,
         "status": "completed",
         "error": None,
@@ -94,3 +100,19 @@ def example() -> Summary:
         "train": {"loss": 0.5},
         "test": {"loss": 0.2812, "accuracy": 0.9219},
     }
+    return msgspec.convert(fields, Summary)
+
+
+def set_fields(record: T, **changes: Any) -> T:
+    """Change fields of a record in place; a mapping changes the named fields of a nested one."""
+    kinds = get_type_hints(type(record))
+    for name, value in changes.items():
+        assert name in kinds, name
+        present = getattr(record, name)
+        nested = isinstance(value, dict) and hasattr(present, "__dataclass_fields__")
+        if nested:
+            value = {**vars(present), **value}
+        if isinstance(value, dict | list):
+            value = msgspec.convert(msgspec.to_builtins(value), kinds[name])
+        setattr(record, name, value)
+    return record

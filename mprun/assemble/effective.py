@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,8 @@ LOW = (torch.float16, torch.bfloat16)
 
 def requested(chosen: Plan) -> PrecisionRow:
     """The policy as the configuration asks for it."""
-    extra = {"op_lists": chosen.config.op_lists.name, "layers": chosen.layers}
-    return cast(PrecisionRow, {**extra, **chosen.policy.columns()})
+    extra: dict[str, Any] = {"op_lists": chosen.config.op_lists.name, "layers": chosen.layers}
+    return PrecisionRow(**extra, **chosen.policy.columns())
 
 
 def planned(chosen: Plan) -> PrecisionRow:
@@ -64,7 +64,7 @@ def effective(
         optimizer: of the model's parameters.
         precision: carries the policy out.
     """
-    row: dict[str, Any] = {**requested(chosen), "tf32": tf32_is_on(chosen.device)}
+    row: dict[str, Any] = {**vars(requested(chosen)), "tf32": tf32_is_on(chosen.device)}
     named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
     outside = [p for n, p in named if dtype_of(n, chosen.layers, "") == ""]
     outside = outside or [p for _, p in named]
@@ -77,7 +77,7 @@ def effective(
     row.update(precision.columns)
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
-    return cast(PrecisionRow, row)
+    return PrecisionRow(**row)
 
 
 def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[str, str]:

@@ -14,9 +14,17 @@ from mprun.config.validate import without_inert
 from mprun.doctor import environment
 from mprun.records.run_record import (
     SCHEMA_VERSION,
+    BackendRow,
+    DataRow,
+    DataTimes,
     FpExceptionsRow,
+    LossScaleRow,
     Memory,
+    Metric,
+    Scores,
+    StepTimes,
     Summary,
+    TrainScore,
     variant_hash,
 )
 
@@ -24,79 +32,79 @@ from mprun.records.run_record import (
 def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
     """The summary of a run that has not begun."""
     config, splits = chosen.config, chosen.splits
-    memory: Memory = {
-        "peak": None,
-        "parameters": None,
-        "buffers": None,
-        "gradients": None,
-        "optimizer_state": None,
-        "activations": None,
-        "temporary": None,
-        "data": sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
-        "allocator_peak": None,
-    }
+    memory = Memory(
+        peak=None,
+        parameters=None,
+        buffers=None,
+        gradients=None,
+        optimizer_state=None,
+        activations=None,
+        temporary=None,
+        data=sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
+        allocator_peak=None,
+    )
     scale = build_loss_scale(config, chosen.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
     slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "status": "running",
-        "error": None,
-        "started_at": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        "mprun_version": __version__,
-        "git_commit": environment.git_commit(),
-        "versions": environment.versions(),
-        "hardware": environment.hardware(chosen.device, slow),
-        "recipe": config.recipe.name,
-        "seed": config.seed,
-        "precision": chosen.policy.name,
-        "variant": variant_label(chosen),
-        "variant_hash": variant_hash(without_inert(config, resolved, chosen.recipe.ignores)),
-        "requested": requested(chosen),
-        "effective": planned(chosen),
-        "execution": chosen.execution,
-        "substitutions": [],  # none occurred yet
-        "backend": {
-            "memory_format": chosen.speed.memory_format,
-            "optimizer_impl": chosen.speed.optimizer_impl,
-            "compile": False,
-            "threads": torch.get_num_threads(),
-        },
-        "data": {
-            "name": splits.name,
-            "source": splits.source,
-            "train_samples": len(splits.train),
-            "validation_samples": len(splits.validation),
-            "test_samples": len(splits.test),
-        },
-        "batch": chosen.batch,
-        "batch_size": chosen.batch["effective"],
-        "epochs": 0,
-        "steps": 0,
-        "skipped_steps": 0,
-        "step_time_ms": {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0},
-        "data_time_ms": {"median": None, "p90": None},
-        "samples_per_second": None,
-        "wall_time_s": 0.0,
-        "memory_bytes": memory,
-        "loss_scale": {"kind": scale.kind, "initial": initial, "final": initial},
-        "fp_exceptions": _fp_exceptions(chosen),
-        "warnings": list(chosen.warnings),
-        "metric": {
-            "name": chosen.recipe.metric,
-            "higher_is_better": chosen.recipe.metric != "loss",
-        },
-        "history": [],
-        "train": {"loss": None},
-        "test": {"loss": None, "accuracy": None},
-    }
+    return Summary(
+        schema_version=SCHEMA_VERSION,
+        status="running",
+        error=None,
+        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        mprun_version=__version__,
+        git_commit=environment.git_commit(),
+        versions=environment.versions(),
+        hardware=environment.hardware(chosen.device, slow),
+        recipe=config.recipe.name,
+        seed=config.seed,
+        precision=chosen.policy.name,
+        variant=variant_label(chosen),
+        variant_hash=variant_hash(without_inert(config, resolved, chosen.recipe.ignores)),
+        requested=requested(chosen),
+        effective=planned(chosen),
+        execution=chosen.execution,
+        substitutions=[],  # none occurred yet
+        backend=BackendRow(
+            memory_format=chosen.speed.memory_format,
+            optimizer_impl=chosen.speed.optimizer_impl,
+            compile=False,
+            threads=torch.get_num_threads(),
+        ),
+        data=DataRow(
+            name=splits.name,
+            source=splits.source,
+            train_samples=len(splits.train),
+            validation_samples=len(splits.validation),
+            test_samples=len(splits.test),
+        ),
+        batch=chosen.batch,
+        batch_size=chosen.batch.effective,
+        epochs=0,
+        steps=0,
+        skipped_steps=0,
+        step_time_ms=StepTimes(median=None, p10=None, p90=None, n=0, warmup=0),
+        data_time_ms=DataTimes(median=None, p90=None),
+        samples_per_second=None,
+        wall_time_s=0.0,
+        memory_bytes=memory,
+        loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
+        fp_exceptions=_fp_exceptions(chosen),
+        warnings=list(chosen.warnings),
+        metric=Metric(
+            name=chosen.recipe.metric,
+            higher_is_better=chosen.recipe.metric != "loss",
+        ),
+        history=[],
+        train=TrainScore(loss=None),
+        test=Scores(loss=None, accuracy=None),
+    )
 
 
 def _fp_exceptions(chosen: Plan) -> FpExceptionsRow | None:
     action = chosen.config.debug.fp_exceptions.name
     if action == "off":
         return None
-    return {"action": action, "finding": 0, "expected": 0, "absorbed": 0, "dropped_steps": 0}
+    return FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0)
 
 
 def variant_label(chosen: Plan) -> str:

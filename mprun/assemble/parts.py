@@ -46,7 +46,7 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
 
         return Batches(data if stays else place(data, device), size, prepare, device)
 
-    train = batches(splits.train, batch["effective"])
+    train = batches(splits.train, batch.effective)
     planned = chosen.limits.planned_steps(len(train))
     return Parts(
         recipe=recipe,
@@ -58,7 +58,7 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
         order=order,
         validation=batches(splits.validation, config.train.eval_batch_size),
         test=batches(splits.test, config.train.eval_batch_size),
-        micro_batch=batch["micro"],
+        micro_batch=batch.micro,
         clock=clock_for(device),
         readings=readings_for(device),
     )

@@ -179,13 +179,13 @@ def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:
         base = cap
     micro = base * config.batch.factor
     accumulate = config.train.accumulate
-    row: BatchRow = {
-        "micro": micro,
-        "accumulate": accumulate,
-        "effective": micro * accumulate,
-        "base": base,
-        "lr_rule": config.batch.lr_rule.name,
-    }
+    row: BatchRow = BatchRow(
+        micro=micro,
+        accumulate=accumulate,
+        effective=micro * accumulate,
+        base=base,
+        lr_rule=config.batch.lr_rule.name,
+    )
     return row, notice
 
 

@@ -24,7 +24,7 @@ def step_memory(chosen: Plan) -> StepMemory:
     """
     splits, device = chosen.splits, chosen.device
     known = not splits.train.inputs.is_meta
-    rows = min(chosen.batch["effective"], len(splits.train) if known else sys.maxsize)
+    rows = min(chosen.batch.effective, len(splits.train) if known else sys.maxsize)
 
     def fake(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)

@@ -66,7 +66,7 @@ def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
     """What decides the dtypes of ops; `watcher` is told what op lists do."""
     device, dtype = chosen.device.type, torch_dtype(chosen.policy.compute_dtype)
     if chosen.op_lists is not None:
-        several = chosen.batch["accumulate"] > 1
+        several = chosen.batch.accumulate > 1
         return OpListCaster(chosen.op_lists, dtype, device, keep=several, watcher=watcher)
     if chosen.policy.casting == "autocast":
         return AutocastCaster(device, dtype)

@@ -109,7 +109,7 @@ def _alarms(comparison: Comparison) -> dict[str, list[str]]:
 
     return {
         v.label: [
-            f"seed {run.summary['seed']}: {text}"
+            f"seed {run.summary.seed}: {text}"
             for run in v.runs
             for text in alarms(run.summary, read_lines(run.path))
         ]

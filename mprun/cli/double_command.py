@@ -72,7 +72,7 @@ def _new(asked: Request, load: DataCache) -> Sweep:
     composed = compose([*asked.words, "batch=double"], asked.config_dir)
     _check_length(composed)
     chosen = plan(composed.config, composed.given, load=load)
-    samples, doubled = len(chosen.splits.train), chosen.batch["effective"]
+    samples, doubled = len(chosen.splits.train), chosen.batch.effective
     if doubled > samples:
         raise UsageError(
             f"the training set has {samples} samples: a batch of {doubled} is no larger than all "
@@ -111,7 +111,7 @@ def _until_oom(asked: Request, load: DataCache) -> int:
             "can say that memory is out; mprun memory counts what a batch needs without running it"
         )
     tried = BatchTrials(asked.words, asked.config_dir, load)
-    start, limit = chosen.batch["micro"], len(chosen.splits.train)
+    start, limit = chosen.batch.micro, len(chosen.splits.train)
     found = largest_that_fits(tried.fits, start, limit, asked.settings.double.headroom)
     for line in tried.told:
         tell(line)

@@ -166,9 +166,9 @@ def _warnings(columns: Sequence[Column], plans: Sequence[Plan]) -> Iterator[str]
 
 def _header(chosen: Plan) -> str:
     batch = chosen.batch
-    pieces = f" ({batch['accumulate']} x {batch['micro']})" if batch["accumulate"] > 1 else ""
+    pieces = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
     return (
-        f"recipe {chosen.config.recipe.name}, batch {batch['effective']}{pieces}, "
+        f"recipe {chosen.config.recipe.name}, batch {batch.effective}{pieces}, "
         f"{chosen.config.train.optimizer.name.name}, {chosen.device.type}; counted on fake tensors"
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,7 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
         looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        **{key: summary[key] for key in KEPT},  # type: ignore[literal-required]
+        **{key: value for key, value in asdict(summary).items() if key in KEPT},
         "steps": list(looked.steps),
         "skipped": list(looked.skipped),
         "ended": looked.ended,

@@ -161,7 +161,7 @@ def _opening(low: Composed, chosen: Plan, settings: Settings) -> dict[str, Any]:
     kept = ("recipe", "precision", "seed", "execution", "hardware", "versions", "backend", "data")
     return {
         "schema_version": SCHEMA_VERSION,
-        **{key: summary[key] for key in kept},  # type: ignore[literal-required]
+        **{key: value for key, value in asdict(summary).items() if key in kept},
         "settings": {**asdict(settings.search_ops), "seeds": settings.seeds or SEEDS},
         "proof": None,
     }

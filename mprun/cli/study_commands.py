@@ -172,8 +172,8 @@ def judged(asked: Request, sweep: Sweep, outcomes: Sequence[Outcome]) -> Compare
     summary = next((s for s in done if s is not None), None)
     if summary is None:
         raise RunFailedError(f"{first}, which the others are set against, failed in every run")
-    split = Split.validation if summary["data"]["validation_samples"] else Split.train
-    return replace(asked.settings.compare, baseline=summary["variant_hash"], split=split)
+    split = Split.validation if summary.data.validation_samples else Split.train
+    return replace(asked.settings.compare, baseline=summary.variant_hash, split=split)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mprun.cli.step_commands import faults_explained, introduce, refuse_resume
@@ -69,7 +70,7 @@ def _trace(composed: Composed) -> int:
     kept = ("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        **{key: summary[key] for key in kept},  # type: ignore[literal-required]
+        **{key: value for key, value in asdict(summary).items() if key in kept},
         "step_time_ms": step_time_s * 1e3,
         **step.as_dict(step_time_s),
     }

@@ -148,5 +148,5 @@ def _show_sweep(folder: Path) -> int:
         except MprunError:
             summaries[run.name] = None  # it ended before it had a record
     stdout_console().print(sweep_table(folder, summaries), highlight=False)
-    done = all(s is not None and s["status"] == "completed" for s in summaries.values())
+    done = all(s is not None and s.status == "completed" for s in summaries.values())
     return EXIT_OK if done else EXIT_FAILED

@@ -57,13 +57,13 @@ def compare(
     base = _baseline(groups, baseline)
     groups = [base, *(g for g in groups if g is not base)]
     chosen = _split(groups, split)
-    metric = base.first.summary["metric"]
-    is_relative = metric["name"] == "loss"
+    metric = base.first.summary.metric
+    is_relative = metric.name == "loss"
     wanted = relative_margin if is_relative else margin
-    known_to = measures.resolution(groups, metric["name"], chosen)
-    setting = Setting(chosen, metric["name"], wanted, is_relative, known_to)
+    known_to = measures.resolution(groups, metric.name, chosen)
+    setting = Setting(chosen, metric.name, wanted, is_relative, known_to)
     evidence = [pair(group, base, setting) for group in groups[1:]]
-    verdicts = judge(evidence, metric["higher_is_better"])
+    verdicts = judge(evidence, metric.higher_is_better)
     shared = clock.overlapping(runs)
     rows = [_variant(base, base, chosen, shared, None, Verdict("baseline", failures(base)))]
     for group, found, verdict in zip(groups[1:], evidence, verdicts, strict=True):
@@ -71,9 +71,9 @@ def compare(
     tested = sum(e.tested for e in evidence)
     return Comparison(
         recipe=mixing.recipe_text(kept),
-        metric=metric["name"],
+        metric=metric.name,
         split=chosen,
-        higher_is_better=metric["higher_is_better"],
+        higher_is_better=metric.higher_is_better,
         margin=wanted,
         is_relative=is_relative,
         baseline=base.label,
@@ -90,12 +90,12 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
     """Runs by variant, in the order variants were met; labels that meet are told apart."""
     found: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        key = (run.summary["variant_hash"], run.summary["execution"])
+        key = (run.summary.variant_hash, run.summary.execution)
         found.setdefault(key, []).append(run)
-    members = [sorted(group, key=lambda run: run.summary["seed"]) for group in found.values()]
-    several = len({run.summary["recipe"] for run in runs}) > 1
+    members = [sorted(group, key=lambda run: run.summary.seed) for group in found.values()]
+    several = len({run.summary.recipe for run in runs}) > 1
     names = [_name(group[0], several) for group in members]
-    executions = [group[0].summary["execution"] for group in members]
+    executions = [group[0].summary.execution for group in members]
     labels = distinguish(names, executions, [group[0].path for group in members])
     return [
         Group(
@@ -108,8 +108,8 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def _name(run: Run, several_recipes: bool) -> str:
-    label = readable(run.summary["variant"], 60)
-    return f"{readable(run.summary['recipe'], 60)} {label}" if several_recipes else label
+    label = readable(run.summary.variant, 60)
+    return f"{readable(run.summary.recipe, 60)} {label}" if several_recipes else label
 
 
 def _check_usable(groups: Sequence[Group], skipped: Sequence[Skipped]) -> None:
@@ -125,7 +125,7 @@ def _check_usable(groups: Sequence[Group], skipped: Sequence[Skipped]) -> None:
 def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     by_label = {group.label: group for group in groups}
     if wanted is not None:
-        by_hash = {group.first.summary["variant_hash"]: group for group in groups}
+        by_hash = {group.first.summary.variant_hash: group for group in groups}
         if wanted in by_hash:
             return by_hash[wanted]
         if wanted not in by_label:
@@ -136,15 +136,15 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
             )
         return by_label[wanted]
     complete = [group for group in groups if group.completed]
-    plain = [group for group in complete if group.first.summary["precision"] == "fp32"]
+    plain = [group for group in complete if group.first.summary.precision == "fp32"]
     return min(plain or complete[:1], key=_changes)
 
 
 def _changes(group: Group) -> int:
     """How many things were changed about a variant's mode, as far as its runs tell."""
     summary = group.first.summary
-    label, row = summary["variant"], summary["effective"]
-    return label.count("+") + label.count(" x") + len(row["layers"]) + (not group.is_native)
+    label, row = summary.variant, summary.effective
+    return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
 
 
 def _split(groups: Sequence[Group], wanted: str) -> str:
@@ -173,9 +173,9 @@ def _variant(
     doubt = measures.no_time_verdict(group, base, shared)
     return Variant(
         label=group.label,
-        variant_hash=summary["variant_hash"],
-        precision=summary["precision"],
-        execution=summary["execution"],
+        variant_hash=summary.variant_hash,
+        precision=summary.precision,
+        execution=summary.execution,
         runs=group.completed,
         failed=group.failed,
         step_time_ms=measures.step_time(group),

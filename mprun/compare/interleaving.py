@@ -45,11 +45,11 @@ class Span(NamedTuple):
 def span(summary: Summary) -> Span | None:
     """When a run took place; None where its record holds no time."""
     try:
-        start_s = datetime.fromisoformat(summary["started_at"]).timestamp()
+        start_s = datetime.fromisoformat(summary.started_at).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
-    last_digit_s = 0.001 if "." in summary["started_at"] else 1.0
-    return Span(start_s, start_s + last_digit_s, max(0.0, summary["wall_time_s"]))
+    last_digit_s = 0.001 if "." in summary.started_at else 1.0
+    return Span(start_s, start_s + last_digit_s, max(0.0, summary.wall_time_s))
 
 
 def overlapping(runs: Iterable[Run]) -> set[int]:

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mprun.compare.rows import Run, Skipped
-from mprun.compare.shape import defect
 from mprun.errors import UsageError, printable
-from mprun.records.run_record import Scores, Summary, read_summary
+from mprun.records.run_record import Scores, read_summary
 
 SUMMARY = "summary.json"
 NOT_SEARCHED = "checkpoints"
@@ -65,10 +64,10 @@ def latest(runs: Sequence[Run]) -> tuple[list[Run], list[Skipped]]:
     skipped = []
     for run in runs:
         summary = run.summary
-        key = (summary["variant_hash"], summary["execution"], summary["seed"])
+        key = (summary.variant_hash, summary.execution, summary.seed)
         other = kept.setdefault(key, run)
         if other is not run:
-            earlier, kept[key] = sorted((other, run), key=lambda r: r.summary["started_at"])
+            earlier, kept[key] = sorted((other, run), key=lambda r: r.summary.started_at)
             reason = f"{kept[key].path} is of the same variant and seed, and began later"
             skipped.append(Skipped(earlier.path, reason))
     return list(kept.values()), skipped
@@ -126,20 +125,16 @@ class _Search:
     def _read(self, folder: Path) -> None:
         try:
             summary = read_summary(folder)
-            found = defect(summary, Summary)
         except UsageError as error:
             self.skip(folder, str(error).replace(f"{folder / SUMMARY}", SUMMARY, 1))
             return
-        except RecursionError:
-            found = "is nested too deeply"
-        if found is None and summary["metric"]["name"] not in Scores.__annotations__:
-            found = f"metric.name is {readable(summary['metric']['name'], 40)!r}"
-        if found is not None:
-            self.skip(folder, f"{SUMMARY} is damaged: {found}")
-        elif summary["status"] == "running":
+        if summary.metric.name not in Scores.__annotations__:
+            name = readable(summary.metric.name, 40)
+            self.skip(folder, f"{SUMMARY} is damaged: metric.name is {name!r}")
+        elif summary.status == "running":
             self.skip(folder, "still running, or killed")
-        elif summary["status"] == "interrupted":
-            how = readable(summary["error"] or "no reason given")
+        elif summary.status == "interrupted":
+            how = readable(summary.error or "no reason given")
             self.skip(folder, f"interrupted ({how}); mprun run.resume={folder} goes on")
         else:
             self.runs.append(Run(folder, summary))

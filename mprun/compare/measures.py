@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import median
-from typing import Any
 
 from mprun.compare import interleaving as clock
 from mprun.compare.mixing import hardware
 from mprun.compare.rows import Estimate, Run, Spread
 from mprun.compare.statistics import estimate, geometric_mean, summarise
-from mprun.records.run_record import Memory, Summary, number
+from mprun.records.run_record import Memory, Number, Scores, Summary, TrainScore, number
 
 SPLITS = ("test", "validation", "train")
 
@@ -35,30 +34,30 @@ class Group:
     @property
     def is_native(self) -> bool:
         """Whether times and memory are the hardware's."""
-        return self.first.summary["execution"] == "native"
+        return self.first.summary.execution == "native"
 
     @cached_property
     def by_seed(self) -> dict[int, Summary]:
         """The completed runs' summaries."""
-        return {run.summary["seed"]: run.summary for run in self.completed}
+        return {run.summary.seed: run.summary for run in self.completed}
 
 
 def score(summary: Summary, split: str) -> float | None:
     """The run's metric over a split, of its last epoch; None where it has none."""
-    last: Mapping[str, Any] = summary["history"][-1] if summary["history"] else {}
-    places: dict[str, Mapping[str, Any]] = {
-        "test": summary["test"],
-        "validation": last.get("validation", {}),
-        "train": last.get("train", summary["train"]),
+    last = summary.history[-1] if summary.history else None
+    rows: dict[str, Scores | TrainScore | None] = {
+        "test": summary.test,
+        "validation": last.validation if last else None,
+        "train": last.train if last else summary.train,
     }
-    value = places[split].get(summary["metric"]["name"])
+    value: Number | None = getattr(rows[split], summary.metric.name, None)
     return None if value is None else number(value)
 
 
 def trained(summary: Summary) -> bool:
     """Whether a run was completed and has a metric; it has none where every step was skipped."""
     has_metric = any(score(summary, split) is not None for split in SPLITS)
-    return summary["status"] == "completed" and has_metric
+    return summary.status == "completed" and has_metric
 
 
 def scores(group: Group, split: str) -> dict[int, float]:
@@ -78,27 +77,32 @@ def mean_score(values: Sequence[float]) -> Estimate | None:
 
 def resolution(groups: Sequence[Group], metric: str, split: str) -> float:
     """The step in which a metric is known: an accuracy moves by whole samples."""
-    counts = [s["data"][f"{split}_samples"] for g in groups for s in g.by_seed.values()]  # type: ignore[literal-required]
+    rows = [s.data for g in groups for s in g.by_seed.values()]
+    counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
     return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
 
 
 def step_time(group: Group) -> Spread | None:
     """The spread of a step's milliseconds; None where no run timed any."""
-    rows: list[dict[str, Any]] = [dict(s["step_time_ms"]) for s in group.by_seed.values()]
-    timed = [row for row in rows if None not in row.values()]
+    rows = [s.step_time_ms for s in group.by_seed.values()]
+    timed = [
+        (row.median, row.p10, row.p90)
+        for row in rows
+        if row.median is not None and row.p10 is not None and row.p90 is not None
+    ]
     if not timed:
         return None
-    return Spread(*(median(row[key] for row in timed) for key in ("median", "p10", "p90")))
+    return Spread(*(median(column) for column in zip(*timed, strict=True)))
 
 
 def step_ms(summary: Summary) -> float | None:
     """The median of a run's step times in milliseconds."""
-    return summary["step_time_ms"]["median"]
+    return summary.step_time_ms.median
 
 
 def throughput(summary: Summary) -> float | None:
     """A run's samples per second."""
-    return summary["samples_per_second"]
+    return summary.samples_per_second
 
 
 def samples_per_second(group: Group) -> float | None:
@@ -152,10 +156,12 @@ def no_time_verdict(group: Group, baseline: Group, shared: set[int]) -> str:
 
 def memory(group: Group) -> dict[str, int | None]:
     """Bytes by category; the largest over runs."""
-    rows = [summary["memory_bytes"] for summary in group.by_seed.values()]
+    rows = [summary.memory_bytes for summary in group.by_seed.values()]
     return {
-        name: max((row[name] for row in rows if row[name] is not None), default=None)  # type: ignore[literal-required]
-        for name in Memory.__annotations__
+        part.name: max(
+            (n for row in rows if (n := getattr(row, part.name)) is not None), default=None
+        )
+        for part in fields(Memory)
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mprun.compare.load import counted, readable
@@ -20,23 +21,23 @@ MOST_KINDS = 4
 
 
 def _recipe(summary: Summary) -> dict[str, Any]:
-    return {"recipe": summary["recipe"]}
+    return {"recipe": summary.recipe}
 
 
 def _data(summary: Summary) -> dict[str, Any]:
-    return dict(summary["data"])
+    return asdict(summary.data)
 
 
 def hardware(summary: Summary) -> dict[str, Any]:
     """What step times depend on."""
-    row = summary["hardware"]
-    names = {"device": row["device"], "name": row["name"], "cores": row["cores"]}
-    return {**names, "threads": summary["backend"]["threads"]}
+    row = summary.hardware
+    names = {"device": row.device, "name": row.name, "cores": row.cores}
+    return {**names, "threads": summary.backend.threads}
 
 
 def _code(summary: Summary) -> dict[str, Any]:
-    own = {"mprun": summary["mprun_version"], "commit": summary["git_commit"]}
-    return {**own, **summary["versions"]}
+    own = {"mprun": summary.mprun_version, "commit": summary.git_commit}
+    return {**own, **summary.versions}
 
 
 ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
@@ -72,8 +73,8 @@ def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
 
 def _check_metric(runs: Sequence[Run]) -> None:
     """No choice of the user's makes an accuracy comparable with a loss."""
-    kinds = Counter(run.summary["metric"]["name"] for run in runs)
-    ways = {run.summary["metric"]["higher_is_better"] for run in runs}
+    kinds = Counter(run.summary.metric.name for run in runs)
+    ways = {run.summary.metric.higher_is_better for run in runs}
     if len(kinds) > 1 or len(ways) > 1:
         text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())
         raise UsageError(f"the runs are judged by different metrics ({text}): name fewer folders")
@@ -94,12 +95,12 @@ def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]
 
 def recipe_text(runs: Sequence[Run]) -> str:
     """The recipe's name."""
-    return _each(runs, lambda s: s["recipe"])
+    return _each(runs, lambda s: s.recipe)
 
 
 def data_text(runs: Sequence[Run]) -> str:
     """Name and source: `mnist (local)`."""
-    return _each(runs, lambda s: f"{s['data']['name']} ({s['data']['source']})")
+    return _each(runs, lambda s: f"{s.data.name} ({s.data.source})")
 
 
 def hardware_text(runs: Sequence[Run]) -> str:
@@ -114,9 +115,9 @@ def code_text(runs: Sequence[Run]) -> str:
 
 
 def _code_words(summary: Summary) -> str:
-    commit, dirty, _ = (summary["git_commit"] or "").partition("-dirty")
-    own = f"mprun {summary['mprun_version']}" + (f" ({commit[:12]}{dirty})" if commit else "")
-    versions = summary["versions"]
+    commit, dirty, _ = (summary.git_commit or "").partition("-dirty")
+    own = f"mprun {summary.mprun_version}" + (f" ({commit[:12]}{dirty})" if commit else "")
+    versions = summary.versions
     return ", ".join([own, *(f"{k} {versions[k]}" for k in ("torch", "python") if k in versions)])
 
 

@@ -23,7 +23,7 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
     """
     base, *others = groups
     summaries = [summary for group in groups for summary in group.by_seed.values()]
-    if any(summary["data"]["source"] == "generated" for summary in summaries):
+    if any(summary.data.source == "generated" for summary in summaries):
         yield "generated data: accuracies say nothing of real data"
     if by_default:
         yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
@@ -47,7 +47,7 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
                 f"{group.label}: {label}, for want of a float16 kernel on this machine: its time "
                 "is what the mode takes here, not what float16 arithmetic takes, and no gain"
             )
-    if any((summary["git_commit"] or "").endswith("-dirty") for summary in summaries):
+    if any((summary.git_commit or "").endswith("-dirty") for summary in summaries):
         yield "the code had changes that were not committed; runs may differ in them unseen"
 
 

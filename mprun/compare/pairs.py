@@ -33,7 +33,7 @@ class Setting(NamedTuple):
 def pair(group: Group, base: Group, setting: Setting) -> Evidence:
     """The differences of the pairs in which both metrics are finite, and what outweighs them."""
     ours, theirs = (measures.scores(g, setting.split) for g in (group, base))
-    lost = [run.summary["seed"] for run in base.failed]
+    lost = [run.summary.seed for run in base.failed]
     reasons = (failures(group, lost), _divergence(group, ours, theirs, setting.metric))
     failure = "; ".join(filter(None, reasons))
     seeds = [s for s in sorted(ours.keys() & theirs.keys()) if math.isfinite(ours[s] + theirs[s])]
@@ -58,15 +58,15 @@ def failures(group: Group, excused: Collection[int] = ()) -> str:
         group: the variant.
         excused: seeds with which the baseline failed as well, so that nothing is said by it.
     """
-    failed = [run for run in group.failed if run.summary["seed"] not in excused]
+    failed = [run for run in group.failed if run.summary.seed not in excused]
     return f"{len(failed)} of {_runs(group)} failed: {error_text(failed[0])}" if failed else ""
 
 
 def error_text(run: Run) -> str:
     """Why a run failed."""
-    if run.summary["status"] == "completed":
+    if run.summary.status == "completed":
         return "it has no metric: no step was taken"
-    return readable(run.summary["error"] or "no reason given")
+    return readable(run.summary.error or "no reason given")
 
 
 def _divergence(

@@ -26,7 +26,7 @@ def label(summaries: Iterable[Summary]) -> str:
 
     An emulated run has nothing here either: it is labelled as emulated.
     """
-    rows = [x for s in summaries if s["execution"] == "native" for x in s["substitutions"]]
+    rows = [x for s in summaries if s.execution == "native" for x in s.substitutions]
     families = {_family(row) for row in rows}
     if "convolutions" in families:  # which says it of their gradients as well
         families.discard("conv gradients")
@@ -35,6 +35,6 @@ def label(summaries: Iterable[Summary]) -> str:
 
 
 def _family(row: Substitution) -> str:
-    op = row["op"].removeprefix("aten.").partition(".")[0]
+    op = row.op.removeprefix("aten.").partition(".")[0]
     found = next((name for name, ops in FAMILIES.items() if op in ops), None)
     return found or readable(op, LONGEST_NAME)

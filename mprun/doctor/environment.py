@@ -53,13 +53,13 @@ def git_commit() -> str | None:
 
 def hardware(device: torch.device, dtypes: list[str]) -> Hardware:
     """The machine, and for each of `dtypes` whether it is faster than float32 here (measured)."""
-    return {
-        "device": device.type,
-        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
-        "cores": usable_cores(),
-        "memory_bytes": memory_bytes(device),
-        "accelerated": {name: accelerated(getattr(torch, name), device) for name in dtypes},
-    }
+    return Hardware(
+        device=device.type,
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        cores=usable_cores(),
+        memory_bytes=memory_bytes(device),
+        accelerated={name: accelerated(getattr(torch, name), device) for name in dtypes},
+    )
 
 
 def usable_cores() -> int:

@@ -42,26 +42,26 @@ def examine(device: torch.device, budget_s: float) -> Examination:
         raise MprunError(
             f"out of memory on {device.type} while measuring, which takes about 2 GiB: free some"
         ) from None
-    modes = examine_modes(device, machine["hardware"]["accelerated"])
-    found: Measured = {
-        "machine": machine,
-        "threads": threads,
-        "rates": rates,
-        "copy": copy,
-        "modes": modes,
-    }
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "examined_at": examined_at,
-        "mprun_version": __version__,
-        "git_commit": environment.git_commit(),
-        "versions": versions(),
-        "budget_s": budget_s,
-        "measured_s": measured_s,
-        **found,
-        "findings": findings(found),
-        "conclusions": conclusions(found),
-    }
+    modes = examine_modes(device, machine.hardware.accelerated)
+    found = Measured(
+        machine=machine,
+        threads=threads,
+        rates=rates,
+        copy=copy,
+        modes=modes,
+    )
+    return Examination(
+        schema_version=SCHEMA_VERSION,
+        examined_at=examined_at,
+        mprun_version=__version__,
+        git_commit=environment.git_commit(),
+        versions=versions(),
+        budget_s=budget_s,
+        measured_s=measured_s,
+        **vars(found),
+        findings=findings(found),
+        conclusions=conclusions(found),
+    )
 
 
 def versions() -> dict[str, str | None]:

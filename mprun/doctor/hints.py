@@ -22,34 +22,32 @@ VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 
 def findings(found: Measured) -> list[Finding]:
     """What to know, warnings first."""
-    machine = found["machine"]
+    machine = found.machine
     every = [*_slow_formats(found), *_gpu(machine)]
-    if machine["cuda"] is None:
+    if machine.cuda is None:
         every += [*_onednn(machine), *_vectors(machine), *_threads(machine), *_load(found)]
     every += [*_disagreements(found), *_noise(found)]
-    return sorted(every, key=lambda f: f["level"] == "note")
+    return sorted(every, key=lambda f: f.level == "note")
 
 
 def _warning(about: str, text: str) -> Finding:
-    return {"level": "warning", "about": about, "text": text}
+    return Finding(level="warning", about=about, text=text)
 
 
 def _note(about: str, text: str) -> Finding:
-    return {"level": "note", "about": about, "text": text}
+    return Finding(level="note", about=about, text=text)
 
 
 def _slow_formats(found: Measured) -> Iterator[Finding]:
     """A warning for each format in which an op is slower than in float32."""
     for format_ in FORMATS[1:]:
-        rates = largest(found["rates"], format_)
+        rates = largest(found.rates, format_)
         slow = {op: rate for op, rate in rates.items() if judge(rate) == "slower"}
         if not slow:
             continue
-        why = why_slow(format_, slow, found["machine"]) or "why is not known"
+        why = why_slow(format_, slow, found.machine) or "why is not known"
         text = f"{format_} is slower than float32 here ({times(slow)}): {why}"
-        replaced = [
-            m["name"] for m in found["modes"] if m["substituted"] and m["format"] == format_
-        ]
+        replaced = [m.name for m in found.modes if m.substituted and m.format == format_]
         if replaced:
             text += f"; {', '.join(replaced)} compute such ops in float32 (speed=auto)"
         yield _warning(format_, text)
@@ -57,39 +55,39 @@ def _slow_formats(found: Measured) -> Iterator[Finding]:
 
 def _disagreements(found: Measured) -> Iterator[Finding]:
     """What records say and what larger sizes in all threads show may differ."""
-    for name, said in found["machine"]["hardware"]["accelerated"].items():
-        rate = largest(found["rates"], name).get("matmul")  # type: ignore[arg-type]
+    for name, said in found.machine.hardware.accelerated.items():
+        rate = largest(found.rates, name).get("matmul")  # type: ignore[arg-type]
         if rate is None or judge(rate) != ("slower" if said else "faster"):
             continue
         word = "faster" if said else "not faster"
         yield _note(
             name,
             f"runs will record {name} as {word} than float32, by a short matmul in one thread; "
-            f"at {rate['size']} it is {factor(rate)} as fast (threads: {found['threads']})",
+            f"at {rate.size} it is {factor(rate)} as fast (threads: {found.threads})",
         )
 
 
 def _noise(found: Measured) -> Iterator[Finding]:
     """The rate whose times differ most, where that is much."""
-    worst = max(found["rates"], key=lambda r: r["time_ms"]["p90"] / r["time_ms"]["p10"])
-    ratio = worst["time_ms"]["p90"] / worst["time_ms"]["p10"]
+    worst = max(found.rates, key=lambda r: r.time_ms.p90 / r.time_ms.p10)
+    ratio = worst.time_ms.p90 / worst.time_ms.p10
     if ratio > NOISY:
         yield _note(
             "noise",
-            f"times vary: by {ratio:.1f}x from the 10th to the 90th percentile for {worst['op']} "
-            f"in {worst['format']} at {worst['size']}",
+            f"times vary: by {ratio:.1f}x from the 10th to the 90th percentile for {worst.op} "
+            f"in {worst.format} at {worst.size}",
         )
 
 
 def _gpu(machine: Machine) -> Iterator[Finding]:
-    cuda = machine["cuda"]
-    if machine["gpu_unused"] == "cpu asked for":
+    cuda = machine.cuda
+    if machine.gpu_unused == "cpu asked for":
         yield _note("gpu", "there is a GPU, and device=cpu was asked for: device=cuda examines it")
-    elif machine["gpu_unused"] == "no cuda in torch":
+    elif machine.gpu_unused == "no cuda in torch":
         yield _warning("gpu", "there is an NVIDIA driver, and this PyTorch is built without CUDA")
-    elif machine["gpu_unused"] == "not usable":
+    elif machine.gpu_unused == "not usable":
         yield _warning("gpu", "there is an NVIDIA driver, and PyTorch finds no GPU: see nvidia-smi")
-    if cuda and machine["variables"].get("NVIDIA_TF32_OVERRIDE") == "0":
+    if cuda and machine.variables.get("NVIDIA_TF32_OVERRIDE") == "0":
         yield _warning(
             "tf32",
             "NVIDIA_TF32_OVERRIDE=0 switches TF32 off in NVIDIA's libraries: precision=tf32 "
@@ -99,12 +97,12 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
 
 def _onednn(machine: Machine) -> Iterator[Finding]:
     """What the environment keeps oneDNN from."""
-    limit, forbidden = machine["onednn"]["limit"], forbidden_instructions(machine)
+    limit, forbidden = machine.onednn.limit, forbidden_instructions(machine)
     if limit is None:
         return
-    said = f"{machine['onednn']['limit_by']}={limit}"
-    if machine["architecture"] != "x86_64":
-        yield _note("instructions", f"{said} has no effect on {machine['architecture']}")
+    said = f"{machine.onednn.limit_by}={limit}"
+    if machine.architecture != "x86_64":
+        yield _note("instructions", f"{said} has no effect on {machine.architecture}")
     elif limit not in ALLOWED:
         yield _note("instructions", f"{said}: oneDNN knows no such value and ignores it")
     elif forbidden:
@@ -113,7 +111,7 @@ def _onednn(machine: Machine) -> Iterator[Finding]:
             f"{said} keeps oneDNN from {', '.join(forbidden)}, which this CPU has: matmuls and "
             "convolutions can be slower than they need be; unset it",
         )
-    elif None in machine["instructions"].values():
+    elif None in machine.instructions.values():
         yield _note("instructions", f"{said} limits oneDNN; what the CPU has is not fully known")
     else:
         yield _note("instructions", f"{said} keeps oneDNN from nothing this CPU has")
@@ -121,8 +119,8 @@ def _onednn(machine: Machine) -> Iterator[Finding]:
 
 def _vectors(machine: Machine) -> Iterator[Finding]:
     """What the environment keeps PyTorch's own kernels and MKL from."""
-    used, has = machine["cpu_capability"], machine["instructions"]
-    if wanted := machine["variables"].get("ATEN_CPU_CAPABILITY"):
+    used, has = machine.cpu_capability, machine.instructions
+    if wanted := machine.variables.get("ATEN_CPU_CAPABILITY"):
         said = f"ATEN_CPU_CAPABILITY={wanted}"
         best = 2 if has.get("AVX512") else 1 if has.get("AVX2") else 0
         if wanted != used.lower():
@@ -133,7 +131,7 @@ def _vectors(machine: Machine) -> Iterator[Finding]:
                 f"{said} keeps PyTorch's own kernels (elementwise ops, casts, what oneDNN does not "
                 f"take) at {used}: they are slower than they need be; unset it",
             )
-    if wanted := machine["variables"].get("MKL_ENABLE_INSTRUCTIONS"):
+    if wanted := machine.variables.get("MKL_ENABLE_INSTRUCTIONS"):
         yield _note(
             "instructions",
             f"MKL_ENABLE_INSTRUCTIONS={wanted} limits MKL, which computes float32 matmuls: against "
@@ -142,7 +140,7 @@ def _vectors(machine: Machine) -> Iterator[Finding]:
 
 
 def _threads(machine: Machine) -> Iterator[Finding]:
-    threads, cores, quota = machine["threads"], machine["hardware"]["cores"], machine["cpu_quota"]
+    threads, cores, quota = machine.threads, machine.hardware.cores, machine.cpu_quota
     if quota is not None and threads > max(1, quota):
         yield _warning(
             "threads",
@@ -155,20 +153,20 @@ def _threads(machine: Machine) -> Iterator[Finding]:
             f"{threads} threads on {cores} cores: threads wait for each other; set "
             f"OMP_NUM_THREADS={cores}",
         )
-    said = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine["variables"]]
+    said = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine.variables]
     if said and threads < cores:
-        text = ", ".join(f"{n}={machine['variables'][n]}" for n in said)
+        text = ", ".join(f"{n}={machine.variables[n]}" for n in said)
         yield _note("threads", f"{threads} of {cores} cores used ({text})")
 
 
 def _load(found: Measured) -> Iterator[Finding]:
-    machine = found["machine"]
+    machine = found.machine
     if is_busy(machine):
-        fewer = found["threads"] < machine["threads"]
-        of = f" are of {found['threads']} of {machine['threads']} threads and" if fewer else ""
+        fewer = found.threads < machine.threads
+        of = f" are of {found.threads} of {machine.threads} threads and" if fewer else ""
         yield _warning(
             "load",
-            f"others compute here too: the load average was {machine['load_average']:.1f} on "
-            f"{machine['cores_total']} cores before measuring; rates{of} may be too low: measure "
+            f"others compute here too: the load average was {machine.load_average:.1f} on "
+            f"{machine.cores_total} cores before measuring; rates{of} may be too low: measure "
             "again when it is quiet",
         )

@@ -47,45 +47,45 @@ def examine_machine(device: torch.device) -> Machine:
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     machine, capabilities = architecture(), torch.cpu.get_capabilities()
     found = instructions(platform.system(), machine, capabilities)
-    return {
-        "system": platform.system(),
-        "architecture": machine,
-        "hardware": environment.hardware(device, ["bfloat16", "float16"]),
-        "cores_total": os.cpu_count(),
-        "cpu_quota": cpu_quota(CGROUP),
-        "threads": torch.get_num_threads(),
-        "load_average": load,
-        "instructions": {name: found.get(name) for name in INSTRUCTIONS.get(machine, {})},
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "onednn": onednn(os.environ),
-        "variables": {name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
-        "cuda": cuda(device) if device.type == "cuda" else None,
-        "gpu_unused": None if device.type == "cuda" else gpu_unused(),
-    }
+    return Machine(
+        system=platform.system(),
+        architecture=machine,
+        hardware=environment.hardware(device, ["bfloat16", "float16"]),
+        cores_total=os.cpu_count(),
+        cpu_quota=cpu_quota(CGROUP),
+        threads=torch.get_num_threads(),
+        load_average=load,
+        instructions={name: found.get(name) for name in INSTRUCTIONS.get(machine, {})},
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        onednn=onednn(os.environ),
+        variables={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
+        cuda=cuda(device) if device.type == "cuda" else None,
+        gpu_unused=None if device.type == "cuda" else gpu_unused(),
+    )
 
 
 def onednn(variables: Mapping[str, str]) -> OneDnn:
     """oneDNN's version, what limits it, and which 16-bit formats PyTorch hands it."""
     version = re.search(r"MKL-DNN v([\d.]+)|oneDNN v([\d.]+)", torch.__config__.show())
     limit_by, limit = onednn_limit(variables) or (None, None)
-    return {
-        "version": (version[1] or version[2]) if version else None,
-        "limit_by": limit_by,
-        "limit": limit,
-        "bfloat16": onednn_takes(torch.bfloat16),
-        "float16": onednn_takes(torch.float16),
-    }
+    return OneDnn(
+        version=(version[1] or version[2]) if version else None,
+        limit_by=limit_by,
+        limit=limit,
+        bfloat16=onednn_takes(torch.bfloat16),
+        float16=onednn_takes(torch.float16),
+    )
 
 
 def cuda(device: torch.device) -> Cuda:
     """What matters of a GPU."""
     capability = torch.cuda.get_device_capability(device)
-    return {
-        "compute_capability": "{}.{}".format(*capability),
-        "tensor_cores": None if torch.version.hip else tensor_cores(capability),
-        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
-        "memory_free_bytes": torch.cuda.mem_get_info(device)[0],
-    }
+    return Cuda(
+        compute_capability="{}.{}".format(*capability),
+        tensor_cores=None if torch.version.hip else tensor_cores(capability),
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
+        memory_free_bytes=torch.cuda.mem_get_info(device)[0],
+    )
 
 
 def tensor_cores(capability: tuple[int, int]) -> list[str]:

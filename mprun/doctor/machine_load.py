@@ -17,17 +17,17 @@ IDLE = 0.5
 
 def is_busy(machine: Machine) -> bool:
     """Whether others leave fewer cores than PyTorch has threads; False where it is not known."""
-    load, cores = machine["load_average"], machine["cores_total"]
+    load, cores = machine.load_average, machine.cores_total
     if load is None or cores is None:
         return False
-    return load + min(machine["threads"], cores) > cores + IDLE
+    return load + min(machine.threads, cores) > cores + IDLE
 
 
 def threads_to_measure(machine: Machine) -> int:
     """PyTorch's threads, or as many as have a core to themselves."""
-    fitting = [math.inf if machine["cpu_quota"] is None else machine["cpu_quota"]]
-    load, cores = machine["load_average"], machine["cores_total"]
+    fitting = [math.inf if machine.cpu_quota is None else machine.cpu_quota]
+    load, cores = machine.load_average, machine.cores_total
     if is_busy(machine) and load is not None and cores is not None:
         fitting.append(cores - load)
-    fit = min(machine["threads"], machine["hardware"]["cores"], *fitting)
+    fit = min(machine.threads, machine.hardware.cores, *fitting)
     return max(1, int(fit))

@@ -97,7 +97,7 @@ def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Co
     formats = formats_of(device)
     rates = _measure([Case(op, f) for op in small.ops() for f in formats], device, budget_s * SMALL)
     flop_s: dict[tuple[str, str], float] = {
-        (r["op"], r["format"]): r["time_ms"]["median"] / 1e3 / r["flops"] for r in rates
+        (r.op, r.format): r.time_ms.median / 1e3 / r.flops for r in rates
     }
     expected_s = {Case(op, f): flop_s[op.name, f] * op.flops for op in large.ops() for f in formats}
     fitting = which_fit(expected_s, budget_s * LARGE)
@@ -143,15 +143,15 @@ def _rounds(timers: Sequence[Timer], share_s: float) -> int:
 
 def _rate(case: Case, times_s: Sequence[float], float32_s: Sequence[float]) -> Rate:
     op = case.op
-    return {
-        "op": cast(OpName, op.name),
-        "format": case.format,
-        "size": op.size,
-        "flops": op.flops,
-        "time_ms": spread([t * 1e3 for t in times_s]),
-        "gflops": spread([op.flops / t / 1e9 for t in times_s]),
-        "speedup": ratio(speedups(float32_s, times_s)),
-    }
+    return Rate(
+        op=cast(OpName, op.name),
+        format=case.format,
+        size=op.size,
+        flops=op.flops,
+        time_ms=spread([t * 1e3 for t in times_s]),
+        gflops=spread([op.flops / t / 1e9 for t in times_s]),
+        speedup=ratio(speedups(float32_s, times_s)),
+    )
 
 
 def measure_copy(device: torch.device, size: int) -> Copy:
@@ -159,7 +159,7 @@ def measure_copy(device: torch.device, size: int) -> Copy:
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     (times,) = alternate([warm(lambda: target.copy_(source), device)], COPIES)
-    return {"bytes": size, "gigabytes_per_second": spread([2 * size / t / 1e9 for t in times])}
+    return Copy(bytes=size, gigabytes_per_second=spread([2 * size / t / 1e9 for t in times]))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -167,7 +167,7 @@ def spread(values: Sequence[float]) -> Spread:
     p10, median, p90 = quantiles(list(values))
     if median is None or p10 is None or p90 is None:
         raise ValueError("the spread of no value")
-    return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
+    return Spread(median=median, p10=p10, p90=p90, n=len(values))
 
 
 def ratio(values: Sequence[float]) -> Ratio:
@@ -183,5 +183,5 @@ def ratio(values: Sequence[float]) -> Ratio:
     while (outside := outside + comb(n, k) / 2**n) <= 0.025:
         k += 1
     k = max(k, 1)
-    median = spread(values)["median"]
-    return {"median": median, "low": ordered[k - 1], "high": ordered[n - k], "n": n}
+    median = spread(values).median
+    return Ratio(median=median, low=ordered[k - 1], high=ordered[n - k], n=n)

@@ -48,11 +48,11 @@ def conclusions(found: Measured) -> list[Conclusion]:
     """What each format's modes are good for, native and emulated ones apart."""
     natives, emulations = [], []
     for format_ in FORMATS:
-        modes = [m for m in found["modes"] if m["format"] == format_ != "float32"]
-        native = [m for m in modes if m["execution"] == "native"]
-        emulated = [m["name"] for m in modes if m["execution"] == "emulated"]
+        modes = [m for m in found.modes if m.format == format_ != "float32"]
+        native = [m for m in modes if m.execution == "native"]
+        emulated = [m.name for m in modes if m.execution == "emulated"]
         if native:
-            natives.append(_native(format_, native, largest(found["rates"], format_)))
+            natives.append(_native(format_, native, largest(found.rates, format_)))
         if emulated:
             text = f"{', '.join(emulated)}: emulated here: for accuracy, not for speed"
             emulations.append(_conclusion(format_, emulated, "not for speed", text))
@@ -61,13 +61,14 @@ def conclusions(found: Measured) -> list[Conclusion]:
 
 def largest(rates: Sequence[Rate], format_: Format) -> dict[OpName, Rate]:
     """Each op's rate in a format, at the largest size it was measured at."""
-    mine = sorted((r for r in rates if r["format"] == format_), key=lambda r: r["flops"])
-    return {r["op"]: r for r in mine}
+    mine = sorted((r for r in rates if r.format == format_), key=lambda r: r.flops)
+    return {r.op: r for r in mine}
 
 
 def judge(rate: Rate) -> State:
     """Whether an op is faster than in float32."""
-    median, low, high = (rate["speedup"][key] for key in ("median", "low", "high"))
+    speedup = rate.speedup
+    median, low, high = speedup.median, speedup.low, speedup.high
     if low > 1:
         return "faster" if median >= LIMIT else "same"
     if high < 1:
@@ -82,15 +83,16 @@ def times(rates: Mapping[OpName, Rate]) -> str:
 
 def factor(rate: Rate) -> str:
     """A rate over float32's, "5.6x"; with its interval where that leaves it open."""
-    median, low, high = (f"{rate['speedup'][key]:#.2g}x" for key in ("median", "low", "high"))
+    speedup = rate.speedup
+    median, low, high = (f"{x:#.2g}x" for x in (speedup.median, speedup.low, speedup.high))
     return f"{median} [{low} to {high}]" if judge(rate) == "not known" else median
 
 
 def _native(format_: Format, modes: Sequence[Mode], rates: Mapping[OpName, Rate]) -> Conclusion:
-    substituted = modes[0]["substituted"]  # the same in all of a format: it depends on kernels
+    substituted = modes[0].substituted  # the same in all of a format: it depends on kernels
     own = {op: rate for op, rate in rates.items() if op not in substituted}
     verdict = _verdict([judge(rate) for rate in own.values()], len(substituted))
-    names = [m["name"] for m in modes]
+    names = [m.name for m in modes]
     text = (
         f"{format_} ({', '.join(names)}): {'; '.join(_facts(own, substituted))}: {ADVICE[verdict]}"
     )
@@ -115,4 +117,4 @@ def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterato
 
 
 def _conclusion(format_: Format, modes: list[str], verdict: Verdict, text: str) -> Conclusion:
-    return {"format": format_, "modes": modes, "verdict": verdict, "text": text}
+    return Conclusion(format=format_, modes=modes, verdict=verdict, text=text)

@@ -168,7 +168,7 @@ def _doubts(
 
 def _fresh_seed(variant: Variant) -> int:
     """The first seed after those that were looked at."""
-    return 1 + max(run.summary["seed"] for run in variant.runs)
+    return 1 + max(run.summary.seed for run in variant.runs)
 
 
 def _memory(variant: Variant) -> str:
@@ -215,5 +215,5 @@ def _need(summary: Summary | None, objective: Objective) -> float | None:
     if summary is None:
         return None
     if objective == "memory":
-        return summary["memory_bytes"]["peak"]
-    return summary["step_time_ms"]["median"]
+        return summary.memory_bytes.peak
+    return summary.step_time_ms.median

@@ -28,8 +28,8 @@ def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
     # Every skipped step has a line, whatever train.log_every is; others may have none.
-    half = summary["steps"] // 2
-    late = summary["steps"] - half
+    half = summary.steps // 2
+    late = summary.steps - half
     is_step = (line for line in lines if line.get("kind") == "step" and line["step"] > half)
     skipped = sum(bool(line.get("skipped")) for line in is_step)
     if skipped <= SKIPPED_SHARE * late:
@@ -38,17 +38,17 @@ def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _scale(summary: Summary) -> list[str]:
-    row = summary["loss_scale"]
-    if row["kind"] != "dynamic" or row["final"] >= 1:
+    row = summary.loss_scale
+    if row.kind != "dynamic" or row.final >= 1:
         return []
-    return [f"the loss scale fell to {row['final']:g}: gradients overflow even unscaled"]
+    return [f"the loss scale fell to {row.final:g}: gradients overflow even unscaled"]
 
 
 def _losses(summary: Summary) -> list[str]:
     parts = {
-        "training": [summary["train"]["loss"], *(e["train"]["loss"] for e in summary["history"])],
-        "validation": [e["validation"]["loss"] for e in summary["history"]],
-        "test": [summary["test"]["loss"]],
+        "training": [summary.train.loss, *(e.train.loss for e in summary.history)],
+        "validation": [e.validation.loss for e in summary.history],
+        "test": [summary.test.loss],
     }
     return [
         f"a {name} loss was not finite"

@@ -60,12 +60,12 @@ def _rows(
         arithmetic = arithmetic_for(policy, execution, by_float32[alike], config.seed)
         substituted = {s.op for s in arithmetic.substitutions}
         native = execution == "native"
-        yield {
-            "name": policy.name,
-            "format": format_of(policy),
-            "execution": cast(Literal["native", "emulated"], execution),
-            "why_emulated": None if native else executions(policy, device)[1],
-            "accelerated": accelerated.get(policy.compute_dtype) if native else None,
-            "substituted": [op for op, name in ATEN.items() if name in substituted],
-            "loss_scale": loss_scale_kind(config, ()),
-        }
+        yield Mode(
+            name=policy.name,
+            format=format_of(policy),
+            execution=cast(Literal["native", "emulated"], execution),
+            why_emulated=None if native else executions(policy, device)[1],
+            accelerated=accelerated.get(policy.compute_dtype) if native else None,
+            substituted=[op for op, name in ATEN.items() if name in substituted],
+            loss_scale=loss_scale_kind(config, ()),
+        )

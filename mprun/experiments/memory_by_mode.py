@@ -94,7 +94,7 @@ def _counted(label: str, chosen: Plan) -> StepMemory:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
     except Exception as error:  # the model is the user's: it may look at values, or refuse a batch
         raise RunFailedError(
-            f"a step of {label} with {chosen.batch['micro']} samples cannot be planned on fake "
+            f"a step of {label} with {chosen.batch.micro} samples cannot be planned on fake "
             f"tensors, which have no values: {type(error).__name__}: {first_line(error)}"
         ) from error
 
@@ -103,7 +103,7 @@ def _fit(label: str, chosen: Plan, limit: int) -> dict[str, Any]:
     def peak(size: int) -> int:
         return _counted(label, with_batch_size(chosen, size)).peak_bytes
 
-    fit = largest(peak, limit, chosen.batch["base"])
+    fit = largest(peak, limit, chosen.batch.base)
     return {
         "batch_size": fit.size,
         "peak_bytes": fit.tried.get(fit.size),

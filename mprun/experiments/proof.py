@@ -193,7 +193,7 @@ class _Kept(NoObserver):
         self.skipped += sum(line.skipped for line in lines)
 
     def epoch(self, epoch: Epoch) -> None:
-        held_out = epoch["validation"]
-        scores = epoch["train"] if held_out["loss"] is None else held_out
-        value = scores["accuracy"] if self._metric == "accuracy" else scores["loss"]
+        held_out = epoch.validation
+        scores = epoch.train if held_out.loss is None else held_out
+        value = scores.accuracy if self._metric == "accuracy" else scores.loss
         self.value = math.nan if value is None else number(value)

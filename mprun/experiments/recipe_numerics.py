@@ -80,7 +80,7 @@ def steps_to_look_at(chosen: Plan, settings: NumericsSettings) -> list[int]:
     Raises:
         UsageError: the run has no step behind the warm-up.
     """
-    per_epoch = -(-len(chosen.splits.train) // chosen.batch["effective"])
+    per_epoch = -(-len(chosen.splits.train) // chosen.batch.effective)
     planned = chosen.limits.planned_steps(per_epoch)
     last = settings.span if planned is None else min(settings.span, planned)
     first = settings.warmup + 1

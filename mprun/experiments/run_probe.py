@@ -116,7 +116,7 @@ class Probe:
             }
 
     def _pass(self, batch: Batch, seen: LargestGradients | None) -> None:
-        precision, size = self._precision, self._plan.batch["micro"]
+        precision, size = self._precision, self._plan.batch.micro
         dtype = torch_dtype(self._plan.policy.input_dtype)
         precision.begin_step(1)
         self.loss = 0.0

@@ -57,9 +57,9 @@ class _Row:
         self.failed += error is not None
         if summary is None or error is not None:
             return
-        emulated = summary["execution"] == "emulated"
+        emulated = summary.execution == "emulated"
         self.mark = "EMULATED" if emulated else substitutions.label([summary])
-        if (ms := summary["step_time_ms"]["median"]) is not None:
+        if (ms := summary.step_time_ms.median) is not None:
             self.step_ms.append(ms)
         self.metric, score = score_of(summary)
         if score is not None:
@@ -74,9 +74,9 @@ class _Row:
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
     """What a run is judged by, and its value: of the test set, else validation, else training."""
-    name = summary["metric"]["name"]
-    last = summary["history"][-1] if summary["history"] else None
-    for scores in (summary["test"], *((last["validation"], last["train"]) if last else ())):
+    name = summary.metric.name
+    last = summary.history[-1] if summary.history else None
+    for scores in (summary.test, *((last.validation, last.train) if last else ())):
         value = scores["accuracy"] if name == "accuracy" else scores["loss"]
         if value is not None:
             return name, number(value)

@@ -139,9 +139,9 @@ class Trials:
     def _kept(self, trial: Trial, folder: Path) -> Outcome | None:
         """The outcome of a trial that ended before this process began."""
         found = _summary(folder)
-        if found is None or found["status"] not in ("completed", "failed"):
+        if found is None or found.status not in ("completed", "failed"):
             return None
-        return Outcome(trial, found, found["error"])
+        return Outcome(trial, found, found.error)
 
     def _try(self, trial: Trial, folder: Path) -> str | None:
         """Run it; the error where it failed."""

@@ -6,7 +6,8 @@ What the system does not tell is null, never a guess. docs/doctor.md has an exam
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from dataclasses import dataclass
+from typing import Literal
 
 from mprun.records.run_record import Hardware
 
@@ -21,7 +22,8 @@ OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
 FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
 
 
-class Spread(TypedDict):
+@dataclass(kw_only=True)
+class Spread:
     """A quantity measured several times."""
 
     median: float
@@ -30,7 +32,8 @@ class Spread(TypedDict):
     n: int
 
 
-class Ratio(TypedDict):
+@dataclass(kw_only=True)
+class Ratio:
     """How many times as fast something is, measured round by round."""
 
     median: float
@@ -40,7 +43,8 @@ class Ratio(TypedDict):
     n: int
 
 
-class Rate(TypedDict):
+@dataclass(kw_only=True)
+class Rate:
     """How fast one op is in one number format, at one size."""
 
     op: OpName
@@ -56,7 +60,8 @@ class Rate(TypedDict):
     """Over float32, same op and size."""
 
 
-class Copy(TypedDict):
+@dataclass(kw_only=True)
+class Copy:
     """How fast a buffer is copied within the device's memory."""
 
     bytes: int
@@ -65,7 +70,8 @@ class Copy(TypedDict):
     """10^9 bytes read or written a second: each is read once and written once."""
 
 
-class OneDnn(TypedDict):
+@dataclass(kw_only=True)
+class OneDnn:
     """The library that computes matmuls and convolutions on CPUs."""
 
     version: str | None
@@ -78,7 +84,8 @@ class OneDnn(TypedDict):
     float16: bool | None
 
 
-class Cuda(TypedDict):
+@dataclass(kw_only=True)
+class Cuda:
     """A GPU."""
 
     compute_capability: str
@@ -88,7 +95,8 @@ class Cuda(TypedDict):
     memory_free_bytes: int
 
 
-class Machine(TypedDict):
+@dataclass(kw_only=True)
+class Machine:
     """What is known without measuring; `hardware.accelerated` apart, which is measured."""
 
     system: str
@@ -116,7 +124,8 @@ class Machine(TypedDict):
     """Why a GPU that seems to be here is not examined; null where none seems to be."""
 
 
-class Mode(TypedDict):
+@dataclass(kw_only=True)
+class Mode:
     """What a precision mode is on this machine."""
 
     name: str
@@ -132,7 +141,8 @@ class Mode(TypedDict):
     """The kind `loss_scale=auto` takes."""
 
 
-class Finding(TypedDict):
+@dataclass(kw_only=True)
+class Finding:
     """Something to know before a run here is timed."""
 
     level: Literal["warning", "note"]
@@ -140,7 +150,8 @@ class Finding(TypedDict):
     text: str
 
 
-class Conclusion(TypedDict):
+@dataclass(kw_only=True)
+class Conclusion:
     """What the modes of one format are good for on this machine."""
 
     format: Format
@@ -149,7 +160,8 @@ class Conclusion(TypedDict):
     text: str
 
 
-class Measured(TypedDict):
+@dataclass(kw_only=True)
+class Measured:
     """The examination before conclusions are drawn from it."""
 
     machine: Machine
@@ -160,6 +172,7 @@ class Measured(TypedDict):
     modes: list[Mode]
 
 
+@dataclass(kw_only=True)
 class Examination(Measured):
     """All that `mprun doctor` says."""
 

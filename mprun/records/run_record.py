@@ -26,13 +26,15 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO, TypedDict, cast
+from typing import Any, Literal, Protocol, TextIO
 
 from filelock import FileLock, Timeout
 
 from mprun.errors import UsageError
+from mprun.records.reader import read_json
 
 SCHEMA_VERSION = 1
 
@@ -40,7 +42,8 @@ Status = Literal["running", "completed", "interrupted", "failed"]
 Number = float | Literal["nan", "inf", "-inf"]
 
 
-class Hardware(TypedDict):
+@dataclass(kw_only=True)
+class Hardware:
     """The machine."""
 
     device: str
@@ -50,7 +53,8 @@ class Hardware(TypedDict):
     accelerated: dict[str, bool]
 
 
-class PrecisionRow(TypedDict):
+@dataclass(kw_only=True)
+class PrecisionRow:
     """A policy's columns."""
 
     param_dtype: str
@@ -69,7 +73,8 @@ class PrecisionRow(TypedDict):
     tf32: bool
 
 
-class Substitution(TypedDict):
+@dataclass(kw_only=True)
+class Substitution:
     """An op computed in another dtype than asked for."""
 
     op: str
@@ -77,7 +82,8 @@ class Substitution(TypedDict):
     reason: str
 
 
-class BackendRow(TypedDict):
+@dataclass(kw_only=True)
+class BackendRow:
     """Choices that change speed, not meaning."""
 
     memory_format: str
@@ -86,7 +92,8 @@ class BackendRow(TypedDict):
     threads: int
 
 
-class DataRow(TypedDict):
+@dataclass(kw_only=True)
+class DataRow:
     """The samples."""
 
     name: str
@@ -96,7 +103,8 @@ class DataRow(TypedDict):
     test_samples: int
 
 
-class BatchRow(TypedDict):
+@dataclass(kw_only=True)
+class BatchRow:
     """Batch sizes: micro x accumulate = effective; base is what the recipe or the user set."""
 
     micro: int
@@ -106,7 +114,8 @@ class BatchRow(TypedDict):
     lr_rule: str
 
 
-class StepTimes(TypedDict):
+@dataclass(kw_only=True)
+class StepTimes:
     """Milliseconds per optimizer step over `n` timed steps, `warmup` more left out."""
 
     median: float | None
@@ -116,14 +125,16 @@ class StepTimes(TypedDict):
     warmup: int
 
 
-class DataTimes(TypedDict):
+@dataclass(kw_only=True)
+class DataTimes:
     """Milliseconds a step waited for its batch."""
 
     median: float | None
     p90: float | None
 
 
-class Memory(TypedDict):
+@dataclass(kw_only=True)
+class Memory:
     """Bytes alive at the peak of a training step; the six parts sum to `peak`."""
 
     peak: int | None
@@ -137,7 +148,8 @@ class Memory(TypedDict):
     allocator_peak: int | None
 
 
-class LossScaleRow(TypedDict):
+@dataclass(kw_only=True)
+class LossScaleRow:
     """The loss scale at the run's ends."""
 
     kind: str
@@ -145,7 +157,8 @@ class LossScaleRow(TypedDict):
     final: float
 
 
-class FpExceptionsRow(TypedDict):
+@dataclass(kw_only=True)
+class FpExceptionsRow:
     """Floating-point exceptions: what is done about them, and how many there were by verdict.
 
     A finding spoiled the loss, a gradient, a weight, a buffer, optimizer state or a result; an
@@ -159,27 +172,31 @@ class FpExceptionsRow(TypedDict):
     dropped_steps: int
 
 
-class Metric(TypedDict):
+@dataclass(kw_only=True)
+class Metric:
     """What the recipe is judged by."""
 
     name: str
     higher_is_better: bool
 
 
-class Scores(TypedDict):
+@dataclass(kw_only=True)
+class Scores:
     """Means over samples."""
 
     loss: Number | None
     accuracy: float | None
 
 
-class TrainScore(TypedDict):
+@dataclass(kw_only=True)
+class TrainScore:
     """Mean training loss of the last epoch."""
 
     loss: Number | None
 
 
-class Epoch(TypedDict):
+@dataclass(kw_only=True)
+class Epoch:
     """One epoch's scores."""
 
     epoch: int
@@ -187,15 +204,8 @@ class Epoch(TypedDict):
     validation: Scores
 
 
-class LaterFields(TypedDict, total=False):
-    """Fields that were added to summaries of this schema version; older ones lack them."""
-
-    fp_exceptions: FpExceptionsRow | None
-    warnings: list[str]
-    """What the user was warned of, a sentence each; fields without effect are among them."""
-
-
-class Summary(LaterFields):
+@dataclass(kw_only=True)
+class Summary:
     """Everything a comparison needs to know of a run."""
 
     schema_version: int
@@ -232,6 +242,9 @@ class Summary(LaterFields):
     history: list[Epoch]
     train: TrainScore
     test: Scores
+    fp_exceptions: FpExceptionsRow | None = None
+    warnings: list[str] = field(default_factory=list)
+    """What the user was warned of, a sentence each; fields without effect are among them."""
 
 
 def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,7 +451,7 @@ class RunFolder:
         self._metrics.flush()
 
     def summary(self, summary: Summary) -> None:
-        text = json.dumps(jsonable(summary), indent=1, allow_nan=False)
+        text = json.dumps(jsonable(asdict(summary)), indent=1, allow_nan=False)
         write_atomic(self.path / "summary.json", f"{text}\n".encode())
 
     def fp_exceptions(self, found: dict[str, Any]) -> None:
@@ -462,21 +475,13 @@ def read_summary(run: Path) -> Summary:
     """The summary of a run's folder.
 
     Raises:
-        UsageError: there is none, it is no JSON, or a later version of mprun wrote it.
+        UsageError: there is none, it is damaged, or a later version of mprun wrote it.
     """
     path = run / "summary.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return read_json(path, Summary, SCHEMA_VERSION)
+    except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; is {run} a run?") from None
-    except ValueError as error:  # JSONDecodeError, or UnicodeDecodeError
-        raise UsageError(f"{path} is no JSON: {error}") from None
-    version = found.get("schema_version") if isinstance(found, dict) else None
-    if not isinstance(version, int) or version > SCHEMA_VERSION:
-        raise UsageError(
-            f"{path} has schema_version {version}, this mprun reads up to {SCHEMA_VERSION}"
-        )
-    return cast(Summary, found)
 
 
 def read_lines(run: Path) -> list[dict[str, Any]]:

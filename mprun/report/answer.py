@@ -218,8 +218,8 @@ def terms(comparison: Comparison) -> list[str]:
 def failures(comparison: Comparison) -> list[str]:
     """The runs that failed, with what they said."""
     return [
-        f"{plain(variant.label)}, seed {run.summary['seed']}: "
-        f"{plain(run.summary['error'] or 'no reason recorded', 160)}"
+        f"{plain(variant.label)}, seed {run.summary.seed}: "
+        f"{plain(run.summary.error or 'no reason recorded', 160)}"
         for variant in comparison.variants
         for run in variant.failed
     ]

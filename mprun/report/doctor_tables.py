@@ -39,14 +39,14 @@ SHORT: dict[Format, str] = {
 def renderables(found: Examination) -> Iterator[Table | str]:
     """The parts in the order they are shown."""
     yield machine_table(found)
-    on_cpu = found["machine"]["cuda"] is None
-    yield rates_table(found["rates"], found["threads"] if on_cpu else None)
-    yield modes_table(found["modes"], found["rates"])
-    for finding in found["findings"]:
-        yield f"{finding['level']}: {finding['text']}"
+    on_cpu = found.machine.cuda is None
+    yield rates_table(found.rates, found.threads if on_cpu else None)
+    yield modes_table(found.modes, found.rates)
+    for finding in found.findings:
+        yield f"{finding.level}: {finding.text}"
     yield "what the modes are good for here:"
-    for conclusion in found["conclusions"]:
-        yield f"  {conclusion['text']}"
+    for conclusion in found.conclusions:
+        yield f"  {conclusion.text}"
 
 
 def machine_table(found: Examination) -> Table:
@@ -54,23 +54,23 @@ def machine_table(found: Examination) -> Table:
     table = Table(title="machine", title_justify="left")
     table.add_column("what")
     table.add_column("found", overflow="fold")
-    machine, copy = found["machine"], found["copy"]
-    hardware = machine["hardware"]
+    machine, copy = found.machine, found.copy
+    hardware = machine.hardware
     rows = {
-        "device": f"{hardware['device']}, {hardware['name']}",
-        "system": f"{machine['system']}, {machine['architecture']}",
-        "memory": _gibibytes(hardware["memory_bytes"]),
+        "device": f"{hardware.device}, {hardware.name}",
+        "system": f"{machine.system}, {machine.architecture}",
+        "memory": _gibibytes(hardware.memory_bytes),
         "cores": _cores(machine),
-        "load before": _known(machine["load_average"], ".2f"),
+        "load before": _known(machine.load_average, ".2f"),
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine),
-        **_gpu(machine["cuda"]),
-        "environment": ", ".join(f"{k}={v}" for k, v in machine["variables"].items()) or "-",
-        "faster than float32": f"{_yes_no(hardware['accelerated'])} (as runs record it)",
-        "copying memory": f"{_spread(copy['gigabytes_per_second'])} GB/s, "
-        f"{copy['bytes'] / 2**20:.0f} MiB",
+        **_gpu(machine.cuda),
+        "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
+        "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
+        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, "
+        f"{copy.bytes / 2**20:.0f} MiB",
         "versions": _versions(found),
-        "examined": f"{found['examined_at']}, rates in {found['measured_s']:.1f} s",
+        "examined": f"{found.examined_at}, rates in {found.measured_s:.1f} s",
     }
     for what, text in rows.items():
         table.add_row(what, text)
@@ -90,19 +90,19 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
     table.caption_justify = "left"
     for column in ("op", "in"):
         table.add_column(column, no_wrap=True)
-    tera = max(r["gflops"]["median"] for r in rates) >= TERA
+    tera = max(r.gflops.median for r in rates) >= TERA
     for column in ("TFLOP/s" if tera else "GFLOP/s", "over fp32", "n"):
         table.add_column(column, justify="right", no_wrap=True)
     previous = ""
-    for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r["op"])):
-        name = f"{OP_NAMES[rate['op']]} {rate['size'].partition(',')[0]}"
-        base = rate["format"] == "float32"
+    for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r.op)):
+        name = f"{OP_NAMES[rate.op]} {rate.size.partition(',')[0]}"
+        base = rate.format == "float32"
         table.add_row(
             "" if name == previous else name,
-            SHORT[rate["format"]],
-            _spread(rate["gflops"], 1000 if tera else 1),
-            "1" if base else _ratio(rate["speedup"]),
-            str(rate["gflops"]["n"]),
+            SHORT[rate.format],
+            _spread(rate.gflops, 1000 if tera else 1),
+            "1" if base else _ratio(rate.speedup),
+            str(rate.gflops.n),
         )
         previous = name
     return table
@@ -116,21 +116,21 @@ def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
     for name in OP_NAMES.values():
         table.add_column(name, justify="right")
     table.add_column("loss scale")
-    speedups = {(r["op"], r["format"]): r["speedup"]["median"] for r in rates}  # larger ones later
+    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
     for mode in modes:
-        native = mode["execution"] == "native"
+        native = mode.execution == "native"
         cells = [_cell(mode, op, speedups) if native else "-" for op in OP_NAMES]
-        table.add_row(mode["name"], mode["execution"], *cells, mode["loss_scale"])
+        table.add_row(mode.name, mode.execution, *cells, mode.loss_scale)
     return table
 
 
 def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
     """An op's rate in a mode; in float32's, where that computes it."""
-    if mode["format"] == "float32":
+    if mode.format == "float32":
         return "1"
-    if op in mode["substituted"]:
+    if op in mode.substituted:
         return "in float32"
-    speedup = speedups.get((op, mode["format"]))
+    speedup = speedups.get((op, mode.format))
     return "-" if speedup is None else _figure(speedup)
 
 
@@ -147,14 +147,14 @@ def _figure(value: float) -> str:
 
 
 def _spread(spread: Spread, unit: float = 1) -> str:
-    values = (spread["median"], spread["p10"], spread["p90"])
+    values = (spread.median, spread.p10, spread.p90)
     median, low, high = (_figure(value / unit) for value in values)
     return f"{median} ({low}-{high})"
 
 
 def _ratio(ratio: Ratio) -> str:
-    low, high = _figure(ratio["low"]), _figure(ratio["high"])
-    return f"{_figure(ratio['median'])} [{low}-{high}]"
+    low, high = _figure(ratio.low), _figure(ratio.high)
+    return f"{_figure(ratio.median)} [{low}-{high}]"
 
 
 def _known(value: float | None, form: str) -> str:
@@ -171,37 +171,37 @@ def _yes_no(has: Mapping[str, bool | None]) -> str:
 
 
 def _cores(machine: Machine) -> str:
-    total = machine["cores_total"]
-    text = f"{machine['hardware']['cores']} usable of {'unknown' if total is None else total}"
-    if machine["cpu_quota"] is not None:
-        text += f", of which {machine['cpu_quota']:g} by the container's quota"
-    return f"{text}; threads by default {machine['threads']}"
+    total = machine.cores_total
+    text = f"{machine.hardware.cores} usable of {'unknown' if total is None else total}"
+    if machine.cpu_quota is not None:
+        text += f", of which {machine.cpu_quota:g} by the container's quota"
+    return f"{text}; threads by default {machine.threads}"
 
 
 def _instructions(machine: Machine) -> str:
-    found = _yes_no(machine["instructions"]) or "unknown on this architecture"
-    return f"{found}; PyTorch's own kernels: {machine['cpu_capability']}"
+    found = _yes_no(machine.instructions) or "unknown on this architecture"
+    return f"{found}; PyTorch's own kernels: {machine.cpu_capability}"
 
 
 def _onednn(machine: Machine) -> str:
-    onednn = machine["onednn"]
-    taken = _yes_no({"bfloat16": onednn["bfloat16"], "float16": onednn["float16"]})
-    limit = f", {onednn['limit_by']}={onednn['limit']}" if onednn["limit"] else ""
-    return f"{onednn['version'] or 'unknown version'}; takes {taken}{limit}"
+    onednn = machine.onednn
+    taken = _yes_no({"bfloat16": onednn.bfloat16, "float16": onednn.float16})
+    limit = f", {onednn.limit_by}={onednn.limit}" if onednn.limit else ""
+    return f"{onednn.version or 'unknown version'}; takes {taken}{limit}"
 
 
 def _gpu(cuda: Cuda | None) -> dict[str, str]:
     if cuda is None:
         return {}
-    units = cuda["tensor_cores"]
+    units = cuda.tensor_cores
     return {
-        "GPU": f"compute capability {cuda['compute_capability']}, "
-        f"{cuda['multiprocessors']} multiprocessors, "
-        f"{_gibibytes(cuda['memory_free_bytes'])} free",
+        "GPU": f"compute capability {cuda.compute_capability}, "
+        f"{cuda.multiprocessors} multiprocessors, "
+        f"{_gibibytes(cuda.memory_free_bytes)} free",
         "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
     }
 
 
 def _versions(found: Examination) -> str:
-    versions = {"mprun": found["mprun_version"], **found["versions"]}
+    versions = {"mprun": found.mprun_version, **found.versions}
     return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())

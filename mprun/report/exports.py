@@ -93,7 +93,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "execution": variant.execution,
         "substituted": variant.substituted,
         "runs": len(variant.runs),
-        "seeds": " ".join(str(run.summary["seed"]) for run in variant.runs),
+        "seeds": " ".join(str(run.summary.seed) for run in variant.runs),
         "failed": len(variant.failed),
         "step_time_ms_median": step and step.median,
         "step_time_ms_p10": step and step.p10,

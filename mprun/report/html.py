@@ -60,7 +60,7 @@ def _resource(name: str) -> str:
 
 def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
     runs = [run for v in comparison.variants for run in (*v.runs, *v.failed)]
-    started = sorted(run.summary["started_at"] for run in runs)
+    started = sorted(run.summary.started_at for run in runs)
     return {
         "recipe": plain(comparison.recipe),
         "metric_name": cells.metric_name(comparison),
@@ -124,25 +124,25 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     if not variant.runs:
         return []
     summary = variant.runs[0].summary
-    batch, backend = summary["batch"], summary["backend"]
+    batch, backend = summary.batch, summary.backend
     found = [
-        ("policy", plain(tables.policy(summary["effective"]))),
+        ("policy", plain(tables.policy(summary.effective))),
         ("execution", variant.execution),
-        ("batch", f"{batch['micro']} x {batch['accumulate']} = {batch['effective']}"),
+        ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
         (
             "backend",
-            f"{backend['memory_format']}, {backend['optimizer_impl']} optimizer, "
-            f"{backend['threads']} threads{', compiled' if backend['compile'] else ''}",
+            f"{backend.memory_format}, {backend.optimizer_impl} optimizer, "
+            f"{backend.threads} threads{', compiled' if backend.compile else ''}",
         ),
     ]
     reasons: dict[tuple[str, str], list[str]] = {}
-    for x in summary["substitutions"]:
-        reasons.setdefault((x["dtype"], x["reason"]), []).append(x["op"])
+    for x in summary.substitutions:
+        reasons.setdefault((x.dtype, x.reason), []).append(x.op)
     found += [
         ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
         for (dtype, reason), ops in reasons.items()
     ]
-    found += [("run", f"seed {run.summary['seed']}: {run.path}") for run in variant.runs]
+    found += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
     return [(name, plain(text)) for name, text in found]
 
 
@@ -152,7 +152,7 @@ def _versions(comparison: Comparison) -> list[tuple[str, str]]:
     for variant in comparison.variants:
         for run in variant.runs:
             summary = run.summary
-            versions = {"mprun": summary["mprun_version"], **summary["versions"]}
-            for name, version in {**versions, "commit": summary["git_commit"]}.items():
+            versions = {"mprun": summary.mprun_version, **summary.versions}
+            for name, version in {**versions, "commit": summary.git_commit}.items():
                 found.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
     return [(name, ", ".join(versions)) for name, versions in found.items()]

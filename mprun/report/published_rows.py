@@ -51,7 +51,7 @@ def lines(comparison: Comparison) -> list[str]:
 def _all(comparison: Comparison) -> list[Figure]:
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
     precisions = {variant.precision for variant in comparison.variants}
-    return figures({summary["recipe"] for summary in summaries}, precisions)
+    return figures({summary.recipe for summary in summaries}, precisions)
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:
@@ -64,20 +64,20 @@ def _here(comparison: Comparison, figure: Figure) -> str:
 
 
 def _is_of(summary: Summary, figure: Figure) -> bool:
-    is_recipe = figure.recipe in (None, summary["recipe"])
-    return is_recipe and summary["precision"] in figure.precisions
+    is_recipe = figure.recipe in (None, summary.recipe)
+    return is_recipe and summary.precision in figure.precisions
 
 
 def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
     """What was set otherwise here than in the published run."""
     found: dict[str, None] = {}
     for summary in summaries:
-        if figure.batch_size not in (None, summary["batch_size"]):
-            found[f"batch {summary['batch_size']}"] = None
-        epochs = summary["epochs"]
+        if figure.batch_size not in (None, summary.batch_size):
+            found[f"batch {summary.batch_size}"] = None
+        epochs = summary.epochs
         if epochs is not None and figure.epochs not in (None, epochs):
             found[cells.counted(epochs, "epoch")] = None
-        if summary["data"]["source"] == "generated":
+        if summary.data.source == "generated":
             found["generated data"] = None
     return f" ({', '.join(found)})" if found else ""
 
@@ -132,17 +132,17 @@ def _mark(variant: Variant) -> str:
 
 
 def _epoch(summary: Summary, figure: Figure) -> Epoch | None:
-    return next((e for e in summary["history"] if e["epoch"] == figure.epoch), None)
+    return next((e for e in summary.history if e.epoch == figure.epoch), None)
 
 
 def _train(summary: Summary, figure: Figure) -> float | None:
     epoch = _epoch(summary, figure)
-    return None if epoch is None else _number(epoch["train"]["accuracy"])
+    return None if epoch is None else _number(epoch.train.accuracy)
 
 
 def _validation(summary: Summary, figure: Figure) -> float | None:
     epoch = _epoch(summary, figure)
-    return None if epoch is None else _number(epoch["validation"]["accuracy"])
+    return None if epoch is None else _number(epoch.validation.accuracy)
 
 
 def _number(value: object) -> float | None:
@@ -152,6 +152,6 @@ def _number(value: object) -> float | None:
 _SCORES: dict[str, Callable[[Summary, Figure], float | None]] = {
     "train_accuracy": _train,
     "validation_accuracy": _validation,
-    "test_accuracy": lambda summary, _: _number(summary["test"]["accuracy"]),
-    "test_loss": lambda summary, _: _number(summary["test"]["loss"]),
+    "test_accuracy": lambda summary, _: _number(summary.test.accuracy),
+    "test_loss": lambda summary, _: _number(summary.test.loss),
 }

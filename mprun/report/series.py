@@ -61,7 +61,7 @@ def read(comparison: Comparison) -> tuple[list[list[Series]], list[str]]:
     for variant in comparison.variants:
         found.append([])
         for run in variant.runs:
-            name = f"{plain(variant.label)}, seed {run.summary['seed']}"
+            name = f"{plain(variant.label)}, seed {run.summary.seed}"
             try:
                 found[-1].append(_series(run, read_lines(run.path)))
             except OSError as error:
@@ -106,7 +106,7 @@ def timed(series: Series) -> Column:
     """
     step, time_ms = series.steps.step, series.steps.time_ms
     per_epoch, rest = _epoch(series.run.summary)
-    warmup = series.run.summary["step_time_ms"]["warmup"]
+    warmup = series.run.summary.step_time_ms.warmup
     partial = np.floor(step / per_epoch) if rest else np.zeros_like(step)
     full = (step % per_epoch != 0) if rest else np.ones_like(step, dtype=bool)
     return time_ms[full & (step - partial > warmup) & np.isfinite(time_ms)]
@@ -114,7 +114,7 @@ def timed(series: Series) -> Column:
 
 def _epoch(summary: Summary) -> tuple[int, int]:
     """Steps of an epoch, and the samples of its last, partial batch (0: there is none)."""
-    samples, batch = summary["data"]["train_samples"], max(1, summary["batch_size"])
+    samples, batch = summary.data.train_samples, max(1, summary.batch_size)
     return max(1, math.ceil(samples / batch)), samples % batch
 
 

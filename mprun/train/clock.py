@@ -121,16 +121,16 @@ class StepStatistics:
         """The summary of step times; null where every step was warm-up."""
         times = self.step_ms[self.warmup :]
         p10, median, p90 = quantiles(times)
-        return {"median": median, "p10": p10, "p90": p90, "n": len(times), "warmup": self.warmup}
+        return StepTimes(median=median, p10=p10, p90=p90, n=len(times), warmup=self.warmup)
 
     def data_times(self) -> DataTimes:
         """The summary of waits for the batch, over the same steps."""
         _, median, p90 = quantiles(self.data_ms[self.warmup :])
-        return {"median": median, "p90": p90}
+        return DataTimes(median=median, p90=p90)
 
     def samples_per_second(self, batch_size: int) -> float | None:
         """Throughput of training: batch size over median step time plus median wait."""
-        step, wait = self.step_times()["median"], self.data_times()["median"]
+        step, wait = self.step_times().median, self.data_times().median
         if step is None or wait is None:
             return None
         return batch_size / (step + wait) * 1e3

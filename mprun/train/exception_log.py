@@ -50,11 +50,11 @@ class ExceptionLog:
 
     def write(self) -> None:
         """Bring the summary and the file up to date, where something is looked for."""
-        row = self._summary["fp_exceptions"]
+        row = self._summary.fp_exceptions
         if row is not None:
             counts = self._found.counts
-            row["finding"], row["expected"] = counts["finding"], counts["expected"]
-            row["absorbed"], row["dropped_steps"] = counts["absorbed"], self._found.dropped_steps
+            row.finding, row.expected = counts["finding"], counts["expected"]
+            row.absorbed, row.dropped_steps = counts["absorbed"], self._found.dropped_steps
             self._folder.fp_exceptions(
                 {"schema_version": SCHEMA_VERSION, **self._found.state_dict()}
             )

@@ -85,8 +85,8 @@ class TensorBoardLogger:
         self._writer.flush()
 
     def epoch(self, epoch: Epoch, step: int) -> None:
-        train = _named("train/epoch_", epoch["train"])
-        self._add({**train, **_named("validation/", epoch["validation"])}, step)
+        train = _named("train/epoch_", epoch.train)
+        self._add({**train, **_named("validation/", epoch.validation)}, step)
         self._writer.flush()
 
     def test(self, scores: Scores, step: int) -> None:
@@ -103,7 +103,7 @@ class TensorBoardLogger:
 
 def _named(prefix: str, scores: Scores) -> dict[str, float]:
     """The scores that apply, by their tags: `validation/loss`, `train/epoch_accuracy`, ..."""
-    known = {"loss": scores["loss"], "accuracy": scores["accuracy"]}
+    known = {"loss": scores.loss, "accuracy": scores.accuracy}
     return {prefix + name: number(value) for name, value in known.items() if value is not None}
 
 

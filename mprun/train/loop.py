@@ -198,7 +198,7 @@ class Trainer:
             "trained_s": self._trained_s + elapsed_s,
             "skipped_in_a_row": self._skipped_in_a_row,
             "sums": vars(self._sums),
-            "last_scores": self._last_scores,
+            "last_scores": vars(self._last_scores),
             "order": self._order_state,
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
@@ -217,7 +217,7 @@ class Trainer:
         self._trained_s = state["trained_s"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         vars(self._sums).update(state["sums"])
-        self._last_scores = state["last_scores"]
+        self._last_scores = Scores(**state["last_scores"])
         self._order_state = state["order"]
         parts.model.load_state_dict(state["model"])
         parts.optimizer.load_state_dict(state["optimizer"])
@@ -351,7 +351,7 @@ class Trainer:
         """The scores of the epoch whose steps were last read; the next one starts from zero."""
         ended, self._sums = self._sums, Sums()
         self._last_scores = ended.scores()
-        return {"epoch": ended.epoch, "train": self._last_scores, "validation": validation}
+        return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""

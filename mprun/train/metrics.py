@@ -6,7 +6,7 @@ from mprun.errors import RunFailedError
 from mprun.records.run_record import Scores
 from mprun.train.metric_readback import Reading
 
-NO_SCORES: Scores = {"loss": None, "accuracy": None}
+NO_SCORES: Scores = Scores(loss=None, accuracy=None)
 
 
 def not_a_count(received: str, size: int) -> str:
@@ -59,4 +59,4 @@ class Sums:
         if not self.samples:
             return NO_SCORES
         accuracy = None if self.correct is None else self.correct / self.samples
-        return {"loss": self.loss / self.samples, "accuracy": accuracy}
+        return Scores(loss=self.loss / self.samples, accuracy=accuracy)

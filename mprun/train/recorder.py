@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from mprun.assemble import Plan
 from mprun.console import Moment, ProgressView
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
-from mprun.records.run_record import Epoch, RunFolder, Scores, Status, Substitution, Summary
+from mprun.records.run_record import (
+    Epoch,
+    LossScaleRow,
+    RunFolder,
+    Scores,
+    Status,
+    Substitution,
+    Summary,
+    TrainScore,
+)
 from mprun.train.callbacks import StepLine
 from mprun.train.clock import StepStatistics
 from mprun.train.loggers import Logger
@@ -61,7 +71,7 @@ class Journal:
         self._began = self._written_at = time.perf_counter()
         self._elapsed_before_s = 0.0
         self._shown_at = 0.0
-        self._times = summary["fp_exceptions"] is None  # looking at each op takes its time
+        self._times = summary.fp_exceptions is None  # looking at each op takes its time
         self._events: list[dict[str, Any]] = []
 
     @property
@@ -77,9 +87,9 @@ class Journal:
                 self._statistics.add(line.step_time_ms, line.data_time_ms)
         self.losses += [x.loss for x in lines]
         last = lines[-1]
-        summary["steps"], summary["epochs"] = last.step, last.epoch
-        summary["skipped_steps"] += sum(x.skipped for x in lines)
-        summary["loss_scale"]["final"] = last.loss_scale
+        summary.steps, summary.epochs = last.step, last.epoch
+        summary.skipped_steps += sum(x.skipped for x in lines)
+        summary.loss_scale.final = last.loss_scale
         rows = [_step_row(x) for x in lines if x.step % every == 0 or x.skipped]
         rows += [_skip_row(x) for x in lines if x.skipped]
         rows += self._events
@@ -103,14 +113,14 @@ class Journal:
 
     def epoch(self, epoch: Epoch) -> None:
         """An epoch ended."""
-        self.summary["history"].append(epoch)
-        self.summary["train"] = {"loss": epoch["train"]["loss"]}
-        step, now = self.summary["steps"], time.perf_counter()
-        if epoch["validation"]["loss"] is not None:
-            line = {"kind": "validation", "step": step, "epoch": epoch["epoch"]}
-            self._folder.lines([{**line, **epoch["validation"]}])
+        self.summary.history.append(epoch)
+        self.summary.train = TrainScore(loss=epoch.train.loss)
+        step, now = self.summary.steps, time.perf_counter()
+        if epoch.validation.loss is not None:
+            line = {"kind": "validation", "step": step, "epoch": epoch.epoch}
+            self._folder.lines([{**line, **vars(epoch.validation)}])
         self._logger.epoch(epoch, step)
-        if epoch["epoch"] <= FEW_EPOCHS or now - self._shown_at > SHOW_EPOCH_EVERY_S:
+        if epoch.epoch <= FEW_EPOCHS or now - self._shown_at > SHOW_EPOCH_EVERY_S:
             self._shown_at = now
             self._view.line(_epoch_text(epoch))
         if now - self._written_at > WRITE_SUMMARY_EVERY_S:
@@ -118,26 +128,26 @@ class Journal:
 
     def test(self, scores: Scores) -> None:
         """The run was tested."""
-        self.summary["test"] = scores
-        self._logger.test(scores, self.summary["steps"])
+        self.summary.test = scores
+        self._logger.test(scores, self.summary.steps)
 
     def write(self) -> None:
         """Bring the summary up to date and write it."""
         summary, statistics = self.summary, self._statistics
-        summary["wall_time_s"] = self.elapsed_s
-        summary["step_time_ms"] = statistics.step_times()
-        summary["data_time_ms"] = statistics.data_times()
-        summary["substitutions"] = self._substitutions()
-        summary["samples_per_second"] = statistics.samples_per_second(summary["batch_size"])
+        summary.wall_time_s = self.elapsed_s
+        summary.step_time_ms = statistics.step_times()
+        summary.data_time_ms = statistics.data_times()
+        summary.substitutions = self._substitutions()
+        summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
         if self._plan.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._plan.device)
-            summary["memory_bytes"]["allocator_peak"] = peak
+            summary.memory_bytes.allocator_peak = peak
         self._folder.summary(summary)
         self._written_at = time.perf_counter()
 
     def _substitutions(self) -> list[Substitution]:
         """Those that occurred, in this process or before."""
-        rows = [cast(Substitution, x._asdict()) for x in occurred_substitutions(self._arithmetic)]
+        rows = [Substitution(**x._asdict()) for x in occurred_substitutions(self._arithmetic)]
         return rows + [x for x in self._substituted if x not in rows]
 
     def finish(self, status: Status, error: str | None = None) -> None:
@@ -145,7 +155,7 @@ class Journal:
         if self._events:  # of a step that was not finished
             self._folder.lines(self._events)
             self._events = []
-        self.summary["status"], self.summary["error"] = status, error
+        self.summary.status, self.summary.error = status, error
         self.write()
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,22 +165,35 @@ class Journal:
             "losses": self.losses,
             "step_ms": self._statistics.step_ms,
             "data_ms": self._statistics.data_ms,
-            "history": self.summary["history"],
-            "train": self.summary["train"],
-            "steps": self.summary["steps"],
-            "epochs": self.summary["epochs"],
-            "skipped_steps": self.summary["skipped_steps"],
-            "loss_scale": self.summary["loss_scale"],
-            "substitutions": self._substitutions(),
+            "history": [asdict(epoch) for epoch in self.summary.history],
+            "train": asdict(self.summary.train),
+            "steps": self.summary.steps,
+            "epochs": self.summary.epochs,
+            "skipped_steps": self.summary.skipped_steps,
+            "loss_scale": asdict(self.summary.loss_scale),
+            "substitutions": [asdict(x) for x in self._substitutions()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the figures."""
         self._elapsed_before_s, self.losses = state["elapsed_s"], state["losses"]
         self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
-        for key in ("history", "train", "steps", "epochs", "skipped_steps", "loss_scale"):
-            self.summary[key] = state[key]  # type: ignore[literal-required,unused-ignore]
-        self._substituted = state.get("substitutions", [])
+        summary = self.summary
+        summary.history = [epoch_from(row) for row in state["history"]]
+        summary.train = TrainScore(**state["train"])
+        summary.steps, summary.epochs = state["steps"], state["epochs"]
+        summary.skipped_steps = state["skipped_steps"]
+        summary.loss_scale = LossScaleRow(**state["loss_scale"])
+        self._substituted = [Substitution(**row) for row in state.get("substitutions", [])]
+
+
+def epoch_from(row: dict[str, Any]) -> Epoch:
+    """An epoch's scores as a checkpoint holds them."""
+    return Epoch(
+        epoch=row["epoch"],
+        train=Scores(**row["train"]),
+        validation=Scores(**row["validation"]),
+    )
 
 
 def _step_row(line: StepLine) -> dict[str, Any]:
@@ -190,14 +213,14 @@ def _skip_row(line: StepLine) -> dict[str, Any]:
 
 
 def _epoch_text(epoch: Epoch) -> str:
-    text = f"epoch {epoch['epoch']}:"
+    text = f"epoch {epoch.epoch}:"
     parts: list[tuple[str, Scores]] = [
-        ("training", epoch["train"]),
-        ("validation", epoch["validation"]),
+        ("training", epoch.train),
+        ("validation", epoch.validation),
     ]
     for name, scores in parts:
-        if scores["loss"] is not None:
-            text += f"  {name} loss {float(scores['loss']):.4f}"
-        if scores["accuracy"] is not None:
-            text += f"  {name} accuracy {scores['accuracy']:.4f}"
+        if scores.loss is not None:
+            text += f"  {name} loss {float(scores.loss):.4f}"
+        if scores.accuracy is not None:
+            text += f"  {name} accuracy {scores.accuracy:.4f}"
     return text

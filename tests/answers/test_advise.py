@@ -92,7 +92,7 @@ def time_the_failing_best(folder: Path, fails: frozenset[str]) -> None:
     """
     for path in folder.glob("*/summary.json"):
         summary = read_summary(path.parent)
-        mode, seed = summary["precision"], summary["seed"]
+        mode, seed = summary.precision, summary.seed
         of_fp32 = 1.0 if mode == "fp32" else (0.3 if mode in fails else 0.5) + seed % 2 / 1000
         ms = 10 * of_fp32
         kept = json.loads(path.read_text(encoding="utf-8"))

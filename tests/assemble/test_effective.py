@@ -39,7 +39,7 @@ def bits(name: str) -> tuple[list[Any], dict[str, Any]]:
 
 def inert(summary: Summary) -> list[str]:
     """The warnings of fields without effect; others depend on the machine's speed."""
-    return [text for text in summary["warnings"] if " has no effect: " in text]
+    return [text for text in summary.warnings if " has no effect: " in text]
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_what_has_no_effect_is_not_recorded_as_effective_and_makes_no_variant(
     again, others = bits("asked")
     assert losses == again
     assert all(torch.equal(weights[key], others[key]) for key in weights)
-    assert asked["variant_hash"] == plain["variant_hash"]
-    assert asked["requested"][field] == value  # type: ignore[literal-required]
-    assert asked["effective"] == plain["effective"] == plain["requested"]
+    assert asked.variant_hash == plain.variant_hash
+    assert asked.requested[field] == value  # type: ignore[literal-required]
+    assert asked.effective == plain.effective == plain.requested
     (warning,) = inert(asked)
     assert warning.startswith(f"precision.{field} has no effect: ")
     assert inert(plain) == []
@@ -77,21 +77,21 @@ def test_what_has_an_effect_is_recorded_and_makes_a_variant() -> None:
     words = [*LINEAR, "precision=bf16_true"]
     plain, asked = train("plain", *words), train("asked", *words, "precision.rounding=kahan")
     assert bits("plain")[0] != bits("asked")[0]
-    assert asked["variant_hash"] != plain["variant_hash"]
-    assert asked["effective"]["rounding"] == "kahan"
+    assert asked.variant_hash != plain.variant_hash
+    assert asked.effective.rounding == "kahan"
     assert inert(asked) == []
 
 
 def test_a_field_the_recipe_does_not_use_makes_no_variant() -> None:
     plain, asked = train("plain", *LINEAR), train("asked", *LINEAR, "train.eval_batch_size=3")
-    assert asked["variant_hash"] == plain["variant_hash"]
+    assert asked.variant_hash == plain.variant_hash
     assert inert(asked) == ["train.eval_batch_size has no effect: recipe=linear does not use it"]
 
 
 def test_only_a_second_moment_in_16_bits_is_rounded_stochastically() -> None:
     summary = train("run", *LINEAR, *ADAMW, "precision.variance_dtype=bfloat16")
-    assert summary["requested"]["rounding"] == "nearest"
-    assert summary["effective"]["rounding"] == "stochastic"
+    assert summary.requested.rounding == "nearest"
+    assert summary.effective.rounding == "stochastic"
     rounded = trained(Path("run"))["optimizer"]["state"][0]["exp_avg_sq_root"]
     assert rounded.dtype == torch.bfloat16
 
@@ -102,14 +102,14 @@ def test_a_first_moment_has_no_remainder() -> None:
     kahan = train("kahan", *words, "precision.rounding=kahan")
     other = train("other", *words, "precision.rounding=stochastic")
     assert bits("kahan")[0] == bits("other")[0]
-    assert kahan["effective"]["rounding"] == other["effective"]["rounding"] == "stochastic"
-    assert kahan["variant_hash"] == other["variant_hash"]
+    assert kahan.effective.rounding == other.effective.rounding == "stochastic"
+    assert kahan.variant_hash == other.variant_hash
 
 
 def test_a_resumed_run_keeps_its_warnings_and_substitutions() -> None:
     words = [*WORDS, "precision=fp16_true", *SGD, "precision.variance_dtype=float16"]
     before = train("run", *words)
-    assert before["substitutions"]
+    assert before.substitutions
     assert main(["run.resume=run", "train.max_steps=4"]) == 0  # no step is left to take
     after = read_summary(Path("run"))
     for key in ("warnings", "substitutions", "variant_hash", "effective"):

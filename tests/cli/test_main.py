@@ -377,7 +377,7 @@ def test_a_run_leaves_a_record(command: list[str], capsys: pytest.CaptureFixture
     assert err == ""
     (run,) = Path("outputs").glob("*/*")
     assert f"record: {run}" in out
-    assert read_summary(run)["status"] == "completed"
+    assert read_summary(run).status == "completed"
 
 
 def test_a_field_without_effect_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
@@ -472,8 +472,8 @@ def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--config-dir", "my configs", "recipe=points", "run.dir=run"]
     assert main([*where, "precision=bf16_mixed", "recipe.model.count=16"]) == 0
     summary = read_summary(Path("run"))
-    assert (summary["recipe"], summary["status"], summary["steps"]) == ("points", "completed", 8)
-    assert summary["data"]["test_samples"] == 16
+    assert (summary.recipe, summary.status, summary.steps) == ("points", "completed", 8)
+    assert summary.data.test_samples == 16
     losses = [line["loss"] for line in read_lines(Path("run")) if line["kind"] == "step"]
     assert losses[-1] < losses[0]
     capsys.readouterr()
@@ -485,7 +485,7 @@ def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_own_recipe_trains_by_the_real_command() -> None:
     done = mprun("--config-dir=my configs", "recipe=points", "run.dir=run")
     assert (done.returncode, done.stderr) == (0, "")
-    assert read_summary(Path("run"))["recipe"] == "points"
+    assert read_summary(Path("run")).recipe == "points"
 
 
 def without_torch(words: list[str]) -> str:

@@ -186,7 +186,7 @@ def test_where_no_batch_fits_that_is_said(capsys: pytest.CaptureFixture[str]) ->
 def test_the_figures_are_those_of_a_run_s_record(monkeypatch: pytest.MonkeyPatch) -> None:
     words = [*LINEAR, "precision=fp16_mixed", "train.optimizer.name=adamw"]
     assert main([*words, "device=cpu", "train.max_steps=2", "run.dir=run"]) == 0
-    memory = read_summary(Path("run"))["memory_bytes"]
+    memory = read_summary(Path("run")).memory_bytes
     found = planned(*words, QUIET)["modes"][1]["bytes"]
     assert {key: memory[key] for key in found} == found  # type: ignore[literal-required]
 

@@ -34,8 +34,8 @@ def test_a_run_for_every_combination(
     assert [run.name for run in runs()] == ["0", "1", "2", "3"]
     for summary in found:
         conforms(summary, Summary)
-        assert (summary["status"], summary["steps"]) == ("completed", 3)
-    assert [(s["precision"], s["seed"]) for s in found] == [
+        assert (summary.status, summary.steps) == ("completed", 3)
+    assert [(s.precision, s.seed) for s in found] == [
         ("fp32", 0),
         ("fp32", 1),
         ("bf16_mixed", 0),
@@ -53,7 +53,7 @@ def test_a_run_that_fails_leaves_the_others_whole(capsys: pytest.CaptureFixture[
     assert output.err.startswith("mprun: run 1: the loss became")
     assert output.err.count("\n") == 1
     found = [read_summary(run) for run in runs()]
-    assert [s["status"] for s in found] == ["completed", "failed", "completed"]
+    assert [s.status for s in found] == ["completed", "failed", "completed"]
     for summary in found:
         conforms(summary, Summary)
 
@@ -103,13 +103,13 @@ def test_a_list_needs_m(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_list_it_is_a_sweep_of_one() -> None:
     assert main(QUICK) == 0
     assert [run.name for run in runs()] == ["0"]
-    assert read_summary(runs()[0])["status"] == "completed"
+    assert read_summary(runs()[0]).status == "completed"
 
 
 def test_ranges_and_globs_are_lists_too() -> None:
     assert main([*QUICK, "seed=range(1,3)", "precision=glob(*_mixed)"]) == 0
     found = [read_summary(run) for run in runs()]
-    assert {(s["precision"], s["seed"]) for s in found} == {
+    assert {(s.precision, s.seed) for s in found} == {
         (precision, seed) for precision in ("bf16_mixed", "fp16_mixed") for seed in (1, 2)
     }
 
@@ -117,7 +117,7 @@ def test_ranges_and_globs_are_lists_too() -> None:
 def test_mappings_and_warnings_reach_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["recipe.model.out_features=4,8", "data.root=nowhere"]
     assert main([*QUICK, *words]) == 0
-    sizes = [read_summary(run)["memory_bytes"]["parameters"] for run in runs()]
+    sizes = [read_summary(run).memory_bytes.parameters for run in runs()]
     assert sizes[0] != sizes[1]
     assert capsys.readouterr().err.count("data.root has no effect") == 2
 
@@ -160,7 +160,7 @@ def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
     out, error = process.communicate(timeout=60)
     assert process.returncode == status, error
     assert "Traceback" not in error + out
-    assert [read_summary(run)["status"] for run in runs()] == ["interrupted"]
+    assert [read_summary(run).status for run in runs()] == ["interrupted"]
 
 
 def test_joblib_runs_several_at_once() -> None:
@@ -173,6 +173,6 @@ def test_joblib_runs_several_at_once() -> None:
     assert "Traceback" not in done.stdout + done.stderr
     assert "mprun: run 1: the loss became" in done.stderr
     found = [read_summary(run) for run in runs()]
-    assert [s["status"] for s in found] == ["completed", "failed"]
+    assert [s.status for s in found] == ["completed", "failed"]
     for summary in found:
         conforms(summary, Summary)

@@ -180,7 +180,7 @@ def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
     assert program == "mprun"
     command = [w for w in command if not w.startswith("search_ops.")]
     assert main([*command, "run.dir=run"]) == 0
-    loss = read_summary(Path("run"))["train"]["loss"]
+    loss = read_summary(Path("run")).train.loss
     assert loss is not None
     assert math.isfinite(number(loss))
 

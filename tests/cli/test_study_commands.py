@@ -135,9 +135,9 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     assert main(["--config-dir", "a", "preset=advised", "train.max_steps=2"]) == 0
     for name in runs("a"):
         summary = read_summary(Path("a") / name)
-        assert summary["test"] == {"loss": None, "accuracy": None}, "a test set must not choose"
-        assert summary["data"]["test_samples"] == 0
-        assert summary["history"][-1]["validation"]["accuracy"] is not None
+        assert summary.test == {"loss": None, "accuracy": None}, "a test set must not choose"
+        assert summary.data.test_samples == 0
+        assert summary.history[-1]["validation"]["accuracy"] is not None
 
 
 def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,9 +179,9 @@ def test_double_compares_every_rule_after_equal_epochs(
     for name in runs("d"):
         summary = read_summary(Path("d") / name)
         doubled = name.startswith("double")
-        assert summary["batch_size"] == (128 if doubled else 64)
-        assert summary["epochs"] == 1
-        assert summary["test"]["accuracy"] is None
+        assert summary.batch_size == (128 if doubled else 64)
+        assert summary.epochs == 1
+        assert summary.test.accuracy is None
     answer = capsys.readouterr().out.splitlines()[-1]
     assert answer.startswith(("double it: ", "don't: ", "inconclusive: "))
 
@@ -239,7 +239,7 @@ def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
     assert "differences of validation accuracy" in output
     assert "use it: mprun --config-dir 'o 1' preset=advised" in output
     assert main(["--config-dir", "o 1", "preset=advised", "run.dir=taken"]) == 0
-    assert read_summary(Path("taken"))["recipe"] == "own"
+    assert read_summary(Path("taken")).recipe == "own"
 
 
 def test_a_study_is_gone_on_with_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:

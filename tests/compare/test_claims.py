@@ -261,7 +261,7 @@ def check_decision(found: Comparison, variant: Variant) -> None:
 def paired(found: Comparison, variant: Variant) -> list[float]:
     """The differences, from the runs' records."""
     values = [
-        {r.summary["seed"]: r.summary["test"][found.metric] for r in v.runs}  # type: ignore[literal-required]
+        {r.summary.seed: r.summary.test[found.metric] for r in v.runs}  # type: ignore[literal-required]
         for v in (found.variants[0], variant)
     ]
     base, ours = values

@@ -372,8 +372,8 @@ def test_the_baseline_is_fp32_with_the_fewest_changes_and_comes_first() -> None:
         "baseline: fp32, by default; compare.baseline=LABEL takes another" in compared(runs).notes
     )
     assert labels(runs[:2])[0] == "fp32 x2"
-    layered = run_of("fp32", variant_hash="f", effective=dict(run_of().summary["effective"]))
-    layered.summary["effective"]["layers"] = {"fc": "fp16"}
+    layered = run_of("fp32", variant_hash="f", effective=dict(run_of().summary.effective))
+    layered.summary.effective.layers = {"fc": "fp16"}
     assert labels([layered, run_of("fp32")])[0] == "fp32 #2"
 
 
@@ -502,7 +502,7 @@ def test_no_figure_that_a_record_can_hold_breaks_a_comparison(
         times = {"median": ms, "p10": ms, "p90": ms, "n": 1, "warmup": 0}
         extra = {"step_time_ms": times, "samples_per_second": ms, "status": status}
         runs.append(run_of(name, seed, metric=metric, test={metric: value}, **extra))
-    if not any(run.summary["status"] == "completed" for run in latest(runs)[0]):
+    if not any(run.summary.status == "completed" for run in latest(runs)[0]):
         with pytest.raises(UsageError):
             compared(runs)
         return

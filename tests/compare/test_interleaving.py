@@ -132,7 +132,7 @@ def test_runs_at_one_time_on_different_machines_did_not_share_one() -> None:
 @pytest.mark.parametrize("began", ["", "yesterday", "9999-99-99"])
 def test_without_a_recorded_start_there_is_no_time_verdict(began: str) -> None:
     runs = [at(mode, seed, 61.0 * i) for i, (mode, seed) in enumerate(orders(2)["sweep"])]
-    runs[0].summary["started_at"] = began
+    runs[0].summary.started_at = began
     assert other(runs).no_time_verdict == UNKNOWN
 
 

@@ -57,13 +57,13 @@ def study(ops: Sequence[str]) -> Any:
     """fp16_true half as long as fp32, with these ops computed in float32."""
     low = runs_of("fp16_true", ACCURACIES, substitutions=substituted(*ops))
     for i, run in enumerate(low):
-        run.summary["samples_per_second"] = 2 * 10_000.0 + i
-        run.summary["step_time_ms"]["median"] = 5.0 + i / 100
-        run.summary["memory_bytes"]["peak"] = 2**20
+        run.summary.samples_per_second = 2 * 10_000.0 + i
+        run.summary.step_time_ms.median = 5.0 + i / 100
+        run.summary.memory_bytes.peak = 2**20
     base = runs_of("fp32", ACCURACIES)
     for run in base:
-        run.summary["samples_per_second"] = 10_000.0
-        run.summary["step_time_ms"]["median"] = 10.0
+        run.summary.samples_per_second = 10_000.0
+        run.summary.step_time_ms.median = 10.0
     return compare([*base, *low], margin=0.005, relative_margin=0.02)
 
 

@@ -51,8 +51,8 @@ def rate(
         "format": format_,
         "size": f"{flops} operations",
         "flops": flops,
-        "time_ms": spread(flops / 1e8 / speedup["median"], width),
-        "gflops": spread(100 * speedup["median"], width),
+        "time_ms": spread(flops / 1e8 / speedup.median, width),
+        "gflops": spread(100 * speedup.median, width),
         "speedup": speedup,
     }
 
@@ -153,7 +153,7 @@ def measured(
     """An examination of `where` that found these speed-ups over float32."""
     found = {
         "machine": where,
-        "threads": where["threads"],
+        "threads": where.threads,
         "rates": rates(speedups),
         "copy": {"bytes": 2**27, "gigabytes_per_second": spread(20.0)},
         "modes": modes() if kept is None else kept,
@@ -180,7 +180,7 @@ def gpu(capability: str, *units: str, **changes: Any) -> Machine:
         "memory_free_bytes": 2**36,
     }
     made = machine("AVX2", "AVX512", cuda=cuda, **changes)
-    made["hardware"]["device"] = "cuda"
+    made.hardware.device = "cuda"
     return made
 
 

@@ -133,9 +133,9 @@ def test_without_git_there_is_no_commit(tree: Path, monkeypatch: pytest.MonkeyPa
 def test_the_hardware_is_described() -> None:
     found = environment.hardware(CPU, ["float32", "bfloat16"])
     assert conforms(found, Hardware)
-    assert found["device"] == "cpu"
-    assert found["accelerated"]["float32"] is True
-    assert set(found["accelerated"]) == {"float32", "bfloat16"}
-    assert torch.backends.cpu.get_cpu_capability() in found["name"]
-    assert 1 <= found["cores"] <= (os.cpu_count() or 1)
-    assert found["memory_bytes"] is None or found["memory_bytes"] > 2**20
+    assert found.device == "cpu"
+    assert found.accelerated.float32 is True
+    assert set(found.accelerated) == {"float32", "bfloat16"}
+    assert torch.backends.cpu.get_cpu_capability() in found.name
+    assert 1 <= found.cores <= (os.cpu_count() or 1)
+    assert found.memory_bytes is None or found.memory_bytes > 2**20

@@ -31,21 +31,21 @@ def test_it_is_what_the_schema_says_and_json(found: Examination) -> None:
 
 
 def test_it_says_of_what_and_by_what(found: Examination) -> None:
-    assert found["schema_version"] == SCHEMA_VERSION == 1
-    assert found["mprun_version"] == __version__
-    assert found["budget_s"] == 0.5
-    assert found["measured_s"] > 0
-    assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert found["versions"]["cuda"] == torch.version.cuda
-    assert 1 <= found["threads"] <= found["machine"]["threads"] == torch.get_num_threads()
+    assert found.schema_version == SCHEMA_VERSION == 1
+    assert found.mprun_version == __version__
+    assert found.budget_s == 0.5
+    assert found.measured_s > 0
+    assert found.versions.torch == torch.__version__.partition("+")[0]
+    assert found.versions.cuda == torch.version.cuda
+    assert 1 <= found.threads <= found.machine.threads == torch.get_num_threads()
 
 
 def test_what_it_says_follows_from_what_it_found(found: Examination) -> None:
     measured = cast(Measured, found)
-    assert found["findings"] == findings(measured)
-    assert found["conclusions"] == conclusions(measured)
-    named = {name for c in found["conclusions"] for name in c["modes"]}
-    assert named == {m["name"] for m in found["modes"]} - {"fp32"}
+    assert found.findings == findings(measured)
+    assert found.conclusions == conclusions(measured)
+    named = {name for c in found.conclusions for name in c.modes}
+    assert named == {m.name for m in found.modes} - {"fp32"}
 
 
 def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:

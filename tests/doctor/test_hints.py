@@ -37,7 +37,7 @@ FAST = (4.0, 2.0, 2.0)
 def told(where: Machine, speedups: Speedups | None = None, **changes: Any) -> list[str]:
     """The findings in words: "warning bfloat16: ..."."""
     found = findings(measured(where, speedups or {}, **changes))
-    return [f"{f['level']} {f['about']}: {f['text']}" for f in found]
+    return [f"{f.level} {f.about}: {f.text}" for f in found]
 
 
 @pytest.mark.parametrize(
@@ -88,15 +88,15 @@ def test_a_slow_format_is_warned_of_with_its_reason(
 
 def test_instructions_that_are_not_known_are_no_reason() -> None:
     where = machine("AVX2")
-    where["instructions"]["AMX-BF16"] = None
+    where.instructions["AMX-BF16"] = None
     (warning,) = told(where, {"bfloat16": SLOW})
     assert warning.endswith("why is not known")
 
 
 def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     where = gpu("9.4")
-    assert where["cuda"]
-    where["cuda"]["tensor_cores"] = None
+    assert where.cuda
+    where.cuda.tensor_cores = None
     (warning,) = told(where, {"bfloat16": SLOW})
     assert warning.endswith("why is not known")
 
@@ -150,7 +150,7 @@ def test_a_limit_is_no_reason_where_one_of_two_sets_is_left() -> None:
     ids=str,
 )
 def test_a_limit_without_effect_is_a_note(where: Machine, value: str, expected: str) -> None:
-    onednn = {**where["onednn"], **limited("ONEDNN_MAX_CPU_ISA", value)}
+    onednn = {**where.onednn, **limited("ONEDNN_MAX_CPU_ISA", value)}
     (note,) = told({**where, "onednn": onednn})  # type: ignore[typeddict-item]
     assert note.startswith(f"note instructions: ONEDNN_MAX_CPU_ISA={value}")
     assert note.endswith(expected)
@@ -158,7 +158,7 @@ def test_a_limit_without_effect_is_a_note(where: Machine, value: str, expected: 
 
 def test_a_limit_on_a_cpu_not_known_is_said_to_be_that() -> None:
     where = machine("AVX2", onednn=limited("ONEDNN_MAX_CPU_ISA", "AVX2"))
-    where["instructions"]["AVX512"] = None
+    where.instructions.AVX512 = None
     (note,) = told(where)
     assert note.startswith("note instructions:")
     assert "not fully known" in note
@@ -245,13 +245,13 @@ def test_load_by_others_is_warned_of(load: float | None, warned: bool) -> None:
 
 def test_rates_that_vary_are_noted_by_the_worst() -> None:
     found = measured(WITH_BF16, {})
-    found["rates"].append(rate("matmul", "bfloat16", ratio(4.0), width=NOISY**0.5 * 0.99))
+    found.rates.append(rate("matmul", "bfloat16", ratio(4.0), width=NOISY**0.5 * 0.99))
     assert findings(found) == []
-    found["rates"].append(rate("convolution", "bfloat16", ratio(4.0), width=2.0))
+    found.rates.append(rate("convolution", "bfloat16", ratio(4.0), width=2.0))
     (note,) = findings(found)
-    assert note["about"] == "noise"
-    assert "by 4.0x" in note["text"]
-    assert "convolution in bfloat16" in note["text"]
+    assert note.about == "noise"
+    assert "by 4.0x" in note.text
+    assert "convolution in bfloat16" in note.text
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------

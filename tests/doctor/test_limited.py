@@ -52,7 +52,7 @@ def under(**variables: str) -> tuple[Examination, str]:
 
 
 def about(found: Examination, topic: str) -> list[str]:
-    return [f["text"] for f in found["findings"] if f["about"] == topic]
+    return [f.text for f in found.findings if f.about == topic]
 
 
 @pytest.mark.parametrize(("limit", "own"), [("AVX512_CORE", {}), ("AVX2", OWN)], ids=str)
@@ -61,39 +61,39 @@ def test_a_limit_is_told_and_all_that_is_said_follows_from_the_numbers(
 ) -> None:
     found, printed = under(ONEDNN_MAX_CPU_ISA=limit, **own)
     assert conforms(found, Examination)
-    machine = found["machine"]
-    assert machine["variables"]["ONEDNN_MAX_CPU_ISA"] == limit
-    assert (machine["onednn"]["limit_by"], machine["onednn"]["limit"]) == (
+    machine = found.machine
+    assert limit == machine.variables.ONEDNN_MAX_CPU_ISA
+    assert (machine.onednn.limit_by, machine.onednn.limit) == (
         "ONEDNN_MAX_CPU_ISA",
         limit,
     )
-    lost = [n for n, there in machine["instructions"].items() if there and n not in ALLOWED[limit]]
+    lost = [n for n, there in machine.instructions.items() if there and n not in ALLOWED[limit]]
     text, *more = about(found, "instructions")
     assert f"ONEDNN_MAX_CPU_ISA={limit}" in text
     assert all(name in text for name in lost)
     assert len(more) == len(own)
     for said in more:
         assert said.startswith("ATEN_CPU_CAPABILITY=default keeps PyTorch's own kernels")
-        assert machine["cpu_capability"] == "DEFAULT"
+        assert machine.cpu_capability == "DEFAULT"
     measured = cast(Measured, found)
-    assert found["findings"] == findings(measured)
-    assert found["conclusions"] == conclusions(measured)
+    assert found.findings == findings(measured)
+    assert found.conclusions == conclusions(measured)
 
-    recorded = read_summary(Path("run"))["hardware"]["accelerated"]["bfloat16"]
+    recorded = read_summary(Path("run")).hardware.accelerated["bfloat16"]
     assert ("bfloat16 matmuls are slower than float32" in printed) == (not recorded)
-    modes: dict[str, Any] = {m["name"]: m for m in found["modes"]}
-    assert modes["bf16_mixed"]["accelerated"] == machine["hardware"]["accelerated"]["bfloat16"]
+    modes: dict[str, Any] = {m.name: m for m in found.modes}
+    assert modes["bf16_mixed"]["accelerated"] == machine.hardware.accelerated["bfloat16"]
     if limit == "AVX2":
         slow_by_loops(found, recorded)
 
 
 def slow_by_loops(found: Examination, recorded: bool) -> None:
     """Below AVX512 PyTorch hands oneDNN no bfloat16: the one case that is sure to be slow."""
-    assert found["machine"]["onednn"]["bfloat16"] is False
-    assert found["machine"]["hardware"]["accelerated"]["bfloat16"] is False
+    assert found.machine.onednn.bfloat16 is False
+    assert found.machine.hardware.accelerated.bfloat16 is False
     assert recorded is False
     (why,) = about(found, "bfloat16")
     assert why.startswith("bfloat16 is slower than float32 here (matmul 0.")
     assert "so PyTorch computes it in loops of its own" in why
-    verdict = {c["format"]: c["verdict"] for c in found["conclusions"]}["bfloat16"]
+    verdict = {c.format: c.verdict for c in found.conclusions}["bfloat16"]
     assert verdict in ("not for speed", "not known")  # a busy machine may leave convolutions open

@@ -23,12 +23,12 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_NUM_THREADS", "")
     found = examine_machine(CPU)
     assert conforms(found, Machine)
-    assert list(found["instructions"]) == list(INSTRUCTIONS.get(architecture(), {}))
-    assert set(found["hardware"]["accelerated"]) == {"bfloat16", "float16"}
-    assert found["threads"] == torch.get_num_threads()
-    assert found["variables"]["OMP_NUM_THREADS"] == "7"
-    assert "MKL_NUM_THREADS" not in found["variables"]
-    assert found["cuda"] is None
+    assert list(found.instructions) == list(INSTRUCTIONS.get(architecture(), {}))
+    assert set(found.hardware.accelerated) == {"bfloat16", "float16"}
+    assert found.threads == torch.get_num_threads()
+    assert found.variables.OMP_NUM_THREADS == "7"
+    assert "MKL_NUM_THREADS" not in found.variables
+    assert found.cuda is None
 
 
 def test_a_system_without_load_or_capabilities_has_unknowns(
@@ -40,16 +40,16 @@ def test_a_system_without_load_or_capabilities_has_unknowns(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True})
     found = examine_machine(CPU)
     assert conforms(found, Machine)
-    assert found["load_average"] is None
-    assert found["instructions"]["AVX2"] is True
-    assert found["instructions"]["AMX-BF16"] is None
+    assert found.load_average is None
+    assert found.instructions.AVX2 is True
+    assert found.instructions["AMX-BF16"] is None
 
 
 # ---- oneDNN --------------------------------------------------------------------------------------
 
 
 def test_onednn_s_version_is_that_of_pytorch_s_build() -> None:
-    version = onednn({})["version"]
+    version = onednn({}).version
     assert version is None or f"v{version}" in torch.__config__.show()
 
 
@@ -65,7 +65,7 @@ def test_the_version_is_found_in_either_spelling(
     shown: str, version: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.__config__, "show", lambda: shown)
-    assert onednn({})["version"] == version
+    assert onednn({}).version == version
 
 
 def test_a_build_without_onednn_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_a_cpu_is_measured_in_every_format_it_has(monkeypatch: pytest.MonkeyPatc
     rates, copied = measure_rates(CPU, 1.0)
     assert all(conforms(rate, Rate) for rate in rates)
     assert conforms(copied, Copy)
-    sizes = {(rate["op"], rate["format"], rate["size"]) for rate in rates}
+    sizes = {(rate.op, rate.format, rate.size) for rate in rates}
     assert len(sizes) == len(rates)  # each once
     for op in OPS:
         small = {f for o, f, size in sizes if o == op and size in ("8x8x8", "1x2x4x4, 3x3")}
@@ -118,7 +118,7 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
 ) -> None:
     spent = slow_kernels(monkeypatch, {"float32": 1e11, "bfloat16": 4e11, "float16": 2e9})
     rates, _ = measure_rates(CPU, 5.0)
-    sizes = {(r["format"], r["size"]) for r in rates if r["op"] == "matmul"}
+    sizes = {(r.format, r.size) for r in rates if r.op == "matmul"}
     assert sizes == {
         ("float32", "256x256x256"),
         ("bfloat16", "256x256x256"),
@@ -127,14 +127,12 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
         ("bfloat16", "1024x1024x1024"),
     }
     for rate in rates:  # the clock is made up, and exact to its last bits
-        expected = {"float32": 1, "bfloat16": 4, "float16": 0.02}[rate["format"]]
-        assert rate["speedup"]["median"] == pytest.approx(expected, rel=1e-6)
-        assert rate["gflops"]["median"] == pytest.approx(100 * expected, rel=1e-6)
-        assert rate["time_ms"]["median"] == pytest.approx(
-            rate["flops"] / (1e8 * expected), rel=1e-6
-        )
-        if rate["format"] == "float32":
-            assert rate["speedup"] == {"median": 1, "low": 1, "high": 1, "n": rate["gflops"]["n"]}
+        expected = {"float32": 1, "bfloat16": 4, "float16": 0.02}[rate.format]
+        assert rate.speedup.median == pytest.approx(expected, rel=1e-6)
+        assert rate.gflops.median == pytest.approx(100 * expected, rel=1e-6)
+        assert rate.time_ms.median == pytest.approx(rate.flops / (1e8 * expected), rel=1e-6)
+        if rate.format == "float32":
+            assert rate.speedup == {"median": 1, "low": 1, "high": 1, "n": rate.gflops.n}
     assert spent[0] < 5.0
 
 
@@ -142,8 +140,8 @@ def test_a_slow_machine_is_measured_small_alone(monkeypatch: pytest.MonkeyPatch)
     """A tenth of the rate: the fewest rounds of the small sizes take longer than their share."""
     spent = slow_kernels(monkeypatch, {"float32": 2e9, "bfloat16": 2e8, "float16": 2e8})
     rates, _ = measure_rates(CPU, 5.0)
-    assert {r["gflops"]["n"] for r in rates} == {FEWEST}
-    assert {r["size"] for r in rates} == {op.size for op in SIZES["cpu"][0].ops()}
+    assert {r.gflops.n for r in rates} == {FEWEST}
+    assert {r.size for r in rates} == {op.size for op in SIZES["cpu"][0].ops()}
     calls = FEWEST + WARMUP
     small = sum(op.flops / f for op in SIZES["cpu"][0].ops() for f in (2e9, 2e8, 2e8))
     assert spent[0] == pytest.approx(small * calls, rel=1e-6)
@@ -154,15 +152,15 @@ def test_a_fast_machine_makes_no_more_rounds_than_are_needed(
 ) -> None:
     slow_kernels(monkeypatch, dict.fromkeys(("float32", "bfloat16", "float16"), 1e13))
     rates, _ = measure_rates(CPU, 60.0)
-    assert {r["gflops"]["n"] for r in rates} == {MOST}
+    assert {r.gflops.n for r in rates} == {MOST}
 
 
 def test_copying_counts_reading_and_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(1000))
     monkeypatch.setattr("mprun.precision.rates.time.perf_counter", lambda: next(now) * 1.0)
     copied = measure_copy(CPU, 10**6)
-    assert copied["bytes"] == 10**6
-    assert copied["gigabytes_per_second"]["median"] == 2e6 / 1e9  # one second each
+    assert copied.bytes == 10**6
+    assert copied.gigabytes_per_second.median == 2e6 / 1e9  # one second each
 
 
 # ---- summing up ----------------------------------------------------------------------------------
@@ -180,20 +178,20 @@ def test_the_median_s_interval_is_scipy_s(values: list[float]) -> None:
     # SciPy's one-sided intervals at 97.5 %: the same order statistics, each side by itself.
     low = quantile_test(values, q=0, p=0.5, alternative="greater").confidence_interval(0.975).low
     high = quantile_test(values, q=0, p=0.5, alternative="less").confidence_interval(0.975).high
-    assert (found["low"], found["high"], found["n"]) == (low, high, len(values))
+    assert (found.low, found.high, found.n) == (low, high, len(values))
 
 
 @pytest.mark.parametrize("n", range(FEWEST, 60))
 def test_the_interval_covers_the_median_19_times_of_20(n: int) -> None:
     """It misses where fewer than k values lie on a side, which is binomial."""
     found = ratio([float(x) for x in range(1, n + 1)])
-    k = int(found["low"])
-    assert found["high"] == n + 1 - k
+    k = int(found.low)
+    assert found.high == n + 1 - k
     missed = 2 * binom.cdf(k - 1, n, 0.5)
     assert missed <= 0.05 < 2 * binom.cdf(k, n, 0.5)
 
 
 def test_few_values_have_all_of_them_as_their_interval() -> None:
     assert ratio([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 1}
-    assert ratio([1.0, 2.0, 3.0])["high"] == 3.0
-    assert math.isclose(ratio([1.0, 2.0])["median"], 1.5)
+    assert ratio([1.0, 2.0, 3.0]).high == 3.0
+    assert math.isclose(ratio([1.0, 2.0]).median, 1.5)

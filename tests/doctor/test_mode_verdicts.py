@@ -51,7 +51,7 @@ def test_an_op_counts_at_the_largest_size_it_was_measured_at() -> None:
         rates({"bfloat16": (3.0, 3.0, 3.0)}, 10**12),
     )
     for both in (small + large, large + small):
-        assert {r["speedup"]["median"] for r in largest(both, "bfloat16").values()} == {3.0}
+        assert {r.speedup.median for r in largest(both, "bfloat16").values()} == {3.0}
 
 
 # ---- a format ------------------------------------------------------------------------------------
@@ -77,17 +77,17 @@ def test_what_a_format_is_good_for(
     speedups: tuple[float, ...], substituted: tuple[OpName, ...], verdict: str
 ) -> None:
     found = measured(WITH_BF16, {"float16": speedups}, modes(substituted))
-    (native,) = [c for c in conclusions(found) if c["modes"] == ["fp16_mixed"]]
-    assert native["verdict"] == verdict
+    (native,) = [c for c in conclusions(found) if c.modes == ["fp16_mixed"]]
+    assert native.verdict == verdict
 
 
 def test_an_op_too_unsteady_to_judge_leaves_the_format_open() -> None:
     found = measured(WITH_BF16, {"bfloat16": (4.0, 3.0, 2.0)})
-    found["rates"][-1]["speedup"] = ratio(2.0, 0.4, 9.0)
+    found.rates[-1].speedup = ratio(2.0, 0.4, 9.0)
     native = conclusions(found)[0]
-    assert native["verdict"] == "not known"
-    assert "convolution backward 2.0x [0.40x to 9.0x]" in native["text"]
-    assert "measure again" in native["text"]
+    assert native.verdict == "not known"
+    assert "convolution backward 2.0x [0.40x to 9.0x]" in native.text
+    assert "measure again" in native.text
 
 
 def test_conclusions_are_sentences_with_the_numbers() -> None:
@@ -96,7 +96,7 @@ def test_conclusions_are_sentences_with_the_numbers() -> None:
         {"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.03, 0.08)},
         modes(OPS),
     )
-    assert [c["text"] for c in conclusions(found)] == [
+    assert [c.text for c in conclusions(found)] == [
         "bfloat16 (bf16_mixed, bf16_true): matmul 4.2x, convolution 1.6x, convolution backward "
         "1.7x as fast as float32: worth trying",
         "float16 (fp16_mixed): matmul, convolution, convolution backward computed in float32 "
@@ -110,7 +110,7 @@ def test_a_machine_with_avx2_alone() -> None:
     found = measured(
         AVX2_ONLY, {"bfloat16": (0.03, 0.04, 0.3), "float16": (0.03, 0.04, 0.1)}, modes(OPS)
     )
-    assert {c["verdict"] for c in conclusions(found)} == {"not for speed"}
+    assert {c.verdict for c in conclusions(found)} == {"not for speed"}
 
 
 def test_a_machine_with_amx() -> None:
@@ -119,9 +119,9 @@ def test_a_machine_with_amx() -> None:
         {"bfloat16": (6.8, 3.0, 3.0), "float16": (1.0, 1.0, 0.05)},
         modes(("convolution_backward",)),
     )
-    verdicts = {c["format"]: c["verdict"] for c in conclusions(found) if "half" not in c["text"]}
+    verdicts = {c.format: c.verdict for c in conclusions(found) if "half" not in c.text}
     assert verdicts == {"bfloat16": "worth trying", "float16": "no gain", "tf32": "not for speed"}
-    text = next(c["text"] for c in conclusions(found) if c["modes"] == ["fp16_mixed"])
+    text = next(c.text for c in conclusions(found) if c.modes == ["fp16_mixed"])
     assert (
         "matmul 1.0x, convolution 1.0x as fast as float32; convolution backward computed in" in text
     )
@@ -133,7 +133,7 @@ def test_an_h100() -> None:
         {"tf32": (7.0, 5.0, 5.0), "bfloat16": (13.0, 9.0, 9.0), "float16": (13.0, 9.0, 9.0)},
         modes(tf32=True),
     )
-    assert [(c["format"], c["verdict"]) for c in conclusions(found)] == [
+    assert [(c.format, c.verdict) for c in conclusions(found)] == [
         ("tf32", "worth trying"),
         ("bfloat16", "worth trying"),
         ("float16", "worth trying"),
@@ -143,5 +143,5 @@ def test_an_h100() -> None:
 
 def test_every_mode_but_float32_is_in_one_conclusion() -> None:
     found = measured(H100, {"tf32": (2, 2, 2), "bfloat16": (2, 2, 2), "float16": (2, 2, 2)})
-    named = [name for c in conclusions(found) for name in c["modes"]]
-    assert sorted(named) == sorted(m["name"] for m in modes() if m["name"] != "fp32")
+    named = [name for c in conclusions(found) for name in c.modes]
+    assert sorted(named) == sorted(m.name for m in modes() if m.name != "fp32")

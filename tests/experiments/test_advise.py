@@ -138,8 +138,8 @@ def outcome(
     name: str, seed: int, ms: float, error: str | None = None, peak: int = 2**20
 ) -> Outcome:
     summary: Summary = example()
-    summary["step_time_ms"]["median"] = ms
-    summary["memory_bytes"]["peak"] = peak
+    summary.step_time_ms.median = ms
+    summary.memory_bytes.peak = peak
     return Outcome(Trial(name, seed, ()), summary, error)
 
 

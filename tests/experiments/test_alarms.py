@@ -19,7 +19,7 @@ def steps(skipped: set[int], every: int = 1) -> list[dict[str, Any]]:
 
 def of_100() -> Summary:
     summary: Summary = example()
-    summary["steps"] = 100
+    summary.steps = 100
     return summary
 
 
@@ -49,11 +49,11 @@ def test_steps_skipped_again_and_again_are_one() -> None:
 )
 def test_a_scale_that_fell_below_one(kind: str, final: float, n: int) -> None:
     summary: Summary = example()
-    summary["loss_scale"] = {"kind": kind, "initial": 65536.0, "final": final}
+    summary.loss_scale = {"kind": kind, "initial": 65536.0, "final": final}
     assert len(alarms(summary, [])) == n
 
 
 def test_a_loss_that_is_not_finite() -> None:
     summary: Summary = example()
-    summary["history"][0]["validation"]["loss"] = "nan"
+    summary.history[0].validation.loss = "nan"
     assert alarms(summary, []) == ["a validation loss was not finite"]

@@ -40,7 +40,7 @@ def examined(
     monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
     monkeypatch.setattr(module, "compose", composed)
     rows = examine_modes(device, {"bfloat16": True, "float16": False})
-    return {row["name"]: row for row in rows}
+    return {row.name: row for row in rows}
 
 
 def test_every_file_is_a_row_in_the_table_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,33 +53,33 @@ def test_every_file_is_a_row_in_the_table_s_order(monkeypatch: pytest.MonkeyPatc
 def test_columns_are_those_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in examined(monkeypatch, "none").items():
         said = yaml.safe_load((CONF / f"{name}.yaml").read_text(encoding="utf-8"))
-        assert row["format"] == ("tf32" if said["tf32"] else said["compute_dtype"])
+        assert row.format == ("tf32" if said["tf32"] else said["compute_dtype"])
         half = said["compute_dtype"] == "float16"
-        assert row["loss_scale"] == ("dynamic" if half else "none")
+        assert row.loss_scale == ("dynamic" if half else "none")
 
 
 def test_on_a_cpu_tf32_and_full_rounding_are_emulated_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = examined(monkeypatch, "none")
-    emulated = {name: row for name, row in rows.items() if row["execution"] == "emulated"}
+    emulated = {name: row for name, row in rows.items() if row.execution == "emulated"}
     assert set(emulated) == {"tf32", "half_sr_full"}
-    assert "no TensorFloat-32" in str(rows["tf32"]["why_emulated"])
-    assert "rounding_scope=all" in str(rows["half_sr_full"]["why_emulated"])
-    assert {row["accelerated"] for row in emulated.values()} == {None}
-    assert {rows[n]["why_emulated"] for n in rows if n not in emulated} == {None}
+    assert "no TensorFloat-32" in str(rows["tf32"].why_emulated)
+    assert "rounding_scope=all" in str(rows["half_sr_full"].why_emulated)
+    assert {row.accelerated for row in emulated.values()} == {None}
+    assert {rows[n].why_emulated for n in rows if n not in emulated} == {None}
 
 
 def test_hardware_with_tf32_has_it_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = examined(monkeypatch, "none", tf32=True, device=CUDA)
-    assert rows["tf32"]["execution"] == "native"
-    assert rows["half_sr_full"]["execution"] == "emulated"
+    assert rows["tf32"].execution == "native"
+    assert rows["half_sr_full"].execution == "emulated"
 
 
 def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = examined(monkeypatch, "none")
-    said = {name: row["accelerated"] for name, row in rows.items()}
+    said = {name: row.accelerated for name, row in rows.items()}
     assert said == {
         "fp32": None,
         "tf32": None,
@@ -101,8 +101,8 @@ def test_ops_computed_in_float32_are_those_of_a_run(
     by_float32: str, substituted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = examined(monkeypatch, by_float32)
-    assert rows["fp16_mixed"]["substituted"] == substituted
-    assert rows["half_sr_full"]["substituted"] == []  # emulation has none
+    assert rows["fp16_mixed"].substituted == substituted
+    assert rows["half_sr_full"].substituted == []  # emulation has none
 
 
 def test_kernels_are_measured_once_for_modes_that_compute_alike(

@@ -40,7 +40,7 @@ class Told:
         self.fractions.append(fraction)
 
     def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        self.ended.append((variant, summary and summary["status"], error))
+        self.ended.append((variant, summary and summary.status, error))
 
     def line(self, text: str) -> None:
         self.lines.append(text)
@@ -59,7 +59,7 @@ def test_a_trial_is_a_run_like_any_other() -> None:
     view = Told()
     (outcome,) = carry_out(view, Trial("fp32", 3, (*LINEAR, "precision=fp32")))
     summary = read_summary(Path("study/fp32-seed3"))
-    assert (summary["status"], summary["seed"], summary["steps"]) == ("completed", 3, 4)
+    assert (summary.status, summary.seed, summary.steps) == ("completed", 3, 4)
     assert outcome.summary == summary
     assert outcome.error is None
     assert view.ended == [("fp32", "completed", None)]
@@ -98,7 +98,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
     with pytest.raises(StudyStoppedError) as stopped:
         carry_out(Stopping(), Trial("a", 0, long))
     assert stopped.value.status == 143
-    stopped_at = read_summary(Path("study/a-seed0"))["steps"]
+    stopped_at = read_summary(Path("study/a-seed0")).steps
     assert 0 < stopped_at <= 40
     killed = Path("study/b-seed0")
     killed.mkdir()
@@ -106,7 +106,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
     carry_out(Told(), Trial("a", 0, long), Trial("b", 0, long))
     for name in "ab":
         folder = Path(f"study/{name}-seed0")
-        assert read_summary(folder)["status"] == "completed"
+        assert read_summary(folder).status == "completed"
         steps = [line["loss"] for line in read_lines(folder) if line["kind"] == "step"]
         assert len(steps) == 40
     assert read_lines(Path("study/a-seed0"))[-1]["loss"] == read_lines(killed)[-1]["loss"]
@@ -157,11 +157,11 @@ def test_samples_drawn_from_the_seed_are_drawn_for_each() -> None:
 def test_a_recipe_is_judged_by_what_it_has() -> None:
     summary = example()
     assert score_of(summary) == ("accuracy", 0.9219)
-    summary["test"] = {"loss": None, "accuracy": None}
+    summary.test = {"loss": None, "accuracy": None}
     assert score_of(summary) == ("accuracy", 0.9375)
-    summary["history"][0]["validation"] = {"loss": None, "accuracy": None}
+    summary.history[0].validation = {"loss": None, "accuracy": None}
     assert score_of(summary) == ("accuracy", 0.875)
-    summary["history"] = []
+    summary.history = []
     assert score_of(summary) == ("accuracy", None)
 
 

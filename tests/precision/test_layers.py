@@ -104,7 +104,7 @@ def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
 
     from mprun.records.run_record import read_summary
 
-    layers = read_summary(Path("run"))["effective"]["layers"]
+    layers = read_summary(Path("run")).effective.layers
     assert layers == {"fc1": "fp32", "fc2": "fp32", "conv1": "fp32"}
     assert main([*words, "precision.layers={fc9: fp32}"]) == 2
     assert "no module is named 'fc9'; did you mean 'fc2'" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_by_a_file() -> None:
     words = ["recipe=fashion_mnist", "data.source=generated", "precision=bf16_mixed"]
     words += ["train.max_steps=1", "data.eval_limit=32", "run.dir=run"]
     assert main([*words, "precision.layers_file=layers.yaml"]) == 0
-    assert read_summary(Path("run"))["effective"]["layers"] == {"fc1": "fp32"}
+    assert read_summary(Path("run")).effective.layers == {"fc1": "fp32"}
     Path("layers.yaml").write_text("fc1: int4\n", encoding="utf-8")
     assert main([*words, "precision.layers_file=layers.yaml"]) == 2
 
@@ -331,8 +331,8 @@ def test_a_run_trains_16_bit_layers_and_scales_the_loss_for_them(mode: str) -> N
     words += ["train.batch_size=32", "precision.layers={2: fp16_true, 3: fp16_mixed}"]
     assert main(words) == 0
     summary = read_summary(Path("run"))
-    assert summary["effective"]["layers"] == {"2": "fp16_true", "3": "fp16_mixed"}
-    assert summary["loss_scale"]["kind"] == "dynamic"
+    assert summary.effective.layers == {"2": "fp16_true", "3": "fp16_mixed"}
+    assert summary.loss_scale.kind == "dynamic"
 
 
 # ---- copies and files of a prepared model ----

@@ -183,7 +183,7 @@ def test_a_file_cut_anywhere_gives_its_whole_lines(folder: RunFolder) -> None:
 
 def test_a_summary_is_read_as_written(folder: RunFolder) -> None:
     summary = example()
-    summary["train"]["loss"] = math.nan
+    summary.train.loss = math.nan
     folder.summary(summary)
     read = record.read_summary(folder.path)
     assert conforms(read, Summary)

@@ -21,7 +21,7 @@ from mprun.compare.rows import (
     Word,
 )
 from mprun.records.run_record import Summary, jsonable
-from tests.summaries import example
+from tests.summaries import example, set_fields
 
 MODES = (
     *("fp32", "bf16_mixed", "half_sr", "tf32", "fp16_mixed", "bf16_true"),
@@ -65,11 +65,11 @@ def write_run(folder: Path, rows: list[dict[str, Any]], config: str = "seed: 0\n
 def summary(label: str, seed: int) -> Summary:
     """The summary of a run of 30 full batches."""
     found = copy.deepcopy(example())
-    found.update(variant=label, precision=label.split(" ")[0], seed=seed, batch_size=128)
-    found["execution"] = "emulated" if label in EMULATED else "native"
-    found["step_time_ms"] = {"median": 10.0, "p10": 9.0, "p90": 11.0, "n": 27, "warmup": 3}
+    set_fields(found, variant=label, precision=label.split(" ")[0], seed=seed, batch_size=128)
+    found.execution = "emulated" if label in EMULATED else "native"
+    found.step_time_ms = {"median": 10.0, "p10": 9.0, "p90": 11.0, "n": 27, "warmup": 3}
     if label in SCALING:
-        found["loss_scale"] = {"kind": "dynamic", "initial": 65536.0, "final": 32768.0}
+        found.loss_scale = {"kind": "dynamic", "initial": 65536.0, "final": 32768.0}
     return found
 
 
@@ -160,15 +160,17 @@ def hostile(folder: Path) -> Comparison:
         runs = []
         for run in v.runs:
             found = copy.deepcopy(run.summary)
-            found.update(variant=label, recipe=HOSTILE, started_at=HOSTILE, mprun_version=HOSTILE)
-            found["versions"] = {HOSTILE: HOSTILE}
-            found["substitutions"] = [{"op": HOSTILE, "dtype": HOSTILE, "reason": HOSTILE}]
+            set_fields(
+                found, variant=label, recipe=HOSTILE, started_at=HOSTILE, mprun_version=HOSTILE
+            )
+            found.versions = {HOSTILE: HOSTILE}
+            found.substitutions = [{"op": HOSTILE, "dtype": HOSTILE, "reason": HOSTILE}]
             (run.path / "config.yaml").write_text(
                 json.dumps({HOSTILE: HOSTILE, v.label: [HOSTILE]}), encoding="utf-8"
             )
             runs.append(Run(run.path, found))
         broken = copy.deepcopy(runs[0].summary)
-        broken.update(status="failed", error=HOSTILE)
+        set_fields(broken, status="failed", error=HOSTILE)
         verdict = replace(v.verdict, reason=HOSTILE)
         failed = (Run(Path(HOSTILE.replace("/", "")), broken),)
         variants.append(replace(v, label=label, runs=tuple(runs), failed=failed, verdict=verdict))

@@ -214,7 +214,7 @@ def test_few_skipped_folders_are_named_and_many_are_counted() -> None:
 def test_failed_runs_are_told_with_their_errors() -> None:
     found = comparison(2)
     run = found.variants[1].runs[0]
-    run.summary["error"] = "the loss became nan"
+    run.summary.error = "the loss became nan"
     found = changed(found, 1, failed=(run,))
     assert "failed: bf16_mixed, seed 0: the loss became nan" in footer(found)
 

@@ -93,7 +93,7 @@ def test_what_is_not_known_is_said_to_be_unknown() -> None:
         cores_total=None,
         onednn={"version": None, "bfloat16": None},
     )
-    where["hardware"]["memory_bytes"] = None
+    where.hardware.memory_bytes = None
     found = examined(where)
     assert row(found, "memory") == "unknown"
     assert row(found, "load before") == "unknown"
@@ -123,8 +123,8 @@ def test_a_gpu_is_described() -> None:
     assert row(found, "tensor cores") == "float16, tf32, bfloat16, float8"
     assert row(examined(gpu("6.1")), "tensor cores") == "none"
     other = gpu("9.4")
-    assert other["cuda"]
-    other["cuda"]["tensor_cores"] = None
+    assert other.cuda
+    other.cuda.tensor_cores = None
     assert row(examined(other), "tensor cores") == "unknown"
 
 
@@ -139,7 +139,7 @@ def test_another_architecture_has_its_own_instructions() -> None:
 
 def test_rates_have_spread_interval_and_number() -> None:
     found = rates({"bfloat16": (4.0, 2.0, 0.5)})
-    found[3]["speedup"] = ratio(4.0, 3.5, 4.25)
+    found[3].speedup = ratio(4.0, 3.5, 4.25)
     lines = shown(rates_table(found, 6), 100)
     assert lines[0].startswith("measured rates in 6 threads: median")
     assert shown(rates_table(found, 1), 100)[0].startswith("measured rates in 1 thread: median")
@@ -164,8 +164,8 @@ def test_rates_of_an_op_stand_together_the_small_size_first() -> None:
 def test_real_sizes_fit_a_narrow_terminal() -> None:
     found = rates({"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.031, 0.081)})
     for one in found:
-        one["size"] = "32x256x56x56, 3x3"
-        one["gflops"] = {"median": 612_345.6, "p10": 598_765.4, "p90": 634_567.8, "n": 25}
+        one.size = "32x256x56x56, 3x3"
+        one.gflops = {"median": 612_345.6, "p10": 598_765.4, "p90": 634_567.8, "n": 25}
     text = "\n".join(shown(rates_table(found, 64)))
     assert "…" not in text
     assert " in TFLOP/s over fp32 n" in text
@@ -174,7 +174,7 @@ def test_real_sizes_fit_a_narrow_terminal() -> None:
 
 def test_modes_say_how_they_run_and_how_fast() -> None:
     found = measured(WITH_BF16, BOTH)
-    lines = shown(modes_table(modes(("convolution_backward",)), found["rates"]))
+    lines = shown(modes_table(modes(("convolution_backward",)), found.rates))
     assert "fp32 native 1 1 1 none" in lines
     assert "tf32 emulated - - - none" in lines
     assert "bf16_mixed native 4.21 1.64 1.67 none" in lines

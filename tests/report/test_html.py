@@ -219,7 +219,7 @@ def test_the_advice_is_the_answer_and_stays_text(tmp_path: Path) -> None:
 def test_skipped_folders_failures_and_notes_are_listed(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     run = found.variants[1].runs[0]
-    run.summary["error"] = "no space left on <device>"
+    run.summary.error = "no space left on <device>"
     variants = (found.variants[0], replace(found.variants[1], failed=(run,)))
     skipped = tuple(Skipped(Path(f"out/{i}"), "still running") for i in range(40))
     text = "".join(parsed(made(replace(found, variants=variants, skipped=skipped))).texts)

@@ -52,12 +52,12 @@ def test_timed_steps_are_those_the_run_took_its_median_of(tmp_path: Path) -> Non
     sizes = ["data.train_limit=250", "data.eval_limit=10", "train.batch_size=16", "train.epochs=3"]
     assert main([*words, *sizes, f"run.dir={run}"]) == 0
     summary = read_summary(run)
-    assert summary["data"]["train_samples"] % 16, "an epoch is to end with a partial batch"
+    assert summary.data.train_samples % 16, "an epoch is to end with a partial batch"
     found, problems = series.read(of_runs(run))
     times = series.timed(found[0][0])
     assert problems == []
-    assert len(times) == summary["step_time_ms"]["n"]
-    assert statistics.median(times.tolist()) == summary["step_time_ms"]["median"]
+    assert len(times) == summary.step_time_ms.n
+    assert statistics.median(times.tolist()) == summary.step_time_ms.median
 
 
 def of_runs(*folders: Path) -> Comparison:
@@ -240,7 +240,7 @@ def test_drawings_have_no_colour_of_their_own(ten: dict[str, Plot]) -> None:
 def test_batch_sizes_that_differ_are_drawn_over_epochs(tmp_path: Path) -> None:
     found = comparison(2, tmp_path)
     for run in found.variants[1].runs:
-        run.summary["batch_size"] = 256
+        run.summary.batch_size = 256
     assert "epoch" in texts(plots(found, "loss")["loss"])
 
 

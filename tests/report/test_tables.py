@@ -11,7 +11,7 @@ from rich.console import Console
 from mprun.records.run_record import Summary
 from mprun.report import tables
 from tests.schema import conforms
-from tests.summaries import example
+from tests.summaries import example, set_fields
 
 
 def shown(summary: Summary, width: int = 140) -> str:
@@ -34,12 +34,12 @@ def row(summary: Summary, what: str) -> str | None:
 def unmeasured() -> Summary:
     """A run that ended at once: every figure that may be null is."""
     summary = example()
-    summary.update(samples_per_second=None, history=[], steps=0, wall_time_s=0.0)
-    summary["step_time_ms"] = {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0}
-    summary["data_time_ms"] = {"median": None, "p90": None}
-    summary["memory_bytes"]["peak"] = None
-    summary["train"] = {"loss": None}
-    summary["test"] = {"loss": None, "accuracy": None}
+    set_fields(summary, samples_per_second=None, history=[], steps=0, wall_time_s=0.0)
+    summary.step_time_ms = {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0}
+    summary.data_time_ms = {"median": None, "p90": None}
+    summary.memory_bytes.peak = None
+    summary.train = {"loss": None}
+    summary.test = {"loss": None, "accuracy": None}
     assert conforms(summary, Summary)
     return summary
 
@@ -59,8 +59,8 @@ def test_the_header_says_what_is_about_to_run() -> None:
 
 def test_the_header_says_what_is_emulated_and_tf32() -> None:
     summary = copy.deepcopy(example())
-    summary["execution"] = "emulated"
-    summary["effective"]["tf32"] = True
+    summary.execution = "emulated"
+    summary.effective.tf32 = True
     head = tables.header(summary)
     assert "(emulated)" in head[0]
     assert head[1].endswith(", tf32")
@@ -69,7 +69,7 @@ def test_the_header_says_what_is_emulated_and_tf32() -> None:
 @pytest.mark.parametrize("source", ["local", "download", "generated"])
 def test_the_data_are_never_shown_without_their_source(source: str) -> None:
     summary = example()
-    summary["data"].update(name="MNIST", source=source)
+    set_fields(summary.data, name="MNIST", source=source)
     assert any(f"MNIST ({source})" in line for line in tables.header(summary))
     assert row(summary, "data") == f"MNIST ({source})"
 
@@ -111,22 +111,22 @@ def test_what_was_not_measured_is_a_dash() -> None:
 
 def test_a_regression_has_no_accuracy() -> None:
     summary = example()
-    summary["test"]["accuracy"] = None
+    summary.test.accuracy = None
     assert row(summary, "test loss") == "0.2812"
     assert row(summary, "test accuracy") is None
 
 
 def test_a_broken_loss_is_shown() -> None:
     summary = example()
-    summary["train"] = {"loss": "nan"}
-    summary["test"]["loss"] = "inf"
+    summary.train = {"loss": "nan"}
+    summary.test.loss = "inf"
     assert row(summary, "training loss") == "nan"
     assert row(summary, "test loss") == "inf"
 
 
 def test_an_emulated_step_time_is_flagged() -> None:
     summary = example()
-    summary["execution"] = "emulated"
+    summary.execution = "emulated"
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
     assert "EMULATED" not in shown(example())
 

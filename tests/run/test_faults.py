@@ -85,7 +85,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str,
     steps = [x["step"] for x in read_lines(Path("run"))]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= n - (what == "summary")
-    status = read_summary(Path("run"))["status"]
+    status = read_summary(Path("run")).status
     assert status == ("running" if what == "summary" else "failed")
     assert not list(Path("run").rglob("*.tmp"))
     goes_on_like_a_whole_run()
@@ -128,11 +128,11 @@ def test_a_real_limit_on_file_sizes() -> None:
     assert done.stderr.startswith("mprun: the record cannot be written (File too large)")
     assert done.stderr.count("\n") == 1
     assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3, 4, 5]
-    assert read_summary(Path("run"))["status"] == "failed"
+    assert read_summary(Path("run")).status == "failed"
     assert not checkpoint.path_in(Path("run")).exists()
     assert not list(Path("run").rglob("*.tmp"))
     assert main(["run.resume=run"]) == 0
-    assert read_summary(Path("run"))["steps"] == 20
+    assert read_summary(Path("run")).steps == 20
 
 
 @pytest.mark.parametrize("where", ["outputs", "run"])
@@ -171,7 +171,7 @@ def test_two_processes_and_one_folder() -> None:
     assert refused.count("\n") == 1
     steps = [x["step"] for x in read_lines(Path("run"))]
     assert steps == list(range(1, 501))
-    assert read_summary(Path("run"))["status"] == "completed"
+    assert read_summary(Path("run")).status == "completed"
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_out_of_memory(
     )
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert (summary["status"], summary["steps"]) == ("failed", 3)
-    assert "out of memory" in str(summary["error"])
+    assert (summary.status, summary.steps) == ("failed", 3)
+    assert "out of memory" in str(summary.error)
     assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3]
 
 
@@ -222,5 +222,5 @@ def test_a_nan_without_a_loss_scale(monkeypatch: pytest.MonkeyPatch, stderr: Std
     assert stderr().startswith("mprun: the loss became nan at step 1 in precision=fp32")
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert summary["status"] == "failed"
+    assert summary.status == "failed"
     assert not checkpoint.path_in(Path("run")).exists()

@@ -149,12 +149,12 @@ def check_sweeps(processes: int) -> int:
         runs = [read_summary(sweep / name) for name in ("0", "1")]
         for n, run in enumerate(runs):
             conforms(run, Summary)
-            assert (run["status"], run["steps"]) == ("completed", 2)
+            assert (run.status, run.steps) == ("completed", 2)
             kept = (sweep / str(n) / "config.yaml").read_text(encoding="utf-8")
-            assert f"\nseed: {run['seed']}\n" in f"\n{kept}"
+            assert f"\nseed: {run.seed}\n" in f"\n{kept}"
             lines = record.read_lines(sweep / str(n))
             assert [x["step"] for x in lines if x["kind"] == "step"] == [1, 2]
-        first, second = (run["seed"] for run in runs)
+        first, second = (run.seed for run in runs)
         assert second == first + 10  # both are of the same process
         seeds += [first, second]
     assert sorted(seeds) == sorted([*range(processes), *(10 + n for n in range(processes))])
@@ -176,10 +176,10 @@ def test_four_sweeps_begun_at_once_twenty_times_leave_160_records() -> None:
 def test_64_runs_begun_at_once_leave_64_records() -> None:
     begun_together(RUNS, [[*SMALL, f"seed={n}"] for n in range(64)])
     found = [read_summary(path.parent) for path in Path("outputs").glob("*/*/summary.json")]
-    assert sorted(run["seed"] for run in found) == list(range(64))
+    assert sorted(run.seed for run in found) == list(range(64))
     for run in found:
         conforms(run, Summary)
-        assert (run["status"], run["steps"]) == ("completed", 2)
+        assert (run.status, run.steps) == ("completed", 2)
 
 
 def test_a_folder_that_was_not_used_is_removed() -> None:

@@ -145,7 +145,7 @@ def test_off_nothing_is_different() -> None:
     off = build_exceptions(chosen, lambda *_: None)
     assert type(build_precision(chosen, make=off.precision)) is Precision
     summary = run("run")
-    assert summary["fp_exceptions"] is None
+    assert summary.fp_exceptions is None
     assert not Path("run/fp_exceptions.json").exists()
 
 
@@ -153,10 +153,10 @@ def test_off_nothing_is_different() -> None:
 def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none(fused: bool) -> None:
     words = ["precision=fp16_mixed", "loss_scale.value=65536", f"recipe.model.fused={fused}"]
     summary = run("run", *words, "debug.fp_exceptions=halt")
-    row = summary["fp_exceptions"]
+    row = summary.fp_exceptions
     assert row is not None
-    assert (summary["status"], row["finding"], row["absorbed"]) == ("completed", 0, 0)
-    assert summary["skipped_steps"] < summary["steps"] / 2  # the scale finds its place
+    assert (summary.status, row.finding, row.absorbed) == ("completed", 0, 0)
+    assert summary.skipped_steps < summary.steps / 2  # the scale finds its place
     assert {e["verdict"] for e in events("run")} <= {"expected"}
     assert {e["phase"] for e in events("run")} <= {"backward"}
 
@@ -178,19 +178,19 @@ def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none(fused: bool) -> None
 def test_the_bits_are_those_without(words: list[str]) -> None:
     """The first steps of the last one are skipped by the loss scale; skip drops nothing here."""
     summary = run("off", *words, "train.epochs=2")
-    assert summary["skipped_steps"] < summary["steps"]
-    assert summary["skipped_steps"] > 0 or "loss_scale.value=3e5" not in words
+    assert summary.skipped_steps < summary.steps
+    assert summary.skipped_steps > 0 or "loss_scale.value=3e5" not in words
     for action in ("log", "skip") if "precision=fp16_mixed" in words else ("log",):
         summary = run(action, *words, "train.epochs=2", f"debug.fp_exceptions={action}")
-        assert summary["fp_exceptions"] is not None
-        assert summary["fp_exceptions"]["finding"] == 0
+        assert summary.fp_exceptions is not None
+        assert summary.fp_exceptions.finding == 0
         assert_equal(trained(Path("off")), trained(Path(action)))
 
 
 def test_steps_that_are_looked_at_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     summary = run("run", "debug.fp_exceptions=log")
-    assert summary["step_time_ms"]["n"] == 0
-    assert summary["step_time_ms"]["median"] is summary["samples_per_second"] is None
+    assert summary.step_time_ms.n == 0
+    assert summary.step_time_ms.median is summary.samples_per_second is None
     out = capsys.readouterr().out
     assert "note: every op of a training step is looked at" in out
     assert "steps are not timed while debug.fp_exceptions slows them" in out
@@ -199,7 +199,7 @@ def test_steps_that_are_looked_at_are_not_timed(capsys: pytest.CaptureFixture[st
 
 def test_evaluation_is_not_looked_at() -> None:
     summary = run("run", *fault("evaluation"), "debug.fp_exceptions=halt")
-    assert summary["history"][-1]["validation"]["loss"] in ("nan", "inf")
+    assert summary.history[-1].validation.loss in ("nan", "inf")
     assert events("run") == recorded("run")["exceptions"] == []
 
 
@@ -217,8 +217,8 @@ def test_halt_ends_the_run_with_a_line_that_names_op_and_module(
         f"{line_of('6e4 * 6e4')}; inputs up to"
     )
     assert line.endswith("fp_exceptions.json in the run's folder has the details")
-    assert (summary["status"], summary["steps"]) == ("failed", 2)
-    assert summary["error"] is not None
+    assert (summary.status, summary.steps) == ("failed", 2)
+    assert summary.error is not None
     (event,) = events("run")
     assert event == {
         "kind": "event",
@@ -249,7 +249,7 @@ def test_log_goes_on_and_tells_each_distinct_finding_once(
     assert len(told) == 1
     place = line_of("x = x / (x - x)", last=True)
     assert told[0].startswith(f"step 2: infinite: div in 2 (Fault), forward, {place}")
-    assert summary["skipped_steps"] == 2
+    assert summary.skipped_steps == 2
     assert {e["step"] for e in events("run")} == {2, 3}
     first = recorded("run")["exceptions"][0]
     assert (first["step"], first["last_step"], first["count"]) == (2, 3, 2)
@@ -259,12 +259,12 @@ def test_log_goes_on_and_tells_each_distinct_finding_once(
 def test_overflows_that_dynamic_scaling_skips_are_expected() -> None:
     words = ["precision=fp16_mixed", "loss_scale.value=1e9", "debug.fp_exceptions=halt"]
     summary = run("run", *words, "train.epochs=12")  # long enough for the scale to come down
-    assert summary["status"] == "completed"
-    assert summary["skipped_steps"] < summary["steps"]
-    row = summary["fp_exceptions"]
+    assert summary.status == "completed"
+    assert summary.skipped_steps < summary.steps
+    row = summary.fp_exceptions
     assert row is not None
-    assert (row["finding"], row["expected"] > 0) == (0, True)
-    assert len({e["step"] for e in events("run")}) == summary["skipped_steps"] > 3
+    assert (row.finding, row.expected > 0) == (0, True)
+    assert len({e["step"] for e in events("run")}) == summary.skipped_steps > 3
     first = recorded("run")["exceptions"][0]
     assert (first["verdict"], first["phase"], first["kind"]) == ("expected", "backward", "overflow")
     assert first["loss_scale"] == pytest.approx(1e9)
@@ -273,7 +273,7 @@ def test_overflows_that_dynamic_scaling_skips_are_expected() -> None:
 def test_halt_acts_after_some_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["precision=fp16_mixed", "loss_scale.value=1e12", "debug.fp_exceptions=halt"]
     summary = run("run", *words, "debug.halt_after=3", status=1)
-    assert (summary["steps"], summary["skipped_steps"]) == (2, 2)
+    assert (summary.steps, summary.skipped_steps) == (2, 2)
     line = capsys.readouterr().err
     assert "at step 3: 3 steps in a row overflowed and were skipped; the last one: overflow" in line
     assert "without the loss scale of 2.5e+11" in line
@@ -326,10 +326,10 @@ def test_skip_drops_the_whole_step(kind: str, words: list[str]) -> None:
     words += ["train.optimizer.weight_decay=0.5", "train.scheduler=linear"]
     run("before", *fault(kind, 3, 4), *words, "train.max_steps=16", "train.epochs=null")
     summary = read_summary(Path("before"))
-    assert summary["status"] == "completed"
-    assert summary["skipped_steps"] == 2
-    assert summary["fp_exceptions"] is not None
-    assert summary["fp_exceptions"]["dropped_steps"] == 2
+    assert summary.status == "completed"
+    assert summary.skipped_steps == 2
+    assert summary.fp_exceptions is not None
+    assert summary.fp_exceptions.dropped_steps == 2
     skipped = [x["step"] for x in read_lines(Path("before")) if x.get("skipped")]
     assert skipped == [3, 4]
     state = trained(Path("before"))
@@ -344,7 +344,7 @@ def test_skip_drops_the_whole_step(kind: str, words: list[str]) -> None:
 def test_skip_gives_up_after_some_in_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*fault("zero", *range(2, 99)), "debug.fp_exceptions=skip", "debug.halt_after=4"]
     summary = run("run", *words, status=1)
-    assert (summary["steps"], summary["skipped_steps"]) == (4, 3)
+    assert (summary.steps, summary.skipped_steps) == (4, 3)
     assert "at step 5: 4 steps in a row had exceptions and were dropped" in capsys.readouterr().err
 
 
@@ -356,9 +356,9 @@ def test_a_run_can_be_resumed_to_be_looked_at() -> None:
     assert main(["run.resume=run", "train.max_steps=12", "debug.fp_exceptions=halt"]) == 0
     run("whole", "train.max_steps=12")
     assert_same_run(Path("run"), Path("whole"))
-    row = read_summary(Path("run"))["fp_exceptions"]
+    row = read_summary(Path("run")).fp_exceptions
     assert row is not None
-    assert row["action"] == "halt"
+    assert row.action == "halt"
 
 
 def test_what_was_found_before_goes_on() -> None:
@@ -370,9 +370,9 @@ def test_what_was_found_before_goes_on() -> None:
     assert [e["step"] for e in events("run")] == [*[2] * 2, *[6] * 2, *[9] * 2]
     first = recorded("run")["exceptions"][0]
     assert (first["step"], first["last_step"], first["count"]) == (2, 9, 3)
-    row = read_summary(Path("run"))["fp_exceptions"]
+    row = read_summary(Path("run")).fp_exceptions
     assert row is not None
-    assert row["finding"] == recorded("run")["counts"]["finding"] == len(events("run"))
+    assert row.finding == recorded("run")["counts"]["finding"] == len(events("run"))
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_looking_is_the_same_variant_and_dropping_another() -> None:
     assert hashed("off") == hashed("log") == hashed("halt") == variant_hash(before)
     assert hashed("skip") != hashed("off")
     run("run", "train.max_steps=1", "debug.fp_exceptions=skip", "debug.halt_after=7")
-    assert read_summary(Path("run"))["variant"] == "fp32+skip"
+    assert read_summary(Path("run")).variant == "fp32+skip"
 
 
 # ---- mistakes ------------------------------------------------------------------------------------

@@ -85,12 +85,12 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
     summary = read_summary(path)
     conforms(summary, Summary)
     dtype, rounding = TRUE_HALF[mode]
-    assert (summary["status"], summary["steps"]) == ("completed", 36)
-    assert (summary["precision"], summary["variant"]) == (mode, mode)
+    assert (summary.status, summary.steps) == ("completed", 36)
+    assert (summary.precision, summary.variant) == (mode, mode)
     losses = [x["loss"] for x in read_lines(path) if x["kind"] == "step"]
     assert sum(losses[-12:]) < sum(losses[:12])
-    row = summary["requested"]
-    assert summary["effective"] == row
+    row = summary.requested
+    assert summary.effective == row
     assert row == {
         "param_dtype": dtype,
         "compute_dtype": dtype,
@@ -107,13 +107,13 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
         "partials_dtype": "float32",
         "tf32": False,
     }
-    assert summary["execution"] == ("emulated" if mode == "half_sr_full" else "native")
-    scale = summary["loss_scale"]
+    assert summary.execution == ("emulated" if mode == "half_sr_full" else "native")
+    scale = summary.loss_scale
     assert scale["kind"] == ("dynamic" if dtype == "float16" else "none")
     assert scale["initial"] == (65536 if dtype == "float16" else 1)
     kernel = "eager" if kernels.why_not() else "c"
-    assert summary["backend"]["optimizer_impl"] == kernel
-    assert summary["backend"]["memory_format"] == "contiguous"
+    assert summary.backend.optimizer_impl == kernel
+    assert summary.backend.memory_format == "contiguous"
 
 
 @pytest.mark.parametrize("mode", TRUE_HALF)
@@ -132,15 +132,15 @@ def test_weights_are_saved_in_16_bits(
 def test_substitutions_name_what_is_not_pytorch_s_kernel(
     smoke: Callable[[str, str], Path], mode: str
 ) -> None:
-    found = read_summary(smoke("fashion_mnist", mode))["substitutions"]
+    found = read_summary(smoke("fashion_mnist", mode)).substitutions
     if mode == "half_sr_full":
-        assert [(x["op"], x["dtype"]) for x in found] == [("*", "float32")]
-        assert "each result rounded stochastically to 16 bits" in found[0]["reason"]
+        assert [(x.op, x.dtype) for x in found] == [("*", "float32")]
+        assert "each result rounded stochastically to 16 bits" in found[0].reason
     elif mode.startswith("bf16"):
         assert found == []
     else:  # on a CPU, where float16 convolutions have no fast backward
-        assert (found[0]["op"], found[0]["dtype"]) == ("aten.convolution_backward", "float16")
-        assert {x["dtype"] for x in found} == {"float16"}
+        assert (found[0].op, found[0].dtype) == ("aten.convolution_backward", "float16")
+        assert {x.dtype for x in found} == {"float16"}
 
 
 @pytest.mark.parametrize("mode", TRUE_HALF)
@@ -148,20 +148,20 @@ def test_substitutions_name_what_is_not_pytorch_s_kernel(
 def test_parameters_and_gradients_take_half_of_float32_s_bytes(
     smoke: Callable[[str, str], Path], recipe: str, mode: str
 ) -> None:
-    wide = read_summary(smoke(recipe, "fp32"))["memory_bytes"]
-    half = read_summary(smoke(recipe, mode))["memory_bytes"]
-    assert wide["parameters"] == 4 * SIZES[recipe]
-    assert half["parameters"] == 2 * SIZES[recipe]
-    assert half["peak"] is not None
-    assert wide["peak"] is not None
-    assert half["peak"] < wide["peak"]
+    wide = read_summary(smoke(recipe, "fp32")).memory_bytes
+    half = read_summary(smoke(recipe, mode)).memory_bytes
+    assert wide.parameters == 4 * SIZES[recipe]
+    assert half.parameters == 2 * SIZES[recipe]
+    assert half.peak is not None
+    assert wide.peak is not None
+    assert half.peak < wide.peak
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
-    assert half["peak"] == sum(half[k] for k in parts)  # type: ignore[literal-required]
+    assert half.peak == sum(half[k] for k in parts)  # type: ignore[literal-required]
     if recipe == "linear":  # inputs are stored as the mode takes them, targets in float32
-        assert wide["data"] == 64 * (1024 * 4 + 512 * 4)
-        assert half["data"] == 64 * (1024 * 2 + 512 * 4)
+        assert wide.data == 64 * (1024 * 4 + 512 * 4)
+        assert half.data == 64 * (1024 * 2 + 512 * 4)
     else:  # bytes, in every mode
-        assert half["data"] == wide["data"]
+        assert half.data == wide.data
 
 
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
@@ -191,12 +191,12 @@ def test_float32_gradients_without_a_loss_scale() -> None:
     """What PopTorch's half does: float16 everywhere, gradients accumulated in float32."""
     words = ["precision=half_sr", "precision.accum_dtype=float32", "loss_scale=none"]
     summary, plain = quick("run", *words, steps=20), quick("plain", "precision=half_sr")
-    assert summary["effective"]["accum_dtype"] == "float32"
-    assert summary["loss_scale"] == {"kind": "none", "initial": 1.0, "final": 1.0}
-    assert summary["skipped_steps"] == 0
-    assert summary["memory_bytes"]["parameters"] == 2 * SIZES["mnist"]
-    assert summary["memory_bytes"]["gradients"] == 4 * SIZES["mnist"]
-    assert plain["memory_bytes"]["gradients"] == 2 * SIZES["mnist"]
+    assert summary.effective.accum_dtype == "float32"
+    assert summary.loss_scale == {"kind": "none", "initial": 1.0, "final": 1.0}
+    assert summary.skipped_steps == 0
+    assert summary.memory_bytes.parameters == 2 * SIZES["mnist"]
+    assert summary.memory_bytes.gradients == 4 * SIZES["mnist"]
+    assert plain.memory_bytes.gradients == 2 * SIZES["mnist"]
     losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert sum(losses[-6:]) < sum(losses[:6])
 
@@ -204,8 +204,8 @@ def test_float32_gradients_without_a_loss_scale() -> None:
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_a_static_loss_scale(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "loss_scale=static", "loss_scale.value=1024")
-    assert summary["loss_scale"] == {"kind": "static", "initial": 1024.0, "final": 1024.0}
-    assert summary["skipped_steps"] == 0
+    assert summary.loss_scale == {"kind": "static", "initial": 1024.0, "final": 1024.0}
+    assert summary.skipped_steps == 0
 
 
 ADAMW = ["train.optimizer.name=adamw"]
@@ -216,9 +216,9 @@ MOMENTUM = ["train.optimizer.name=sgd", "train.optimizer.momentum=0.9"]
 @pytest.mark.parametrize("mode", ["half_sr", "bf16_true", "fp32"])
 def test_moments_in_16_bits_save_two_bytes_each(mode: str, low: str) -> None:
     def state(name: str, *words: str) -> int:
-        memory = quick(name, f"precision={mode}", *words, steps=4)["memory_bytes"]
-        assert memory["optimizer_state"] is not None
-        return memory["optimizer_state"]
+        memory = quick(name, f"precision={mode}", *words, steps=4).memory_bytes
+        assert memory.optimizer_state is not None
+        return memory.optimizer_state
 
     size = SIZES["mnist"]
     first, second = (f"precision.{x}_dtype={low}" for x in ("momentum", "variance"))
@@ -233,19 +233,19 @@ def test_moments_in_16_bits_save_two_bytes_each(mode: str, low: str) -> None:
 
 def test_sgd_s_momentum_in_16_bits() -> None:
     size = SIZES["mnist"]
-    wide = quick("wide", "precision=half_sr", *MOMENTUM)["memory_bytes"]["optimizer_state"]
+    wide = quick("wide", "precision=half_sr", *MOMENTUM).memory_bytes.optimizer_state
     low = quick("low", "precision=half_sr", *MOMENTUM, "precision.momentum_dtype=float16")
     assert wide == 4 * size + 6 * 4
-    assert low["memory_bytes"]["optimizer_state"] == 2 * size + 6 * 4
+    assert low.memory_bytes.optimizer_state == 2 * size + 6 * 4
 
 
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_true"])
 def test_kahan_keeps_two_more_bytes_a_parameter(mode: str) -> None:
-    plain = quick("plain", f"precision={mode}")["memory_bytes"]["optimizer_state"]
+    plain = quick("plain", f"precision={mode}").memory_bytes.optimizer_state
     summary = quick("kahan", f"precision={mode}", "precision.rounding=kahan")
-    assert summary["effective"]["rounding"] == "kahan"
+    assert summary.effective.rounding == "kahan"
     assert plain is not None
-    assert summary["memory_bytes"]["optimizer_state"] == plain + 2 * SIZES["mnist"]
+    assert summary.memory_bytes.optimizer_state == plain + 2 * SIZES["mnist"]
     state = trained(Path("kahan"))["optimizer"]["state"]
     assert all(x["remainder"].dtype == torch.int16 for x in state.values())
     assert any(x["remainder"].any() for x in state.values())
@@ -268,13 +268,13 @@ def test_small_steps_move_weights_stochastically_and_by_kahan_and_not_to_nearest
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_sr", "half_sr", "fp16_mixed", "bf16_mixed"])
 def test_native_modes_can_be_emulated(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "execution=emulated")
-    assert summary["execution"] == "emulated"
-    (every,) = summary["substitutions"]
-    assert every["op"] == "*"
-    assert "rounded to nearest to 16 bits" in every["reason"]
+    assert summary.execution == "emulated"
+    (every,) = summary.substitutions
+    assert every.op == "*"
+    assert "rounded to nearest to 16 bits" in every.reason
     native = quick("native", f"precision={mode}", "execution=native")
-    assert native["execution"] == "native"
-    assert native["memory_bytes"] == summary["memory_bytes"]  # what the mode needs, not its means
+    assert native.execution == "native"
+    assert native.memory_bytes == summary.memory_bytes  # what the mode needs, not its means
     ours, theirs = (read_lines(Path(name))[0]["loss"] for name in ("run", "native"))
     # A first loss is a mean of 32 losses from outputs with 8 or 11 bits of significand.
     assert ours == pytest.approx(theirs, rel=2**-6)
@@ -283,9 +283,9 @@ def test_native_modes_can_be_emulated(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full", "fp16_mixed"])
 def test_float16_partials_are_emulated_and_said(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "precision.partials_dtype=float16")
-    assert summary["execution"] == "emulated"
-    assert summary["effective"]["partials_dtype"] == "float16"
-    named = {x["op"]: x["dtype"] for x in summary["substitutions"]}
+    assert summary.execution == "emulated"
+    assert summary.effective.partials_dtype == "float16"
+    named = {x.op: x.dtype for x in summary.substitutions}
     assert named["*"] == "float32"
     assert named["aten.mm"] == "float16"
     assert not any("convolution" in op for op in named)  # the model has none
@@ -294,7 +294,7 @@ def test_float16_partials_are_emulated_and_said(mode: str) -> None:
 def test_saturation_with_a_static_scale() -> None:
     words = ["precision.overflow=saturate", "loss_scale=static", "loss_scale.value=64"]
     for mode in ("half_sr", "half_sr_full"):
-        assert quick(mode, f"precision={mode}", *words)["effective"]["overflow"] == "saturate"
+        assert quick(mode, f"precision={mode}", *words).effective.overflow == "saturate"
 
 
 # ---- the same again -----------------------------------------------------------------------------
@@ -357,9 +357,9 @@ def test_without_a_compiler_the_bits_are_the_same(
     without_compiler: Callable[[], None], variant: str
 ) -> None:
     words = VARIANTS[variant]
-    assert quick("compiled", *words)["backend"]["optimizer_impl"] == "c"
+    assert quick("compiled", *words).backend.optimizer_impl == "c"
     without_compiler()
-    assert quick("eager", *words)["backend"]["optimizer_impl"] == "eager"
+    assert quick("eager", *words).backend.optimizer_impl == "eager"
     assert_same_run(Path("eager"), Path("compiled"))
 
 
@@ -374,7 +374,7 @@ def test_a_run_begun_with_a_compiler_goes_on_without(without_compiler: Callable[
 def test_the_plain_loop_gives_the_same_bits() -> None:
     quick("auto", "precision=bf16_sr")
     summary = quick("plain", "precision=bf16_sr", "speed=plain")
-    assert summary["backend"]["optimizer_impl"] == "eager"
+    assert summary.backend.optimizer_impl == "eager"
     assert same(weights("plain"), weights("auto"))
 
 
@@ -401,7 +401,7 @@ def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     assert main(["run.resume=run", "train.max_steps=20"]) == 0
     assert_same_run(Path("run"), Path("whole"))
     if variant == "overflowing":
-        assert read_summary(Path("whole"))["skipped_steps"] > 0
+        assert read_summary(Path("whole")).skipped_steps > 0
 
 
 @pytest.fixture(scope="module")
@@ -424,8 +424,8 @@ def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, m
     time.sleep(0.02)  # a few steps on
     os.kill(pid, signal.SIGKILL)
     assert forking.wait() == -signal.SIGKILL
-    assert read_summary(Path("run"))["status"] == "running"
-    assert trained(Path("run"))["step"] < read_summary(Path("whole"))["steps"]
+    assert read_summary(Path("run")).status == "running"
+    assert trained(Path("run"))["step"] < read_summary(Path("whole")).steps
     forking.start(["run.resume=run"], Path.cwd())
     assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
     assert_same_run(Path("run"), Path("whole"))

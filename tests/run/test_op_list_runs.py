@@ -70,18 +70,18 @@ def file(name: str, *lines: str) -> str:
 
 def test_hmp_alone_takes_bf16_mixed_and_the_record_says_so() -> None:
     summary = run("run", "op_lists=hmp")
-    assert (summary["precision"], summary["variant"]) == ("bf16_mixed", "bf16_mixed+hmp")
-    for row in (summary["requested"], summary["effective"]):
-        assert (row["casting"], row["op_lists"]) == ("op_lists", "hmp")
-        assert (row["param_dtype"], row["compute_dtype"]) == ("float32", "bfloat16")
-        assert (row["accum_dtype"], row["layers"]) == ("float32", {})
-    assert summary["loss_scale"]["kind"] == "none"
+    assert (summary.precision, summary.variant) == ("bf16_mixed", "bf16_mixed+hmp")
+    for row in (summary.requested, summary.effective):
+        assert (row.casting, row.op_lists) == ("op_lists", "hmp")
+        assert (row.param_dtype, row.compute_dtype) == ("float32", "bfloat16")
+        assert (row.accum_dtype, row.layers) == ("float32", {})
+    assert summary.loss_scale.kind == "none"
     assert {x.dtype for x in weights("run").values()} == {torch.float32}
     plain = run("autocast", "precision=bf16_mixed")
-    assert plain["variant"] == "bf16_mixed"
-    assert plain["requested"]["op_lists"] == "none"
-    assert plain["variant_hash"] != summary["variant_hash"]
-    assert run("fp32", "precision=fp32")["variant"] == "fp32"
+    assert plain.variant == "bf16_mixed"
+    assert plain.requested.op_lists == "none"
+    assert plain.variant_hash != summary.variant_hash
+    assert run("fp32", "precision=fp32").variant == "fp32"
     assert losses("run") != losses("fp32")
     # A first loss is a mean of 32 losses from outputs with 8 bits of significand.
     assert losses("run")[0] == pytest.approx(losses("fp32")[0], rel=2**-6)
@@ -92,10 +92,10 @@ def test_hmp_alone_takes_bf16_mixed_and_the_record_says_so() -> None:
 )
 def test_fp16_mixed_with_hmp_has_a_dynamic_loss_scale(words: tuple[str, str]) -> None:
     summary = run("run", *words)
-    assert (summary["precision"], summary["variant"]) == ("fp16_mixed", "fp16_mixed+hmp")
-    assert summary["effective"]["compute_dtype"] == "float16"
-    assert summary["loss_scale"]["kind"] == "dynamic"
-    assert summary["loss_scale"]["initial"] == 65536
+    assert (summary.precision, summary.variant) == ("fp16_mixed", "fp16_mixed+hmp")
+    assert summary.effective.compute_dtype == "float16"
+    assert summary.loss_scale.kind == "dynamic"
+    assert summary.loss_scale.initial == 65536
 
 
 @pytest.mark.parametrize("lists", ["hmp", "hmp_resnet50", "native", "native_uniform"])
@@ -103,8 +103,8 @@ def test_every_shipped_list_trains_a_model_with_batch_norm(lists: str) -> None:
     words = [*FASHION, "train.max_steps=4", f"op_lists={lists}", "run.dir=run"]
     assert main(words) == 0
     summary = read_summary(Path("run"))
-    assert (summary["status"], summary["steps"]) == ("completed", 4)
-    assert summary["variant"] == f"bf16_mixed+{lists}"
+    assert (summary.status, summary.steps) == ("completed", 4)
+    assert summary.variant == f"bf16_mixed+{lists}"
     state = weights("run")
     assert {x.dtype for x in state.values() if x.is_floating_point()} == {torch.float32}
     assert all(torch.isfinite(x).all() for x in state.values())
@@ -135,9 +135,9 @@ def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
 
 def test_accumulated_micro_batches_train() -> None:
     summary = run("run", "op_lists=hmp", "train.accumulate=2", "train.batch_size=16")
-    assert summary["batch"]["accumulate"] == 2
+    assert summary.batch.accumulate == 2
     whole = run("whole", "op_lists=hmp")
-    assert whole["batch"]["effective"] == summary["batch"]["effective"]
+    assert whole.batch.effective == summary.batch.effective
     # The same samples in halves: sums of rounded gradients in another order.
     assert losses("run")[0] == pytest.approx(losses("whole")[0], rel=2**-6)
 
@@ -152,7 +152,7 @@ def test_verbose_says_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]
     run("silent", "op_lists=hmp")
     assert "cast: " not in capsys.readouterr().out
     assert_equal(weights("run"), weights("silent"))
-    hashes = {read_summary(Path(name))["variant_hash"] for name in ("run", "silent")}
+    hashes = {read_summary(Path(name)).variant_hash for name in ("run", "silent")}
     assert len(hashes) == 1
 
 
@@ -211,7 +211,7 @@ def test_a_file_replaces_a_list_and_its_names_are_kept() -> None:
     lower, full = file("low.txt", "# mine", "relu", "", "dropout"), file("full.yaml", "[F.linear]")
     words = [f"op_lists.lower_file={lower}", f"op_lists.fp32_file={full}"]
     summary = run("run", "op_lists=hmp", *words)
-    assert summary["variant"] == "bf16_mixed+hmp+files"
+    assert summary.variant == "bf16_mixed+hmp+files"
     kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
     assert (kept["lower"], kept["fp32"]) == (["relu", "dropout"], ["F.linear"])
     assert "add" in kept["promote"]
@@ -222,7 +222,7 @@ def test_a_file_replaces_a_list_and_its_names_are_kept() -> None:
     inline = ["op_lists.lower=[relu,dropout]", "op_lists.fp32=[F.linear]"]
     same = run("inline", "op_lists=hmp", *inline)
     assert_equal(weights("run"), weights("inline"))
-    assert same["variant_hash"] == summary["variant_hash"]
+    assert same.variant_hash == summary.variant_hash
 
 
 def test_a_file_replaces_cuda_s_lists_too() -> None:
@@ -242,9 +242,9 @@ def test_contents_and_not_paths_tell_variants_apart() -> None:
         name: run(name.removesuffix(".txt"), "op_lists=hmp", f"op_lists.lower_file={name}", steps=1)
         for name in (one, two, other)
     }
-    assert hashes[one]["variant_hash"] == hashes[two]["variant_hash"]
-    assert hashes[one]["variant_hash"] != hashes[other]["variant_hash"]
-    assert hashes[one]["variant"] == hashes[other]["variant"] == "bf16_mixed+hmp+files"
+    assert hashes[one].variant_hash == hashes[two].variant_hash
+    assert hashes[one].variant_hash != hashes[other].variant_hash
+    assert hashes[one].variant == hashes[other].variant == "bf16_mixed+hmp+files"
 
 
 def warnings_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -302,7 +302,7 @@ def test_lists_of_one_s_own_are_a_config() -> None:
         encoding="utf-8",
     )
     summary = run("run", "op_lists=mine", "--config-dir", "own")
-    assert summary["variant"] == "fp16_mixed+mine"
+    assert summary.variant == "fp16_mixed+mine"
 
 
 # ---- layers --------------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_a_layer_kept_in_float32_is_cast_in_nothing() -> None:
 def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
     """Bit for bit, for no cast is left."""
     summary = run("run", "op_lists=hmp", "precision.layers={*: fp32}", "speed=plain")
-    assert set(summary["effective"]["layers"].values()) == {"fp32"}
+    assert set(summary.effective.layers.values()) == {"fp32"}
     run("fp32", "precision=fp32", "speed=plain")
     assert_equal(weights("run"), weights("fp32"))
 
@@ -350,10 +350,10 @@ def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
 def test_op_lists_can_be_emulated(mode: str) -> None:
     words = [f"precision={mode}", "op_lists=hmp"]
     summary = run("run", *words, "execution=emulated")
-    assert summary["execution"] == "emulated"
-    assert [x["op"] for x in summary["substitutions"]] == ["*"]
+    assert summary.execution == "emulated"
+    assert [x.op for x in summary.substitutions] == ["*"]
     native = run("native", *words, "execution=native")
-    assert native["memory_bytes"] == summary["memory_bytes"]
+    assert native.memory_bytes == summary.memory_bytes
     # A first loss is a mean of 32 losses from outputs with 8 or 11 bits of significand.
     assert losses("run")[0] == pytest.approx(losses("native")[0], rel=2**-6)
 
@@ -376,9 +376,9 @@ def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     run("run", *words, steps=5)
     assert main(["run.resume=run", "train.max_steps=12"]) == 0
     assert_same_run(Path("run"), Path("whole"))
-    assert read_summary(Path("run"))["variant"] == read_summary(Path("whole"))["variant"]
+    assert read_summary(Path("run")).variant == read_summary(Path("whole")).variant
     if variant == "float16":
-        assert read_summary(Path("whole"))["skipped_steps"] > 0
+        assert read_summary(Path("whole")).skipped_steps > 0
 
 
 Arrange = Callable[[int, Callable[[], None]], None]
@@ -401,8 +401,8 @@ def test_a_run_that_failed_goes_on_without_its_files(
     assert main(["run.resume=run"]) == 0
     assert_same_run(Path("run"), Path("whole"))
     summary = read_summary(Path("run"))
-    assert summary["variant_hash"] == expected["variant_hash"]
-    assert summary["variant"] == expected["variant"]
+    assert summary.variant_hash == expected.variant_hash
+    assert summary.variant == expected.variant
     assert [x for x in warnings_of(capsys) if "habana_op" in x]
 
 
@@ -418,7 +418,7 @@ def test_a_sweep_over_lists_has_a_run_for_each() -> None:
     name = file("ops.txt", "linear")
     words = [*MNIST, "train.max_steps=2", "op_lists=hmp,native", f"op_lists.lower_file={name}"]
     assert main(["-m", *words]) == 0
-    found = {read_summary(x.parent)["variant"]: x.parent for x in Path().rglob("summary.json")}
+    found = {read_summary(x.parent).variant: x.parent for x in Path().rglob("summary.json")}
     assert set(found) == {"bf16_mixed+hmp+files", "bf16_mixed+native+files"}
     for folder in found.values():
         kept = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))

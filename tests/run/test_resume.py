@@ -81,7 +81,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
     assert steps == list(range(1, len(steps) + 1))
     ours, theirs = read_summary(run), read_summary(whole)
     conforms(ours, Summary)
-    assert ours["status"] == theirs["status"] == "completed"
+    assert ours.status == theirs.status == "completed"
     for key in ("history", "train", "test", "steps", "epochs", "skipped_steps", "loss_scale"):
         assert ours[key] == theirs[key], key  # type: ignore[literal-required]
 
@@ -118,7 +118,7 @@ def test_a_run_given_more_steps_is_the_longer_run(mode: str) -> None:
     words = [*MNIST, *MODES[mode]]
     assert main([*words, "train.max_steps=20", "run.dir=whole"]) == 0
     assert main([*words, "train.max_steps=7", "run.dir=run"]) == 0
-    assert read_summary(Path("run"))["steps"] == 7
+    assert read_summary(Path("run")).steps == 7
     assert main(["run.resume=run", "train.max_steps=20"]) == 0
     assert_same_run(Path("run"), Path("whole"))
     if mode == "fp16_mixed":
@@ -179,12 +179,12 @@ def test_a_completed_run_takes_no_further_step() -> None:
         assert main(["run.resume=run"]) == 0
         after = read_summary(Path("run"))
         conforms(after, Summary)
-        assert after["history"] == before["history"]
-        assert after["started_at"] == before["started_at"]
-        assert (after["status"], after["steps"], after["test"]) == (
+        assert after.history == before.history
+        assert after.started_at == before.started_at
+        assert (after.status, after.steps, after.test) == (
             "completed",
-            before["steps"],
-            before["test"],
+            before.steps,
+            before.test,
         )
         assert exact_lines(Path("run")) == lines
         assert_equal(trained(Path("run")), state)
@@ -193,11 +193,11 @@ def test_a_completed_run_takes_no_further_step() -> None:
 def test_time_already_trained_counts_towards_the_limit() -> None:
     words = ["recipe=linear", "train.epochs=null", "train.max_time_s=0.3", "run.dir=run"]
     assert main(words) == 0
-    steps = read_summary(Path("run"))["steps"]
+    steps = read_summary(Path("run")).steps
     assert main(["run.resume=run"]) == 0
-    assert read_summary(Path("run"))["steps"] == steps > 0
+    assert read_summary(Path("run")).steps == steps > 0
     assert main(["run.resume=run", "train.max_time_s=0.6"]) == 0
-    assert read_summary(Path("run"))["steps"] > steps
+    assert read_summary(Path("run")).steps > steps
 
 
 def test_a_line_cut_short_is_replaced() -> None:

@@ -36,26 +36,24 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     assert main(words) == 0
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert summary["status"] == "completed"
-    assert summary["precision"] == precision
-    assert summary["effective"] == summary["requested"]
-    assert summary["effective"]["compute_dtype"] == (
-        "float32" if precision == "fp32" else "bfloat16"
-    )
-    assert summary["execution"] == "native"
-    assert summary["data"]["source"] == "generated"
-    assert summary["steps"] == 36
-    times = summary["step_time_ms"]
+    assert summary.status == "completed"
+    assert summary.precision == precision
+    assert summary.effective == summary.requested
+    assert summary.effective.compute_dtype == ("float32" if precision == "fp32" else "bfloat16")
+    assert summary.execution == "native"
+    assert summary.data.source == "generated"
+    assert summary.steps == 36
+    times = summary.step_time_ms
     # Full-size steps only: mnist's 4,096 samples make sixteen batches of 256, all full.
-    assert times["n"] + times["warmup"] <= 36
-    memory = summary["memory_bytes"]
+    assert times.n + times.warmup <= 36
+    memory = summary.memory_bytes
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
-    assert memory["peak"] == sum(memory[k] for k in parts)  # type: ignore[literal-required]
+    assert memory.peak == sum(memory[k] for k in parts)  # type: ignore[literal-required]
     if recipe == "linear":
-        assert summary["test"]["accuracy"] is None
-        assert summary["metric"] == {"name": "loss", "higher_is_better": False}
+        assert summary.test.accuracy is None
+        assert summary.metric == {"name": "loss", "higher_is_better": False}
     else:
-        assert 0 <= float(summary["test"]["accuracy"] or 0) <= 1
+        assert 0 <= float(summary.test.accuracy or 0) <= 1
     steps = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert [x["step"] for x in steps] == list(range(1, 37))
 
@@ -63,7 +61,7 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
 def test_the_smoke_preset_caps_the_batch_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=mnist", "preset=smoke", "data.source=generated", "run.dir=run"]) == 0
     assert "caps train.batch_size=8192 at 256" in capsys.readouterr().err
-    assert read_summary(Path("run"))["batch_size"] == 256
+    assert read_summary(Path("run")).batch_size == 256
 
 
 def test_the_smoke_preset_fails_where_the_loss_stands_still(
@@ -72,8 +70,8 @@ def test_the_smoke_preset_fails_where_the_loss_stands_still(
     assert main(["recipe=linear", "preset=smoke", "train.lr=1e-30", "run.dir=run"]) == 1
     assert "the loss does not fall" in capsys.readouterr().err
     summary = read_summary(Path("run"))
-    assert summary["status"] == "failed"
-    assert "does not fall" in str(summary["error"])
+    assert summary.status == "failed"
+    assert "does not fall" in str(summary.error)
 
 
 @pytest.mark.parametrize(
@@ -115,14 +113,14 @@ def test_log_every_thins_the_lines_and_not_the_statistics() -> None:
     summary = run("train.log_every=3")
     steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert steps == [3, 6]
-    assert summary["step_time_ms"]["n"] == 3  # six steps less three of warm-up
+    assert summary.step_time_ms.n == 3  # six steps less three of warm-up
 
 
 def test_a_time_limit_bounds_the_run() -> None:
     words = ["train.max_time_s=0.5", "train.max_steps=null", "train.epochs=null"]
     summary = run(*words)
-    assert summary["status"] == "completed"
-    assert summary["steps"] > 0
+    assert summary.status == "completed"
+    assert summary.steps > 0
 
 
 def test_the_scheduler_reaches_zero_at_the_planned_end() -> None:
@@ -137,7 +135,7 @@ def test_a_loss_gone_nan_fails_with_one_line(capsys: pytest.CaptureFixture[str])
     assert message.startswith("mprun: the loss became")
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert summary["status"] == "failed"
+    assert summary.status == "failed"
     lines = read_lines(Path("run"))
     assert lines[-1]["loss"] in ("nan", "inf")
 
@@ -179,7 +177,7 @@ def test_a_crash_in_a_recipe_keeps_its_traceback_in_the_record(
     assert "ZeroDivisionError: planted" in error
     assert "Traceback" not in error
     assert "planted" in Path("run/traceback.txt").read_text(encoding="utf-8")
-    assert read_summary(Path("run"))["status"] == "failed"
+    assert read_summary(Path("run")).status == "failed"
 
 
 def test_a_mode_slower_than_float32_warns_before_it_starts(
@@ -188,14 +186,14 @@ def test_a_mode_slower_than_float32_warns_before_it_starts(
     monkeypatch.setattr("mprun.doctor.environment.accelerated", lambda dtype, device: False)
     run("precision=bf16_mixed")
     assert "bfloat16 matmuls are slower than float32" in capsys.readouterr().out
-    assert read_summary(Path("run"))["hardware"]["accelerated"] == {"bfloat16": False}
+    assert read_summary(Path("run")).hardware.accelerated == {"bfloat16": False}
 
 
 def test_a_reader_that_leaves_does_not_end_the_run() -> None:
     command = f"{sys.executable} -m mprun recipe=linear train.max_steps=40 run.dir=run | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
-    assert read_summary(Path("run"))["status"] == "completed"
+    assert read_summary(Path("run")).status == "completed"
 
 
 def test_backend_switches_are_restored_after_a_failed_run() -> None:
@@ -228,12 +226,12 @@ def test_signals_leave_a_usable_record_and_the_right_status(
     assert "Traceback" not in error + out
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert summary["status"] == "interrupted"
+    assert summary.status == "interrupted"
     lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert lines[-1]["step"] == summary["steps"] > 0
-    assert summary["train"]["loss"] is not None
+    assert lines[-1]["step"] == summary.steps > 0
+    assert summary.train.loss is not None
     saved = torch.load("run/checkpoints/last.pt", weights_only=True)
-    assert saved["trainer"]["step"] == summary["steps"]
+    assert saved["trainer"]["step"] == summary.steps
 
 
 def test_a_signal_while_the_step_is_measured_waits_until_it_was(
@@ -251,4 +249,4 @@ def test_a_signal_while_the_step_is_measured_waits_until_it_was(
     assert main(QUICK) == 130
     assert measured
     summary = read_summary(Path("run"))
-    assert (summary["status"], summary["steps"]) == ("interrupted", 0)
+    assert (summary.status, summary.steps) == ("interrupted", 0)

@@ -20,7 +20,7 @@ FP16 = [*SMALL, "precision=fp16_mixed", "run.dir=run"]
 
 def steps(path: str = "run") -> tuple[str, int, int]:
     summary = read_summary(Path(path))
-    return summary["status"], summary["steps"], summary["skipped_steps"]
+    return summary.status, summary.steps, summary.skipped_steps
 
 
 def test_a_scale_too_high_for_every_step_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,9 +32,9 @@ def test_a_scale_too_high_for_every_step_fails_the_run(capsys: pytest.CaptureFix
     assert "a smaller loss_scale.value" in line
     assert steps() == ("failed", 12, 12)
     summary = read_summary(Path("run"))
-    assert summary["test"] == {"loss": None, "accuracy": None}  # nothing trained was tested
-    assert summary["error"] is not None
-    assert "no step was taken" in summary["error"]
+    assert summary.test == {"loss": None, "accuracy": None}  # nothing trained was tested
+    assert summary.error is not None
+    assert "no step was taken" in summary.error
     state = torch.load(checkpoint.path_in(Path("run")), weights_only=True)["trainer"]["model"]
     assert main([*SMALL, "run.dir=other", "train.max_steps=1", "train.lr=1e-30"]) == 0
     drawn = torch.load(checkpoint.path_in(Path("other")), weights_only=True)["trainer"]["model"]
@@ -83,7 +83,7 @@ def test_a_run_whose_time_was_up_before_the_first_step_fails(
 @pytest.mark.parametrize(("skipped", "warned"), [(0, False), (10, False), (11, True), (99, True)])
 def test_from_a_tenth_of_the_steps_on_a_warning_counts_them(skipped: int, warned: bool) -> None:
     summary = example()
-    summary["steps"], summary["skipped_steps"] = 100, skipped
+    summary.steps, summary.skipped_steps = 100, skipped
     check_steps_taken(summary)
     text = skipped_warning(summary)
     assert (text is not None) == warned

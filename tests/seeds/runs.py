@@ -35,7 +35,7 @@ def run(*words: str, recipe: list[str] = MNIST, steps: int = 3, name: str = "run
     base = [word for word in recipe if word.partition("=")[0] not in given]
     assert main([*base, f"train.max_steps={steps}", *words, f"run.dir={name}"]) == 0
     summary = read_summary(Path(name))
-    assert summary["status"] == "completed"
+    assert summary.status == "completed"
     return summary
 
 

@@ -73,7 +73,7 @@ def test_b1_fp32_is_pytorch_s_float32_without_tf32(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Mnist, "loss", loss)
     summary = run("precision=fp32", *PLAIN, steps=STEPS)
-    assert summary["effective"]["tf32"] is False
+    assert summary.effective.tf32 is False
     assert set(seen) == {("ieee", "ieee", "ieee")}
     expected = raw(
         lambda: torch.autocast("cpu", enabled=False), torch.amp.GradScaler(enabled=False)
@@ -91,8 +91,8 @@ def test_b2_tf32_rounds_the_inputs_of_matmuls_and_convolutions_and_is_put_back()
     before = switches()
     summary = run("precision=tf32")
     assert switches() == before
-    assert summary["effective"]["tf32"] is True
-    assert summary["execution"] == "emulated"  # a CPU has no TensorFloat-32
+    assert summary.effective.tf32 is True
+    assert summary.execution == "emulated"  # a CPU has no TensorFloat-32
     run("precision=fp32", name="exact")
     assert losses()[0] != losses("exact")[0]
     x, w = torch.randn(4, 8), torch.randn(3, 8)
@@ -105,7 +105,7 @@ def test_b2_tf32_rounds_the_inputs_of_matmuls_and_convolutions_and_is_put_back()
 
 def test_b3_fp16_with_a_dynamic_loss_scale_is_autocast_with_gradscaler() -> None:
     summary = run("precision=fp16_mixed", *PLAIN, "loss_scale.value=65536", steps=STEPS)
-    assert summary["loss_scale"]["kind"] == "dynamic"
+    assert summary.loss_scale.kind == "dynamic"
     expected = raw(lambda: torch.autocast("cpu", torch.float16), torch.amp.GradScaler("cpu"))
     assert same(weights(), expected)
 
@@ -126,7 +126,7 @@ def test_b3_two_optimizers_share_one_loss_scale() -> None:
 
 def test_b4_bf16_is_autocast_without_a_scale() -> None:
     summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
-    assert summary["loss_scale"] == {"kind": "none", "initial": 1.0, "final": 1.0}
+    assert summary.loss_scale == {"kind": "none", "initial": 1.0, "final": 1.0}
     off = torch.amp.GradScaler(enabled=False)
     assert same(weights(), raw(lambda: torch.autocast("cpu", torch.bfloat16), off))
 

@@ -113,7 +113,7 @@ def test_a7_a_file_overrides_either_list(capsys: pytest.CaptureFixture[str]) -> 
     kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
     assert set(kept["lower"]) == {"linear", "relu", "softmax"}
     shown = capsys.readouterr()
-    (warning,) = read_summary(Path("run"))["warnings"]
+    (warning,) = read_summary(Path("run")).warnings
     assert "softmax" in warning
     assert warning in " ".join((shown.out + shown.err).split())
     fp32 = file("fp32.txt", "linear", "relu")
@@ -128,7 +128,7 @@ def test_a8_the_lists_for_resnet50() -> None:
     section = shipped("hmp_resnet50")
     assert set(section["lower"]) == names(A8)
     assert set(section["fp32"]) == names(A8_FP32)
-    assert run("op_lists=hmp_resnet50")["variant"] == "bf16_mixed+hmp_resnet50"
+    assert run("op_lists=hmp_resnet50").variant == "bf16_mixed+hmp_resnet50"
 
 
 def test_a9_casts_are_off_in_a_region_and_in_named_modules() -> None:
@@ -189,7 +189,7 @@ def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
 
 def test_a12_a_doubled_batch_and_whether_it_is_worth_it() -> None:
     base, double = run(name="base"), run("batch=double", name="double")
-    assert (base["batch_size"], double["batch_size"]) == (32, 64)
+    assert (base.batch_size, double.batch_size) == (32, 64)
     words = [*MNIST, "train.epochs=1", "seeds=2", "data.validation_fraction=0.2"]
     assert main(["double", *words, "precision=bf16_mixed", "run.dir=studied"]) == 0
     found = json.loads(Path("studied/comparison.json").read_text(encoding="utf-8"))
@@ -207,5 +207,5 @@ MODES = sorted(
 @pytest.mark.parametrize("mode", MODES)
 def test_a13_every_mode_runs_on_a_cpu(mode: str) -> None:
     summary = run(f"precision={mode}", recipe=LINEAR, steps=20)
-    assert summary["hardware"]["device"] == "cpu"
+    assert summary.hardware.device == "cpu"
     assert losses()[-1] < losses()[0]

@@ -22,8 +22,8 @@ from tests.seeds.runs import MNIST, compared, recipes_page, run, weights, writte
 def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    effective = run("precision=bf16_mixed")["effective"]
-    assert (effective["compute_dtype"], effective["param_dtype"]) == ("bfloat16", "float32")
+    effective = run("precision=bf16_mixed").effective
+    assert (effective.compute_dtype, effective.param_dtype) == ("bfloat16", "float32")
     assert "policy: parameters float32, compute bfloat16" in capsys.readouterr().out
     assert {x.dtype for x in weights().values()} == {torch.float32}
 
@@ -119,13 +119,13 @@ def test_c5_the_mnist_recipe_is_the_published_one() -> None:
 
 def test_c5_accuracy_and_loss_of_each_epoch_are_recorded() -> None:
     summary = run("data.validation_fraction=0.2", "train.epochs=2", steps=8)
-    assert len(summary["history"]) == 2
-    for epoch in summary["history"]:
+    assert len(summary.history) == 2
+    for epoch in summary.history:
         for part in ("train", "validation"):
             scores = epoch[part]  # type: ignore[literal-required]
             assert 0 <= scores["accuracy"] <= 1
             assert scores["loss"] > 0
-    assert summary["test"]["accuracy"] is not None
+    assert summary.test.accuracy is not None
 
 
 TRAINING = (0.5529, 0.7743, 0.8260, 0.8607, 0.8545)
@@ -174,14 +174,14 @@ def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples(
 def test_c8_warm_up_steps_are_left_out_of_the_step_time_and_counted() -> None:
     summary = run("train.epochs=4", steps=16)
     times = [x["step_time_ms"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    timing = summary["step_time_ms"]
-    assert timing["warmup"] >= 1
-    assert timing["warmup"] + timing["n"] == 16
-    kept = sorted(times[timing["warmup"] :])
+    timing = summary.step_time_ms
+    assert timing.warmup >= 1
+    assert timing.warmup + timing.n == 16
+    kept = sorted(times[timing.warmup :])
     middle = len(kept) // 2
     expected = kept[middle] if len(kept) % 2 else (kept[middle - 1] + kept[middle]) / 2
     # A line holds microseconds.
-    assert timing["median"] == pytest.approx(expected, abs=2e-3)
+    assert timing.median == pytest.approx(expected, abs=2e-3)
 
 
 def test_c9_the_number_of_units_can_be_set() -> None:

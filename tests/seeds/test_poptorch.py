@@ -42,7 +42,7 @@ FP16 = torch.float16
 def test_d1_the_whole_model_and_its_inputs_are_in_float16(mode: str) -> None:
     summary = run(f"precision={mode}")
     assert dtypes() == {FP16}
-    assert summary["effective"]["param_dtype"] == summary["effective"]["compute_dtype"] == "float16"
+    assert summary.effective.param_dtype == summary.effective.compute_dtype == "float16"
     rows = written("trace", *MNIST, f"precision={mode}", file="trace.json", name="traced")["rows"]
     forward = [row for row in rows if row["phase"] == "forward"]
     assert {tuple(row["dtypes_in"]) for row in forward} == {("float16",)}
@@ -71,23 +71,23 @@ def test_d3_stochastic_rounding_is_exact_on_average_and_keeps_small_updates() ->
     assert abs(p.double().mean().item() - (1 + 32 * 2.0**-14)) < 6 * spread
     assert set(p.tolist()) <= {1 + k * 2.0**-10 for k in range(33)}
     summary = run("precision=half_sr")
-    assert summary["effective"]["rounding"] == "stochastic"
+    assert summary.effective.rounding == "stochastic"
     assert dtypes() == {FP16}
 
 
 def test_d4_a_static_loss_scale_is_given() -> None:
     summary = run("precision=fp16_true", "loss_scale=static", "loss_scale.value=1024")
-    assert summary["loss_scale"] == {"kind": "static", "initial": 1024.0, "final": 1024.0}
+    assert summary.loss_scale == {"kind": "static", "initial": 1024.0, "final": 1024.0}
 
 
 def test_d5_accumulation_and_moments_have_dtypes_of_their_own() -> None:
     summary = run("precision=half_sr", "train.accumulate=2", "train.batch_size=16")
-    assert summary["effective"]["accum_dtype"] == "float16"
+    assert summary.effective.accum_dtype == "float16"
     for key in ("momentum_dtype", "variance_dtype"):
-        assert summary["effective"][key] == "float32"  # type: ignore[literal-required]
+        assert summary.effective[key] == "float32"  # type: ignore[literal-required]
     words = ["precision.accum_dtype=float32", "precision.variance_dtype=float16"]
     other = run("precision=half_sr", "train.optimizer.name=adamw", *words, name="other")
-    assert other["effective"]["accum_dtype"] == "float32"
+    assert other.effective.accum_dtype == "float32"
     saved = torch.load("other/checkpoints/last.pt", weights_only=True)["trainer"]["optimizer"]
     kept = {
         str(x.dtype)
@@ -108,8 +108,8 @@ def test_d6_partials_are_added_up_in_the_dtype_asked_for() -> None:
     with Emulated16("nearest", "infinity", "float16", seed=0).region():
         assert (x @ ones).item() == 1
     summary = run("precision=half_sr", "precision.partials_dtype=float16")
-    assert summary["effective"]["partials_dtype"] == "float16"
-    assert summary["execution"] == "emulated"
+    assert summary.effective.partials_dtype == "float16"
+    assert summary.execution == "emulated"
     run("precision=half_sr", "execution=emulated", name="wide")
     assert losses() != losses("wide")
 
@@ -202,8 +202,8 @@ def test_d11_a_nan_of_the_forward_pass_is_found_though_its_steps_are_skipped() -
 
 def test_d12_without_the_hardware_a_mode_is_emulated_and_rounds_stochastically() -> None:
     summary = run("precision=half_sr_full", recipe=LINEAR)
-    assert summary["execution"] == "emulated"
-    assert summary["effective"]["rounding_scope"] == "all"
+    assert summary.execution == "emulated"
+    assert summary.effective.rounding_scope == "all"
     x = torch.full((100_000,), 1 + 2.0**-12)  # a quarter of the way to the neighbour above
     draw = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, x.shape, dtype=torch.int32, generator=draw)
@@ -217,8 +217,8 @@ def test_d12_without_the_hardware_a_mode_is_emulated_and_rounds_stochastically()
 def test_d13_float32_accumulation_without_a_loss_scale() -> None:
     words = ["precision=half_sr", "precision.accum_dtype=float32", "loss_scale=none"]
     summary = run(*words)
-    assert summary["loss_scale"]["kind"] == "none"
-    assert summary["effective"]["accum_dtype"] == "float32"
+    assert summary.loss_scale.kind == "none"
+    assert summary.effective.accum_dtype == "float32"
     assert dtypes() == {FP16}
 
 

@@ -45,7 +45,7 @@ def test_quantiles_of_nothing_and_of_one() -> None:
 )
 def test_the_first_steps_are_warm_up(steps: int, warmup: int) -> None:
     times = statistics_of(steps).step_times()
-    assert (times["warmup"], times["n"]) == (warmup, steps - warmup)
+    assert (times.warmup, times.n) == (warmup, steps - warmup)
 
 
 def test_the_times_are_of_the_steps_after_the_warm_up() -> None:
@@ -54,8 +54,8 @@ def test_the_times_are_of_the_steps_after_the_warm_up() -> None:
     times, waits = statistics.step_times(), statistics.data_times()
     p10, median, p90 = np.percentile(rest, [10, 50, 90])
     # Waits are tenths, which binary numbers round.
-    assert (times["p10"], times["median"], times["p90"]) == pytest.approx((p10, median, p90))
-    assert (waits["median"], waits["p90"]) == pytest.approx((median / 10, p90 / 10))
+    assert (times.p10, times.median, times.p90) == pytest.approx((p10, median, p90))
+    assert (waits.median, waits.p90) == pytest.approx((median / 10, p90 / 10))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])

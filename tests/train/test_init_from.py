@@ -129,7 +129,7 @@ def test_the_first_step_has_the_bits_the_source_ended_with(
     assert main([*words, f"train.init_from={source}"]) == 0
     assert_same_bits(begins[-1], final_weights(source))
     assert not torch.equal(final_weights("run")["0.weight"], begins[-1]["0.weight"])
-    assert read_summary(Path("run"))["steps"] == 2
+    assert read_summary(Path("run")).steps == 2
     assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2]
 
 
@@ -222,9 +222,9 @@ def test_it_is_recorded_and_makes_a_variant(
     assert f"\nweights: {linear}\n" in out
     assert f"  init_from: {linear}\n" in Path("b/config.yaml").read_text(encoding="utf-8")
     a, b = read_summary(Path("a")), read_summary(Path("b"))
-    assert a["variant_hash"] != b["variant_hash"]
-    assert a["memory_bytes"] == b["memory_bytes"]
-    assert b["memory_bytes"]["peak"] is not None
+    assert a.variant_hash != b.variant_hash
+    assert a.memory_bytes == b.memory_bytes
+    assert b.memory_bytes.peak is not None
 
 
 def test_a_sweep_begins_each_run_with_them(linear: str) -> None:

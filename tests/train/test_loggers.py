@@ -198,7 +198,7 @@ def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) 
     ]:
         # float32 is what an event holds
         assert found[tag] == [(x["step"], pytest.approx(x[key], rel=1e-6)) for x in lines]
-    losses = [float(e["train"]["loss"] or math.nan) for e in read_summary(Path("run"))["history"]]
+    losses = [float(e.train.loss or math.nan) for e in read_summary(Path("run")).history]
     assert [v for _, v in found["train/epoch_loss"]] == [pytest.approx(x, rel=1e-6) for x in losses]
 
 

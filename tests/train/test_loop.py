@@ -181,9 +181,9 @@ def test_training_scores_are_means_over_samples() -> None:
         output = model(data.inputs)
         loss = nn.functional.cross_entropy(output, data.targets).item()
         accuracy = output.argmax(1).eq(data.targets).float().mean().item()
-    train = log.epochs[0]["train"]
-    assert train["loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
-    assert train["accuracy"] == pytest.approx(accuracy, rel=1e-6)
+    train = log.epochs[0].train
+    assert train.loss == pytest.approx(loss, rel=1e-5)  # float32 sums in another order
+    assert train.accuracy == pytest.approx(accuracy, rel=1e-6)
 
 
 def test_evaluation_weighs_the_partial_batch_and_leaves_no_gradients() -> None:
@@ -192,7 +192,7 @@ def test_evaluation_weighs_the_partial_batch_and_leaves_no_gradients() -> None:
     data = samples(10)
     with torch.no_grad():
         exact = nn.functional.cross_entropy(ours.parts.model(data.inputs), data.targets).item()
-    assert found["loss"] == pytest.approx(exact, rel=1e-5)  # float32 sums in another order
+    assert found.loss == pytest.approx(exact, rel=1e-5)  # float32 sums in another order
     assert all(p.grad is None for p in ours.parts.model.parameters())
 
 

@@ -70,12 +70,12 @@ def own_recipe(monkeypatch: pytest.MonkeyPatch, metric: str = "") -> list[str]:
 def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(own_recipe(monkeypatch)) == 0
     summary = read_summary(Path("run"))
-    for epoch in summary["history"]:
+    for epoch in summary.history:
         for part in ("train", "validation"):
-            accuracy = epoch[part]["accuracy"]
+            accuracy = epoch[part].accuracy
             assert accuracy is not None
             assert 0 <= accuracy <= 1
-    assert summary["test"]["accuracy"] in (0, 0.25, 0.5, 0.75, 1)
+    assert summary.test.accuracy in (0, 0.25, 0.5, 0.75, 1)
 
 
 @pytest.mark.parametrize(
@@ -103,16 +103,16 @@ def test_what_is_no_count_of_samples_is_refused_by_name(
     assert "for a batch of 4 samples; it must return how many" in line
     assert "an integer scalar from 0 to 4" in line
     summary = read_summary(Path("run"))
-    assert summary["status"] == "failed"
-    assert summary["error"] is not None
-    assert "correct" in summary["error"]
+    assert summary.status == "failed"
+    assert summary.error is not None
+    assert "correct" in summary.error
     assert not Path("run/traceback.txt").exists()
 
 
 def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch) -> None:
     words = own_recipe(monkeypatch, 'metric = "loss"')
     assert main([*words, "recipe.model.count=none"]) == 0
-    assert read_summary(Path("run"))["test"]["accuracy"] is None
+    assert read_summary(Path("run")).test.accuracy is None
 
 
 @pytest.mark.parametrize(

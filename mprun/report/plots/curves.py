@@ -25,7 +25,7 @@ MOST_MARKS = 25
 
 def in_epochs(comparison: Comparison) -> bool:
     """Whether curves are over epochs: where batch sizes differ, steps cannot be compared."""
-    sizes = {run.summary["batch_size"] for v in comparison.variants for run in v.runs}
+    sizes = {run.summary.batch_size for v in comparison.variants for run in v.runs}
     return len(sizes) > 1
 
 
@@ -114,7 +114,7 @@ def scaling(comparison: Comparison, series: Sequence[Sequence[Series]]) -> list[
     return [
         i
         for i, (variant, runs) in enumerate(zip(comparison.variants, series, strict=True))
-        if any(run.summary["loss_scale"]["kind"] != "none" for run in variant.runs)
+        if any(run.summary.loss_scale.kind != "none" for run in variant.runs)
         and any(len(_scales(one)[0]) for one in runs)
     ]
 
