@@ -1,4 +1,4 @@
-"""Rewrite the examples of docs/doctor.md with what `mprun doctor` says on this machine.
+"""Rewrite the examples of docs/reference/doctor.md with what `mprun doctor` says on this machine.
 
     python -m benchmarks.doctor
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "doctor.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "doctor.md"
 EXAMPLE = re.compile(r"(<!-- (as it is|\w+=\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -25,10 +25,8 @@ def example(variable: str) -> str:
     words = [sys.executable, "-m", "mprun", "doctor", "device=cpu"]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    if not value:
-        return "\n".join(["```", "$ mprun doctor device=cpu", *lines, "```", ""])
     start = next(i for i, line in enumerate(lines) if line.startswith("precision modes"))
-    command = f"$ {variable} mprun doctor device=cpu"  # the machine is the one shown before
+    command = f"$ {variable + ' ' if value else ''}mprun doctor device=cpu"
     return "\n".join(["```", command, "...", *lines[start:], "```", ""])
 
 
