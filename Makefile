@@ -10,7 +10,7 @@ help:
 	@echo "make run    install, then train FashionMNIST in bf16 for about three minutes"
 	@echo "make test   install, then run the tests"
 	@echo "make check  lint, format check and types"
-	@echo "make docs   rewrite docs/configuration.md from the schema"
+	@echo "make docs   rewrite docs/reference/configuration.md from the schema"
 	@echo "make clean  remove the virtual environment and the caches"
 
 # A stamp is written last, so an interrupted install is begun again.
@@ -37,7 +37,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev
-	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/configuration.md
+	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/reference/configuration.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
 
+from omegaconf import MISSING
+
 from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
 
@@ -62,7 +64,7 @@ configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
 condition, 130 Ctrl-C, 143 SIGTERM.
-Every field: docs/configuration.md
+Every field: docs/reference/configuration.md
 """
 
 
@@ -102,34 +104,35 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
 
 PAGE_INTRO = """\
-# Every field
+# Configuration: every field
 
-Made from the schema by `make docs`; a test holds it to that. Set a field as `name=value` on the
-command line. Groups choose a file in `conf/`; a recipe's own parameters, `recipe.model.<name>`, are
-documented in its class in `recipes/`.
+`make docs` writes this page from the schema. Set a field with `name=value` on the command line.
+Each line has the field, its default, the legal values and the meaning. A group chooses a file in
+`conf/`, which sets the fields without a default. `recipe.model.<name>`, a recipe's own parameters, are
+documented in its class.
+
+## Groups
 
 """
 
+SETTINGS_INTRO = """
+## Settings of commands
 
-SETTINGS_INTRO = """\
-Said to a command and not to a run: they are in no record and change no variant. Which command takes
-which: `mprun COMMAND --help`.
+These belong to a command, not to a run: no record holds them and they change no variant. `mprun
+COMMAND --help` lists the settings of a command.
 """
 
 
 def configuration_page() -> str:
-    """docs/configuration.md: groups with their options, then every field."""
-    lines = [PAGE_INTRO + "## Groups\n", "| group | options |", "|---|---|"]
-    for group in GROUPS:
-        found = "<br>".join(f"`{k}`: {v}" for k, v in options(group).items())
-        lines.append(f"| `{group}` | {found} |")
-    lines += ["\n## Fields\n", "| field | legal | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(field) for field in leaves().values()]
-    lines += ["\n## Settings of commands\n", SETTINGS_INTRO]
-    lines += ["| setting | legal | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(field) for field in settings.fields().values()]
-    return "\n".join(lines) + "\n"
+    """docs/reference/configuration.md: groups with their options, then every field."""
+    groups = [f"- `{g}`: " + ", ".join(f"`{name}`" for name in options(g)) for g in GROUPS]
+    fields = [_item(field) for field in leaves().values()]
+    of_commands = [_item(field) for field in settings.fields().values()]
+    lines = [*groups, "\n## Fields\n", *fields, SETTINGS_INTRO, *of_commands]
+    return PAGE_INTRO + "\n".join(lines) + "\n"
 
 
-def _row(field: Field) -> str:
-    return f"| `{field.key}` | {field.legal} | {field.default_text} | {field.doc} |"
+def _item(field: Field) -> str:
+    default = "" if field.default == MISSING else f" = `{field.default_text}`"
+    legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(", or null", " or null")
+    return f"- `{field.key}`{default} ({legal}): {field.doc}"

@@ -4,7 +4,7 @@
 
 Takes the overrides of a run and settings of its own (`search_ops.tolerance=0.005`, `seeds=3`). It
 leaves in the run's folder `ops.yaml`, which `op_lists.lower_file` and `op_lists.fp32_file` read,
-and `search_ops.json`, everything that was measured. See docs/search_ops.md.
+and `search_ops.json`, everything that was measured. See docs/reference/search-ops.md.
 """
 
 from __future__ import annotations

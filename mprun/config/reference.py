@@ -1,6 +1,6 @@
 """What each field is called, may hold and means, read off the schema.
 
-One source for three readers: error messages, `mprun --help`, and docs/configuration.md.
+One source for three readers: error messages, `mprun --help`, and docs/reference/configuration.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `mprun doctor` finds out about a machine, as its JSON holds it. No torch.
 
 Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
-What the system does not tell is null, never a guess. docs/doctor.md has an example.
+What the system does not tell is null, never a guess. docs/reference/doctor.md has an example.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mprun.assemble import build_parts, plan
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.settings import NumericsSettings, fields, take
+from mprun.config.settings import NumericsSettings, take
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.experiments import recipe_numerics as built
@@ -475,12 +475,6 @@ def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
     assert looked.findings.as_dict()["rows"]
     with pytest.raises(StopRequestedError):
         looking(lambda: True, steps=1)
-
-
-def test_the_page_lists_every_setting() -> None:
-    page = (ROOT / "docs/numerics.md").read_text(encoding="utf-8")
-    for field in fields(["numerics"]).values():
-        assert f"| `{field.key}` | `{field.default_text}` | {field.doc} |" in page
 
 
 def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:

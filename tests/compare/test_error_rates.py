@@ -3,7 +3,7 @@
 Rates are checked against 5 % plus four standard errors of a share of 5 % over the repetitions
 (4 sqrt(0.05 0.95 / 2000) = 1.9 %), which sound verdicts exceed once in 30,000 draws, and these are
 seeded. Where accuracies are binomial the normal distribution is an approximation;
-docs/statistics.md gives rates over 200,000 repetitions (`python -m benchmarks.error_rates`).
+benchmarks/README.md gives rates over 200,000 repetitions (`python -m benchmarks.error_rates`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What help, messages and docs/configuration.md say of each field, read off the schema."""
+"""What help, messages and the page of fields say of each field, read off the schema."""
 
 from __future__ import annotations
 
