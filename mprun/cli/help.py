@@ -108,8 +108,8 @@ PAGE_INTRO = """\
 
 `make docs` writes this page from the schema. Set a field with `name=value` on the command line.
 Each line has the field, its default, the legal values and the meaning. A group chooses a file in
-`conf/`, which sets the fields without a default. `recipe.model.<name>`, a recipe's own parameters, are
-documented in its class.
+`conf/`, which sets the fields without a default. A recipe's own parameters,
+`recipe.model.<name>`, are documented in its class.
 
 ## Groups
 
@@ -126,7 +126,7 @@ COMMAND --help` lists the settings of a command.
 def configuration_page() -> str:
     """docs/reference/configuration.md: groups with their options, then every field."""
     groups = [f"- `{g}`: " + ", ".join(f"`{name}`" for name in options(g)) for g in GROUPS]
-    fields = [_item(field) for field in leaves().values()]
+    fields = [_item(f) for f in leaves().values() if f.key not in {f"{g}.name" for g in GROUPS}]
     of_commands = [_item(field) for field in settings.fields().values()]
     lines = [*groups, "\n## Fields\n", *fields, SETTINGS_INTRO, *of_commands]
     return PAGE_INTRO + "\n".join(lines) + "\n"

@@ -1,7 +1,7 @@
 """The schema of a configuration: every field's name, type, default and meaning.
 
-The string below a field is its documentation; `mprun --help` and the page
-docs/reference/configuration.md are made from it (`reference.py`). What a group chooses (recipe, precision, ...) is `MISSING` here and has
+The string below a field is its documentation; `mprun --help` and the page of fields are made
+from it (`reference.py`). What a group chooses (recipe, precision, ...) is `MISSING` here and has
 its one value in `conf/`; the rest has its default here. Member names of the enums are what a user
 types.
 """
