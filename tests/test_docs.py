@@ -1,49 +1,116 @@
-"""The docs say what the code does."""
+"""The docs agree with the code: fields, commands, links."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import yaml
 
 from mprun.cli.help import configuration_page
-from mprun.config.settings import fields
+from mprun.cli.main import COMMANDS
+from mprun.config import compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
+from mprun.config.reference import leaves
+from mprun.config.settings import fields, take
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    + [ROOT / folder / "README.md" for folder in ("recipes", "benchmarks", "outputs")]
+)
+ELSEWHERE = ("run.resume=", "--config-dir", "_file=", "preset=advised", "--help", "new-recipe")
+"""What makes a line need files that only exist in the example."""
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
 def test_the_page_of_fields_is_that_of_the_schema() -> None:
-    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "docs/reference/configuration.md")
     assert page == configuration_page(), "run `make docs`"
 
 
 def test_the_workflow_example_is_yaml_and_covers_the_oldest_torch() -> None:
-    text = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
-    block = re.search(r"```yaml\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"```yaml\n(.*?)```", text_of(ROOT / "CONTRIBUTING.md"), re.DOTALL)
     assert block is not None
     workflow = yaml.safe_load(block[1])
     installs = " ".join(workflow["jobs"]["smoke"]["strategy"]["matrix"]["torch"])
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = text_of(ROOT / "pyproject.toml")
     for package in ("torch", "torchvision"):
         oldest = re.search(rf'"{package}>=([\d.]+)"', project)
         assert oldest is not None
         assert f"{package}=={oldest[1]}.*" in installs
 
 
+def test_the_own_workflow_runs_what_ci_runs() -> None:
+    workflow = yaml.safe_load(text_of(ROOT / ".github/workflows/ci.yml"))
+    assert "bash .ci/run" in [step.get("run") for step in workflow["jobs"]["test"]["steps"]]
+
+
 def test_readme_opens_with_the_two_commands() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text_of(ROOT / "README.md")
     assert 0 < text.index("make run") < text.index("make test") < 1200
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipes/README.md"]
-    for page in (p for p in pages if p.exists()):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_the_page_on_comparing_lists_every_setting() -> None:
-    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
-    for field in fields(["compare"]).values():
-        assert f"| `{field.key}` | `{field.default_text}` | {field.doc} |" in page
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text_of(page)):
+        goal = (page.parent / target) if target else page
+        assert goal.exists(), f"there is no {target}"
+        assert not anchor or anchor in anchors(goal), f"{target} has no heading #{anchor}"
+
+
+def test_every_page_is_linked() -> None:
+    linked = {
+        (page.parent / target).resolve()
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:\s]+)", text_of(page))
+    }
+    pages = {*(ROOT / "docs").rglob("*.md")}
+    assert pages <= linked
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The page and the line of each `mprun ...` command that the docs show."""
+    for page in PAGES:
+        text = text_of(page)
+        blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        lines = re.findall(r"^(?:\$ )?(mprun .*)$", blocks, re.MULTILINE)
+        lines += re.findall(r"`(mprun [^`]*=[^`]*)`", text.replace("\n", " "))
+        for line in lines:
+            if not any(x in line for x in (*ELSEWHERE, "...", "[")):
+                yield str(page.relative_to(ROOT)), line
+
+
+@pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
+def test_commands_have_legal_overrides(page: str, line: str) -> None:
+    args = shlex.split(line, comments=True)[1:]
+    by_name = {command.name: command for command in COMMANDS}
+    command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]
+    if command.name in ("compare", "data"):  # the rest are paths and names of sets
+        args = [x for x in args if x.startswith(f"{command.name}.")]
+    _, overrides = take([x for x in args if x != "-m"], *command.settings)
+    *_, last = combinations(
+        [parse(x) for x in overrides]
+    )  # a sweep leaves out those that cannot be
+    compose(list(last))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_fields_that_are_named_exist(page: Path) -> None:
+    keys = {*leaves(), *fields()}
+    sections = {key.partition(".")[0] for key in keys if "." in key} - {"preset"}
+    for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):
+        assert name.partition(".")[0] not in sections or name in keys, name

@@ -133,6 +133,6 @@ def configuration_page() -> str:
 
 
 def _item(field: Field) -> str:
-    default = "" if field.default == MISSING else f" = `{field.default_text}`"
+    default = "" if field.default == MISSING else f"={field.default_text}"
     legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(", or null", " or null")
-    return f"- `{field.key}`{default} ({legal}): {field.doc}"
+    return f"- `{field.key}{default}` ({legal}): {field.doc}"
