@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from shutil import get_terminal_size
@@ -107,7 +108,7 @@ PAGE_INTRO = """\
 # Configuration: every field
 
 `make docs` writes this page from the schema. Set a field with `name=value` on the command line.
-Each line has the field, its default, the legal values and the meaning. A group chooses a file in
+Each line has a field with its default, its legal values and its meaning. A group chooses a file in
 `conf/`, which sets the fields without a default. A recipe's own parameters,
 `recipe.model.<name>`, are documented in its class.
 
@@ -133,6 +134,14 @@ def configuration_page() -> str:
 
 
 def _item(field: Field) -> str:
+    """A field as a line; legal values that its text or default already shows are left out."""
     default = "" if field.default == MISSING else f"={field.default_text}"
-    legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(", or null", " or null")
-    return f"- `{field.key}{default}` ({legal}): {field.doc}"
+    legal = field.legal.removeprefix("a ").removeprefix("one of ")
+    legal = legal.removesuffix(", or null") if field.default is None else legal
+    shown = isinstance(field.default, bool) or (field.choices and _names_all(field))
+    return f"- `{field.key}{default}`" + ("" if shown else f" ({legal})") + f": {field.doc}"
+
+
+def _names_all(field: Field) -> bool:
+    """Whether a field's text names each of its legal values."""
+    return all(re.search(rf"\b{choice}\b", field.doc) for choice in field.choices)
