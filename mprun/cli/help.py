@@ -136,7 +136,7 @@ def configuration_page() -> str:
 def _item(field: Field) -> str:
     """A field as a line; legal values that its text or default already shows are left out."""
     default = "" if field.default == MISSING else f"={field.default_text}"
-    legal = field.legal.removeprefix("a ").removeprefix("one of ")
+    legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(" [name, ...]", "")
     legal = legal.removesuffix(", or null") if field.default is None else legal
     shown = isinstance(field.default, bool) or (field.choices and _names_all(field))
     return f"- `{field.key}{default}`" + ("" if shown else f" ({legal})") + f": {field.doc}"
