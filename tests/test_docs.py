@@ -6,10 +6,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
+import mprun.numerics
+import mprun.optim
 from mprun.cli.help import configuration_page
 from mprun.cli.main import COMMANDS
 from mprun.config import compose
@@ -115,3 +118,12 @@ def test_fields_that_are_named_exist(page: Path) -> None:
     for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):
         if not name.startswith("recipe.model."):
             assert name.partition(".")[0] not in sections or name in keys, name
+
+
+@pytest.mark.parametrize("module", [mprun.numerics, mprun.optim], ids=lambda m: m.__name__)
+def test_the_public_names_exist(module: ModuleType) -> None:
+    page = text_of(ROOT / "docs/reference/public.md")
+    entry = page.partition(f"- `{module.__name__}`")[2].partition("\n- ")[0].partition("\n\n")[0]
+    names = set(re.findall(r"`([A-Za-z_]+)`", entry))
+    assert names
+    assert names <= set(module.__all__)
