@@ -12,7 +12,7 @@ from mprun.numerics.tolerance import Tolerance
 
 
 def as_dict(searched: Searched) -> dict[str, Any]:
-    """Everything but the proof; docs/reference/search-ops.md explains the fields."""
+    """Everything but the proof; docs/search_ops.md explains the fields."""
     rows, given = searched.rows, searched.given
     tolerance = searched.tolerance.beside(rows.unavoidable)
     return {
