@@ -1,6 +1,9 @@
-"""Every private PyTorch interface mprun uses, in one place.
+"""Every private PyTorch interface that mprun uses, behind small functions.
 
-Tried on PyTorch 2.11 and 2.15. A name that moves breaks here, and nowhere else.
+PyTorch may change these names in any release. Where a public interface does the same, mprun uses
+that one. The rest is here, tried on PyTorch 2.11 and 2.15: an interface that changes breaks this
+file and no other. `tests/test_torch_private.py` tries each one and names what broke in which
+version; it also checks that no other module of mprun uses a private name.
 """
 
 from __future__ import annotations
@@ -17,21 +20,33 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
+    "FUNCTION_NAMESPACES",
     "BackendSwitches",
+    "BatchNorm",
     "FakeTensorMode",
+    "InstanceNorm",
+    "OpOverload",
+    "OpOverloadPacket",
     "StorageWeakRef",
+    "TorchDispatchMode",
+    "aten_packets",
     "backend_switches",
     "backward_node",
     "call_kernel",
@@ -41,6 +56,7 @@ __all__ = [
     "in_recomputation",
     "is_compiled",
     "is_fake",
+    "is_traceable_wrapper_subclass",
     "kernel_key",
     "load_hooks_run",
     "next_node",
@@ -50,14 +66,19 @@ __all__ = [
     "onednn_has_lstm",
     "onednn_takes",
     "outside_of_modes",
+    "own_parameters",
     "recurrent_layers_take_any_dtype",
-    "run_backward",
-    "running_modules",
+    "schema_of",
     "set_backend_switches",
     "step_unless",
+    "tree_leaves",
+    "tree_map",
     "unscale_and_check",
-    "without_recurrent_kernels",
+    "version_of",
 ]
+
+FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
+"""Where PyTorch keeps its functions that are written in C++."""
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
@@ -105,22 +126,6 @@ def recurrent_layers_take_any_dtype() -> Iterator[None]:
 _NO_DEVICE = "hpu"
 
 
-def run_backward(
-    loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
-) -> None:
-    """`loss.backward()` without the Python around it, each call of which function modes see.
-
-    Args:
-        loss: a scalar.
-        retain_graph, create_graph: as for `Tensor.backward`.
-    """
-    gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
-    keep = create_graph if retain_graph is None else retain_graph
-    torch.autograd.graph._engine_run_backward(
-        (loss,), (gradient,), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
 def backward_node() -> int | None:
     """The number of the autograd node that runs in the calling thread, None outside of backward."""
     node = torch._C._current_autograd_node()
@@ -144,13 +149,6 @@ def in_recomputation() -> bool:
     return False
 
 
-def running_modules() -> list[nn.Module]:
-    """The modules whose calls the calling thread is in, the innermost first."""
-    calls = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
-    frames = (frame for frame, _ in walk_stack(None) if frame.f_code in calls)
-    return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
-
-
 def no_dispatch() -> AbstractContextManager[None]:
     """A region whose ops go to PyTorch's kernels past all dispatch modes and tensor subclasses."""
     region: AbstractContextManager[None] = torch._C._DisableTorchDispatch()
@@ -163,7 +161,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 
 @functools.cache
-def kernel_key(op: torch._ops.OpOverload, device_type: str, backend: bool) -> Any:
+def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     """The dispatch key of the kernel that an op is composed in; None where there is none.
 
     Args:
@@ -181,22 +179,33 @@ def kernel_key(op: torch._ops.OpOverload, device_type: str, backend: bool) -> An
     return None
 
 
-def call_kernel(op: torch._ops.OpOverload, key: Any, *args: Any, **kwargs: Any) -> Any:
+def call_kernel(op: OpOverload, key: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the kernel of an op for a dispatch key; the ops that it calls go to dispatch modes."""
     return op._op_dk(key, *args, **kwargs)
 
 
-@contextmanager
-def without_recurrent_kernels() -> Iterator[None]:
-    """Inside, recurrent layers are computed op by op: oneDNN and cuDNN are switched off."""
-    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before[0])
-        torch._C._set_cudnn_enabled(before[1])
+def aten_packets(names: str) -> frozenset[OpOverloadPacket]:
+    """The ATen ops of these names, all overloads of each; names are separated by blanks.
+
+    Raises:
+        AttributeError: this version of PyTorch has no such op.
+    """
+    return frozenset(getattr(torch.ops.aten, name) for name in names.split())
+
+
+def schema_of(op: OpOverload) -> Any:
+    """The schema of an op: names, types and aliases of its arguments and results."""
+    return op._schema
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory has been written to. Raises for inference tensors."""
+    return int(tensor._version)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary of a module's own parameters; what is put into it need not be a parameter."""
+    return module._parameters
 
 
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
@@ -225,8 +234,8 @@ def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
 def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
     """`optimizer.step()` where `overflow` (float32 scalar) is 0.
 
-    Fused optimizers on CUDA look at the flag on the device, so that the host need not wait for it.
-    A fake flag has no value: the step is taken.
+    Fused optimizers on CUDA read the flag on the device, so the host does not wait for it. A fake
+    flag has no value: the step is taken.
     """
     if overflow.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.grad_scale, optimizer.found_inf = None, overflow  # type: ignore[attr-defined]
@@ -239,7 +248,7 @@ def step_unless(optimizer: Optimizer, overflow: Tensor) -> None:
 
 
 def onednn_takes(dtype: torch.dtype) -> bool | None:
-    """Whether PyTorch hands 16-bit matmuls and convolutions on a CPU to oneDNN; None: not told.
+    """Whether PyTorch hands 16-bit matmuls and convolutions on a CPU to oneDNN; None: unknown.
 
     It asks oneDNN, so that a limit on its instructions counts.
 

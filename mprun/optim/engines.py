@@ -21,15 +21,18 @@ from torch import Tensor
 from mprun import kernels
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed
-from mprun.precision.rounding import merge, round_nearest, round_stochastic, settle, split
+from mprun.precision.rounding import (
+    C_TYPES,
+    EAGER_BLOCK,
+    merge,
+    round_nearest,
+    round_stochastic,
+    settle,
+    split,
+    threads_for,
+)
 
 ENGINES = ("c", "inductor", "eager")
-EAGER_BLOCK = 2**16
-"""Elements the eager engine works on at a time; a few such blocks fit a core's cache."""
-SERIAL = 2**15
-"""Elements below which starting threads costs more than they save."""
-
-C_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 @dataclass
@@ -101,7 +104,7 @@ def _in_c(
         0,
         hyper.data_ptr(),
         (ctypes.c_uint32 * 6)(*(word for key in keys for word in key)),
-        1 if count < SERIAL else torch.get_num_threads(),
+        threads_for(count),
     )
 
 

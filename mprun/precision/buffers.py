@@ -6,14 +6,14 @@ skipped step the elements of floating buffers that became non-finite in it get t
 before it. The others keep what the step wrote: where only the backward pass overflowed, the
 statistics of the forward pass are good.
 
-After a step that was taken nothing is restored: a buffer that stands still while the model trains
-on would be wrong and look right. Such an overflow is an event, which `overflows` reports.
+After a step that was taken nothing is restored: a buffer that stands still while training continues
+would be wrong and look right. `overflows` reports such an overflow as an event.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ CHANNELS = 8
 
 
 class BufferOverflow(NamedTuple):
-    """Elements of a buffer became non-finite in a step that was taken."""
+    """Elements of a buffer that became non-finite in a step that was taken."""
 
     step: int
     buffer: str
@@ -45,37 +45,15 @@ class BufferOverflow(NamedTuple):
         )
 
 
-class BufferGuard(Protocol):
-    """Looks after a model's buffers around a step."""
-
-    def before(self, step: int) -> None:
-        """Step number `step` begins."""
-
-    def after(self, skipped: Tensor | None) -> None:
-        """An optimizer stepped, or did not where `skipped` is 1; None: steps are never skipped."""
-
-    def overflows(self) -> list[BufferOverflow]:
-        """What became non-finite in steps that were taken, since the last call; waits for them."""
+_Owner = tuple[str, nn.Module, str]
+"""A buffer's name in reports, its module, and its attribute there."""
 
 
-class NoBufferGuard:
-    """Nothing to look after: nothing is computed in 16 bits, or there are no floating buffers."""
-
-    def before(self, step: int) -> None:
-        pass
-
-    def after(self, skipped: Tensor | None) -> None:
-        pass
-
-    def overflows(self) -> list[BufferOverflow]:
-        return []
-
-
-class _Group:
+class _BufferGroup:
     """Floating buffers of one dtype on one device, as one flat tensor [n]."""
 
-    def __init__(self, places: Sequence[tuple[str, nn.Module, str]]) -> None:
-        self._places = places
+    def __init__(self, owners: Sequence[_Owner]) -> None:
+        self._owners = owners
         self._saved: Tensor | None = None
         self._first: Tensor | None = None  # int32 [n]: the step that overflowed, or 0
 
@@ -101,20 +79,20 @@ class _Group:
         first, self._first = self._first, None
         if first is None or not bool(first.any()):
             return []
-        found = []
+        overflows = []
         parts = first.split([b.numel() for b in self._buffers()])
-        for (name, _, _), buffer, part in zip(self._places, self._buffers(), parts, strict=True):
+        for (name, _, _), buffer, part in zip(self._owners, self._buffers(), parts, strict=True):
             if bool(part.any()):
                 rows = (part > 0).view(len(buffer) if buffer.dim() else 1, -1)
                 channels = rows.any(1).nonzero().flatten().tolist()
                 dtype = str(buffer.dtype).removeprefix("torch.")
                 step = int(part[part > 0].min())
-                found.append(BufferOverflow(step, name, channels if buffer.dim() else [], dtype))
-        return found
+                overflows.append(BufferOverflow(step, name, channels if buffer.dim() else [], dtype))
+        return overflows
 
     def _buffers(self) -> list[Tensor]:
         # Looked up each time: `model.to` and `load_state_dict(assign=True)` replace them.
-        return [getattr(module, name) for _, module, name in self._places]
+        return [getattr(module, name) for _, module, name in self._owners]
 
     def _flat(self) -> Tensor:
         return torch.cat([b.detach().reshape(-1) for b in self._buffers()])
@@ -126,39 +104,37 @@ class _Group:
             buffer.data.copy_(part.view(buffer.shape))
 
 
-class FiniteBuffers:
-    """Restores what a skipped step made non-finite, and keeps account of what a taken one did.
+class BufferGuard:
+    """Restores what a skipped step made non-finite, and reports what a taken one did.
 
-    On CUDA without a host synchronization, but for `overflows`.
+    On CUDA it needs no host synchronization, but for `overflows`.
 
     Args:
         model: the model.
         prefix: what is put before its buffers' names.
+        active: whether buffers can overflow; a guard that is not active does nothing.
     """
 
-    def __init__(self, model: nn.Module, prefix: str = "") -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, nn.Module, str]]] = {}
+    def __init__(self, model: nn.Module, prefix: str = "", active: bool = True) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[_Owner]] = {}
         for full, buffer in model.named_buffers():
-            if buffer.is_floating_point():
+            if active and buffer.is_floating_point():
                 path, _, name = full.rpartition(".")
-                place = (f"{prefix}{full}", model.get_submodule(path), name)
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(place)
-        self._groups = [_Group(places) for places in kinds.values()]
+                owner = (f"{prefix}{full}", model.get_submodule(path), name)
+                kinds.setdefault((buffer.dtype, buffer.device), []).append(owner)
+        self._groups = [_BufferGroup(owners) for owners in kinds.values()]
 
     def before(self, step: int) -> None:
+        """Step number `step` begins."""
         for group in self._groups:
             group.before(step)
 
     def after(self, skipped: Tensor | None) -> None:
+        """An optimizer stepped, or did not where `skipped` is 1; None: steps are never skipped."""
         for group in self._groups:
             group.after(skipped)
 
     def overflows(self) -> list[BufferOverflow]:
-        found = [x for group in self._groups for x in group.overflows()]
-        return sorted(found, key=lambda x: x.step)
-
-
-def guard_for(model: nn.Module, needed: bool, prefix: str = "") -> BufferGuard:
-    """The guard of a model, where buffers can overflow (`needed`)."""
-    floating = any(b.is_floating_point() for b in model.buffers())
-    return FiniteBuffers(model, prefix) if needed and floating else NoBufferGuard()
+        """What became non-finite in steps that were taken, since the last call; waits for them."""
+        overflows = [x for group in self._groups for x in group.overflows()]
+        return sorted(overflows, key=lambda x: x.step)

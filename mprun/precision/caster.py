@@ -1,8 +1,8 @@
 """Casters: what decides an op's dtype while the model runs.
 
-A caster is a region: inside it, ops cast their inputs by some rule; outside it they run in the
-dtype of their inputs. The loss, the backward pass (which follows the dtypes of the forward one)
-and the optimizer step are outside.
+A caster gives a region. Inside it, ops cast their inputs by some rule; outside, they run in the
+dtype of their inputs. The loss, the backward pass (which follows the dtypes of the forward one) and
+the optimizer step are outside.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mprun._torch import run_backward
-from mprun.precision.op_lists.casts import Casts
 from mprun.precision.op_lists.lists import OpLists
-from mprun.precision.op_lists.mode import Table, Watcher, disable_casts, region
+from mprun.precision.op_lists.mode import disable_casts, region
+from mprun.precision.op_lists.rules import Casts
+from mprun.precision.op_lists.table import Table, Watcher
 
-Region = AbstractContextManager[object]
+RegionFactory = Callable[[], AbstractContextManager[object]]
+LayerRegions = Callable[[torch.dtype], RegionFactory]
+"""A caster's regions for a dtype (`Caster.layer_region`)."""
 
 
-class Caster(Protocol):
-    """Gives the region a forward pass runs in."""
+class Caster:
+    """Nothing is cast: ops run in the dtype of their inputs. Other casters derive from it."""
 
-    columns: Mapping[str, object]
+    columns: Mapping[str, object] = {"casting": "none"}
     """Columns of a policy that it decides, for the record."""
 
-    def region(self) -> Region:
-        """A new region."""
+    def region(self) -> AbstractContextManager[object]:
+        """A new region for a forward pass."""
+        return nullcontext()
 
     def backward(
         self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
@@ -39,41 +41,28 @@ class Caster(Protocol):
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`.
         """
+        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
-    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+    def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
+        return nullcontext
 
     def end_step(self) -> None:
-        """A training step's gradients are there."""
+        """A training step's gradients are complete."""
 
 
 def _columns(casting: str, dtype: torch.dtype) -> dict[str, object]:
     return {"casting": casting, "compute_dtype": str(dtype).removeprefix("torch.")}
 
 
-class NoCaster:
+class NoCaster(Caster):
     """Nothing is cast: ops run in the dtype of their inputs."""
 
-    columns: Mapping[str, object] = {"casting": "none"}
-    _nothing = nullcontext()
 
-    def region(self) -> Region:
-        return self._nothing
-
-    def backward(
-        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
-    ) -> None:
-        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
-
-    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
-        return nullcontext
-
-    def end_step(self) -> None:
-        pass
-
-
-class AutocastCaster:
+class AutocastCaster(Caster):
     """PyTorch's autocast: its lists for the device decide (torch.amp, "Autocast Op Reference").
+
+    Checkpointing enters autocast again by itself, so the backward pass needs no region.
 
     Args:
         device_type: "cpu" or "cuda"; the lists differ between them.
@@ -81,27 +70,18 @@ class AutocastCaster:
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self.columns: Mapping[str, object] = _columns("autocast", dtype)
+        self.columns = _columns("autocast", dtype)
         self._device_type = device_type
         self._dtype = dtype
 
-    def region(self) -> Region:
+    def region(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device_type, self._dtype)
 
-    def backward(
-        self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
-    ) -> None:
-        # Checkpointing brings autocast back itself.
-        loss.backward(retain_graph=retain_graph, create_graph=create_graph)
-
-    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+    def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         if dtype == torch.float32:
             return disable_casts
         # Autocast's cache of weights is keyed by the weight alone: two dtypes would be mixed up.
         return partial(torch.autocast, self._device_type, dtype, cache_enabled=False)
-
-    def end_step(self) -> None:
-        pass
 
 
 class OpListRegion:
@@ -136,7 +116,7 @@ class OpListRegion:
         return type(self), self._made_from
 
 
-class OpListCaster:
+class OpListCaster(Caster):
     """Op lists decide, by the rules of `op_lists/rules.py`, the same on every device.
 
     Args:
@@ -144,7 +124,7 @@ class OpListCaster:
         dtype: bfloat16 or float16, what ops of the lower list compute in.
         device_type: "cpu" or "cuda", whose kernels run.
         keep: keep cast weights until `end_step`, for steps of several forward passes.
-        watcher: is told of each op and each cast.
+        watcher: is called for each op and each cast.
     """
 
     def __init__(
@@ -155,7 +135,7 @@ class OpListCaster:
         keep: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
-        self.columns: Mapping[str, object] = _columns("op_lists", dtype)
+        self.columns = _columns("op_lists", dtype)
         self._casts = Casts()
         self._lists, self._device_type = lists, device_type
         self._keep = keep
@@ -178,17 +158,14 @@ class OpListCaster:
             if not self._depth and not (self._keep and torch.is_grad_enabled()):
                 self._casts.forget()
 
-    def recomputation(self) -> Region:
-        """A region for a backward pass of one's own: forward code run again there is cast."""
-        return self.region()
-
     def backward(
         self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
-        with self.recomputation():
-            run_backward(loss, retain_graph, create_graph)
+        gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
+        with self.region():
+            torch.autograd.backward(loss, gradient, retain_graph, create_graph)
 
-    def layer_region(self, dtype: torch.dtype) -> Callable[[], Region]:
+    def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         if dtype == torch.float32:
             return disable_casts
         if dtype not in self._tables:

@@ -1,28 +1,64 @@
 """Bringing a model to a device, a dtype and a memory format.
 
-What `Module.to` does in place, done with new `Parameter` objects: in-place conversion cannot be
-done on fake tensors, which the memory figures are taken on. Call it before an optimizer is made.
+`Module.to` does it in place. Here new `Parameter` objects take the place of the old ones, because
+fake tensors, on which mprun counts memory, cannot be converted in place. Convert a model before its
+optimizer is made.
 
-Running statistics of PyTorch's batch and instance norms stay in float32. They are no parameters,
-a handful of numbers a layer, and 16 bits do not hold them: a variance above 65,504 overflows in
-float16, and a moving average that is rounded at each step stops short of its mean, in bfloat16 up
-to 4 % short. Training does not use those values, evaluation does.
+Running statistics of PyTorch's batch and instance norms stay in float32. They are a few numbers per
+layer, and 16 bits do not hold them: a variance above 65,504 overflows in float16, and a moving
+average that is rounded at each step stops before it reaches its mean, in bfloat16 up to 4 % before.
+Training does not use those values, evaluation does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mprun.precision.forwards import Float32Statistics
+from mprun._torch import BatchNorm, InstanceNorm, own_parameters
 
 T = TypeVar("T")
 STATISTICS = ("running_mean", "running_var")
+
+
+class ForwardWrapper:
+    """What `module.forward` becomes: the forward it had, with something around it.
+
+    An object with the module in a field, not a closure: a copy or pickle of the model has a copy of
+    it, bound to the copied module.
+
+    Args:
+        module: the module, whose `forward` the caller replaces by this.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = vars(module).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            return self._before(*args, **kwargs)
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+
+class Float32Statistics(ForwardWrapper):
+    """The forward of a norm layer with 16-bit parameters and float32 running statistics.
+
+    PyTorch's kernels take 16-bit inputs with statistics and parameters in float32, but not with
+    16-bit parameters. So those are widened for the call; the output has the input's dtype.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = own_parameters(self._module)
+        stored = dict(parameters)
+        parameters.update({k: None if p is None else p.float() for k, p in stored.items()})
+        try:
+            return super().__call__(*args, **kwargs)
+        finally:
+            parameters.update(stored)
 
 
 def convert(
@@ -44,28 +80,28 @@ def convert(
     Raises:
         ValueError: `layers` gives one tied parameter two dtypes.
     """
-    made: dict[int, Tensor] = {}
+    converted: dict[int, Tensor] = {}
 
-    def converted(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    def to_target(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         target = dtype if tensor.is_floating_point() else tensor.dtype
-        if id(tensor) not in made:
+        if id(tensor) not in converted:
             new = tensor.detach().to(device, target)
             if new.dim() == 4:
                 new = new.contiguous(memory_format=memory_format)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = new
-        elif made[id(tensor)].dtype != target:
+            converted[id(tensor)] = new
+        elif converted[id(tensor)].dtype != target:
             raise ValueError(f"precision.layers: '{name}' is tied to a parameter of another dtype")
-        return made[id(tensor)]
+        return converted[id(tensor)]
 
     for path, module in model.named_modules():
         wanted = dtype_of(path, layers or {}, dtype)
         every = {"recurse": False, "remove_duplicate": False}  # each name of a tied one too
         wide = torch.float32 if keeps_wide_statistics(module) else wanted
         for name, tensor in [*module.named_parameters(**every), *module.named_buffers(**every)]:
-            becomes = wide if name in STATISTICS else wanted
-            setattr(module, name, converted(tensor, becomes, f"{path}.{name}"))
+            target = wide if name in STATISTICS else wanted
+            setattr(module, name, to_target(tensor, target, f"{path}.{name}"))
         own_forward = isinstance(vars(module).get("forward"), Float32Statistics)
         if wide != wanted and not own_forward:
             module.forward = Float32Statistics(module)
@@ -81,8 +117,8 @@ def keeps_wide_statistics(module: nn.Module) -> bool:
     without weights averages statistics in its input's dtype: theirs are stored as their parameters.
     """
     forward = type(module).forward
-    known = forward is _BatchNorm.forward or (
-        forward is _InstanceNorm.forward and module.weight is not None
+    known = forward is BatchNorm.forward or (
+        forward is InstanceNorm.forward and module.weight is not None
     )
     return known and module.running_mean is not None
 

@@ -26,32 +26,35 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from mprun._torch import dispatch_modes, in_recomputation
-from mprun.precision.arithmetic import (
+from mprun._torch import (
+    TorchDispatchMode,
+    aten_packets,
+    dispatch_modes,
+    in_recomputation,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
+from mprun.precision.arithmetic import Arithmetic, OpSubstitution
+from mprun.precision.partials import BLOCK, SUPPORTED, blocked
+from mprun.precision.products import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
     FAST_PATHS,
+    LOW,
     MATMULS,
-    Stepless,
-    Substitution,
     op_name,
     opened,
     unfused,
     variants,
 )
-from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.random_bits import key
-from mprun.precision.rounding import round_nearest
-from mprun.precision.stochastic import stochastic
+from mprun.precision.rounding import round_nearest, stochastic
 
 aten = torch.ops.aten
 
 CONVOLUTION_OPS = frozenset({*CONVOLUTIONS, *CONVOLUTION_BACKWARD})
-
-LOW = (torch.float16, torch.bfloat16)
 RECOMPUTED = (
     "torch.utils.checkpoint recomputes stochastically rounded activations with other random bits: "
     "the gradients are not those of the forward pass; use "
@@ -61,111 +64,33 @@ SITE = 2**32
 """Keeps the sites of results apart from those of optimizer updates."""
 
 # Results that are inputs, moved or selected: exact in the inputs' dtype.
-EXACT = frozenset(
-    {
-        aten._local_scalar_dense,
-        aten._unsafe_view,
-        aten.abs,
-        aten.amax,
-        aten.amin,
-        aten.cat,
-        aten.clamp_min,
-        aten.clone,
-        aten.constant_pad_nd,
-        aten.embedding,
-        aten.empty_like,
-        aten.fill_,
-        aten.flip,
-        aten.full_like,
-        aten.gather,
-        aten.index,
-        aten.index_select,
-        aten.masked_fill,
-        aten.masked_fill_,
-        aten.max,
-        aten.max_pool2d_with_indices,
-        aten.maximum,
-        aten.min,
-        aten.minimum,
-        aten.neg,
-        aten.new_empty,
-        aten.new_empty_strided,
-        aten.new_zeros,
-        aten.ones_like,
-        aten.relu,
-        aten.relu_,
-        aten.roll,
-        aten.select_backward,
-        aten.slice_backward,
-        aten.sort,
-        aten.stack,
-        aten.threshold_backward,
-        aten.topk,
-        aten.tril,
-        aten.triu,
-        aten.where,
-        aten.zero_,
-        aten.zeros_like,
-    }
+EXACT = aten_packets(
+    "_local_scalar_dense _unsafe_view abs amax amin cat clamp_min clone constant_pad_nd embedding "
+    "empty_like fill_ flip full_like gather index index_select masked_fill masked_fill_ max "
+    "max_pool2d_with_indices maximum min minimum neg new_empty new_empty_strided new_zeros "
+    "ones_like relu relu_ roll select_backward slice_backward sort stack threshold_backward topk "
+    "tril triu where zero_ zeros_like"
 )
-# Numbers drawn, which rounding would carry over the end of their range.
-DRAWN = frozenset(
-    {
-        aten.bernoulli_,
-        aten.normal_,
-        aten.rand,
-        aten.rand_like,
-        aten.randn,
-        aten.randn_like,
-        aten.uniform_,
-    }
-)
+# Random numbers, which rounding would carry over the end of their range.
+DRAWN = aten_packets("bernoulli_ normal_ rand rand_like randn randn_like uniform_")
 UNTOUCHED = EXACT | DRAWN
 # Normalizations and their gradients: the first result is like the first argument, the others
 # (statistics, gradients of weights) are promoted. So float32 weights leave 16-bit numbers 16 bits.
-NORMS = frozenset(
-    {
-        aten.cudnn_batch_norm,
-        aten.cudnn_batch_norm_backward,
-        aten.miopen_batch_norm,
-        aten.miopen_batch_norm_backward,
-        aten.native_batch_norm,
-        aten.native_batch_norm_backward,
-        aten.native_group_norm,
-        aten.native_group_norm_backward,
-        aten.native_layer_norm,
-        aten.native_layer_norm_backward,
-    }
+NORMS = aten_packets(
+    "cudnn_batch_norm cudnn_batch_norm_backward miopen_batch_norm miopen_batch_norm_backward "
+    "native_batch_norm native_batch_norm_backward native_group_norm native_group_norm_backward "
+    "native_layer_norm native_layer_norm_backward"
 )
 # Ops whose kernels take floating arguments of one dtype alone, and would promote in float32.
-UNPROMOTED = frozenset(
-    {
-        *(op.overloadpacket for op in (*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD)),
-        aten._embedding_bag,
-        aten._embedding_bag_forward_only,
-        aten._cudnn_rnn,
-        aten._thnn_fused_gru_cell,
-        aten._thnn_fused_lstm_cell,
-        aten.addbmm_,
-        aten.addmm_,
-        aten.addmv_,
-        aten.baddbmm_,
-        aten.grid_sampler_2d,
-        aten.grid_sampler_3d,
-        aten.index_add,
-        aten.index_add_,
-        aten.index_put,
-        aten.index_put_,
-        aten.linalg_cross,
-        aten.masked_scatter,
-        aten.masked_scatter_,
-        aten.mkldnn_rnn_layer,
-        aten.scatter,
-        aten.scatter_,
-        aten.scatter_add,
-        aten.scatter_add_,
-    }
+UNPROMOTED = {
+    op.overloadpacket for op in (*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD)
+} | aten_packets(
+    "_embedding_bag _embedding_bag_forward_only _cudnn_rnn _thnn_fused_gru_cell "
+    "_thnn_fused_lstm_cell addbmm_ addmm_ addmv_ baddbmm_ grid_sampler_2d grid_sampler_3d "
+    "index_add index_add_ index_put index_put_ linalg_cross masked_scatter masked_scatter_ "
+    "mkldnn_rnn_layer scatter scatter_ scatter_add scatter_add_"
 )
+ADDMM_ACTIVATION = next(iter(aten_packets("_addmm_activation"))).default
 OPENED = FAST_PATHS | {"_trilinear", "conv_tbc", "conv_tbc_backward"}
 # In-place ops and those with `out`, each with the op that returns what they write.
 VARIANTS: dict[Any, Any] = {
@@ -175,8 +100,8 @@ VARIANTS: dict[Any, Any] = {
 WRITES = {aten.native_batch_norm.default: ("running_mean", "running_var")}
 
 
-class Emulated16:
-    """The arithmetic: a region in which 16-bit results are rounded by mprun.
+class Emulated16(Arithmetic):
+    """A region in which mprun rounds 16-bit results.
 
     Args:
         rounding: stochastic or nearest.
@@ -186,17 +111,14 @@ class Emulated16:
     """
 
     def __init__(self, rounding: str, overflow: str, partials: str, seed: int) -> None:
+        super().__init__()
         how = {"stochastic": "stochastically", "nearest": "to nearest"}[rounding]
-        every = Substitution(
-            "*", "float32", f"emulated: computed in float32, each result rounded {how} to 16 bits"
-        )
-        self.substitutions: tuple[Substitution, ...] = (every,)
+        reason = f"emulated: computed in float32, each result rounded {how} to 16 bits"
+        self.substitutions = (OpSubstitution("*", "float32", reason),)
         if partials == "float16":
             self.substitutions += partials_substitutions()
-        self.occurred: set[Any] = set()
-        self.products: set[tuple[Any, torch.dtype]] = set()
         everywhere = {"rounding": "stochastic", "rounding_scope": "all"}
-        self.columns: Mapping[str, object] = {
+        self.columns = {
             **(everywhere if rounding == "stochastic" else {}),
             "overflow": overflow,
             "partials_dtype": partials,
@@ -210,11 +132,9 @@ class Emulated16:
         self._warns = True  # of results recomputed with other bits
 
     def begin_step(self, step: int) -> None:
-        """A training step begins: results are rounded with its bits."""
         self._step, self._site = step, 0
 
     def end_step(self) -> None:
-        """It ended."""
         self._step = None
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,11 +149,11 @@ class Emulated16:
         return stochastic(x, dtype, key(self._seed, self._step, SITE, self._site), self._overflow)
 
     def repetition(self) -> AbstractContextManager[object]:
-        """A region, for later, whose results get the bits of those that follow now."""
+        """A region for a recomputation: its results get the bits of those that follow now."""
         return _Repetition(self, self._site)
 
     def swap_count(self, site: int, warns: bool) -> tuple[int, bool]:
-        """Count results from `site` on, warn of recomputed ones or not; what was so before."""
+        """Count results from `site` on, warn of recomputed ones or not; returns the old values."""
         before = self._site, self._warns
         self._site, self._warns = site, warns
         return before
@@ -286,25 +206,21 @@ def same_rounding() -> tuple[AbstractContextManager[object], AbstractContextMana
     return nullcontext(), nullcontext()
 
 
-def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[Substitution, ...]:
-    """What is said of float16 partials, for each op they apply to."""
+def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[OpSubstitution, ...]:
+    """The substitutions that float16 partials mean, one for each op they apply to."""
     reason = f"float16 partials: sums of {BLOCK} products in float32, added up in float16"
     names = sorted(op_name(op) for op in ops)
-    return tuple(Substitution(name, "float16", reason) for name in names)
+    return tuple(OpSubstitution(name, "float16", reason) for name in names)
 
 
-class BlockedConvolutions(Stepless):
+class BlockedConvolutions(Arithmetic):
     """Native arithmetic but for float16 convolutions, whose partials are float16.
 
     For GPUs: cuBLAS has a switch for matmuls (`backend_flags`), cuDNN has none.
     """
 
     columns: Mapping[str, object] = {"partials_dtype": "float16"}
-
-    def __init__(self) -> None:
-        self.occurred: set[Any] = set()
-        self.products: set[tuple[Any, torch.dtype]] = set()
-        self.substitutions: tuple[Substitution, ...] = partials_substitutions(CONVOLUTION_OPS)
+    substitutions = partials_substitutions(CONVOLUTION_OPS)
 
     def region(self) -> AbstractContextManager[object]:
         return _BlockedMode(self.occurred)
@@ -368,7 +284,7 @@ class _EmulationMode(TorchDispatchMode):
 
     def _in_blocks(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The float32 result of an op, its products added up in float16 where it has any."""
-        if func is aten._addmm_activation.default:
+        if func is ADDMM_ACTIVATION:
             gelu = kwargs.pop("use_gelu", False)
             result = self._in_blocks(aten.addmm.default, args, kwargs)
             return _gelu(result) if gelu else result.relu()
@@ -432,13 +348,13 @@ def _widen(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
 
 
-Call = tuple[Any, Mapping[str, Any]]
+Arguments = tuple[Any, Mapping[str, Any]]
 """Positional and keyword arguments."""
 
 
-def _written(func: Any, call: Call, wide: Call) -> Iterator[tuple[Tensor, Tensor]]:
+def _written(func: Any, call: Arguments, wide: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
     """The 16-bit tensors an op writes to, each with the float32 one written instead."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         marked = argument.alias_info is not None and argument.alias_info.is_write
         if not marked and argument.name not in WRITES.get(func, ()):
             continue
@@ -448,6 +364,6 @@ def _written(func: Any, call: Call, wide: Call) -> Iterator[tuple[Tensor, Tensor
                 yield low, instead
 
 
-def _argument(call: Call, position: int, name: str) -> Any:
+def _argument(call: Arguments, position: int, name: str) -> Any:
     args, kwargs = call
     return args[position] if position < len(args) else kwargs.get(name)

@@ -1,8 +1,8 @@
 """Modules in a precision of their own, by name.
 
-Some regions do not survive 16 bits (decompositions, long sums, losses inside a model), others could
-do with fewer than the mode gives them. A layer's precision is what its parameters are stored in and
-what it computes in. A dtype (fp32, fp16, bf16) gives both, in the way of the mode around it:
+Some modules do not survive 16 bits (decompositions, long sums, losses inside a model); others need
+fewer bits than the mode gives them. A layer's precision is what its parameters are stored in and
+what it computes in. A dtype (fp32, fp16, bf16) means, in the mode around it:
 
     casting none      parameters are stored in that dtype, and the layer computes in it
     casting autocast, parameters stay float32, and the layer computes in that dtype; fp32 switches
@@ -19,14 +19,14 @@ output stays as computed. In modes without casting every other module that has p
 inputs to their dtype as well, as Keras' layers do.
 
 A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
-name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module
-inside a kept one is kept with it.
+name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module's
+precision holds for all modules inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_map
 
-from mprun.precision.convert import dtype_of
-from mprun.precision.forwards import Forward
+from mprun.precision.caster import LayerRegions, RegionFactory
+from mprun.precision.convert import ForwardWrapper, dtype_of
+from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import Policy
 
@@ -130,13 +130,13 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
         ValueError: a key fits no module, or two globs fit one.
     """
     names = [name for name, _ in model.named_modules() if name]
-    found = {key: dtype for key, dtype in layers.items() if key in names}
+    named = {key: dtype for key, dtype in layers.items() if key in names}
     for name in (n for n in names if n not in layers):
         fitting = [key for key in layers if key not in names and fnmatchcase(name, key)]
         if len(fitting) > 1:
             raise ValueError(f"precision.layers: {' and '.join(fitting)} both fit module '{name}'")
         if fitting:
-            found[name] = layers[fitting[0]]
+            named[name] = layers[fitting[0]]
     for key in layers:
         if key not in names and not any(fnmatchcase(n, key) for n in names):
             near = get_close_matches(key, names, n=1)
@@ -144,7 +144,7 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(
                 f"precision.layers: no module is named '{key}'{meant}; legal: {', '.join(names)}"
             )
-    return found
+    return named
 
 
 class LayerRow(NamedTuple):
@@ -177,15 +177,11 @@ def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> li
     return rows
 
 
-Regions = Callable[[torch.dtype], Callable[[], AbstractContextManager[object]]]
-"""A caster's regions for a dtype (`Caster.layer_region`)."""
-
-
 def keep_layers(
     model: nn.Module,
     named: Mapping[str, LayerPrecision],
     stored: torch.dtype | None,
-    layer_region: Regions,
+    layer_region: LayerRegions,
 ) -> None:
     """Make the layers of a converted model compute in their precision.
 
@@ -197,7 +193,7 @@ def keep_layers(
         layer_region: regions in which ops are cast to a dtype; float32: nothing is cast.
     """
     casts = stored is None or any(layer.casts for layer in named.values())
-    uncast: Callable[[], AbstractContextManager[object]] = disable_casts if casts else nullcontext
+    uncast: RegionFactory = disable_casts if casts else nullcontext
     for path, module in model.named_modules():
         around = LayerPrecision(stored, stored) if stored is not None else None
         layer = dtype_of(path, named, around)
@@ -209,37 +205,25 @@ def keep_layers(
             _cast_inputs(module, layer.stored)
 
 
-def compute_in(
-    model: nn.Module,
-    named: Mapping[str, torch.dtype],
-    layer_region: Regions,
-) -> None:
-    """Make modules compute in a dtype of their own where a caster decides; parameters stay.
+@contextmanager
+def computing_in(
+    model: nn.Module, named: Mapping[str, torch.dtype], layer_region: LayerRegions
+) -> Iterator[None]:
+    """Inside, modules compute in a dtype of their own where a caster decides; parameters stay.
 
     Args:
         model: the model.
         named: module name to its dtype, which its floating inputs are cast to.
         layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
-    for name, dtype in named.items():
-        module = model.get_submodule(name)
+    modules = {model.get_submodule(name): dtype for name, dtype in named.items()}
+    before = {module: vars(module).get("forward") for module in modules}
+    for module, dtype in modules.items():
         module.forward = InDtype(module, layer_region(dtype), dtype)
-
-
-@contextmanager
-def computing_in(
-    model: nn.Module,
-    named: Mapping[str, torch.dtype],
-    layer_region: Regions,
-) -> Iterator[None]:
-    """`compute_in` for as long as this is entered."""
-    modules = [model.get_submodule(name) for name in named]
-    before = [vars(module).get("forward") for module in modules]
-    compute_in(model, named, layer_region)
     try:
         yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
+        for module, forward in before.items():
             vars(module).pop("forward", None)
             if forward is not None:
                 module.forward = forward
@@ -253,7 +237,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a layer's dtype, at its border; told from a model's own casts by function modes."""
+    """`x` in a layer's dtype, at its border. Function modes see this call, not a model's own cast."""
     if has_torch_function_unary(x):
         return handle_torch_function(to_layer, (x,), x, dtype)
     return x.to(dtype)
@@ -262,7 +246,7 @@ def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
 to_layer.cast_rule = "layer policy"  # type: ignore[attr-defined]
 
 
-class InDtype(Forward):
+class InDtype(ForwardWrapper):
     """A module's forward with its floating inputs cast, in a region.
 
     Args:
@@ -274,7 +258,7 @@ class InDtype(Forward):
     def __init__(
         self,
         module: nn.Module,
-        region: Callable[[], AbstractContextManager[object]],
+        region: RegionFactory,
         dtype: torch.dtype,
     ) -> None:
         super().__init__(module)
@@ -282,10 +266,9 @@ class InDtype(Forward):
         self._dtype = dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map(self._cast, args), tree_map(self._cast, kwargs)
+        args, kwargs = map_tensors(self._cast, (args, kwargs))
         with self._region():
             return super().__call__(*args, **kwargs)
 
-    def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.dtype in LAYER_DTYPES.values()
-        return to_layer(value, self._dtype) if floating else value
+    def _cast(self, x: Tensor) -> Tensor:
+        return to_layer(x, self._dtype) if x.dtype in LAYER_DTYPES.values() else x

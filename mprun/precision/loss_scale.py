@@ -27,31 +27,29 @@ any overflowed. `unscale` before `step` gives unscaled gradients to look at or t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.clip import Clip
-from mprun.precision.update import Unscaled, step_scaled, step_unscaled
+from mprun.precision.update import Clip, Unscaled, step_scaled, step_unscaled
 
 STATIC_PATIENCE = 100
 """Skipped steps in a row after which a static scale is called too high."""
 
 
-class LossScale(Protocol):
-    """How a loss is scaled, and how an optimizer steps on scaled gradients."""
+class LossScale:
+    """No scaling: the loss as it is, and every step is taken. Other loss scales derive from it."""
 
-    kind: str
+    kind = "none"
     """none, static or dynamic."""
-
-    @property
-    def tensor(self) -> Tensor | None:
-        """The current factor, a float32 scalar on the device; None where nothing is scaled."""
+    tensor: Tensor | None = None
+    """The current factor, a float32 scalar on the device; None where nothing is scaled."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss the backward pass starts from."""
+        return loss
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the factor, in float32; at most once an iteration.
@@ -70,49 +68,28 @@ class LossScale(Protocol):
         Raises:
             RuntimeError: the optimizer has stepped since the last `update`.
         """
-
-    def update(self) -> None:
-        """End an iteration: the factor moves by what its steps found. Without steps: nothing."""
-
-    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
-        """Why going on is pointless, or None."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` continues from."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
-
-
-class NoLossScale:
-    """The loss as it is; every step is taken."""
-
-    kind = "none"
-    tensor = None
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, optimizer: Optimizer) -> None:
-        pass
-
-    def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
         return step_scaled(optimizer, None, clip)
 
     def update(self) -> None:
-        pass
+        """End an iteration: the factor moves by the overflows of its steps."""
 
-    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+    def failure_reason(self, scale: float, skipped_in_a_row: int) -> str | None:
+        """Why continuing is pointless, or None."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` resumes from."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
+        """Resume."""
 
 
-class StaticLossScale:
+class NoLossScale(LossScale):
+    """The loss as it is; every step is taken."""
+
+
+class StaticLossScale(LossScale):
     """One factor for the whole run; steps whose gradients overflow are skipped.
 
     Args:
@@ -123,7 +100,7 @@ class StaticLossScale:
     kind = "static"
 
     def __init__(self, value: float, device: torch.device) -> None:
-        self.tensor = torch.full((), value, dtype=torch.float32, device=device)
+        self.tensor: Tensor = torch.full((), value, dtype=torch.float32, device=device)
         self._unscaled: dict[Optimizer, Unscaled] = {}
         self._overflows: dict[Optimizer, Tensor] = {}  # of the optimizers that have stepped
 
@@ -161,7 +138,7 @@ class StaticLossScale:
             unscaled.restore()
         self._unscaled, self._overflows = {}, {}
 
-    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+    def failure_reason(self, scale: float, skipped_in_a_row: int) -> str | None:
         if skipped_in_a_row < STATIC_PATIENCE:
             return None
         return (
@@ -230,7 +207,7 @@ class DynamicLossScale(StaticLossScale):
                 self.tensor, self._tracker, any_overflow, self._rule
             )
 
-    def trouble(self, scale: float, skipped_in_a_row: int) -> str | None:
+    def failure_reason(self, scale: float, skipped_in_a_row: int) -> str | None:
         if skipped_in_a_row == 0 or scale > self._rule.floor:
             return None
         return (

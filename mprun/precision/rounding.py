@@ -1,4 +1,4 @@
-"""Rounding float32 to 16 bits: to nearest, stochastically, or keeping what is cut off.
+"""Rounding float32 to 16 bits: to nearest, stochastically, or with a remainder.
 
 A float32 is a sign, 8 bits of exponent and 23 of mantissa. Seen as an integer its magnitude grows
 with the number, and neighbours differ by one, across exponents too.
@@ -17,25 +17,32 @@ binade whose spacing in float16 is 2^-24, rounded there with 13 bits, and 2^-14 
 addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
 2^-14th part of float16's spacing there; nothing below 2^-38 is ever rounded up.
 
-Signed zeros, infinities and NaN are kept. What rounds beyond the largest finite number (for
+Signed zeros, infinities and NaN stay what they are. What rounds beyond the largest finite number (for
 float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes infinity,
 or with `saturate` that largest number, as on Graphcore's IPU; an infinity stays one in both.
 
 Stochastic rounding keeps what nearest loses on average (Croci et al., "Stochastic rounding:
-implementation, error analysis and applications", 2022). **Kahan**'s way (1965) loses nothing: what
-nearest rounding cut off is kept and added back next time. `split` keeps it in a 16-bit integer that
-counts the float32 patterns between the result and the number, so that `merge` gives the float32
-number back exactly (in float16's subnormals: to 2^-38).
+implementation, error analysis and applications", 2022). **Kahan**'s method (1965) loses nothing: what
+nearest rounding cuts off is stored and added back next time. `split` stores it in a 16-bit integer
+that counts the float32 patterns between the result and the number, so that `merge` gives the
+float32 number back exactly (in float16's subnormals: to 2^-38).
 
-These are the functions the compiled kernels (`mprun/kernels`) are held to, bit for bit.
+`stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
+these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from mprun.precision.random_bits import shift_right
+from mprun import kernels
+from mprun.precision.random_bits import BLOCK, Key, random_bits, shift_right
 
 OVERFLOWS = ("infinity", "saturate")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -163,3 +170,70 @@ def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     neighbour = (word + (1 - 2 * apart)).view(torch.float32)
     drawn = (bits & 0xFFFF).float() * 2.0**-16 + 2.0**-17
     return torch.where(rest.abs() > drawn * (neighbour - difference).abs(), neighbour, difference)
+
+
+C_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""The dtypes as the kernels' macros name them."""
+EAGER_BLOCK = 2**16
+"""Elements that PyTorch works on at a time without a compiler: a few such blocks fit a cache."""
+SERIAL = 2**15
+"""Elements below which starting threads costs more than they save."""
+
+
+def threads_for(count: int) -> int:
+    """Threads that a compiled kernel gets for `count` elements."""
+    return 1 if count < SERIAL else torch.get_num_threads()
+
+
+def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinity") -> Tensor:
+    """`x` (float32) stochastically rounded with the bits of `key`; the same bits on every path.
+
+    Args:
+        x: float32, any shape.
+        dtype: float16 or bfloat16.
+        key: see `random_bits`.
+        overflow: infinity or saturate.
+
+    Returns:
+        The rounded numbers, in the layout of `x` where it is dense; elements are counted as they
+        lie in memory.
+    """
+    # With its dimensions in the order of its strides a dense tensor, however permuted, is flat.
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    x = x.permute(order).contiguous()
+    rounded = torch.empty_like(x, dtype=dtype)
+    flat, out = x.view(-1), rounded.view(-1)
+    in_c = x.device.type == "cpu" and kernels.why_not() is None
+    kernel = _kernel(dtype, overflow) if in_c else None
+    by = _eagerly if kernel is None else partial(_in_c, kernel)
+    for start in range(0, flat.numel(), BLOCK):
+        stop = start + BLOCK
+        by(flat[start:stop], out[start:stop], key.at(start), overflow)
+    return rounded.permute([order.index(d) for d in range(len(order))])
+
+
+def _in_c(kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+    kernel(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads_for(x.numel()))
+
+
+@lru_cache
+def _kernel(dtype: torch.dtype, overflow: str) -> Callable[..., None] | None:
+    defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
+    if overflow == "saturate":
+        defines["SATURATE"] = None
+    library = kernels.load_or_warn("round.c", defines)
+    if library is None:
+        return None
+    kernel: Any = library.round_stochastic
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    kernel.argtypes = [pointer, pointer, ctypes.c_int64, word, word, word, ctypes.c_int]
+    kernel.restype = None
+    return kernel  # type: ignore[no-any-return]
+
+
+def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+    block = EAGER_BLOCK if x.device.type == "cpu" else x.numel()
+    for start in range(0, x.numel(), block):
+        part = x[start : start + block]
+        bits = random_bits(key, part.numel(), x.device, start)
+        out[start : start + block] = round_stochastic(part, out.dtype, bits, overflow)

@@ -1,5 +1,8 @@
 """The optimizer's step on scaled gradients: unscale, check, clip, step, in that order.
 
+Clipping needs the gradients of the loss itself, so it comes after unscaling. A step with gradients
+that are not finite is skipped.
+
 Dividing a 16-bit gradient in its own dtype loses small values (3e-9 becomes 0 in float16). So
 16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers compute
 in the parameters' dtype: they get such gradients rounded back, after clipping. One that keeps
@@ -16,7 +19,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
-from mprun.precision.clip import Clip
+
+class Clip:
+    """Limits the gradients of an optimizer's parameters, in place.
+
+    Args:
+        max_norm: the largest global L2 norm that passes unchanged; None for any.
+    """
+
+    def __init__(self, max_norm: float | None = None) -> None:
+        self.max_norm = max_norm
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        """Scale all gradients so that their global norm is at most `max_norm`."""
+        if self.max_norm is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.max_norm)
 
 
 @runtime_checkable

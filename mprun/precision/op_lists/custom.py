@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.utils._pytree import tree_map
 
-Region = Callable[[], AbstractContextManager[object]]
+from mprun.precision.nested import map_tensors
+
+RegionFactory = Callable[[], AbstractContextManager[object]]
 """Makes the region a backward pass runs in."""
 
 REMEDY = (
@@ -34,7 +35,7 @@ REMEDY = (
 
 
 @contextmanager
-def functions_cast(current: Callable[[], Region | None], off: Region) -> Iterator[None]:
+def custom_functions_cast(current: Callable[[], RegionFactory | None], off: RegionFactory) -> Iterator[None]:
     """Inside, `Function.apply` takes custom functions' backward passes into regions.
 
     Args:
@@ -57,7 +58,7 @@ def functions_cast(current: Callable[[], Region | None], off: Region) -> Iterato
 
 
 @functools.lru_cache(maxsize=256)
-def _in_regions(cls: type[Function], region: Region, off: Region) -> type[Function]:
+def _in_regions(cls: type[Function], region: RegionFactory, off: RegionFactory) -> type[Function]:
     """A function like `cls` whose passes run in their regions."""
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     forward, backward = cls.forward, cls.backward
@@ -75,7 +76,7 @@ def _in_regions(cls: type[Function], region: Region, off: Region) -> type[Functi
     if cast_inputs is not None:
 
         def forward_on_casts(ctx: Any, *args: Any) -> Any:
-            args = tree_map(lambda x: _to(x, cast_inputs), args)
+            args = map_tensors(lambda x: _to(x, cast_inputs), args)
             with off():
                 return forward(ctx, *args)
 
@@ -83,10 +84,9 @@ def _in_regions(cls: type[Function], region: Region, off: Region) -> type[Functi
     return type(cls.__name__, (cls,), body)
 
 
-def _to(x: Any, dtype: torch.dtype) -> Any:
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
     """As `custom_fwd` casts: floating tensors but those in float64."""
-    castable = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(dtype) if castable else x
+    return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _decorator(function: Any, name: str) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Op lists: which ops compute in the lower dtype, in float32, in the widest of their inputs.
 
 A list is data: names, one to an op, from a configuration or a file (`mprun/op_list_file.py`). A
-name that no op has is kept aside with the nearest known one. Whoever reads a file or configuration
-(`Entry`) reports it; of a name in a program's code a warning is given. An op on two lists is an
+name that no op has is listed in `OpLists.unknown` with the nearest known one. The reader of a file or
+configuration (`Entry`) reports it; a name in a program's code gives a warning. An op on two lists is an
 error.
 """
 
@@ -25,7 +25,7 @@ class Unknown(NamedTuple):
 
     @property
     def nearest(self) -> str | None:
-        """The known name most like it; looked for when it is told, as it takes milliseconds."""
+        """The known name most like it; computed when it is needed, as it takes milliseconds."""
         return _nearest(self.entry.text)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def op_lists(
         ValueError: one op is on both `lower` and `fp32`; the message names both entries. With
             `strict`, a name that no op has.
     """
-    found: dict[str, tuple[str, Entry]] = {}
+    entries: dict[str, tuple[str, Entry]] = {}
     unknown: dict[str, Unknown] = {}
     for kind, names in zip(KINDS, (lower, fp32, promote), strict=True):
         for item in names:
@@ -81,8 +81,8 @@ def op_lists(
                 unknown[entry.text] = Unknown(entry)
                 _report(unknown[entry.text], strict, in_code=isinstance(item, str))
             for name in canonical:
-                _put(found, name, kind, entry)
-    rules = {name: kind for name, (kind, _) in found.items() if name in known()}
+                _put(entries, name, kind, entry)
+    rules = {name: kind for name, (kind, _) in entries.items() if name in known()}
     return OpLists(rules, first_input, tuple(unknown.values()))
 
 
@@ -93,8 +93,8 @@ def _report(unknown: Unknown, strict: bool, in_code: bool) -> None:
         warnings.warn(f"a name is left out: {unknown}", stacklevel=3)
 
 
-def _put(found: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
-    before = found.setdefault(name, (kind, entry))
+def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
+    before = entries.setdefault(name, (kind, entry))
     if before[0] != kind and kind != "promote":
         other = before[1]
         same = "" if other.text == entry.text else f" and '{other.text}', the same op"

@@ -18,10 +18,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions
+
+from mprun._torch import FUNCTION_NAMESPACES, OpOverload, OpOverloadPacket
 
 CONVOLUTIONS = (
     *("conv1d", "conv2d", "conv3d"),
@@ -162,7 +163,7 @@ _OPERATOR = re.compile(r"^__(\w+?)__$")
 
 
 def spelled(text: str) -> tuple[str, ...]:
-    """The canonical names a user's word means, known or not."""
+    """The canonical names that a user's spelling means, known or not."""
     name = _PREFIX.sub("", text.strip())
     for prefix, to in _NAMESPACES.items():
         name = to + name.removeprefix(prefix) if name.startswith(prefix) else name
@@ -177,9 +178,10 @@ def spelled(text: str) -> tuple[str, ...]:
 @functools.cache
 def known() -> frozenset[str]:
     """Every canonical name that a call can have."""
-    spaces: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn, Tensor, F)
+    spaces: tuple[Any, ...] = (*FUNCTION_NAMESPACES, Tensor, F)
     names = {n for space in spaces for n in dir(space) if callable(getattr(space, n, None))}
-    names |= {name_of(f) or "" for found in get_overridable_functions().values() for f in found}
+    groups = get_overridable_functions().values()
+    names |= {name_of(f) or "" for functions in groups for f in functions}
     plain = (n for n in names if n and not n.startswith("__") and n not in _NOT_OPS)
     canonical = {target for name in plain for target in spelled(name)}
     return frozenset(canonical | {t for targets in ALIASES.values() for t in targets})
@@ -190,7 +192,7 @@ _NOT_OPS = {"Tensor", "boolean_dispatch", "handle_torch_function", "has_torch_fu
 
 def name_of(function: Callable[..., Any]) -> str | None:
     """The canonical name of what is called, or None for what is no op (a getter, say)."""
-    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverload | OpOverloadPacket):
         return spelled(str(function))[0]
     name = getattr(function, "__name__", None)
     module = getattr(function, "__module__", None) or "torch"

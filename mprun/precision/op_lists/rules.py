@@ -1,4 +1,4 @@
-"""The cast rules: what becomes of an op's floating inputs before it runs.
+"""The cast rules: which dtype an op's floating inputs get before it runs.
 
     in-place     an argument the op writes into is never cast; the others go to its dtype (HMP: an
                  op whose output and first input share storage runs in the dtype of the first)
@@ -14,6 +14,12 @@ statistics are written into and never cast.
 
 A rule becomes a *handler*, which calls the op in place of the caller. Source of the rules: Habana,
 "Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
+
+Without a cache a weight would be cast wherever an op takes it: twice where layers are tied, at every
+step of a recurrent loop, for every micro-batch. `Casts` stores the cast copy until the region ends
+(until the step ends, where several forward passes make one), as torch.autocast does. A copy is not
+used for another weight, for one that has been written to since (its version), or where a graph is
+recorded and the copy was cast without one: no gradient would flow back through it.
 """
 
 from __future__ import annotations
@@ -24,7 +30,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.op_lists.casts import CASTABLE, Cast, widest
+from mprun._torch import version_of
+
+CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
+"""Dtypes that are ever cast; float64, integers, bool and complex stay what they are."""
+
+WIDTH = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2, torch.float64: 3}
+
+
+def widest(dtypes: set[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds all of `dtypes`: float16 with bfloat16 gives float32."""
+    top = max(WIDTH[dtype] for dtype in dtypes)
+    among = [dtype for dtype in dtypes if WIDTH[dtype] == top]
+    return among[0] if len(among) == 1 else torch.float32
+
+
+class Casts:
+    """Does the casts of a region and stores those of weights."""
+
+    def __init__(self) -> None:
+        # (id, dtype, whether a graph is recorded) -> the weight, its version, the copy
+        self._copies: dict[tuple[int, torch.dtype, bool], tuple[Tensor, int, Tensor]] = {}
+
+    def to(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """`x` in `dtype`, differentiably; `x` itself where it has it or is never cast."""
+        have = x.dtype
+        if have is dtype or have not in CASTABLE:
+            return x
+        if x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
+            return self._weight(x, dtype)
+        return x.to(dtype)
+
+    def _weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        key = (id(weight), dtype, torch.is_grad_enabled())
+        if torch.is_inference_mode_enabled() or weight.is_inference():
+            return weight.to(dtype)
+        entry = self._copies.get(key)
+        if entry is None or entry[0] is not weight or entry[1] != version_of(weight):
+            entry = self._copies[key] = weight, version_of(weight), weight.to(dtype)
+        return entry[2]
+
+    def forget(self) -> None:
+        """Drop the copies."""
+        self._copies.clear()
+
+
+Cast = Callable[[Tensor, torch.dtype], Tensor]
+"""`Casts.to`, or one that reports the cast as well."""
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
@@ -130,14 +182,14 @@ def mutated(cast: Cast) -> Handler:
 def unless_mutating(handler: Handler, writes: Handler) -> Handler:
     """`writes` where the call says `inplace=True` or `max_norm` (which writes to the weights)."""
 
-    def chosen(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def either(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("inplace"):
             return writes(function, args, kwargs)
         if kwargs.get("max_norm") is not None:
             return function(*args, **kwargs)
         return handler(function, args, kwargs)
 
-    return chosen
+    return either
 
 
 _KNOWN_WIDTHS = CASTABLE | {torch.float64}

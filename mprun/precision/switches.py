@@ -3,12 +3,12 @@
 PyTorch keeps process-wide switches that change what a "float32" matmul or convolution computes:
 TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions), bfloat16 inside
 oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
-policy and puts them back on every way out.
+policy and restores them on every way out.
 
 They have two interfaces, `fp32_precision` and the older `allow_tf32`, and PyTorch raises an error
 where the two disagree. Both are set, so that a model's code can use either
-(`torch.backends.cudnn.flags` uses both). What such code sets is put back at once, with a warning:
-the arithmetic of a run is that of its mode, as the record states it.
+(`torch.backends.cudnn.flags` uses both). What such code sets is undone at once, with a warning: a
+run computes as its mode says, and as its record states.
 """
 
 from __future__ import annotations
@@ -47,20 +47,23 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
     wanted = BackendSwitches.all_at("tf32" if tf32 else "ieee", reduced)
     reported: set[str] = set()
 
-    def put_back() -> None:
+    def restore() -> None:
         changes = backend_switches().changes(wanted)
         set_backend_switches(wanted)
         for change in changes:
             if change not in reported:
                 reported.add(change)
-                kept = "the run keeps what its mode says"
-                warnings.warn(f"the model's code set {change} during a run; {kept}", stacklevel=4)
+                warnings.warn(
+                    f"the model's code set {change} during a run; the run restores what its mode "
+                    "says",
+                    stacklevel=4,
+                )
 
     try:
         set_backend_switches(wanted)
-        with on_backend_switch(put_back):
+        with on_backend_switch(restore):
             yield
-        put_back()  # what was set past the setters that are watched
+        restore()  # what was set without a setter that is followed
     finally:
         set_backend_switches(before)
 

@@ -1,9 +1,9 @@
-"""What weights lose when float16 has to hold them.
+"""How many weights leave float16's range.
 
-bfloat16 has float32's eight exponent bits, float16 has five. So weights that grew, or shrank, where
-bfloat16 was the narrowest format can lie outside what float16 holds, and training that goes on in
-it then fails without a word: an infinite weight makes the loss NaN, a zero one learns nothing of
-what it was. By IEEE 754, rounding to nearest and ties to even, a magnitude m becomes
+bfloat16 has float32's eight exponent bits, float16 has five. Weights that were trained in bfloat16
+or float32 can lie outside of what float16 holds. Training that continues in float16 then fails
+without a message: an infinite weight makes the loss NaN, and a zero one has lost what it learned.
+By IEEE 754, rounding to nearest and ties to even, a magnitude m becomes
 
     infinite    from 65520 on: halfway between the largest float16, 65504, and the next one, 65536
     zero        up to 2^-25: half of the smallest subnormal, 2^-24; the tie goes to zero
@@ -25,8 +25,8 @@ NORMAL_FROM = 2.0**-14 - 2.0**-25
 
 
 @dataclass(frozen=True)
-class Float16Loss:
-    """How many of some weights leave float16's normal range."""
+class Float16Range:
+    """How many of some values leave float16's normal range."""
 
     total: int
     overflow: int
@@ -51,8 +51,8 @@ class Float16Loss:
         return f"{percent:.3f}".rstrip("0").rstrip(".") + " %"
 
 
-def float16_loss(tensors: Iterable[Tensor]) -> Float16Loss:
-    """Count what float16 would do to the values of `tensors`: any shapes, floating dtypes."""
+def float16_range(tensors: Iterable[Tensor]) -> Float16Range:
+    """Count the values of `tensors` (any shapes, floating dtypes) that leave float16's range."""
     total = overflow = zero = subnormal = 0
     for tensor in tensors:
         size = tensor.detach().float().abs()
@@ -60,4 +60,4 @@ def float16_loss(tensors: Iterable[Tensor]) -> Float16Loss:
         overflow += int((size >= OVERFLOWS_FROM).sum())
         zero += int(((size > 0) & (size <= ZERO_UP_TO)).sum())
         subnormal += int(((size > ZERO_UP_TO) & (size < NORMAL_FROM)).sum())
-    return Float16Loss(total, overflow, zero, subnormal)
+    return Float16Range(total, overflow, zero, subnormal)

@@ -33,17 +33,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision.arithmetic import Arithmetic, lstm_by_float32
-from mprun.precision.buffers import BufferGuard, BufferOverflow, guard_for
+from mprun.precision.arithmetic import Arithmetic, with_lstm_fallback
+from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster
-from mprun.precision.clip import Clip
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.layers import keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.outputs import to_dtype
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.random_bits import name_parameters
+from mprun.precision.update import Clip
 
 
 class Precision:
@@ -104,11 +104,11 @@ class Precision:
             caster = AutocastCaster(device.type, torch.float32) if uncast else self._caster
             keep_layers(model, named, dtype if uncast else None, caster.layer_region)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
-        self.arithmetic = lstm_by_float32(self.arithmetic, model, self.policy.casting, device)
+        self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
         prefix = "" if number == 1 else f"model {number}: "
         needed = self.loss_scale.tensor is not None or self.policy.is_low
-        self._guards[model] = guard_for(model, needed, prefix)
+        self._guards[model] = BufferGuard(model, prefix, active=needed)
         name_parameters(model, prefix)
         return model
 

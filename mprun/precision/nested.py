@@ -1,0 +1,68 @@
+"""Tensors inside other things: a model's inputs and outputs, nested as they like.
+
+Tuples, named tuples, lists, mappings and dataclasses are visited (Transformers' `ModelOutput` is
+both of the last two), and keep their type. Other leaves pass. What holds nothing to change is
+returned itself, not a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, MutableMapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with `function` applied to each tensor in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list):
+        return _sequence(value, [map_tensors(function, x) for x in value])
+    if isinstance(value, MutableMapping):
+        new = {k: map_tensors(function, v) for k, v in value.items()}
+        return _with(value, {k: v for k, v in new.items() if v is not value[k]}, _set_item)
+    if is_dataclass(value) and not isinstance(value, type):
+        old = {f.name: getattr(value, f.name, None) for f in fields(value)}
+        new = {k: map_tensors(function, v) for k, v in old.items()}
+        return _with(value, {k: v for k, v in new.items() if v is not old[k]}, _set_field)
+    return value
+
+
+def to_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with every floating tensor in it in `dtype`."""
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
+
+
+def _sequence(value: Any, items: list[Any]) -> Any:
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    kind = type(value)
+    if hasattr(kind, "_make"):  # a named tuple
+        return kind._make(items)
+    if isinstance(value, list) and kind is not list:
+        copied = copy.copy(value)
+        copied[:] = items
+        return copied
+    return kind(items)
+
+
+def _with(value: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any], None]) -> Any:
+    """A shallow copy of `value` with some of its entries replaced."""
+    if not changes:
+        return value
+    copied = copy.copy(value)
+    for key, new in changes.items():
+        put(copied, key, new)
+    return copied
+
+
+def _set_item(mapping: Any, key: Any, new: Any) -> None:
+    mapping[key] = new
+
+
+def _set_field(instance: Any, name: Any, new: Any) -> None:
+    object.__setattr__(instance, name, new)  # a frozen one too

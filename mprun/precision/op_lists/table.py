@@ -1,0 +1,344 @@
+"""Which handler casts for which function: op lists and a dtype as a table.
+
+A `Table` has a handler for every PyTorch function that Python can call; `mode.py` looks it up. The
+handlers are those of `rules.py`.
+
+PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
+(`F.multi_head_attention_forward`) would therefore hide the ops inside it: its body is run with the
+mode on. That costs microseconds a call, and most such functions call one op of the same name
+(`F.relu` calls `torch.relu` and nothing else). So only those are opened whose code names a listed
+op.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType, FunctionType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode, get_overridable_functions
+from traceback import walk_stack
+
+from mprun._torch import OpOverload
+from mprun.precision.op_lists import rules
+from mprun.precision.op_lists.lists import OpLists
+from mprun.precision.op_lists.names import INNER, name_of, spelled
+from mprun.precision.op_lists.rules import Casts, Function, Handler
+from mprun.records.op_list_files import KINDS
+
+
+class Watcher(Protocol):
+    """Is called for each op with its rule, and for each cast."""
+
+    def op(self, name: str, rule: str) -> AbstractContextManager[object]:
+        """The op `name`, decided by `rule`, runs while this is entered."""
+
+    def cast(self, have: torch.dtype, want: torch.dtype) -> None:
+        """An input of the op that runs goes from `have` to `want`."""
+
+
+class CastLog:
+    """A watcher that reports each distinct cast once, with the module that it happens in.
+
+    `cast: linear (lower) in encoder.fc1 (Linear): float32 to bfloat16`
+
+    Args:
+        report: called with each line.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._reported: set[str] = set()
+        self._running: list[str] = []
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+    @contextmanager
+    def op(self, name: str, rule: str) -> Iterator[None]:
+        self._running.append(f"{name} ({rule})")
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def cast(self, have: torch.dtype, want: torch.dtype) -> None:
+        names = (str(dtype).removeprefix("torch.") for dtype in (have, want))
+        line = f"cast: {self._running[-1]}{self._module()}: {' to '.join(names)}"
+        if line not in self._reported:
+            self._reported.add(line)
+            self._report(line)
+
+    def _module(self) -> str:
+        """` in NAME (CLASS)` of the innermost module that runs, empty outside of all."""
+        modules = _running_modules()
+        if not modules:
+            return ""
+        outermost, innermost = modules[-1], modules[0]
+        for name, module in outermost.named_modules():
+            self._names.setdefault(module, name)  # a part that is called by itself keeps its name
+        name, kind = self._names.get(innermost, ""), type(innermost).__name__
+        return f" in {name} ({kind})" if name else f" in {kind}"
+
+
+def _running_modules() -> list[nn.Module]:
+    """The modules whose calls the calling thread is in, the innermost first."""
+    call = nn.Module.__call__.__code__
+    frames = (frame for frame, _ in walk_stack(None) if frame.f_code is call)
+    return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
+
+
+class Table:
+    """A handler for each function, made from lists and a dtype.
+
+    Args:
+        lists: which op is on which list.
+        dtype: what ops of the lower list compute in: bfloat16 or float16.
+        casts: does the casts.
+        device_type: cpu or cuda, whose kernels will run.
+        watcher: is called for each op and cast, or None.
+    """
+
+    def __init__(
+        self,
+        lists: OpLists,
+        dtype: torch.dtype,
+        casts: Casts,
+        device_type: str,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self.lists = lists
+        self.dtype = dtype
+        self._watcher = watcher
+        self._same_dtype = rules.SAME_DTYPE_ON_CUDA if device_type == "cuda" else frozenset()
+        cast = casts.to if watcher is None else _reporting(casts, watcher)
+        self._mutated = rules.mutated(cast)
+        self._activation = {
+            "lower": rules.activation_to(cast, dtype),
+            "fp32": rules.activation_to(cast, torch.float32),
+        }
+        self._by_rule = {
+            "lower": rules.to_dtype(cast, dtype),
+            "fp32": rules.to_dtype(cast, torch.float32),
+            "promote": rules.promote(cast),
+            "first input": rules.first_input(cast),
+            "as it is": rules.plain,
+        }
+        self.handlers: dict[Function, Handler | OpenedFunction] = {f: self.make(f) for f in _functions()}
+
+    def rule(self, name: str) -> str:
+        """The rule of an op: its list, or what holds for ops on none."""
+        for candidate in (name, *INNER.get(name, ())):
+            if (kind := self.lists.rules.get(candidate)) is not None:
+                return kind
+        return "first input" if self.lists.first_input else "as it is"
+
+    def make(self, function: Function) -> Handler | OpenedFunction:
+        """The handler of a function."""
+        # Compiled code calls ops like this: their casts were decided in tracing.
+        if isinstance(function, OpOverload) or function is torch.convolution:
+            return rules.plain
+        name = name_of(function)
+        own_rule = getattr(function, "cast_rule", None)
+        if own_rule is not None or name in rules.EXPLICIT:
+            return self._watched(name or function.__name__, own_rule or "explicit", rules.plain)
+        if name in ("backward", "grad") and isinstance(function, types.FunctionType):
+            return _opened(function, rules.plain)  # so that recomputation is seen
+        if name is None or name in rules.UNCAST or name.startswith(("_foreach_", "is_", "sym_")):
+            return rules.plain
+        if name.endswith("_") and not name.startswith("_"):
+            return self._watched(name, "in-place", self._mutated)
+        rule = self.rule(name)
+        in_python = isinstance(function, types.FunctionType)
+        handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
+        if name == "linalg_matrix_power" and name not in self.lists.rules:
+            handler = self._power(handler)
+        if in_python:
+            handler = rules.unless_mutating(handler, self._mutated)
+        handler = self._watched(name, rule, handler)
+        if in_python and rule not in KINDS and self._hides_listed(function, name):
+            return _opened(function, handler)
+        return handler
+
+    def _hides_listed(self, function: Any, name: str) -> bool:
+        """Whether the body of a Python function may call an op of a list other than itself."""
+        called = calls_of(function)
+        if OPERATORS in called:
+            return True
+        inner = {canonical for called_name in called for canonical in spelled(called_name)}
+        return any(self.rule(op) in KINDS for op in inner - {name, f"{name}_"})
+
+    def off(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a function where casts are disabled."""
+        if self._watcher is None:
+            return function(*args, **kwargs)
+        with self._watcher.op(name_of(function) or "", "disabled"):
+            return function(*args, **kwargs)
+
+    def _norm(self, name: str, rule: str) -> Handler:
+        """The activation alone is cast, but where that cannot be or float32 is wanted of all."""
+        whole = rule == "fp32" or name in self._same_dtype
+        if whole and name not in rules.WRITES_STATISTICS:
+            return self._by_rule[rule]
+        return self._activation.get(rule, rules.plain)
+
+    def _power(self, products: Handler) -> Handler:
+        """A matrix power by what it consists of: an inverse where n < 0, then products."""
+        inverse = self._by_rule[self.rule("linalg_inv")]
+
+        def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            kwargs = dict(kwargs)
+            x, n = args[0] if args else kwargs.pop("input", None), [*args, None][1]
+            n = kwargs.pop("n", n)
+            if x is None or n is None:
+                return function(*args, **kwargs)
+            if n < 0:
+                x, n = inverse(torch.linalg.inv, (x,), {}), -n
+            if n < 2:  # no product
+                return function(x, n, **kwargs)
+            return products(function, (x, n), kwargs)
+
+        return handler
+
+    def _watched(self, name: str, rule: str, handler: Handler) -> Handler:
+        watcher = self._watcher
+        if watcher is None:
+            return handler
+
+        def watched(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with watcher.op(name, rule):
+                return handler(function, args, kwargs)
+
+        return watched
+
+
+def _reporting(casts: Casts, watcher: Watcher) -> Callable[..., Any]:
+    """`casts.to` that reports what is really cast to the watcher."""
+
+    def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        result = casts.to(x, dtype)
+        if result is not x:
+            watcher.cast(x.dtype, dtype)
+        return result
+
+    return cast
+
+
+@functools.cache
+def _functions() -> tuple[Function, ...]:
+    """Every function a mode can see, so that a table is whole before anything is traced."""
+    groups = get_overridable_functions().values()
+    return tuple(dict.fromkeys(f for functions in groups for f in functions if callable(f)))
+
+
+class OpeningMode(Protocol):
+    """A function mode that knows which function it has opened."""
+
+    inside: Function | None
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class OpenedFunction:
+    """A handler that runs the body of a Python function with the mode on.
+
+    Args:
+        body: a copy of the function that does not hand itself to modes.
+        whole: the handler where the body hands the function itself on again: its inside cannot be
+            seen.
+    """
+
+    def __init__(self, body: Function, whole: Handler) -> None:
+        self._body = body
+        self._whole = whole
+
+    def run(
+        self, mode: OpeningMode, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call `function`, handed on by `mode`."""
+        if mode.inside is function:
+            return self._whole(function, args, kwargs)
+        before, mode.inside = mode.inside, function
+        try:
+            with mode:
+                return self._body(*args, **kwargs)
+        finally:
+            mode.inside = before
+
+
+def _opened(function: Any, whole: Handler) -> OpenedFunction:
+    """Runs the body of a Python function with the mode on.
+
+    Such a function first asks whether a mode is active, and hands itself to it. For its copy the
+    answer is always no.
+
+    Args:
+        function: the function.
+        whole: the handler for a body that hands the function itself on again, whose inside cannot
+            be seen.
+    """
+    answers = {name: _no for name in function.__globals__ if name.startswith("has_torch_function")}
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **answers},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+
+    return OpenedFunction(copy, whole)
+
+
+def _no(*_: object) -> bool:
+    return False
+
+
+OPERATORS = "<operators>"
+"""Stands for `+`, `/`, `@` and the like, on tensors or not."""
+
+
+@functools.cache
+def calls_of(function: Any) -> frozenset[str]:
+    """Every name that the function's code, or that of PyTorch's functions it names, looks up."""
+    names: set[str] = set()
+    _collect_names(function, names, set())
+    return frozenset(names)
+
+
+def _collect_names(function: FunctionType, names: set[str], seen: set[CodeType]) -> None:
+    code = function.__code__
+    if code in seen:
+        return
+    seen.add(code)
+    names.update(code.co_names)
+    if any(map(_computes, dis.get_instructions(code))):
+        names.add(OPERATORS)
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
+        ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
+        if ours and inner.__name__ not in _HELPERS:
+            _collect_names(inner, names, seen)
+
+
+def _computes(instruction: dis.Instruction) -> bool:
+    """Whether it is an operator other than indexing."""
+    operator = instruction.opname.startswith(("BINARY_", "INPLACE_"))
+    indexing = instruction.opname.endswith(("SUBSCR", "SLICE")) or instruction.argrepr == "[]"
+    return operator and not indexing
+
+
+_HELPERS = frozenset(
+    (
+        *("handle_torch_function", "has_torch_function"),
+        *("_get_softmax_dim", "_verify_batch_size", "_verify_spatial_size"),
+    )
+)
+"""They check arguments and call no op."""
