@@ -20,7 +20,7 @@ from torchvision import models
 
 from mprun.doctor.environment import cpu_name
 from mprun.numerics import sensitivity
-from mprun.precision import Float16ByFloat32
+from mprun.precision import Float16Fallback
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -69,9 +69,9 @@ def main() -> None:
     for name, model, data in cases():
         for dtype in (torch.float16, torch.bfloat16):
             # Convolutions' float16 gradients have a reference kernel only: 20 times slower.
-            by_float32 = Float16ByFloat32(matmuls=False) if dtype == torch.float16 else None
+            fp32_fallback = Float16Fallback(matmuls=False) if dtype == torch.float16 else None
             found = sensitivity(
-                model, F.cross_entropy, data, dtype, modules=False, arithmetic=by_float32
+                model, F.cross_entropy, data, dtype, modules=False, arithmetic=fp32_fallback
             )
             weights, lower = found.unavoidable.worst_db, found.lower.worst_db
             kept = ", ".join(found.smallest_ops().fp32) or "nothing"

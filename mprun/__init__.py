@@ -1,12 +1,52 @@
 """mprun: train a model in several numerical precisions and learn which one to use.
 
-Importing this package is cheap: torch is imported by the modules that compute, never here, so
-that `mprun --help` and shell completion stay fast.
+In anyone's own loop:
+
+    import mprun
+
+    mprun.policy("bf16_sr")      # a precision mode by its name: a row of dtypes and roundings
+    mprun.Precision              # carries a policy out for a model and its optimizer
+    mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
+    mprun.optim                  # optimizers that keep parameters and state in 16 bits
+    mprun.numerics               # a close look at one training step
+
+Importing this package is cheap. torch is imported when one of these names is first used, so that
+`mprun --help` and shell completion stay fast.
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mprun import numerics, optim
+    from mprun.precision import Precision
+    from mprun.precision.policy import policy
+    from mprun.recipe import Recipe
+
+__all__ = ["Precision", "Recipe", "__version__", "numerics", "optim", "policy"]
+
+_SOURCES = {
+    "Precision": "mprun.precision",
+    "Recipe": "mprun.recipe",
+    "policy": "mprun.precision.policy",
+}
+_PACKAGES = ("numerics", "optim")
 
 try:
     __version__ = version("mprun")
 except PackageNotFoundError:  # a bare source tree on sys.path, never installed
     __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> object:
+    """A public name, imported on first use (PEP 562)."""
+    if name in _PACKAGES:
+        return import_module(f"mprun.{name}")
+    if name in _SOURCES:
+        return getattr(import_module(_SOURCES[name]), name)
+    raise AttributeError(f"module 'mprun' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

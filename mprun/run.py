@@ -34,9 +34,9 @@ from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.numerics.exceptions import Exceptions
 from mprun.precision import Arithmetic, NativeArithmetic, Precision, backend_flags
 from mprun.precision.accumulation import TERMS, sum_of_ones
-from mprun.precision.arithmetic import op_name
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
+from mprun.precision.products import op_name
 from mprun.records.run_record import (
     RunFolder,
     Status,

@@ -23,7 +23,7 @@ from mprun.numerics.footprint import fake_tensors
 from mprun.optim import LowPrecisionOptimizer
 from mprun.precision import Precision, backend_flags
 from mprun.precision.convert import dtype_of
-from mprun.precision.execution import tf32_is_on
+from mprun.precision.switches import tf32_is_on
 from mprun.records.run_record import PrecisionRow
 from mprun.train.init_from import DRAWN
 

@@ -197,10 +197,10 @@ def _layers_file(path: Path) -> dict[str, str]:
             f"precision.layers_file={path}: a line for each module, 'name: dtype', "
             f"with dtype (or mode) one of {', '.join(legal)}"
         )
-    return {str(key): value for key, value in found.items()}
+    return {str(key): LayerDType[value].name for key, value in found.items()}
 
 
-def choose_by_float32(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
+def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
     """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
 
     `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether float16

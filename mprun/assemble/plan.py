@@ -47,8 +47,8 @@ class Plan:
     """Ops cast by name, or None."""
     weights: Weights
     """What the model begins with where it is not drawn (`DRAWN`)."""
-    by_float32: str
-    """Which float16 ops a CPU computes in float32 (`Float16ByFloat32`): none, backward or all."""
+    fp32_fallback: str
+    """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
     warnings: tuple[str, ...]
     """What the user is warned of before the run; one sentence for each field without effect."""
 
@@ -65,7 +65,7 @@ class Plan:
             "execution": self.execution,
             "memory_format": self.speed.memory_format,
             "optimizer_impl": self.speed.optimizer_impl,
-            "by_float32": self.by_float32,
+            "fp32_fallback": self.fp32_fallback,
         }
 
     @property
@@ -111,9 +111,11 @@ def plan(
     if keeps_low_precision(policy, layers, config.train.optimizer):
         engine = engine_for(config.speed.name, device, kept.get("optimizer_impl"))
         speed = replace(speed, optimizer_impl=engine)
-    by_float32 = kept.get("by_float32")
-    if by_float32 is None:
-        by_float32 = machine.choose_by_float32(config.speed.name, policy, execution, device)
+    fp32_fallback = kept.get(
+        "fp32_fallback", kept.get("by_float32")
+    )  # the key in older checkpoints
+    if fp32_fallback is None:
+        fp32_fallback = machine.choose_fp32_fallback(config.speed.name, policy, execution, device)
     batch, capped = batch_sizes(config)
     weights = DRAWN
     if config.train.init_from is not None and not choices:  # a resumed run has its own
@@ -146,7 +148,7 @@ def plan(
         layers=layers,
         op_lists=op_lists,
         weights=weights,
-        by_float32=by_float32,
+        fp32_fallback=fp32_fallback,
         warnings=tuple(warnings),
     )
 

@@ -38,7 +38,7 @@ def step_memory(chosen: Plan) -> StepMemory:
                 splits=replace(splits, train=samples, validation=none, test=none),
                 execution="native",  # what a mode needs, not what emulating it takes
                 policy=replace(chosen.policy, partials_dtype="float32"),
-                by_float32="none",
+                fp32_fallback="none",
                 weights=DRAWN,  # fake tensors have no values to load into
             )
         )

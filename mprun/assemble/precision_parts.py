@@ -14,16 +14,15 @@ from mprun.precision import (
     AutocastCaster,
     BlockedConvolutions,
     Caster,
-    ClipNorm,
+    Clip,
     DynamicLossScale,
     DynamicRule,
     Emulated16,
     EmulatedTf32,
-    Float16ByFloat32,
+    Float16Fallback,
     LossScale,
     NativeArithmetic,
     NoCaster,
-    NoClip,
     NoLossScale,
     OpListCaster,
     Policy,
@@ -57,7 +56,7 @@ def build_precision(
         caster or build_caster(chosen),
         arithmetic or build_arithmetic(chosen),
         build_loss_scale(chosen.config, chosen.layers, chosen.device),
-        NoClip() if clip_norm is None else ClipNorm(clip_norm),
+        Clip(clip_norm),
         layers=chosen.layers,
     )
 
@@ -75,10 +74,10 @@ def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
 
 def build_arithmetic(chosen: Plan) -> Arithmetic:
     """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
-    return arithmetic_for(chosen.policy, chosen.execution, chosen.by_float32, chosen.config.seed)
+    return arithmetic_for(chosen.policy, chosen.execution, chosen.fp32_fallback, chosen.config.seed)
 
 
-def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -> Arithmetic:
+def arithmetic_for(policy: Policy, execution: str, fp32_fallback: str, seed: int) -> Arithmetic:
     """The arithmetic of a policy: `Plan` says what the others are."""
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
@@ -92,8 +91,8 @@ def arithmetic_for(policy: Policy, execution: str, by_float32: str, seed: int) -
         )
     if policy.partials_dtype == "float16":
         return BlockedConvolutions()
-    if by_float32 != "none":
-        return Float16ByFloat32(matmuls=by_float32 == "all")
+    if fp32_fallback != "none":
+        return Float16Fallback(matmuls=fp32_fallback == "all")
     return NativeArithmetic(watch=policy.is_low)
 
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.reference import GROUPS, leaves, sections
+from mprun.config.reference import GROUPS, aliases, leaves, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
@@ -163,6 +163,8 @@ def parse(text: str) -> Override:
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
     switch = SPELLINGS.get(text.lower())
+    if name in GROUPS and text.partition("=")[2] in aliases(name):
+        switch = f"{name}={aliases(name)[text.partition('=')[2]]}"
     return parse(switch) if switch else parsed
 
 

@@ -31,6 +31,7 @@ from mprun.config.compose import (
     search_path,
     to_composed,
 )
+from mprun.config.reference import GROUPS, aliases
 from mprun.errors import UsageError
 
 Job = Callable[[Composed, Path], int]
@@ -70,7 +71,7 @@ def sweep(
     with new_folder() as folder, initialize_config_module("mprun.conf", version_base="1.3"):
         # Hydra's own name, the time to the second, is shared by sweeps that begin at once.
         at = f"hydra.sweep.dir='{folder}'"
-        words = [*map(for_hydra, ours), *QUIET, at, *for_launcher, *extra]
+        words = [*map(_expanded, ours), *QUIET, at, *for_launcher, *extra]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
@@ -95,7 +96,19 @@ def _values(override: Override) -> list[str]:
         raise UsageError(f"'{text}': an interval has no end of values; list some: name=a,b")
     loader = GlobalHydra.instance().config_loader()  # knows the options a glob(*) stands for
     with_options = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
-    return [f"{override.key_or_group}={x}" for x in with_options.sweep_string_iterator()]
+    key = override.key_or_group
+    values = [str(x) for x in with_options.sweep_string_iterator()]
+    if key in GROUPS:  # two names of one option are one value
+        values = list(dict.fromkeys(aliases(key).get(value, value) for value in values))
+    return [f"{key}={value}" for value in values]
+
+
+def _expanded(override: Override) -> str:
+    """The override as Hydra's multirun gets it: each option of a group once."""
+    if override.key_or_group not in GROUPS or not override.is_sweep_override():
+        return for_hydra(override)
+    values = (text.partition("=")[2] for text in _values(override))
+    return f"{override.key_or_group}={','.join(values)}"
 
 
 class _Task:

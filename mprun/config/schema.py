@@ -126,6 +126,7 @@ class LayerDType(Enum):
     fp16_true = "fp16_true"
     bf16_true = "bf16_true"
     half_sr = "half_sr"
+    fp16_sr = "half_sr"  # noqa: PIE796 - another name
     bf16_sr = "bf16_sr"
     half_sr_full = "half_sr_full"
 

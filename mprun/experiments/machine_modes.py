@@ -9,14 +9,14 @@ import torch
 
 from mprun.assemble.machine_choices import (
     build_policy,
-    choose_by_float32,
     choose_execution,
+    choose_fp32_fallback,
     executions,
 )
 from mprun.assemble.precision_parts import arithmetic_for
 from mprun.config import Config, compose
-from mprun.config.reference import options
 from mprun.config.validate import loss_scale_kind
+from mprun.config.variants import modes
 from mprun.precision import Policy
 from mprun.precision.policy import NAMED
 from mprun.records.doctor_record import Format, Mode, OpName
@@ -37,7 +37,7 @@ def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mo
         accelerated: 16-bit dtype to whether its matmuls are faster than float32's; measured.
     """
     order = {name: n for n, name in enumerate(NAMED)}
-    names = sorted(options("precision"), key=lambda name: order.get(name, len(order)))
+    names = sorted(modes(), key=lambda name: order.get(name, len(order)))
     configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]
     return list(_rows(configs, device, accelerated))
 
@@ -50,14 +50,16 @@ def format_of(policy: Policy) -> Format:
 def _rows(
     configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
 ) -> Iterator[Mode]:
-    by_float32: dict[tuple[str, str], str] = {}  # measured once for modes that compute alike
+    fp32_fallback: dict[tuple[str, str], str] = {}  # measured once for modes that compute alike
     for config in configs:
         policy = build_policy(config)
         execution = choose_execution(config.execution.name, policy, device)
         alike = (policy.compute_dtype, execution)
-        if alike not in by_float32:
-            by_float32[alike] = choose_by_float32(config.speed.name, policy, execution, device)
-        arithmetic = arithmetic_for(policy, execution, by_float32[alike], config.seed)
+        if alike not in fp32_fallback:
+            fp32_fallback[alike] = choose_fp32_fallback(
+                config.speed.name, policy, execution, device
+            )
+        arithmetic = arithmetic_for(policy, execution, fp32_fallback[alike], config.seed)
         substituted = {s.op for s in arithmetic.substitutions}
         native = execution == "native"
         yield Mode(

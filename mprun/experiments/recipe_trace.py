@@ -20,12 +20,11 @@ from mprun.numerics.observe import Observer, Op
 from mprun.numerics.trace import (
     Calls,
     LabelledCaster,
-    ObservedArithmetic,
     Trace,
     trace,
     typical,
 )
-from mprun.precision import Arithmetic, Caster, NativeArithmetic
+from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
 from mprun.train.callbacks import NoObserver
@@ -98,7 +97,9 @@ def shipped_op_lists(name: str, device: torch.device) -> OpLists:
 
 
 def _arithmetic(inner: Arithmetic, observer: Observer) -> Arithmetic:
-    return inner if isinstance(inner, NativeArithmetic) else ObservedArithmetic(inner, observer)
+    return (
+        inner if isinstance(inner, NativeArithmetic) else WrappedArithmetic(inner, observer.region)
+    )
 
 
 def _timed(trainer: Trainer, batch: Batch, device: torch.device) -> float:

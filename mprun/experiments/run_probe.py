@@ -14,13 +14,13 @@ from importlib.resources import files
 import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from mprun.assemble.machine_choices import choose_by_float32
+from mprun.assemble.machine_choices import choose_fp32_fallback
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster
 from mprun.data import Batch
 from mprun.numerics.gradients import LargestGradients
 from mprun.numerics.updates import own_random_numbers
-from mprun.precision import NoClip, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.policy import torch_dtype
 
 EXACT = "fp32"
@@ -69,7 +69,9 @@ class Probe:
             execution="native",
             op_lists=None if exact else chosen.op_lists,
             layers={} if exact else _dtypes(chosen.layers),
-            by_float32=choose_by_float32(chosen.config.speed.name, policy, "native", chosen.device),
+            fp32_fallback=choose_fp32_fallback(
+                chosen.config.speed.name, policy, "native", chosen.device
+            ),
         )
         self.loss = 0.0
         """The mean loss of the last pass, unscaled."""
@@ -79,7 +81,7 @@ class Probe:
             build_caster(self._plan),
             build_arithmetic(self._plan),
             self._scale,
-            NoClip(),
+            Clip(),
             layers=self._plan.layers,
         )
         with self._untouched():

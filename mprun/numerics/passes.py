@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from mprun.errors import first_line
 from mprun.numerics.float64 import in_float64
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, NoCaster
-from mprun.precision.caster import Region
+from mprun.precision.caster import LayerRegions
 from mprun.precision.layers import computing_in
 
 Loss = Callable[[Any, Any], Tensor]
@@ -48,7 +48,7 @@ class Way:
     caster: Caster
     modules: Mapping[str, torch.dtype] = field(default_factory=dict)
     """Modules with a dtype of their own, as `precision.layers` gives them one."""
-    layer_region: Callable[[torch.dtype], Callable[[], Region]] | None = None
+    layer_region: LayerRegions | None = None
     """The regions in them; None for the caster's own."""
     arithmetic: Arithmetic = field(default_factory=NativeArithmetic)
     """Whose kernels compute."""

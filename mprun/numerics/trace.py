@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mprun.numerics.observe import Observer, Op, Value
-from mprun.precision import Arithmetic, Caster
-from mprun.precision.arithmetic import Substitution
+from mprun.numerics.observe import Op, Value
+from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
-from mprun.precision.op_lists.casts import Casts
+from mprun.precision.op_lists.rules import Casts
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
 """How the rules of lists are called in a trace; the others go by their own names."""
@@ -72,7 +71,7 @@ class Calls:
         return self._stack[-1] if self._stack else None
 
 
-class LabelledCaster:
+class LabelledCaster(Caster):
     """A caster whose ops are told to a watcher by lists that cast nothing.
 
     Args:
@@ -106,37 +105,6 @@ class LabelledCaster:
 class _NoCasts(Casts):
     def to(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x
-
-
-class ObservedArithmetic:
-    """An arithmetic whose own ops an observer does not see: those of the model are.
-
-    Args:
-        inner: the arithmetic.
-        observer: stands above it in its regions.
-    """
-
-    def __init__(self, inner: Arithmetic, observer: Observer) -> None:
-        self._inner = inner
-        self._observer = observer
-        self.occurred, self.products = inner.occurred, inner.products
-        self.columns = inner.columns
-
-    @property
-    def substitutions(self) -> tuple[Substitution, ...]:
-        """Those of the arithmetic."""
-        return self._inner.substitutions
-
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        with self._inner.region(), self._observer.region():
-            yield
-
-    def begin_step(self, step: int) -> None:
-        self._inner.begin_step(step)
-
-    def end_step(self) -> None:
-        self._inner.end_step()
 
 
 @dataclass

@@ -1,20 +1,18 @@
-"""The numerics: what a precision mode is (policy) and what carries it out (Precision).
+"""Precision modes: what a mode is (`Policy`) and what carries it out (`Precision`).
 
-Imports torch and of mprun only `_torch` (private interfaces), `kernels` and `op_list_file`, so that
-it can be used in anyone's own loop.
+For anyone's own loop. Of mprun it imports `_torch` (private interfaces of PyTorch), `kernels`
+(compiled loops), `errors` and the reader of op-list files in `records`.
 """
 
+from mprun.precision.apply import Precision
 from mprun.precision.arithmetic import (
     Arithmetic,
-    EmulatedTf32,
-    Float16ByFloat32,
+    Float16Fallback,
     NativeArithmetic,
-    round_to_tf32,
+    WrappedArithmetic,
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
-from mprun.precision.clip import Clip, ClipNorm, NoClip
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
-from mprun.precision.execution import backend_flags, has_tf32
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     DynamicRule,
@@ -24,9 +22,10 @@ from mprun.precision.loss_scale import (
 )
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
-from mprun.precision.precision import Precision
-from mprun.precision.range import Float16Loss, float16_loss
 from mprun.precision.rates import accelerated
+from mprun.precision.switches import backend_flags, has_tf32
+from mprun.precision.tf32 import EmulatedTf32, round_to_tf32
+from mprun.precision.update import Clip
 
 __all__ = [
     "Arithmetic",
@@ -34,27 +33,24 @@ __all__ = [
     "BlockedConvolutions",
     "Caster",
     "Clip",
-    "ClipNorm",
     "DynamicLossScale",
     "DynamicRule",
     "Emulated16",
     "EmulatedTf32",
-    "Float16ByFloat32",
-    "Float16Loss",
+    "Float16Fallback",
     "LossScale",
     "NativeArithmetic",
     "NoCaster",
-    "NoClip",
     "NoLossScale",
     "OpListCaster",
     "OpLists",
     "Policy",
     "Precision",
     "StaticLossScale",
+    "WrappedArithmetic",
     "accelerated",
     "backend_flags",
     "disable_casts",
-    "float16_loss",
     "has_tf32",
     "op_lists",
     "round_to_tf32",

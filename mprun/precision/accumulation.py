@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 
 aten = torch.ops.aten
 

@@ -144,7 +144,9 @@ class Float16Fallback(Arithmetic):
 
     def __init__(self, matmuls: bool) -> None:
         super().__init__()
-        missing = "no fast float16 kernel on a CPU: computed in float32, its result rounded to float16"
+        missing = (
+            "no fast float16 kernel on a CPU: computed in float32, its result rounded to float16"
+        )
         slow = "no float16 instructions on this CPU: computed in float32, rounded to float16"
         reasons = dict.fromkeys(CONVOLUTION_BACKWARD, missing)
         reasons |= dict.fromkeys([*MATMULS, *CONVOLUTIONS], slow) if matmuls else {}

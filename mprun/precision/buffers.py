@@ -87,7 +87,9 @@ class _BufferGroup:
                 channels = rows.any(1).nonzero().flatten().tolist()
                 dtype = str(buffer.dtype).removeprefix("torch.")
                 step = int(part[part > 0].min())
-                overflows.append(BufferOverflow(step, name, channels if buffer.dim() else [], dtype))
+                overflows.append(
+                    BufferOverflow(step, name, channels if buffer.dim() else [], dtype)
+                )
         return overflows
 
     def _buffers(self) -> list[Tensor]:

@@ -19,8 +19,8 @@ output stays as computed. In modes without casting every other module that has p
 inputs to their dtype as well, as Keras' layers do.
 
 A key is a module's name as `model.named_modules()` gives it, or a glob over such names. An exact
-name wins over globs; two globs that fit one module, and a key that fits none, are errors. A module's
-precision holds for all modules inside it.
+name wins over globs; two globs that fit one module, and a key that fits none, are errors. The
+precision of a module holds for all modules inside it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import Policy
+from mprun.precision.policy import ALIASES, Policy
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """What a layer can be kept in, by the names users write."""
@@ -77,10 +77,11 @@ def layer_precision(value: str, casting: str) -> LayerPrecision:
     Raises:
         ValueError: it is neither a dtype nor a mode that a layer can have.
     """
+    value = ALIASES.get(value, value)
     if value in LAYER_MODES:
         return LAYER_MODES[value]
     if value not in LAYER_DTYPES:
-        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES])
+        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES, *ALIASES])
         raise ValueError(f"precision.layers: a layer cannot be in '{value}'; legal: {legal}")
     dtype = LAYER_DTYPES[value]
     return LayerPrecision(dtype if casting == "none" else torch.float32, dtype)
@@ -124,11 +125,12 @@ def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
 
 
 def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
-    """Module name to dtype, for every module that a key of `layers` names.
+    """Module name to dtype or mode, for every module that a key of `layers` names.
 
     Raises:
         ValueError: a key fits no module, or two globs fit one.
     """
+    layers = {key: ALIASES.get(value, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
     named = {key: dtype for key, dtype in layers.items() if key in names}
     for name in (n for n in names if n not in layers):
@@ -237,7 +239,7 @@ def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a layer's dtype, at its border. Function modes see this call, not a model's own cast."""
+    """`x` in a layer's dtype, at its border; function modes can tell it from a model's own cast."""
     if has_torch_function_unary(x):
         return handle_torch_function(to_layer, (x,), x, dtype)
     return x.to(dtype)

@@ -45,7 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 
 aten = torch.ops.aten
 

@@ -16,16 +16,22 @@ The table of modes is `conf/precision/*.yaml`; two modes differ exactly where th
 Keras calls the first two columns the variable dtype and the compute dtype. The optimizer's moments,
 the partial sums inside a matmul and the outputs are float32 in all of them.
 
-A row must be one this version really carries out: a combination that would have to be silently
-replaced by another is refused here.
+`policy("bf16_sr")` gives the row of a name. `fp16_sr` is another name of `half_sr` (`ALIASES`).
+
+A row must be one that this version really carries out. A combination that would have to be replaced
+silently by another is refused here.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
@@ -50,6 +56,8 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
 }
 """Columns that the names of the shipped modes fix."""
+ALIASES = {"fp16_sr": "half_sr"}
+"""Other names of modes; records and messages have the first name."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -93,12 +101,9 @@ class Policy:
     def __post_init__(self) -> None:
         for key, legal in self._legal().items():
             if getattr(self, key) not in legal:
-                words = ", ".join(str(x).lower() if isinstance(x, bool) else x for x in legal)
-                received = str(getattr(self, key))
-                received = received.lower() if isinstance(getattr(self, key), bool) else received
                 raise ValueError(
-                    f"precision.{key}={received} with precision={self.name} "
-                    f"(casting={self.casting}): legal is {words}"
+                    f"precision.{key}={_yaml(getattr(self, key))} with precision={self.name} "
+                    f"(casting={self.casting}): legal is {', '.join(map(_yaml, legal))}"
                 )
 
     @property
@@ -142,3 +147,26 @@ class Policy:
         row = asdict(self)
         del row["name"]
         return row
+
+
+def _yaml(value: str | bool) -> str:
+    """A value as users write it."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+@cache
+def policy(name: str) -> Policy:
+    """The shipped mode of a name: `policy("bf16_sr")`.
+
+    Raises:
+        ValueError: no mode has this name.
+    """
+    name = ALIASES.get(name, name)
+    if name not in NAMED:
+        near = get_close_matches(name, [*NAMED, *ALIASES], n=1)
+        meant = f"did you mean '{near[0]}'? " if near else ""
+        raise ValueError(
+            f"no precision mode is named '{name}'; {meant}legal: {', '.join([*NAMED, *ALIASES])}"
+        )
+    path = files("mprun.conf") / "precision" / f"{name}.yaml"
+    return Policy(overflow="infinity", **yaml.safe_load(path.read_text(encoding="utf-8")))

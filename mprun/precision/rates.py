@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mprun.precision.execution import switches
+from mprun.precision.switches import switches
 
 SAMPLE_S = 1e-3
 """How long calls are repeated for one time."""

@@ -17,15 +17,16 @@ binade whose spacing in float16 is 2^-24, rounded there with 13 bits, and 2^-14 
 addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
 2^-14th part of float16's spacing there; nothing below 2^-38 is ever rounded up.
 
-Signed zeros, infinities and NaN stay what they are. What rounds beyond the largest finite number (for
-float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes infinity,
-or with `saturate` that largest number, as on Graphcore's IPU; an infinity stays one in both.
+Signed zeros, infinities and NaN stay what they are. What rounds beyond the largest finite number
+(for float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes
+infinity, or with `saturate` that largest number, as on Graphcore's IPU; an infinity stays one in
+both.
 
 Stochastic rounding keeps what nearest loses on average (Croci et al., "Stochastic rounding:
-implementation, error analysis and applications", 2022). **Kahan**'s method (1965) loses nothing: what
-nearest rounding cuts off is stored and added back next time. `split` stores it in a 16-bit integer
-that counts the float32 patterns between the result and the number, so that `merge` gives the
-float32 number back exactly (in float16's subnormals: to 2^-38).
+implementation, error analysis and applications", 2022). **Kahan**'s method (1965) loses nothing:
+what nearest rounding cuts off is stored and added back next time. `split` stores it in a 16-bit
+integer that counts the float32 patterns between the result and the number, so that `merge` gives
+the float32 number back exactly (in float16's subnormals: to 2^-38).
 
 `stochastic` rounds a whole tensor by the fastest means: a compiled kernel on a CPU with a compiler,
 these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same bits.

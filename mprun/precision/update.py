@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
 
+
 class Clip:
     """Limits the gradients of an optimizer's parameters, in place.
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import UsageError
-from mprun.precision import Policy, float16_loss
+from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
+from mprun.precision.float16_range import float16_range
 from mprun.precision.layers import LAYER_MODES
 from mprun.recipe import Recipe
 from mprun.train import checkpoint
@@ -111,13 +112,13 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
     cast = [weights.state[k] for k in weights.parameters if dtype_of(k, layers, mode) in lower]
     if not cast:
         return None
-    loss, trained = float16_loss(cast), ""
+    lost, trained = float16_range(cast), ""
     if "bfloat16" in weights.dtypes:
         trained = "were trained in bfloat16 and "
-    elif not loss.overflow and loss.zero <= ZERO_SHARE * loss.total:
+    elif not lost.overflow and lost.zero <= ZERO_SHARE * lost.total:
         return None
     return (
-        f"these weights {trained}continue in float16, whose range is smaller: {loss}; "
+        f"these weights {trained}continue in float16, whose range is smaller: {lost}; "
         "precision=bf16_mixed or bf16_true keeps it"
     )
 

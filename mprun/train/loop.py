@@ -337,7 +337,7 @@ class Trainer:
         """Raise where a loss is broken beyond what skipping its step mends."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if line.skipped else 0
         loss_scale, mode = self.parts.precision.loss_scale, self.parts.precision.policy.name
-        trouble = loss_scale.trouble(line.loss_scale, self._skipped_in_a_row)
+        trouble = loss_scale.failure_reason(line.loss_scale, self._skipped_in_a_row)
         if trouble is not None:
             raise RunFailedError(f"at step {line.step} in precision={mode}: {trouble}")
         if not line.skipped and not math.isfinite(line.loss):

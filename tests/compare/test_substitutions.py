@@ -10,7 +10,7 @@ import pytest
 from mprun.compare.evaluate import compare
 from mprun.compare.substitutions import FAMILIES, label
 from mprun.experiments.advise import advise
-from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
+from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.report import answer, cells, exports, tables
 from mprun.report.html import page
 from mprun.report.plots import draw
@@ -69,15 +69,15 @@ def study(ops: Sequence[str]) -> Any:
 
 def test_a_gain_is_claimed_of_native_float16_alone() -> None:
     """The same figures twice: the second time the matmuls were computed in float32."""
-    own, by_float32 = study([]), study(["aten.addmm"])
+    own, fp32_fallback = study([]), study(["aten.addmm"])
     assert advise(own, {}, "time").label == "fp16_true"
-    refused = advise(by_float32, {}, "time")
+    refused = advise(fp32_fallback, {}, "time")
     assert refused.label == "fp32"
     assert refused.rejected["fp16_true"].startswith("matmuls in fp32: 0.50 ")
-    assert advise(by_float32, {}, "memory").label == "fp16_true"  # which is stored in 16 bits
+    assert advise(fp32_fallback, {}, "memory").label == "fp16_true"  # which is stored in 16 bits
     (headline,) = answer.headline(own)
     assert "times as fast" in headline
-    (headline,) = answer.headline(by_float32)
+    (headline,) = answer.headline(fp32_fallback)
     assert "times as fast" not in headline
     assert "less peak memory" in headline
 

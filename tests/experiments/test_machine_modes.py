@@ -13,8 +13,8 @@ from mprun.assemble import machine_choices as machine
 from mprun.config import Composed, compose
 from mprun.experiments import machine_modes as module
 from mprun.experiments.machine_modes import ATEN, examine_modes
-from mprun.precision.arithmetic import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.precision.policy import NAMED
+from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.doctor_record import OPS, Mode
 from tests.schema import conforms
 
@@ -33,10 +33,13 @@ def composed(overrides: list[str]) -> Composed:
 
 
 def examined(
-    monkeypatch: pytest.MonkeyPatch, by_float32: str, tf32: bool = False, device: torch.device = CPU
+    monkeypatch: pytest.MonkeyPatch,
+    fp32_fallback: str,
+    tf32: bool = False,
+    device: torch.device = CPU,
 ) -> dict[str, Mode]:
     """The modes by name, on a machine whose kernels were found to be so."""
-    monkeypatch.setattr(module, "choose_by_float32", lambda *_: by_float32)
+    monkeypatch.setattr(module, "choose_fp32_fallback", lambda *_: fp32_fallback)
     monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
     monkeypatch.setattr(module, "compose", composed)
     rows = examine_modes(device, {"bfloat16": True, "float16": False})
@@ -94,13 +97,13 @@ def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("by_float32", "substituted"),
+    ("fp32_fallback", "substituted"),
     [("none", []), ("backward", ["convolution_backward"]), ("all", list(OPS))],
 )
 def test_ops_computed_in_float32_are_those_of_a_run(
-    by_float32: str, substituted: list[str], monkeypatch: pytest.MonkeyPatch
+    fp32_fallback: str, substituted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = examined(monkeypatch, by_float32)
+    rows = examined(monkeypatch, fp32_fallback)
     assert rows["fp16_mixed"].substituted == substituted
     assert rows["half_sr_full"].substituted == []  # emulation has none
 
@@ -115,7 +118,7 @@ def test_kernels_are_measured_once_for_modes_that_compute_alike(
         seen.append((policy.compute_dtype, execution))  # type: ignore[attr-defined]
         return "none"
 
-    monkeypatch.setattr(module, "choose_by_float32", choose)
+    monkeypatch.setattr(module, "choose_fp32_fallback", choose)
     monkeypatch.setattr(module, "compose", composed)
     examine_modes(CPU, {})
     assert len(seen) == len(set(seen))

@@ -21,17 +21,18 @@ from torch import Tensor
 
 from mprun import kernels
 from mprun.precision import random_bits as random_bits_module
-from mprun.precision import stochastic as stochastic_module
+from mprun.precision import rounding as rounding_module
 from mprun.precision.random_bits import Key, key, random_bits
 from mprun.precision.rounding import (
     DTYPES,
     OVERFLOWS,
+    SERIAL,
     merge,
     round_nearest,
     round_stochastic,
     split,
+    stochastic,
 )
-from mprun.precision.stochastic import SERIAL, stochastic
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -45,7 +46,7 @@ KEY = key(1, 2, 3, 0)
 def clear_caches() -> None:
     for cached in (
         *(kernels.why_not, kernels._load, kernels.cache_folder),
-        stochastic_module._kernel,
+        rounding_module._kernel,
     ):
         cached.cache_clear()
 
@@ -220,8 +221,8 @@ def test_tensors_of_several_blocks_take_the_key_of_each(
 ) -> None:
     """With blocks of 2^10 elements instead of 2^31, and eager parts that do not divide them."""
     monkeypatch.setattr(random_bits_module, "BLOCK", 2**10)
-    monkeypatch.setattr(stochastic_module, "BLOCK", 2**10)
-    monkeypatch.setattr(stochastic_module, "EAGER_BLOCK", 300)
+    monkeypatch.setattr(rounding_module, "BLOCK", 2**10)
+    monkeypatch.setattr(rounding_module, "EAGER_BLOCK", 300)
     if eager:
         monkeypatch.setattr(kernels, "why_not", lambda: "not here")
     x = in_float16s_range(5_000)
@@ -268,7 +269,7 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
     nearest, rounded = torch.empty_like(x, dtype=dtype), torch.empty_like(x, dtype=dtype)
     loaded, merged = torch.empty_like(x), torch.empty_like(x)
     rest = torch.empty_like(x, dtype=torch.int16)
-    function: Any = library[f"all_{stochastic_module.C_TYPES[dtype]}"]
+    function: Any = library[f"all_{rounding_module.C_TYPES[dtype]}"]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (nearest, loaded, rounded, rest, merged)]
     function(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(x.numel()), *pointers)
 
@@ -290,7 +291,7 @@ def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_
     generator = torch.Generator().manual_seed(3)
     rest = torch.randint(-(2**15), 2**15, rounded.shape, generator=generator, dtype=torch.int16)
     merged = torch.empty(rounded.shape)
-    function: Any = formats(tmp_path, "infinity")[f"merge_all_{stochastic_module.C_TYPES[dtype]}"]
+    function: Any = formats(tmp_path, "infinity")[f"merge_all_{rounding_module.C_TYPES[dtype]}"]
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (rounded, rest, merged)]
     function(*pointers[:2], ctypes.c_int64(rest.numel()), pointers[2])
     assert_same(merged, merge(rounded.view(dtype), rest))

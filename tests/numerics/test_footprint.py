@@ -228,7 +228,7 @@ REAL = [
 @pytest.mark.parametrize(("words", "tolerance"), REAL, ids=str)
 def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) -> None:
     chosen = plan(compose(("device=cpu", *words, *GENERATED)).config, ())
-    chosen = replace(chosen, by_float32="none")  # the kernels fake tensors stand for
+    chosen = replace(chosen, fp32_fallback="none")  # the kernels fake tensors stand for
 
     def real() -> tuple[Any, Any, Trainer]:
         parts = build_parts(chosen)

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.observe import PHASES, Observer, Op
-from mprun.numerics.trace import ObservedArithmetic
-from mprun.precision import EmulatedTf32
+from mprun.precision import EmulatedTf32, WrappedArithmetic
 
 WIDTH = 4
 """Of everything here: modules cannot be told apart by their shapes."""
@@ -401,7 +400,7 @@ def test_of_an_emulated_arithmetic_the_model_s_ops_are_told_once() -> None:
     model = nested()
     told: list[Op] = []
     observer, optimizer = Observer(told.append), sgd(model)
-    arithmetic = ObservedArithmetic(EmulatedTf32(), observer)
+    arithmetic = WrappedArithmetic(EmulatedTf32(), observer.region)
 
     def emulated(model: nn.Module, optimizer: SGD, region: Callable[[], Any]) -> None:
         optimizer.zero_grad()

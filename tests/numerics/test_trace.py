@@ -31,8 +31,8 @@ from mprun.numerics.trace import (
 from mprun.precision import (
     AutocastCaster,
     Caster,
+    Clip,
     NativeArithmetic,
-    NoClip,
     NoLossScale,
     OpListCaster,
     Precision,
@@ -256,7 +256,7 @@ def autocast(calls: Calls) -> Caster:
 def traced(model: nn.Module, caster: Caster, calls: Calls, layers: Mapping[str, str]) -> Trace:
     """The second training step of `model`."""
     precision = Precision(
-        policy("bf16_mixed"), caster, NativeArithmetic(), NoLossScale(), NoClip(), layers
+        policy("bf16_mixed"), caster, NativeArithmetic(), NoLossScale(), Clip(), layers
     )
     precision.prepare(model, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

@@ -25,11 +25,10 @@ from mprun import kernels
 from mprun.optim import SGD, AdamW, LowPrecisionOptimizer, RMSprop
 from mprun.optim.formulas import SCALE
 from mprun.precision import (
-    ClipNorm,
+    Clip,
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoClip,
     NoLossScale,
     StaticLossScale,
 )
@@ -800,7 +799,7 @@ def test_grad_scaler_drives_float16_parameters() -> None:
             optimizer.zero_grad()
         loss_scale.scale(model(x).float().square().mean()).backward()
         scaler.scale(other(x).float().square().mean()).backward()
-        told = loss_scale.step(ours, NoClip())
+        told = loss_scale.step(ours, Clip())
         loss_scale.update()
         scaler.step(theirs)
         scaler.update()
@@ -842,9 +841,9 @@ LOSS_SCALES: dict[str, Callable[[], LossScale]] = {
 }
 
 
-@pytest.mark.parametrize("clip", [NoClip(), ClipNorm(0.01)], ids=["free", "clipped"])
+@pytest.mark.parametrize("clip", [Clip(), Clip(0.01)], ids=["free", "clipped"])
 @pytest.mark.parametrize("kind", LOSS_SCALES)
-def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: NoClip | ClipNorm) -> None:
+def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: Clip | Clip) -> None:
     """Against the same loss without a scale, in bfloat16, whose powers of two are all exact."""
     found = []
     for make in (NoLossScale, LOSS_SCALES[kind]):
@@ -873,7 +872,7 @@ def test_a_thousand_steps_of_the_dynamic_scale_with_float16_parameters(rate: flo
     scale, tracker = torch.tensor(1024.0), torch.tensor(0, dtype=torch.int32)
     for overflow in overflows:
         p.grad = torch.full((16,), math.inf if overflow else 1.0, dtype=HALF)
-        told = loss_scale.step(optimizer, NoClip())
+        told = loss_scale.step(optimizer, Clip())
         loss_scale.update()
         assert told is not None
         assert told.item() == overflow

@@ -14,7 +14,7 @@ import torch
 
 from mprun.precision import accumulation
 from mprun.precision.accumulation import LANES, LONG, TERMS, sum_of_ones
-from mprun.precision.arithmetic import PRODUCTS
+from mprun.precision.products import PRODUCTS
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

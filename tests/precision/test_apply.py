@@ -12,13 +12,12 @@ from torch import nn
 
 from mprun.precision import (
     AutocastCaster,
-    ClipNorm,
+    Clip,
     DynamicLossScale,
     DynamicRule,
     Emulated16,
     NativeArithmetic,
     NoCaster,
-    NoClip,
     NoLossScale,
     OpListCaster,
     Policy,
@@ -35,7 +34,7 @@ CPU = torch.device("cpu")
 def precision(name: str, **changes: object) -> Precision:
     row: Policy = replace(policy(name), **changes)  # type: ignore[arg-type]
     caster = AutocastCaster("cpu", torch.bfloat16) if row.casting == "autocast" else NoCaster()
-    return Precision(row, caster, NativeArithmetic(), NoLossScale(), NoClip())
+    return Precision(row, caster, NativeArithmetic(), NoLossScale(), Clip())
 
 
 class Spy(nn.Module):
@@ -79,7 +78,7 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
     """Told by saturation, which native kernels do not have."""
     row = replace(policy("fp16_mixed"), output_dtype="float16", overflow=overflow)
     arithmetic = Emulated16("nearest", overflow, "float32", seed=0)
-    ours = Precision(row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), NoClip())
+    ours = Precision(row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), Clip())
     largest = 65504.0 if overflow == "saturate" else torch.inf
 
     output = ours.forward(nn.Identity(), torch.tensor([1e6, 1.0]))
@@ -96,7 +95,7 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
 def test_a_16_bit_loss_is_rounded_stochastically_in_training() -> None:
     row = replace(policy("half_sr_full"), output_dtype="float16")
     arithmetic = Emulated16("stochastic", "infinity", "float32", seed=0)
-    ours = Precision(row, NoCaster(), arithmetic, NoLossScale(), NoClip())
+    ours = Precision(row, NoCaster(), arithmetic, NoLossScale(), Clip())
     output, target = torch.full((1,), 1.0).half(), torch.zeros(1).half()
     found = []
     for step in range(64):
@@ -155,7 +154,7 @@ def test_convert_keeps_values_and_sets_the_memory_format() -> None:
 def test_clip_norm_equals_the_definition() -> None:
     weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     weights[0].grad, weights[1].grad = torch.tensor([2.0, 0, 0]), torch.tensor([0, 1.0])
-    ClipNorm(0.5)(torch.optim.SGD(weights, lr=1.0))
+    Clip(0.5)(torch.optim.SGD(weights, lr=1.0))
     # The global norm is sqrt(5); clip_grad_norm_ divides by norm + 1e-6.
     factor = 0.5 / (5**0.5 + 1e-6)
     assert weights[0].grad.tolist() == pytest.approx([2 * factor, 0, 0], rel=1e-6)
@@ -261,7 +260,7 @@ CASTERS = {
 def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
     row = policy("fp32" if name == "none" else "bf16_mixed")
     scale = StaticLossScale(4.0, CPU)
-    ours = Precision(row, CASTERS[name], NativeArithmetic(), scale, NoClip())
+    ours = Precision(row, CASTERS[name], NativeArithmetic(), scale, Clip())
     x = torch.tensor([[3.0]], requires_grad=True)
     loss = ours.forward(lambda x: (x**3).sum(), x)  # type: ignore[arg-type]
     ours.backward(loss, retain_graph=True)
@@ -289,7 +288,7 @@ def test_an_adversarial_pair_trains_as_with_grad_scaler() -> None:
         scaler = torch.amp.GradScaler("cpu", 2.0**16, growth_interval=3)
         scale = DynamicLossScale(2.0**16, DynamicRule(interval=3), CPU)
         caster = AutocastCaster("cpu", torch.float16)
-        ours = Precision(policy("fp16_mixed"), caster, NativeArithmetic(), scale, NoClip())
+        ours = Precision(policy("fp16_mixed"), caster, NativeArithmetic(), scale, Clip())
         if not by_hand:
             ours.prepare(make, CPU)
             ours.prepare(judge, CPU)
@@ -326,7 +325,7 @@ def test_an_iteration_that_was_not_ended_ends_with_the_next() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scale = DynamicLossScale(8.0, DynamicRule(interval=1), CPU)
-    ours = Precision(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, NoClip())
+    ours = Precision(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, Clip())
     for step in range(1, 4):
         optimizer.zero_grad()
         ours.begin_step(step)

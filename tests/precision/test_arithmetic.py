@@ -20,11 +20,11 @@ from mprun.precision import (
     Arithmetic,
     AutocastCaster,
     BlockedConvolutions,
+    Clip,
     Emulated16,
     EmulatedTf32,
-    Float16ByFloat32,
+    Float16Fallback,
     NativeArithmetic,
-    NoClip,
     NoLossScale,
     Precision,
     round_to_tf32,
@@ -174,7 +174,7 @@ def test_float16_by_float32_rounds_the_exact_result_once(name: str) -> None:
     """Against float64: a half-unit rounding to float16, and float32 sums before it."""
     op, args = OPS[name]
     exact = op(*[a.double() if isinstance(a, Tensor) else a for a in args])
-    with Float16ByFloat32(matmuls=True).region():
+    with Float16Fallback(matmuls=True).region():
         found = op(*args)
     for a, b in zip(*[(x,) if isinstance(x, Tensor) else x for x in (found, exact)], strict=True):
         assert a.dtype == torch.float16
@@ -184,7 +184,7 @@ def test_float16_by_float32_rounds_the_exact_result_once(name: str) -> None:
 
 def test_other_dtypes_pass_untouched() -> None:
     a = torch.randn(8, 8)
-    with Float16ByFloat32(matmuls=True).region():
+    with Float16Fallback(matmuls=True).region():
         assert torch.equal(a @ a, (a @ a))
         assert (a.bfloat16() @ a.bfloat16()).dtype == torch.bfloat16
 
@@ -213,8 +213,8 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize(
     "arithmetic",
     [
-        lambda: Float16ByFloat32(matmuls=True),
-        lambda: Float16ByFloat32(matmuls=False),
+        lambda: Float16Fallback(matmuls=True),
+        lambda: Float16Fallback(matmuls=False),
         lambda: Emulated16("nearest", "infinity", "float16", 0),
         BlockedConvolutions,
     ],
@@ -255,10 +255,10 @@ def test_the_first_step_shows_which_products_are_computed_in_16_bits() -> None:
 
 
 def test_substitutions_name_every_op() -> None:
-    assert [s.op for s in Float16ByFloat32(matmuls=False).substitutions] == [
+    assert [s.op for s in Float16Fallback(matmuls=False).substitutions] == [
         "aten.convolution_backward"
     ]
-    names = {s.op for s in Float16ByFloat32(matmuls=True).substitutions}
+    names = {s.op for s in Float16Fallback(matmuls=True).substitutions}
     assert {"aten.mm", "aten.addmm", "aten.bmm", "aten.convolution"} < names
     assert EmulatedTf32().substitutions == ()
 
@@ -284,7 +284,7 @@ def lstm_step(policy_name: str, model: nn.Module, x: Tensor) -> tuple[Tensor, Pr
         AutocastCaster("cpu", dtype),
         NativeArithmetic(),
         NoLossScale(),
-        NoClip(),
+        Clip(),
     )
     by.prepare(model, torch.device("cpu"))
     out = by.forward(model, x)

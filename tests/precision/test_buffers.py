@@ -16,13 +16,13 @@ from mprun.cli.main import main
 from mprun.optim import SGD
 from mprun.precision import (
     AutocastCaster,
+    Clip,
     DynamicLossScale,
     DynamicRule,
     Emulated16,
     LossScale,
     NativeArithmetic,
     NoCaster,
-    NoClip,
     NoLossScale,
     Precision,
     StaticLossScale,
@@ -44,7 +44,7 @@ def step(model: nn.Module, x: Tensor, loss_factor: float = 1.0) -> Tensor:
         AutocastCaster("cpu", torch.float16),
         NativeArithmetic(),
         loss_scale,
-        NoClip(),
+        Clip(),
     )
     precision.prepare(model, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,7 +94,7 @@ def test_integer_buffers_are_left_alone() -> None:
 
 
 def in_float16(loss_scale: LossScale) -> Precision:
-    parts = (NoCaster(), NativeArithmetic(), loss_scale, NoClip())
+    parts = (NoCaster(), NativeArithmetic(), loss_scale, Clip())
     return Precision(policy("fp16_true"), *parts)
 
 
@@ -246,7 +246,7 @@ def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Seq
     scale = DynamicLossScale(1024.0, DynamicRule(), CPU) if scaled else NoLossScale()
     rounding = row.rounding if row.rounding_scope == "all" else "nearest"
     arithmetic = Emulated16(rounding, "infinity", "float32", 0) if emulated else NativeArithmetic()
-    precision = Precision(row, NoCaster(), arithmetic, scale, NoClip())
+    precision = Precision(row, NoCaster(), arithmetic, scale, Clip())
     precision.prepare(model, CPU)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, rounding=row.rounding)
     x = x.to(torch_dtype(row.input_dtype))

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.precision import Float16Loss, float16_loss
+from mprun.precision.float16_range import Float16Range, float16_range
 
 
-def by_conversion(values: torch.Tensor) -> Float16Loss:
+def by_conversion(values: torch.Tensor) -> Float16Range:
     """The counts from what numpy's float16 really makes of each value."""
     before = values.float().numpy().ravel()
     with np.errstate(over="ignore"):
         after = np.abs(before.astype(np.float16)).astype(np.float64)
-    return Float16Loss(
+    return Float16Range(
         total=before.size,
         overflow=int(np.isinf(after).sum()),
         zero=int(((after == 0) & (before != 0)).sum()),
@@ -45,7 +45,7 @@ def around(value: float) -> torch.Tensor:
 )
 def test_the_borders_to_the_last_bit(border: float, counts: tuple[int, int, int]) -> None:
     values = around(border)
-    assert float16_loss([values]) == by_conversion(values) == Float16Loss(6, *counts)
+    assert float16_range([values]) == by_conversion(values) == Float16Range(6, *counts)
 
 
 def test_planted_weights_are_counted_over_all_tensors() -> None:
@@ -55,15 +55,15 @@ def test_planted_weights_are_counted_over_all_tensors() -> None:
     weights[2, :5] = torch.tensor([1e-5, -1e-5, 2.0**-20, 1e-6, 6e-5])
     weights[3, :4] = torch.tensor([0.0, -0.0, 65504.0, 2.0**-14])
     bias = torch.tensor([1e5, 0.25], dtype=torch.bfloat16)
-    assert float16_loss([weights]) == by_conversion(weights) == Float16Loss(100, 3, 2, 5)
-    assert float16_loss([weights, bias]) == Float16Loss(102, 4, 2, 5)
-    assert float16_loss([]) == Float16Loss(0, 0, 0, 0)
+    assert float16_range([weights]) == by_conversion(weights) == Float16Range(100, 3, 2, 5)
+    assert float16_range([weights, bias]) == Float16Range(102, 4, 2, 5)
+    assert float16_range([]) == Float16Range(0, 0, 0, 0)
 
 
 def test_every_bfloat16_value() -> None:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     every = every[~every.isnan()]
-    found = float16_loss([every])
+    found = float16_range([every])
     assert found == by_conversion(every)
     # Signs times exponents times 7-bit fractions: from 65536 on to infinity; the nonzero up to
     # 2^-25; between it and 2^-14.
@@ -75,7 +75,7 @@ def test_every_bfloat16_value() -> None:
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=50))
 def test_any_values(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
-    assert float16_loss([tensor]) == by_conversion(tensor)
+    assert float16_range([tensor]) == by_conversion(tensor)
 
 
 @pytest.mark.parametrize(
@@ -98,4 +98,4 @@ def test_any_values(values: list[float]) -> None:
     ],
 )
 def test_in_words(counts: tuple[int, int, int, int], text: str) -> None:
-    assert str(Float16Loss(*counts)) == text
+    assert str(Float16Range(*counts)) == text

@@ -16,9 +16,9 @@ from torch import nn
 from mprun.cli.main import main
 from mprun.config.schema import FLOAT16_LAYERS, LAYERS_STORED_LOW, LayerDType
 from mprun.precision import (
+    Clip,
     NativeArithmetic,
     NoCaster,
-    NoClip,
     NoLossScale,
     OpListCaster,
     Precision,
@@ -29,7 +29,7 @@ from mprun.precision.layers import (
     LAYER_DTYPES,
     LAYER_MODES,
     STOCHASTIC,
-    compute_in,
+    InDtype,
     computing_in,
     layer_rows,
     resolve,
@@ -72,11 +72,12 @@ def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> No
 
 def test_a_kept_module_computes_in_float32_inside_autocast() -> None:
     net = model()
-    compute_in(net, {"2": torch.float32}, AutocastCaster("cpu", torch.bfloat16).layer_region)
+    layer_region = AutocastCaster("cpu", torch.bfloat16).layer_region
     seen: dict[int, torch.dtype] = {}
     for i in (0, 2):
         net[i].register_forward_hook(lambda m, a, out, i=i: seen.update({i: out.dtype}))
-    with torch.autocast("cpu", torch.bfloat16):
+    own = computing_in(net, {"2": torch.float32}, layer_region)
+    with own, torch.autocast("cpu", torch.bfloat16):
         out = net(torch.randn(3, 4))
     assert seen == {0: torch.bfloat16, 2: torch.float32}
     out.sum().backward()
@@ -90,8 +91,9 @@ def test_it_equals_autocast_switched_off_by_hand() -> None:
         hidden = net[1](net[0](x))
         with torch.autocast("cpu", enabled=False):
             by_hand = net[2](hidden.float())
-    compute_in(net, {"2": torch.float32}, AutocastCaster("cpu", torch.bfloat16).layer_region)
-    with torch.autocast("cpu", torch.bfloat16):
+    layer_region = AutocastCaster("cpu", torch.bfloat16).layer_region
+    own = computing_in(net, {"2": torch.float32}, layer_region)
+    with own, torch.autocast("cpu", torch.bfloat16):
         ours = net(x)
     assert torch.equal(ours, by_hand)
 
@@ -130,7 +132,7 @@ def test_by_a_file() -> None:
 def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
     m, x = model(), torch.randn(2, 4)
     caster = AutocastCaster("cpu", torch.bfloat16)
-    compute_in(m, {"2": torch.float32}, caster.layer_region)
+    m[2].forward = InDtype(m[2], caster.layer_region(torch.float32), torch.float32)
     lasting = m[2].forward
     with (
         suppress(KeyError),
@@ -175,7 +177,7 @@ def prepared(mode: str, layers: dict[str, str], lists: bool = False) -> tuple[Sm
         caster = OpListCaster(op_lists(["linear"], ["softmax"], []), dtype)
     torch.manual_seed(0)
     model = Small()
-    ours = Precision(row, caster, NativeArithmetic(), NoLossScale(), NoClip(), layers=layers)
+    ours = Precision(row, caster, NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
     ours.prepare(model, CPU)
     return model, ours
 
@@ -270,7 +272,7 @@ def test_a_containers_own_ops_run_in_its_dtype() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Cube())
     row = policy("fp16_true")
     layers = {"1": "fp32"}
-    ours = Precision(row, NoCaster(), NativeArithmetic(), NoLossScale(), NoClip(), layers=layers)
+    ours = Precision(row, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
     ours.prepare(model, CPU)
     assert torch.isfinite(ours.forward(model, torch.full((1, 2), 500.0).half())).all()
 

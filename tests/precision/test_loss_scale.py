@@ -12,11 +12,10 @@ from torch import nn
 
 from mprun.optim import SGD, AdamW
 from mprun.precision import (
-    ClipNorm,
+    Clip,
     DynamicLossScale,
     DynamicRule,
     LossScale,
-    NoClip,
     NoLossScale,
     StaticLossScale,
 )
@@ -84,13 +83,13 @@ def model_and_data() -> tuple[nn.Module, torch.Tensor]:
     return nn.Linear(3, 2), torch.randn(4, 3)
 
 
-def gradients(loss_scale: LossScale, clip: NoClip | ClipNorm | None = None) -> list[torch.Tensor]:
+def gradients(loss_scale: LossScale, clip: Clip | Clip | None = None) -> list[torch.Tensor]:
     """What the optimizer sees, by an SGD step of rate 1 from known weights."""
     model, x = model_and_data()
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loss_scale.scale(model(x).square().mean()).backward()
-    loss_scale.step(optimizer, clip or NoClip())
+    loss_scale.step(optimizer, clip or Clip())
     return [b - p.detach() for b, p in zip(before, model.parameters(), strict=True)]
 
 
@@ -103,8 +102,8 @@ def test_a_power_of_two_changes_no_bit_of_the_gradients(scale: float) -> None:
 
 
 def test_clipping_sees_unscaled_gradients() -> None:
-    plain = gradients(NoLossScale(), ClipNorm(0.1))
-    scaled = gradients(StaticLossScale(1024.0, CPU), ClipNorm(0.1))
+    plain = gradients(NoLossScale(), Clip(0.1))
+    scaled = gradients(StaticLossScale(1024.0, CPU), Clip(0.1))
     for a, b in zip(plain, scaled, strict=True):
         assert torch.equal(a, b)
 
@@ -122,7 +121,7 @@ def test_an_overflow_skips_the_step_and_nothing_else(planted: float) -> None:
         weight = next(model.parameters())
         assert weight.grad is not None
         weight.grad[0, 0] = planted
-        skipped = loss_scale.step(optimizer, NoClip())
+        skipped = loss_scale.step(optimizer, Clip())
         loss_scale.update()
         assert skipped is not None
         assert skipped.item() == 1
@@ -133,13 +132,13 @@ def test_an_overflow_skips_the_step_and_nothing_else(planted: float) -> None:
 
 def test_trouble_is_told_at_the_floor_and_after_many_skips() -> None:
     dynamic = DynamicLossScale(1.0, DynamicRule(floor=0.5), CPU)
-    assert dynamic.trouble(1.0, 5) is None
-    assert "fell to its floor, 0.5" in str(dynamic.trouble(0.5, 6))
-    assert dynamic.trouble(0.5, 0) is None
+    assert dynamic.failure_reason(1.0, 5) is None
+    assert "fell to its floor, 0.5" in str(dynamic.failure_reason(0.5, 6))
+    assert dynamic.failure_reason(0.5, 0) is None
     static = StaticLossScale(1024.0, CPU)
-    assert static.trouble(1024.0, STATIC_PATIENCE - 1) is None
-    assert "loss_scale=dynamic" in str(static.trouble(1024.0, STATIC_PATIENCE))
-    assert NoLossScale().trouble(1.0, 10**6) is None
+    assert static.failure_reason(1024.0, STATIC_PATIENCE - 1) is None
+    assert "loss_scale=dynamic" in str(static.failure_reason(1024.0, STATIC_PATIENCE))
+    assert NoLossScale().failure_reason(1.0, 10**6) is None
 
 
 def test_state_goes_round() -> None:
@@ -161,7 +160,7 @@ def test_two_optimizers_of_an_iteration_are_unscaled_by_one_factor() -> None:
     loss_scale = DynamicLossScale(1024.0, DynamicRule(interval=1), CPU)
     loss_scale.scale(weights[0].sum() + weights[1].sum()).backward()
     for optimizer in optimizers:
-        loss_scale.step(optimizer, NoClip())
+        loss_scale.step(optimizer, Clip())
         assert loss_scale.tensor.item() == 1024.0
     loss_scale.update()
     assert loss_scale.tensor.item() == 2048.0
@@ -188,7 +187,7 @@ def test_two_optimizers_equal_grad_scalers_bit_for_bit(unscales: bool) -> None:
                 if unscales and n:
                     (scale.unscale if ours else scaler.unscale_)(optimizer)
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                scale.step(optimizer, NoClip()) if ours else scaler.step(optimizer)
+                scale.step(optimizer, Clip()) if ours else scaler.step(optimizer)
                 optimizer.zero_grad()
             (scale if ours else scaler).update()
         end = scale.tensor.item() if ours else scaler.get_scale()
@@ -212,7 +211,7 @@ def test_float16_gradients_are_unscaled_in_float32_until_update() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     assert weight.grad.tolist() == [2.0**-28, 3.0 * 2.0**-16]
-    loss_scale.step(optimizer, NoClip())
+    loss_scale.step(optimizer, Clip())
     loss_scale.update()
     assert weight.grad.dtype == weight.grad_dtype == torch.float16
     optimizer.zero_grad()
@@ -232,7 +231,7 @@ def test_unscale_and_step_are_step_in_every_bit(overflow: bool) -> None:
                 weight.grad[3] = math.inf  # type: ignore[index]
             if apart:
                 loss_scale.unscale(optimizer)
-            skipped = loss_scale.step(optimizer, NoClip())
+            skipped = loss_scale.step(optimizer, Clip())
             assert skipped is not None
             assert skipped.item() == overflow
             loss_scale.update()
@@ -252,7 +251,7 @@ def test_float16_gradients_are_clipped_by_their_true_norm(by_hand: bool) -> None
     loss_scale.unscale(optimizer)
     if by_hand:
         assert nn.utils.clip_grad_norm_([weight], 1.0).item() == 10.0
-    loss_scale.step(optimizer, NoClip() if by_hand else ClipNorm(1.0))
+    loss_scale.step(optimizer, Clip() if by_hand else Clip(1.0))
     # 1/10, but for the 1e-6 that clip_grad_norm_ adds and half a unit of float16 at 0.1.
     torch.testing.assert_close(weight.detach().float(), torch.full((100,), -0.1), rtol=0, atol=4e-5)
 
@@ -265,7 +264,7 @@ def test_pytorchs_optimizers_step_on_float16_parameters(kind: type[torch.optim.O
     loss_scale = StaticLossScale(1024.0, CPU)
     loss_scale.unscale(optimizer)
     nn.utils.clip_grad_norm_([weight], 1.0)
-    loss_scale.step(optimizer, NoClip())
+    loss_scale.step(optimizer, Clip())
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float16
     assert (weight < 0).all()
@@ -279,9 +278,9 @@ def test_what_is_done_twice_is_an_error_that_names_the_remedy() -> None:
         loss_scale.unscale(optimizer)
         with pytest.raises(RuntimeError, match=r"unscale\(SGD\) twice.*update\(\) once"):
             loss_scale.unscale(optimizer)
-        loss_scale.step(optimizer, NoClip())
+        loss_scale.step(optimizer, Clip())
         with pytest.raises(RuntimeError, match=r"step\(SGD\) twice without update\(\)"):
-            loss_scale.step(optimizer, NoClip())
+            loss_scale.step(optimizer, Clip())
         with pytest.raises(RuntimeError, match="after its step"):
             loss_scale.unscale(optimizer)
         loss_scale.update()
@@ -289,7 +288,7 @@ def test_what_is_done_twice_is_an_error_that_names_the_remedy() -> None:
         assert loss_scale.tensor.item() == 8.0
         loss_scale.unscale(optimizer)
         loss_scale.load_state_dict(loss_scale.state_dict())  # begins a new iteration
-        loss_scale.step(optimizer, NoClip())
+        loss_scale.step(optimizer, Clip())
 
 
 def test_without_a_scale_the_same_calls_change_nothing() -> None:
@@ -301,7 +300,7 @@ def test_without_a_scale_the_same_calls_change_nothing() -> None:
         assert weight.grad is not None
         assert weight.grad.tolist() == [1.0]
         assert weight.grad.dtype == torch.float16
-        assert none.step(optimizer, NoClip()) is None
+        assert none.step(optimizer, Clip()) is None
     none.update()
     assert weight.tolist() == [-2.0]
 
@@ -314,7 +313,7 @@ def test_sparse_gradients_are_unscaled_as_grad_scaler_does(dtype: torch.dtype) -
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     loss_scale = StaticLossScale(1024.0, CPU)
     loss_scale.scale(table(torch.tensor([1, 1, 3])).float().sum()).backward()
-    skipped = loss_scale.step(optimizer, NoClip())
+    skipped = loss_scale.step(optimizer, Clip())
     assert skipped is not None
     assert skipped.item() == 0
     step = (before - table.weight.detach()).float()

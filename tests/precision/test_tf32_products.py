@@ -17,7 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.precision import EmulatedTf32
-from mprun.precision.arithmetic import CLOSED, _Tf32Mode
+from mprun.precision.products import CLOSED
+from mprun.precision.tf32 import _Tf32Mode
 from tests.op_info import op_infos, samples, title
 from tests.precision.test_arithmetic import exact_tf32
 

@@ -15,7 +15,7 @@ from mprun.assemble.plan import data_request
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
-from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
+from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
 from mprun.train.loop import Parts
 
@@ -295,7 +295,7 @@ class Nested(nn.Module):
 def prepared(mode: str, model: nn.Module, layers: dict[str, str]) -> Precision:
     policy = planned(*LINEAR, f"precision={mode}").policy
     precision = Precision(
-        policy, NoCaster(), NativeArithmetic(), NoLossScale(), NoClip(), layers=layers
+        policy, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers
     )
     precision.prepare(model, CPU)
     return precision

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mprun.cli.main import main
 from mprun.data import Batch
-from mprun.precision import NoClip
+from mprun.precision import Clip
 from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
@@ -275,7 +275,7 @@ def test_a_dynamic_scale_keeps_its_tracker() -> None:
     def step(x: DynamicLossScale) -> float:
         weight = torch.nn.Parameter(torch.ones(2))
         weight.grad = torch.ones(2)
-        x.step(torch.optim.SGD([weight], lr=0.1), NoClip())
+        x.step(torch.optim.SGD([weight], lr=0.1), Clip())
         x.update()
         assert x.tensor is not None
         return float(x.tensor)

@@ -12,7 +12,7 @@ from torch import nn
 
 from mprun.config import compose
 from mprun.data import DataRequest
-from mprun.precision import NoClip, StaticLossScale
+from mprun.precision import Clip, StaticLossScale
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
 from mprun.train.loop import Trainer
@@ -87,7 +87,7 @@ def test_c4_scaling_and_unscaling_are_calls_of_their_own() -> None:
     assert p.grad is not None
     assert p.grad.dtype == torch.float32
     assert torch.equal(p.grad, torch.tensor([2.0**-10, 2.0**-28]))
-    scale.step(optimizer, NoClip())
+    scale.step(optimizer, Clip())
     scale.update()
     assert p.tolist() == [-(2.0**-10), 0.0]
     assert scale.tensor.item() == 1024

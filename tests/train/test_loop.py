@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
 from mprun.errors import RunFailedError
-from mprun.precision import NativeArithmetic, NoCaster, NoClip, NoLossScale, Precision
+from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
 from mprun.records.run_record import Epoch
 from mprun.train.callbacks import StepLine
@@ -85,9 +85,7 @@ def trainer(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
         scheduler=NoSchedule(),
-        precision=Precision(
-            policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), NoClip()
-        ),
+        precision=Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()),
         train=batches(data, batch),
         order=Order(n, 0, shuffle=True),
         validation=batches(samples(10), 4),

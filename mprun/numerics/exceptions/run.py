@@ -6,8 +6,8 @@ updates: one that looks meanwhile takes its place. Where nothing is looked for, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,15 @@ from mprun.numerics.exceptions.found import Found, FpException
 from mprun.numerics.exceptions.response import Response, snapshots
 from mprun.numerics.exceptions.steps import Outcome, Steps
 from mprun.numerics.exceptions.watch import COMPILED
-from mprun.precision import Arithmetic, Caster, Clip, LossScale, Policy, Precision
-from mprun.precision.arithmetic import Substitution
+from mprun.precision import (
+    Arithmetic,
+    Caster,
+    Clip,
+    LossScale,
+    Policy,
+    Precision,
+    WrappedArithmetic,
+)
 from mprun.precision.update import ScaledOptimizer
 
 SLOW = "every op of a training step is looked at (debug.fp_exceptions): steps are not timed"
@@ -185,7 +192,7 @@ class WatchedPrecision(Precision):
         clip: Clip,
         layers: Mapping[str, str] | None = None,
     ) -> None:
-        watched = _WatchedArithmetic(arithmetic, exceptions)
+        watched = WrappedArithmetic(arithmetic, exceptions.region)
         super().__init__(policy, caster, watched, loss_scale, clip, layers)
         self._exceptions = exceptions
 
@@ -205,29 +212,3 @@ class WatchedPrecision(Precision):
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         return self._exceptions.update(optimizer, super().step)
-
-
-class _WatchedArithmetic:
-    """An arithmetic whose own ops are not looked at: those of the model are."""
-
-    def __init__(self, inner: Arithmetic, exceptions: FpExceptions) -> None:
-        self._inner = inner
-        self._exceptions = exceptions
-        self.occurred, self.products = inner.occurred, inner.products
-        self.columns = inner.columns
-
-    @property
-    def substitutions(self) -> tuple[Substitution, ...]:
-        """Those of the arithmetic."""
-        return self._inner.substitutions
-
-    @contextmanager
-    def region(self) -> Iterator[None]:
-        with self._inner.region(), self._exceptions.region():
-            yield
-
-    def begin_step(self, step: int) -> None:
-        self._inner.begin_step(step)
-
-    def end_step(self) -> None:
-        self._inner.end_step()

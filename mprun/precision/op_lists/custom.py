@@ -35,7 +35,9 @@ REMEDY = (
 
 
 @contextmanager
-def custom_functions_cast(current: Callable[[], RegionFactory | None], off: RegionFactory) -> Iterator[None]:
+def custom_functions_cast(
+    current: Callable[[], RegionFactory | None], off: RegionFactory
+) -> Iterator[None]:
     """Inside, `Function.apply` takes custom functions' backward passes into regions.
 
     Args:

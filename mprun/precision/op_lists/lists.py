@@ -1,9 +1,9 @@
 """Op lists: which ops compute in the lower dtype, in float32, in the widest of their inputs.
 
-A list is data: names, one to an op, from a configuration or a file (`mprun/op_list_file.py`). A
-name that no op has is listed in `OpLists.unknown` with the nearest known one. The reader of a file or
-configuration (`Entry`) reports it; a name in a program's code gives a warning. An op on two lists is an
-error.
+A list is data: names, one to an op, from a configuration or a file (`records/op_list_files.py`). A
+name that no op has is listed in `OpLists.unknown` with the nearest known one. The reader of a file
+or configuration (`Entry`) reports it; a name in a program's code gives a warning. An op on two
+lists is an error.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from mprun.precision.op_lists.table import OpenedFunction, Table
 
 
 class _State:
-    """What holds in the innermost region. Not in the mode, whose fields compiled code cannot set."""
+    """What holds in the innermost region; no fields of the mode: compiled code cannot set those."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -15,11 +15,11 @@ statistics are written into and never cast.
 A rule becomes a *handler*, which calls the op in place of the caller. Source of the rules: Habana,
 "Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
 
-Without a cache a weight would be cast wherever an op takes it: twice where layers are tied, at every
-step of a recurrent loop, for every micro-batch. `Casts` stores the cast copy until the region ends
-(until the step ends, where several forward passes make one), as torch.autocast does. A copy is not
-used for another weight, for one that has been written to since (its version), or where a graph is
-recorded and the copy was cast without one: no gradient would flow back through it.
+Without a cache a weight would be cast wherever an op takes it: twice where layers are tied, at
+every step of a recurrent loop, for every micro-batch. `Casts` stores the cast copy until the region
+ends (until the step ends, where several forward passes make one), as torch.autocast does. A copy is
+not used for another weight, for one that has been written to since (its version), or where a graph
+is recorded and the copy was cast without one: no gradient would flow back through it.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from traceback import walk_stack
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, get_overridable_functions
-from traceback import walk_stack
+from torch.overrides import get_overridable_functions
 
 from mprun._torch import OpOverload
 from mprun.precision.op_lists import rules
@@ -129,7 +129,9 @@ class Table:
             "first input": rules.first_input(cast),
             "as it is": rules.plain,
         }
-        self.handlers: dict[Function, Handler | OpenedFunction] = {f: self.make(f) for f in _functions()}
+        self.handlers: dict[Function, Handler | OpenedFunction] = {
+            f: self.make(f) for f in _functions()
+        }
 
     def rule(self, name: str) -> str:
         """The rule of an op: its list, or what holds for ops on none."""
@@ -260,7 +262,11 @@ class OpenedFunction:
         self._whole = whole
 
     def run(
-        self, mode: OpeningMode, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        mode: OpeningMode,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Call `function`, handed on by `mode`."""
         if mode.inside is function:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import (
-    ClipNorm,
+    Clip,
     NativeArithmetic,
-    NoClip,
     NoLossScale,
     Policy,
     Precision,
@@ -577,7 +576,7 @@ def precision(by: OpListCaster) -> Precision:
     from dataclasses import replace
 
     row: Policy = replace(policy("bf16_mixed"), casting="op_lists")
-    return Precision(row, by, NativeArithmetic(), NoLossScale(), NoClip())
+    return Precision(row, by, NativeArithmetic(), NoLossScale(), Clip())
 
 
 class Blocks(nn.Module):
@@ -761,7 +760,7 @@ def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
     """Both are outside of any region, even where somebody trains inside of one."""
     weights = {}
     for inside in (False, True):
-        model, parts = two_layers(), (NativeArithmetic(), NoLossScale(), ClipNorm(0.01))
+        model, parts = two_layers(), (NativeArithmetic(), NoLossScale(), Clip(0.01))
         ours = Precision(precision(caster()).policy, caster(), *parts)
         optimizer = Descent(model.parameters())
         ours.begin_step(1)
