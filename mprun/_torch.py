@@ -14,7 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from traceback import walk_stack
+from inspect import currentframe
+from types import FrameType
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "backend_switches",
     "backward_node",
     "call_kernel",
+    "calling_frames",
     "dispatch_modes",
     "function_modes",
     "in_backward",
@@ -137,11 +139,19 @@ def next_node() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
+def calling_frames() -> Iterator[FrameType]:
+    """The frames of the calling thread, the innermost first."""
+    frame = currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def in_recomputation() -> bool:
     """Whether the calling thread is inside a backward pass that recomputes a forward pass."""
     if not in_backward():
         return False
-    for frame, _ in walk_stack(None):
+    for frame in calling_frames():
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
         if frame.f_code.co_name == "_engine_run_backward":  # the innermost backward pass

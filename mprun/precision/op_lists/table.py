@@ -17,7 +17,6 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from traceback import walk_stack
 from types import CodeType, FunctionType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import get_overridable_functions
 
-from mprun._torch import OpOverload
+from mprun._torch import OpOverload, calling_frames
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
@@ -89,7 +88,7 @@ class CastLog:
 def _running_modules() -> list[nn.Module]:
     """The modules whose calls the calling thread is in, the innermost first."""
     call = nn.Module.__call__.__code__
-    frames = (frame for frame, _ in walk_stack(None) if frame.f_code is call)
+    frames = (frame for frame in calling_frames() if frame.f_code is call)
     return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
 
 
