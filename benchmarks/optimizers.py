@@ -19,7 +19,7 @@ import torch
 from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.optim import AdamW
-from mprun.optim.engines import choose
+from mprun.optim.engines import fastest
 
 
 def times(step: Callable[[], object], device: torch.device) -> Iterator[float]:
@@ -76,7 +76,7 @@ def main() -> None:
     torch.manual_seed(0)
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}, engine {choose(device)}; {size} parameters, "
+        f"torch {torch.__version__}, engine {fastest(device)}; {size} parameters, "
         f"{BLOCKS} alternating steps"
     )
     rows = {}

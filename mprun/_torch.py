@@ -37,46 +37,16 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = [
-    "FUNCTION_NAMESPACES",
-    "BackendSwitches",
+__all__ = [  # what is PyTorch's own; the functions below are mprun's
     "BatchNorm",
-    "FakeTensorMode",
     "InstanceNorm",
     "OpOverload",
     "OpOverloadPacket",
     "StorageWeakRef",
     "TorchDispatchMode",
-    "aten_packets",
-    "backend_switches",
-    "backward_node",
-    "call_kernel",
-    "calling_frames",
-    "dispatch_modes",
-    "function_modes",
-    "in_backward",
-    "in_recomputation",
-    "is_compiled",
-    "is_fake",
     "is_traceable_wrapper_subclass",
-    "kernel_key",
-    "load_hooks_run",
-    "next_node",
-    "no_dispatch",
-    "node_number",
-    "on_backend_switch",
-    "onednn_has_lstm",
-    "onednn_takes",
-    "outside_of_modes",
-    "own_parameters",
-    "recurrent_layers_take_any_dtype",
-    "schema_of",
-    "set_backend_switches",
-    "step_unless",
     "tree_leaves",
     "tree_map",
-    "unscale_and_check",
-    "version_of",
 ]
 
 FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)

@@ -37,7 +37,7 @@ def engine_for(speed: str, device: torch.device, kept: str | None = None) -> str
     """
     if speed == "plain" or kept == "eager":
         return "eager"
-    return engines.choose(device)
+    return engines.fastest(device)
 
 
 def build_optimizer(

@@ -1,4 +1,4 @@
-"""Optimizers that keep low-precision parameters and state: drop-in `torch.optim.Optimizer`s.
+"""Optimizers with parameters and state in 16 bits: drop-in `torch.optim.Optimizer`s.
 
 Usable in anyone's own loop:
 
@@ -10,13 +10,12 @@ Usable in anyone's own loop:
     loss.backward()
     optimizer.step()
 
-They import torch, `mprun.precision`'s rounding and the compiled kernels, and nothing else of mprun.
+A 16-bit parameter that moves by small steps stands still when it is rounded to nearest. These
+optimizers compute a step in float32 and round it once, stochastically or with a remainder.
 """
 
-from mprun.optim.adamw import AdamW
 from mprun.optim.base import LowPrecisionOptimizer
-from mprun.optim.rmsprop import RMSprop
-from mprun.optim.sgd import SGD
+from mprun.optim.optimizers import SGD, AdamW, RMSprop
 from mprun.precision.random_bits import name_parameters
 
 __all__ = ["SGD", "AdamW", "LowPrecisionOptimizer", "RMSprop", "name_parameters"]

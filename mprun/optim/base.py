@@ -1,17 +1,17 @@
-"""The optimizer step that keeps parameters and moments in 16 bits.
+"""The optimizer step with parameters and moments in 16 bits.
 
-A 16-bit parameter moved by small steps stands still: the update is below half the distance to its
-neighbour, and nearest rounding drops it, every time. Here a step is computed in float32 from what
-is stored and rounded once, on the way back, by one of three rules:
+A 16-bit parameter that moves by small steps stands still: the update is below half the distance to
+its neighbour, and rounding to nearest drops it every time. Here a step is computed in float32 from
+the stored values and rounded once, where it is written, by one of three rules:
 
     stochastic  to either neighbour, so that the mean is exact: small updates survive on average
-    kahan       to the nearest, and what was cut off is kept in 16 more bits (SGD's steps are then
-                bit for bit those of float32 parameters; 4 bytes a parameter, like one of those)
+    kahan       to the nearest, with the remainder in 16 more bits (SGD's steps are then bit for bit
+                those of float32 parameters; 4 bytes a parameter, as many as a float32 one)
     nearest     to the nearest
 
-Gradients may be scaled: `step` divides them by `grad_scale`, in float32 and in the same pass, the
-way PyTorch's fused optimizers do, so `torch.amp.GradScaler` works with float16 parameters too, but
-for its `unscale_`. `scaled_step` checks them for infinities and clips them as well.
+Gradients may be scaled: `step` divides them by `grad_scale`, in float32 and in the same pass, as
+PyTorch's fused optimizers do. So `torch.amp.GradScaler` works with float16 parameters too, except
+for its `unscale_`. `scaled_step` also checks them for infinities and clips them.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
 
 
-class Keep(TypedDict, total=False):
-    """How an optimizer keeps parameters and state; the options all of them share."""
+class StorageOptions(TypedDict, total=False):
+    """How an optimizer stores parameters and state: the options that all of them share."""
 
     rounding: str
     """stochastic (the default), kahan or nearest; of parameters in 16 bits."""
     momentum_dtype: torch.dtype
-    """What the first moment is kept in; float32 unless given.
+    """What the first moment is stored in; float32 unless given.
 
-    In float16 AdamW's is kept times 64, and so up to 1023.5: see `formulas.SCALE`.
+    In float16 AdamW's is stored times 64, and so up to 1023.5: see `formulas.SCALE`.
     """
     variance_dtype: torch.dtype
-    """What the second moment is kept in; float32 unless given.
+    """What the second moment is stored in; float32 unless given.
 
-    In 16 bits its square root is kept, in float16 64 times that. Roots below 2^-30 (9e-10) are
-    then mostly 0, and eps alone is left to divide by: with an eps far below that and gradients of
-    1e-10 AdamW's updates are 30 to 34 times too large (eps=1e-15; with eps=0 up to 46 times).
-    eps=1e-8 keeps them right.
+    In 16 bits its square root is stored, in float16 64 times the root. Roots below 2^-30 (9e-10)
+    are then mostly 0, and the update is divided by eps alone. With an eps far below that and
+    gradients of 1e-10, AdamW's updates are 30 to 34 times too large (eps=1e-15; with eps=0 up to 46
+    times). With eps=1e-8 they are right.
     """
     overflow: str
     """infinity (the default), or saturate at the largest finite number."""
@@ -61,24 +61,24 @@ class Keep(TypedDict, total=False):
     """Of the random bits; 0 unless given.
 
     They also depend on a parameter's name: that of `mprun.optim.name_parameters` (which
-    `Precision.prepare` calls), else that in `model.named_parameters()` given as `params`. Of bare
-    tensors they depend on the position among the optimizer's parameters instead: give two such
-    optimizers two seeds.
+    `Precision.prepare` calls), else that in `model.named_parameters()` given as `params`. Without
+    names they depend on the position among the optimizer's parameters: give two such optimizers
+    two seeds.
     """
     engine: str | None
     """c, inductor or eager; None (the default) for the fastest there is.
 
-    One that is named must do: c without a compiler is an error of the step.
+    An engine that is named is used or fails: c without a compiler is an error of the step.
     """
 
 
 class LowPrecisionOptimizer(Optimizer):
-    """The machinery; a subclass names its formula, its moments and its constants.
+    """What all optimizers share; a subclass names its formula, its moments and its constants.
 
     Args:
         params: as for any optimizer; float32, float16 and bfloat16, each kept in its dtype.
         defaults: the subclass's options.
-        rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `Keep`.
+        rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `StorageOptions`.
 
     Raises:
         ValueError: an option that is none of those.
@@ -151,7 +151,7 @@ class LowPrecisionOptimizer(Optimizer):
         """The formula's constants but the first; `step` counts from 1, a float or a tensor."""
 
     def keeps_first(self, group: dict[str, Any]) -> bool:
-        """Whether the first moment is kept between steps."""
+        """Whether the first moment is stored between steps."""
         return True
 
     @torch.no_grad()
@@ -222,7 +222,7 @@ class LowPrecisionOptimizer(Optimizer):
                 position += 1
 
     def _complete_state(self, p: Tensor, group: dict[str, Any], storage: Storage) -> None:
-        """What a step needs, as it needs it: all of it is made at first, some after a change.
+        """Make the state that a step needs: all of it at first, some after a change of options.
 
         Raises:
             ValueError: an entry has not the parameter's shape; the engines would read beyond it.
@@ -242,16 +242,16 @@ class LowPrecisionOptimizer(Optimizer):
         for name, dtype in wanted.items():
             if dtype is None:
                 continue
-            kept = state.get(name)
-            if kept is None:
+            entry = state.get(name)
+            if entry is None:
                 state[name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
-            elif kept.shape != p.shape:
+            elif entry.shape != p.shape:
                 raise ValueError(
-                    f"{name} of shape {tuple(kept.shape)} for a parameter of {tuple(p.shape)}; "
+                    f"{name} of shape {tuple(entry.shape)} for a parameter of {tuple(p.shape)}; "
                     "legal is the same: load a state of this model, or clear the optimizer's state"
                 )
-            elif kept.dtype != dtype or kept.device != p.device:
-                state[name] = self._converted(name, kept, dtype, storage).to(p.device)
+            elif entry.dtype != dtype or entry.device != p.device:
+                state[name] = self._converted(name, entry, dtype, storage).to(p.device)
 
     def _carry_second(self, state: dict[str, Any], name: str) -> None:
         """The second moment as its root, or squared, after `variance_dtype` has changed."""
@@ -259,15 +259,15 @@ class LowPrecisionOptimizer(Optimizer):
         if name != plain and plain in state:
             state[name] = root(state.pop(plain).float())
         elif name == plain and f"{plain}_root" in state:
-            kept = state.pop(f"{plain}_root")
-            state[name] = (kept.float() / scale(kept.dtype)) ** 2
+            old = state.pop(f"{plain}_root")
+            state[name] = (old.float() / scale(old.dtype)) ** 2
 
-    def _converted(self, name: str, kept: Tensor, dtype: torch.dtype, storage: Storage) -> Tensor:
+    def _converted(self, name: str, entry: Tensor, dtype: torch.dtype, storage: Storage) -> Tensor:
         """An entry of the state in another dtype, rounded to nearest."""
         if dtype == torch.int16:
-            return kept.to(dtype)
+            return entry.to(dtype)
         scaled = name != self.first or storage.formula == "adamw"
-        x = kept.float() * (scale(dtype) / scale(kept.dtype)) if scaled else kept.float()
+        x = entry.float() * (scale(dtype) / scale(entry.dtype)) if scaled else entry.float()
         return x if dtype == torch.float32 else round_nearest(x, dtype, "saturate")
 
     def _second_name(self, group: dict[str, Any]) -> str:
@@ -321,17 +321,17 @@ class LowPrecisionOptimizer(Optimizer):
         engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
         if engine == "c":  # written to behind autograd's back
             torch.autograd.graph.increment_version(p)
-        for tensor, worked_on in zip(tensors, flat, strict=True):
+        for tensor, updated in zip(tensors, flat, strict=True):
             if tensor is not None and tensor is not p.grad and not tensor.is_contiguous():
-                assert worked_on is not None
-                tensor.copy_(worked_on.view(tensor.shape))
+                assert updated is not None
+                tensor.copy_(updated.view(tensor.shape))
 
     def _engine(self, p: Tensor, storage: Storage) -> str:
         if self.engine == "c" and p.device.type != "cpu":
             raise ValueError(
                 f"engine='c' for a parameter on {p.device}; legal there: None, 'inductor', 'eager'"
             )
-        return self.engine or engines.choose(p.device, storage)
+        return self.engine or engines.fastest(p.device, storage)
 
     def _hyper(
         self, group: dict[str, Any], step: Tensor, factor: Tensor | None, on_host: bool
@@ -342,11 +342,11 @@ class LowPrecisionOptimizer(Optimizer):
             return torch.tensor([*values, *[0.0] * (HYPERS - len(values))], dtype=torch.float32)
         wide = [1.0 if factor is None else factor, *self.hyper(group, step.double())]
         wide += [0.0] * (HYPERS - len(wide))
-        made = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in wide]
-        return torch.stack([x.reshape(()) for x in made]).float()
+        scalars = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in wide]
+        return torch.stack([x.reshape(()) for x in scalars]).float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
+        """Resume from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
 
         Moments keep the dtype they were saved in (PyTorch's own method would cast them to the
         parameter's) until the step, which takes them to that of the options. Options that
@@ -382,13 +382,13 @@ class LowPrecisionOptimizer(Optimizer):
 
 def _entries(saved: dict[str, Any], device: torch.device, ours: bool) -> dict[str, Tensor]:
     """Copies of the saved entries of one parameter, on `device`; `torch.optim`'s in float32."""
-    made = {k: torch.as_tensor(v).to(device, copy=True) for k, v in saved.items() if v is not None}
+    state = {k: torch.as_tensor(v).to(device, copy=True) for k, v in saved.items() if v is not None}
     if ours:
-        return made
-    made = {k: v.float() for k, v in made.items()}  # their 16 bits are neither scaled nor a root
-    if made:  # torch.optim.SGD counts no steps; it was not the first
-        made.setdefault("step", torch.ones((), device=device))
-    return made
+        return state
+    state = {k: v.float() for k, v in state.items()}  # their 16 bits are neither scaled nor a root
+    if state:  # torch.optim.SGD counts no steps; it was not the first
+        state.setdefault("step", torch.ones((), device=device))
+    return state
 
 
 def _check_saved(state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Carrying a formula out over one tensor: in C, compiled by PyTorch, or in PyTorch block by block.
+"""Engines: how a formula is computed over one tensor.
 
     c         one pass over memory; CPUs with a C compiler
     inductor  `torch.compile` of the PyTorch version; GPUs
@@ -10,7 +10,7 @@ All give the same bits (Inductor's fused multiply-adds on a GPU apart).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -51,7 +51,7 @@ class Operands:
         return Operands(*(None if x is None else x[start:stop] for x in parts))  # type: ignore[arg-type]
 
 
-def choose(device: torch.device, storage: Storage | None = None) -> str:
+def fastest(device: torch.device, storage: Storage | None = None) -> str:
     """The fastest engine there is; for `storage`, where it is given: each has a kernel in C."""
     if device.type == "cuda":
         return "inductor"
@@ -81,8 +81,8 @@ def run(
         operands: the tensors.
         hyper: float32 [HYPERS], on the device.
         keys: of parameter, first and second moment.
-        skip: float32 scalar on the device; nothing changes where it is not 0. The C engine's caller
-            looks at it before.
+        skip: float32 scalar on the device; nothing changes where it is not 0. The C engine ignores
+            it: its caller checks it before.
 
     Raises:
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
@@ -144,20 +144,15 @@ def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
 def _eagerly(
     storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
 ) -> None:
-    words = _words(keys, hyper.device)
-    for start, part in _blocks(operands):
-        index = torch.arange(
-            start, start + part.param.numel(), dtype=torch.int32, device=part.param.device
-        )
-        _update(storage, part, hyper, words, index, skip)
-
-
-def _blocks(operands: Operands) -> Iterator[tuple[int, Operands]]:
+    key_words = _key_words(keys, hyper.device)
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
-        yield start, operands.part(start, start + EAGER_BLOCK)
+        part = operands.part(start, start + EAGER_BLOCK)
+        stop = start + part.param.numel()
+        index = torch.arange(start, stop, dtype=torch.int32, device=part.param.device)
+        _update(storage, part, hyper, key_words, index, skip)
 
 
-def _words(keys: tuple[Key, ...], device: torch.device) -> Tensor:
+def _key_words(keys: tuple[Key, ...], device: torch.device) -> Tensor:
     return torch.tensor([signed(w) for key in keys for w in key], dtype=torch.int32, device=device)
 
 
@@ -165,7 +160,7 @@ def _update(
     storage: Storage,
     operands: Operands,
     hyper: Tensor,
-    words: Tensor,
+    key_words: Tensor,
     index: Tensor,
     skip: Tensor | None,
 ) -> None:
@@ -179,9 +174,9 @@ def _update(
     w = old - change
 
     def bits(site: int) -> Tensor:
-        return hash_bits(index, words[2 * site], words[2 * site + 1])
+        return hash_bits(index, key_words[2 * site], key_words[2 * site + 1])
 
-    def keep(
+    def store(
         into: Tensor | None, x: Tensor, stochastic: bool, site: int, scale: float = 1.0
     ) -> None:
         if into is None:
@@ -202,16 +197,16 @@ def _update(
     else:
         drawn = storage.rounding == "stochastic" and o.param.dtype != torch.float32
         w = settle(w, old, change, bits(0)) if drawn else w
-        keep(o.param, w, drawn, 0)
-    keep(o.first, m, storage.rounding != "nearest", 1, storage.first_scale)
-    keep(o.second, root(v) if storage.root else v, True, 2, storage.second_scale)
+        store(o.param, w, drawn, 0)
+    store(o.first, m, storage.rounding != "nearest", 1, storage.first_scale)
+    store(o.second, root(v) if storage.root else v, True, 2, storage.second_scale)
 
 
-def _loaded(kept: Tensor | None, scale: float, device: torch.device) -> Tensor:
+def _loaded(moment: Tensor | None, scale: float, device: torch.device) -> Tensor:
     """A moment in float32, of its shape; a 0 where there is none."""
-    if kept is None:
+    if moment is None:
         return torch.zeros((), dtype=torch.float32, device=device)
-    return kept.float() if scale == 1 else kept.float() * (1 / scale)
+    return moment.float() if scale == 1 else moment.float() * (1 / scale)
 
 
 def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:
@@ -223,7 +218,7 @@ def _by_inductor(
 ) -> None:
     o = operands
     _compiled(storage)(
-        o.param, o.grad, o.first, o.second, o.remainder, hyper, _words(keys, hyper.device), skip
+        o.param, o.grad, o.first, o.second, o.remainder, hyper, _key_words(keys, hyper.device), skip
     )
 
 
@@ -238,12 +233,12 @@ def _compiled(storage: Storage) -> Callable[..., None]:
         second: Tensor | None,
         remainder: Tensor | None,
         hyper: Tensor,
-        words: Tensor,
+        key_words: Tensor,
         skip: Tensor | None,
     ) -> None:
         index = torch.arange(param.numel(), dtype=torch.int32, device=param.device)
         operands = Operands(param, grad, first, second, remainder)
-        _update(storage, operands, hyper, words, index, skip)
+        _update(storage, operands, hyper, key_words, index, skip)
 
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
     _seen.append(storage)

@@ -1,4 +1,4 @@
-"""What an optimizer computes for one element, in float32, and how its results are kept.
+"""What an optimizer computes for one element, in float32, and how its results are stored.
 
 A formula takes the parameter w, the gradient g and two moments m and v and returns what is
 subtracted from w, and the new moments; the constants of a step come in `hyper`, whose first entry
@@ -24,15 +24,15 @@ HYPERS = 9
 SCALE = 2.0**6
 """What a moment in float16 is multiplied by where the update is a quotient of moments.
 
-Gradients are smaller than float16's range is made for: a moment below 2^-24 is 0 at most steps and
-2^-24 at the others, and a quotient of two such ones is up to 40 times what it should be. Times this
-they are kept from 2^-30 (1e-9) on, with all 11 bits from 2^-20 (1e-6) on, and up to 1023.5, where
-larger ones stay rather than become infinite. The C kernels have it as format S16.
+Gradients are small for float16's range: a moment below 2^-24 is 0 at most steps and 2^-24 at the
+others, and a quotient of two such moments is up to 40 times what it should be. Multiplied by this,
+moments are representable from 2^-30 (1e-9) on, with all 11 bits from 2^-20 (1e-6) on, and up to
+1023.5; larger ones become 1023.5 instead of infinite. The C kernels have it as format S16.
 """
 
 
 def scale(dtype: torch.dtype | None) -> float:
-    """What a moment of a quotient is multiplied by where it is kept in `dtype`."""
+    """What a moment of a quotient is multiplied by where it is stored in `dtype`."""
     return SCALE if dtype == torch.float16 else 1.0
 
 
@@ -86,17 +86,17 @@ FORMULAS: dict[str, Formula] = {
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters and moments of one tensor are stored, and how they get there."""
+    """How parameters and moments of one tensor are stored and rounded."""
 
     formula: str
     param: torch.dtype
     grad: torch.dtype
     first: torch.dtype | None
-    """The first moment's dtype; None where the optimizer keeps none."""
+    """The first moment's dtype; None where the optimizer has none."""
     second: torch.dtype | None
-    """The second moment's; in 16 bits its square root is kept: it needs half the exponents.
+    """The second moment's; in 16 bits its square root is stored: it needs half the exponents.
 
-    In float16 it is kept times `SCALE`, and AdamW's first moment is.
+    In float16 it is stored times `SCALE`, and so is AdamW's first moment.
     """
     rounding: str
     """nearest, stochastic or kahan, of the parameters.
@@ -109,7 +109,7 @@ class Storage:
 
     @property
     def first_scale(self) -> float:
-        """What the first moment is multiplied by where it is kept."""
+        """What the first moment is multiplied by where it is stored."""
         return scale(self.first) if self.formula == "adamw" else 1.0
 
     @property
@@ -119,10 +119,10 @@ class Storage:
 
     @property
     def root(self) -> bool:
-        """Whether the second moment is kept as its square root."""
+        """Whether the second moment is stored as its square root."""
         return self.second is not None and self.second != torch.float32
 
     @property
     def compensated(self) -> bool:
-        """Whether a remainder is kept beside the parameter."""
+        """Whether a remainder is stored beside the parameter."""
         return self.rounding == "kahan" and self.param != torch.float32

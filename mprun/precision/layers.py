@@ -39,7 +39,7 @@ from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import ALIASES, Policy
+from mprun.precision.policy import ALIASES, NAMED, Policy, policy, torch_dtype
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """What a layer can be kept in, by the names users write."""
@@ -58,17 +58,15 @@ class LayerPrecision(NamedTuple):
 
 
 LAYER_MODES = {
-    "bf16_mixed": LayerPrecision(torch.float32, torch.bfloat16),
-    "fp16_mixed": LayerPrecision(torch.float32, torch.float16),
-    "bf16_true": LayerPrecision(torch.bfloat16, torch.bfloat16),
-    "fp16_true": LayerPrecision(torch.float16, torch.float16),
-    "bf16_sr": LayerPrecision(torch.bfloat16, torch.bfloat16),
-    "half_sr": LayerPrecision(torch.float16, torch.float16),
-    "half_sr_full": LayerPrecision(torch.float16, torch.float16),
+    name: LayerPrecision(torch_dtype(row.param_dtype), torch_dtype(row.compute_dtype))
+    for name, row in zip(NAMED, map(policy, NAMED), strict=True)
+    if row.is_low
 }
-"""Modes that a layer can have, as `conf/precision` has them; fp32 is the dtype of that name."""
-STOCHASTIC = ("bf16_sr", "half_sr", "half_sr_full")
-NEAREST = ("bf16_true", "fp16_true")
+"""The modes that a layer can have; fp32 is the dtype of that name."""
+STOCHASTIC = [name for name in LAYER_MODES if policy(name).rounding == "stochastic"]
+NEAREST = [
+    name for name in LAYER_MODES if name not in STOCHASTIC and policy(name).casting == "none"
+]
 
 
 def layer_precision(value: str, casting: str) -> LayerPrecision:

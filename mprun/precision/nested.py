@@ -8,12 +8,14 @@ returned itself, not a copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_PLAIN = (int, float, str, type(None), torch.dtype)
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -22,6 +24,8 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, tuple | list):
         return _sequence(value, [map_tensors(function, x) for x in value])
+    if isinstance(value, _PLAIN):  # first, as this runs before every op of an op list
+        return value
     if isinstance(value, MutableMapping):
         new = {k: map_tensors(function, v) for k, v in value.items()}
         return _with(value, {k: v for k, v in new.items() if v is not value[k]}, _set_item)
@@ -30,6 +34,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         new = {k: map_tensors(function, v) for k, v in old.items()}
         return _with(value, {k: v for k, v in new.items() if v is not old[k]}, _set_field)
     return value
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among `values` and in the lists and tuples among them, as ops take them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:

@@ -44,66 +44,46 @@ PRODUCTS = MATMULS | CONVOLUTIONS | CONVOLUTION_BACKWARD
 LOW = (torch.float16, torch.bfloat16)
 """The 16-bit dtypes."""
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # What a program can call directly besides: the ops of one library or one kind of convolution.
+_CONVOLUTIONS = _names(
+    "_convolution _conv_depthwise2d _slow_conv2d_forward conv_depthwise3d cudnn_convolution "
+    "cudnn_convolution_add_relu cudnn_convolution_relu cudnn_convolution_transpose "
+    "miopen_convolution miopen_convolution_transpose miopen_depthwise_convolution "
+    "mkldnn_convolution slow_conv3d_forward slow_conv_dilated2d slow_conv_dilated3d "
+    "slow_conv_transpose2d slow_conv_transpose3d"
+)
 _OTHER_PRODUCTS: dict[str, tuple[int, ...]] = {
     "_addmm_activation": (1, 2),
-    "_convolution": (0, 1),
-    "_conv_depthwise2d": (0, 1),
-    "_slow_conv2d_forward": (0, 1),
     "_slow_conv2d_backward": (0, 1, 2),
-    "conv_depthwise3d": (0, 1),
-    "cudnn_convolution": (0, 1),
-    "cudnn_convolution_add_relu": (0, 1),
-    "cudnn_convolution_relu": (0, 1),
-    "cudnn_convolution_transpose": (0, 1),
-    "miopen_convolution": (0, 1),
-    "miopen_convolution_transpose": (0, 1),
-    "miopen_depthwise_convolution": (0, 1),
-    "mkldnn_convolution": (0, 1),
-    "slow_conv3d_forward": (0, 1),
-    "slow_conv_dilated2d": (0, 1),
-    "slow_conv_dilated3d": (0, 1),
-    "slow_conv_transpose2d": (0, 1),
-    "slow_conv_transpose3d": (0, 1),
+    **dict.fromkeys(_CONVOLUTIONS, (0, 1)),
 }
 
 # Kernels that call products through the dispatcher: opened, each product is seen.
 FAST_PATHS = frozenset({"_native_multi_head_attention", "_transformer_encoder_layer_fwd"})
-OPENED = FAST_PATHS | {
-    "torch_nn::_linear_cross_entropy_batch_chunked",
-    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
-    "_euclidean_dist",
-    "_trilinear",
-    "conv_tbc",
-    "conv_tbc_backward",
-    "linalg_matrix_exp",
-    "linalg_matrix_sqrth",
-    "linalg_pinv",
-    "linalg_polar",
-}
-# Kernels that keep their products to themselves.
+OPENED = FAST_PATHS.union(
+    _names(
+        "torch_nn::_linear_cross_entropy_batch_chunked "
+        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction _euclidean_dist _trilinear "
+        "conv_tbc conv_tbc_backward linalg_matrix_exp linalg_matrix_sqrth linalg_pinv linalg_polar"
+    )
+)
+# Kernels whose products cannot be seen.
 CLOSED = frozenset(
-    {
-        "_cudnn_attention_forward",
-        "_cudnn_rnn",
-        "_cudnn_rnn_backward",
-        "_efficient_attention_backward",
-        "_efficient_attention_forward",
-        "_flash_attention_backward",
-        "_flash_attention_forward",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_cudnn_attention_backward",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_efficient_attention_backward",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-        "miopen_rnn",
-        "miopen_rnn_backward",
-        "mkldnn_rnn_layer",
-        "mkldnn_rnn_layer_backward",
-    }
+    _names(
+        "_cudnn_attention_forward _cudnn_rnn _cudnn_rnn_backward _efficient_attention_backward "
+        "_efficient_attention_forward _flash_attention_backward _flash_attention_forward "
+        "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+        "_scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_flash_attention_for_cpu_backward "
+        "miopen_rnn miopen_rnn_backward mkldnn_rnn_layer mkldnn_rnn_layer_backward"
+    )
 )
 
 

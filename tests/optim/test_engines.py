@@ -241,10 +241,10 @@ def test_every_element_and_site_and_step_and_tensor_gets_bits_of_its_own() -> No
 
 def test_cpu_engine_is_c_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "why_not", lambda: None)
-    assert engines.choose(torch.device("cpu")) == "c"
+    assert engines.fastest(torch.device("cpu")) == "c"
     monkeypatch.setattr(kernels, "why_not", lambda: "no compiler")
-    assert engines.choose(torch.device("cpu")) == "eager"
-    assert engines.choose(torch.device("cuda")) == "inductor"
+    assert engines.fastest(torch.device("cpu")) == "eager"
+    assert engines.fastest(torch.device("cuda")) == "inductor"
 
 
 @pytest.fixture

@@ -24,13 +24,14 @@ is recorded and the copy was cast without one: no gradient would flow back throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mprun._torch import version_of
+from mprun.precision.nested import map_tensors, tensors_in
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
 """Dtypes that are ever cast; float64, integers, bool and complex stay what they are."""
@@ -113,13 +114,9 @@ def to_dtype(cast: Cast, dtype: torch.dtype) -> Handler:
     """Every floating input goes to `dtype`."""
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        by_name = kwargs and _holds_tensors(kwargs)
-        if _has_float64(args) or (by_name and _is_left_alone(kwargs)):
+        if _has_float64(args) or (kwargs and _has_float64(kwargs.values())):
             return function(*args, **kwargs)
-        new = [cast(a, dtype) if isinstance(a, Tensor) else _cast(a, dtype, cast) for a in args]
-        if by_name:
-            kwargs = {k: _cast(v, dtype, cast) for k, v in kwargs.items()}
-        return function(*new, **kwargs)
+        return _called_in(dtype, cast, function, args, kwargs)
 
     return handler
 
@@ -139,7 +136,7 @@ def promote(cast: Cast) -> Handler:
     """Every floating input goes to the widest dtype among them."""
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        dtypes = {x.dtype for x in _tensors((*args, *kwargs.values())) if x.is_floating_point()}
+        dtypes = {x.dtype for x in tensors_in((*args, *kwargs.values())) if x.is_floating_point()}
         if len(dtypes) < 2 or not dtypes <= _KNOWN_WIDTHS or kwargs.get("out") is not None:
             return function(*args, **kwargs)
         return _called_in(widest(dtypes), cast, function, args, kwargs)
@@ -152,7 +149,7 @@ def first_input(cast: Cast) -> Handler:
 
     def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         first = None
-        for x in _tensors((*args, *kwargs.values()) if kwargs else args):
+        for x in tensors_in((*args, *kwargs.values()) if kwargs else args):
             dtype = x.dtype
             if first is None:
                 first = dtype if dtype.is_floating_point else None
@@ -206,39 +203,8 @@ def _cast(value: Any, dtype: torch.dtype, cast: Cast) -> Any:
     """`value` with the floating tensors in it in `dtype`."""
     if isinstance(value, Tensor):
         return cast(value, dtype)
-    if isinstance(value, list | tuple) and any(isinstance(v, Tensor | list | tuple) for v in value):
-        inside = [_cast(v, dtype, cast) for v in value]
-        if isinstance(value, list):
-            return inside
-        return type(value)(*inside) if hasattr(value, "_fields") else tuple(inside)
-    return value
+    return map_tensors(lambda x: cast(x, dtype), value)
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
-def _is_left_alone(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a listed op is: one with a tensor to write into, or with a float64 input."""
-    return kwargs.get("out") is not None or _has_float64(kwargs.values())
-
-
-def _holds_tensors(kwargs: Mapping[str, Any]) -> bool:
-    for value in kwargs.values():  # noqa: SIM110 - a loop, as below
-        if isinstance(value, Tensor | list | tuple):
-            return True
-    return False
-
-
-def _has_float64(values: Any) -> bool:
-    for value in values:  # a loop, as this runs before every listed op
-        if isinstance(value, Tensor):
-            if value.dtype is torch.float64:
-                return True
-        elif isinstance(value, list | tuple) and _has_float64(value):
-            return True
-    return False
+def _has_float64(values: Iterable[Any]) -> bool:
+    return any(x.dtype is torch.float64 for x in tensors_in(values))

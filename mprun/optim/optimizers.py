@@ -1,0 +1,153 @@
+"""AdamW, SGD and RMSprop over parameters and moments in 16 bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mprun.optim.base import LowPrecisionOptimizer, StorageOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in `typing` from Python 3.11 on
+
+
+class AdamW(LowPrecisionOptimizer):
+    """`torch.optim.AdamW` with parameters and moments in low dtypes.
+
+    eps is added in float32: float16 has no 1e-8.
+
+    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
+    """
+
+    first = "exp_avg"
+    second = "exp_avg_sq"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas={betas}; legal is 0 or more and below 1, each")
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            **storage,
+        )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "adamw"
+
+    def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
+        beta1, beta2 = group["betas"]
+        lr = float(group["lr"])
+        return [
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            lr * group["weight_decay"],
+            lr / (1 - beta1**step),
+            (1 - beta2**step) ** -0.5,
+            group["eps"],
+        ]
+
+
+class SGD(LowPrecisionOptimizer):
+    """`torch.optim.SGD` with parameters and momentum in low dtypes.
+
+    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
+    """
+
+    first = "momentum_buffer"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov with momentum={momentum}, dampening={dampening}; legal is a momentum "
+                "above 0 without dampening"
+            )
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+            **storage,
+        )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "nesterov" if group["nesterov"] else "sgd"
+
+    def keeps_first(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"])
+
+    def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
+        # As in PyTorch, the first step adds the whole gradient to the momentum, and without
+        # momentum nothing is dampened.
+        undamped = 1 - group["dampening"] * (step > 1) if group["momentum"] else 1.0
+        return [group["weight_decay"], group["momentum"], float(group["lr"]), undamped]
+
+
+class RMSprop(LowPrecisionOptimizer):
+    """`torch.optim.RMSprop` with parameters and moments in low dtypes.
+
+    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
+    """
+
+    first = "momentum_buffer"
+    second = "square_avg"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        **storage: Unpack[StorageOptions],
+    ) -> None:
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "alpha": alpha,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+            },
+            **storage,
+        )
+
+    def formula_of(self, group: dict[str, Any]) -> str:
+        return "rmsprop"
+
+    def keeps_first(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"])
+
+    def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
+        alpha = group["alpha"]
+        return [
+            group["weight_decay"],
+            alpha,
+            1 - alpha,
+            group["momentum"],
+            group["eps"],
+            float(group["lr"]),
+        ]
