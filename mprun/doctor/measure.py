@@ -23,7 +23,7 @@ from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
 from mprun.precision.policy import torch_dtype
 from mprun.precision.rates import (
-    Op,
+    TimedOp,
     Timer,
     alternate,
     convolution,
@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     images: tuple[int, int, int]
     """[batch, channels, height and width] of a convolution's input."""
 
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[TimedOp, ...]:
         """The ops at these sizes, in the order of `examination.OPS`."""
         return (
             matmul(self.side),
@@ -74,7 +74,7 @@ COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
 class Case(NamedTuple):
     """One op in one format."""
 
-    op: Op
+    op: TimedOp
     format: Format
 
 

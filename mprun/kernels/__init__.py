@@ -1,11 +1,11 @@
 """Compiled loops for the CPU: stochastic rounding and optimizer steps in one pass over memory.
 
-Written out in PyTorch, a stochastic rounding is some fifteen passes over a tensor; one C loop that
-loads, computes, hashes, rounds and stores is bound by memory alone. The sources are small and
-compiled where they run, by the C compiler that is there, for the very processor (a quarter of a
-second), each combination of dtypes once; the result is kept in the user's cache folder. Where there
-is no compiler the PyTorch versions of the same operations do the work, several times slower, with
-the same bits: contraction to fused multiply-add and unsafe math are switched off.
+In PyTorch a stochastic rounding takes some fifteen passes over a tensor. One C loop that loads,
+computes, hashes, rounds and stores is limited by memory bandwidth alone. The sources are small.
+They are compiled on the machine where they run, by its C compiler, for its processor (a quarter of
+a second), once for each combination of dtypes; the result is stored in the user's cache folder.
+Where there is no compiler, PyTorch versions of the same operations do the work, several times
+slower, with the same bits: contraction to fused multiply-add and unsafe math are switched off.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
     Raises:
         NoCompilerError: see there. A process tries each library once.
     """
-    words = (f"-D{name}" + (f"={value}" if value else "") for name, value in defines.items())
-    made = _load(source, tuple(sorted(words)))
-    if isinstance(made, str):
-        raise NoCompilerError(made)
-    return made
+    flags = (f"-D{name}" + (f"={value}" if value else "") for name, value in defines.items())
+    library = _load(source, tuple(sorted(flags)))
+    if isinstance(library, str):
+        raise NoCompilerError(library)
+    return library
 
 
 def load_or_warn(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL | None:
-    """As `load`, but None and a warning where there is none: one of them may fail, late."""
+    """As `load`, but None and a warning where there is no library; a single one may fail."""
     try:
         return load(source, defines)
     except NoCompilerError as error:
@@ -93,7 +93,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
     except ValueError as error:
         return f"CC={os.environ['CC']} is no command line: {error}"
     if not compiler:
-        return "no C compiler was found (CC, cc, gcc, clang)"
+        return "there is no C compiler (CC, cc, gcc, clang)"
     reason = ""
     for variant in VARIANTS:
         try:
@@ -114,8 +114,8 @@ def _compiler() -> tuple[str, ...]:
     """
     given = shlex.split(os.environ.get("CC", ""))
     commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
-    found = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
-    return next(found, ())
+    installed = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
+    return next(installed, ())
 
 
 def _compiled(
@@ -123,15 +123,15 @@ def _compiled(
 ) -> Path:
     """The shared library, from the cache where it was made before."""
     texts = [(SOURCES / name).read_text(encoding="utf-8") for name in ("formats.h", source)]
-    words = (*texts, *compiler, *flags, *last, _processor())
-    name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:24]
+    parts = (*texts, *compiler, *flags, *last, _processor())
+    name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder()
-    made = folder / f"{Path(source).stem}-{name}.so"
-    if made.exists():
-        return made
+    library = folder / f"{Path(source).stem}-{name}.so"
+    if library.exists():
+        return library
     folder.mkdir(parents=True, exist_ok=True)  # someone may have emptied the cache meanwhile
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        out = Path(scratch) / made.name
+        out = Path(scratch) / library.name
         command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
         subprocess.run(
             command,
@@ -141,8 +141,8 @@ def _compiled(
             errors="replace",
             timeout=PATIENCE_S,
         )
-        out.replace(made)  # whole or not at all, should two runs compile at once
-    return made
+        out.replace(library)  # atomic: two runs may compile at once
+    return library
 
 
 @lru_cache

@@ -1,16 +1,16 @@
-"""What a matmul's or convolution's own kernel adds its products up in: measured.
+"""In which dtype a matmul's or convolution's own kernel adds up its products: measured.
 
-A kernel that takes 16-bit numbers should keep its running sum in float32, and most do. Some do not:
-the fallback for a convolution's backward pass, on CPUs without 16-bit instructions, adds the
-samples' weight gradients up in 16 bits. No list of processors or versions says which, so the op is
-run on ones. A sum of 4,096 of them is exact in float16 and in bfloat16, but in float16 it stops at
-2,048, where 1 is half of the distance to the next number, and in bfloat16 at 256. A vector
-instruction may keep several running sums, each of which stays below that: matmuls, whose sums are
-long at little cost, get so many smaller products that each of 32 would stop too.
+A kernel for 16-bit numbers should keep its running sum in float32, and most do. Some do not: the
+fallback for a convolution's backward pass, on CPUs without 16-bit instructions, adds up the
+samples' weight gradients in 16 bits. No list of processors or versions says which, so the op is run
+on ones. A sum of 4,096 ones is representable in float16 and in bfloat16. But a running sum in
+float16 stops at 2,048, where 1 is half of the distance to the next number, and one in bfloat16 at
+256. A vector instruction may keep several running sums, each of which stays below that. Long sums
+are cheap in matmuls, so matmuls get as many smaller products as make each of 32 running sums stop.
 
 The sums run over what kernels divide among loops: the inner dimension of a matmul; channels and
 taps of a convolution; samples, positions and output channels of its backward pass. Another size may
-take another kernel: what is found is a lower limit for what is rounded, not a promise.
+use another kernel, so the result is a lower limit for what is rounded, not a promise.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _convolutions(op: Any) -> list[Case]:
 
 @cache
 def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """What `op`'s kernel makes of sums that are `TERMS`; less where it accumulates in 16 bits.
+    """What `op`'s kernel computes for sums that are `TERMS`; less if it accumulates in 16 bits.
 
     Measured once in a process; the backend switches are those of the first call.
 
@@ -93,21 +93,21 @@ def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
     """
     if op in MATMULS:
         return _least(op(*_matmul_operands(op, dtype, device)))
-    found = float(TERMS)
+    least = float(TERMS)
     for shapes, rest in _convolutions(op):
-        made = [torch.ones(s, dtype=dtype, device=device) for s in shapes]
-        exact = _tensors(op(*(x.double() for x in made), *rest))
-        for sums, expected in zip(_tensors(op(*made, *rest)), exact, strict=True):
+        ones = [torch.ones(s, dtype=dtype, device=device) for s in shapes]
+        exact = _tensors(op(*(x.double() for x in ones), *rest))
+        for sums, expected in zip(_tensors(op(*ones, *rest)), exact, strict=True):
             long = sums[expected == TERMS]
-            found = min(found, _least(long)) if long.numel() else found
-    return found
+            least = min(least, _least(long)) if long.numel() else least
+    return least
 
 
 def _matmul_operands(op: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Operands whose product is `TERMS` everywhere; what it is added to, if anything, is 0."""
-    made = [torch.ones(s, dtype=dtype, device=device) for s in _MATMULS[op]]
-    made[-1] /= LANES
-    return [torch.zeros_like(made[0]), *made[1:]] if len(made) == 3 else made
+    operands = [torch.ones(s, dtype=dtype, device=device) for s in _MATMULS[op]]
+    operands[-1] /= LANES
+    return [torch.zeros_like(operands[0]), *operands[1:]] if len(operands) == 3 else operands
 
 
 def _least(sums: Tensor) -> float:

@@ -1,9 +1,9 @@
 """What carries a policy out: prepare the model, run it, go backward, step.
 
-One class by composition: the policy says which dtypes, the caster how ops get theirs, the
-arithmetic whose kernels compute them, the loss scale what the backward pass starts from and whether
-a step is taken. A mode is a choice of parts, never a subclass, so that the training loop is the
-same for all of them. In a loop of one's own:
+One class by composition. The policy says which dtypes, the caster decides how ops get theirs, the
+arithmetic computes them, the loss scale scales the loss and decides whether a step is taken. A mode
+is a choice of parts, never a subclass, so the training loop is the same for all modes. In your own
+loop:
 
     precision.prepare(model, device)
     for step, (x, y) in enumerate(batches, start=1):
@@ -14,9 +14,9 @@ same for all of them. In a loop of one's own:
         skipped = precision.step(optimizer)
         precision.update()
 
-Several models and optimizers work alike: prepare each model, step each optimizer, update once. To
-look at gradients, or to clip them, unscale them first; in every mode they are then those of the
-loss itself, in float32 where the loss was scaled:
+With several models and optimizers: prepare each model, step each optimizer, update once. To read or
+clip gradients, unscale them first. In every mode they are then the gradients of the loss itself, in
+float32 where the loss was scaled:
 
         precision.unscale(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -113,10 +113,10 @@ class Precision:
         return model
 
     def begin_step(self, step: int) -> None:
-        """The first forward pass of optimizer step number `step` is next.
+        """Optimizer step number `step` begins: call it before the step's first forward pass.
 
-        The number decides the bits of stochastic rounding, so each step needs its own. An iteration
-        that `update` did not end, ends.
+        The number decides the bits of stochastic rounding, so each step needs its own. It also ends
+        an iteration that `update` did not end.
         """
         self.update()
         self.arithmetic.begin_step(step)
@@ -143,8 +143,8 @@ class Precision:
     ) -> Tensor:
         """`share` of the loss `function(output, target)`, a scalar.
 
-        Not cast, but with the arithmetic of the rest: an output in 16 bits has its loss computed in
-        16 bits, which where they are emulated are rounded like every other result.
+        The caster does not apply, the arithmetic does: an output in 16 bits has its loss computed
+        in 16 bits, and emulation rounds it like every other result.
         """
         with self.arithmetic.region():
             loss = function(output, target)

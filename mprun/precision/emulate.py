@@ -1,18 +1,19 @@
 """16-bit arithmetic around float32: every result rounded, forward and backward.
 
 Hardware with stochastic rounding (Graphcore's IPU) applies it where a result leaves the arithmetic
-unit. On a CPU or GPU a 16-bit kernel's output is already rounded to nearest, and what it cut off is
-gone. So each op on 16-bit tensors is computed in float32, from inputs brought up exactly, and its
-result is rounded to 16 bits by mprun: in the forward pass, in the backward pass and where gradients
-are accumulated. Parameters, gradients and what is kept for the backward pass are really stored in
-16 bits between ops. Inside an op sums are float32's, unless the partials are float16 (`partials`).
+unit. On a CPU or GPU the output of a 16-bit kernel is already rounded to nearest, and the digits
+that it cut off are lost. So each op on 16-bit tensors is computed in float32, on inputs that are
+widened exactly, and mprun rounds its result to 16 bits: in the forward pass, in the backward pass
+and where gradients are accumulated. Between ops, parameters, gradients and what is stored for the
+backward pass are really 16 bits. Inside an op sums are float32, unless the partials are float16
+(`partials.py`).
 
 Rounding is stochastic during a training step. Outside of one (evaluation) it is to nearest, so that
 a model has one test accuracy.
 
-It is the format that is emulated and the width of the sums, not a hardware's bits. Ops that only
-move or select numbers are left alone: rounding their result would change nothing. Mixed dtypes are
-promoted where PyTorch's kernels promote, and refused where they refuse.
+The format and the width of the sums are emulated, not the bits of some hardware. Ops that only move
+or select numbers are not changed: rounding their result would do nothing. Mixed dtypes are promoted
+where PyTorch's kernels promote, and refused where they refuse.
 """
 
 from __future__ import annotations

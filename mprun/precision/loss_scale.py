@@ -5,23 +5,23 @@ S (the chain rule is linear), so they are computed S times larger and divided by
 optimizer sees them (Micikevicius et al., "Mixed Precision Training", 2018). float32 and bfloat16
 share an exponent range that needs none of it: their loss scale is the no-op.
 
-Too large a scale overflows. The dynamic scale looks for the largest that does not: it starts high,
-is multiplied by `backoff` at every overflow, whose step is skipped, and by `growth` after
-`interval` steps without one:
+A scale that is too large overflows. The dynamic scale searches for the largest that does not: it
+starts high, is multiplied by `backoff` at every overflow, whose step is skipped, and by `growth`
+after `interval` steps without one:
 
     overflow:                        scale, tracker = max(scale * backoff, floor), 0
     else, tracker + 1 == interval:   scale, tracker = scale * growth (unless infinite), 0
     else:                            scale, tracker = scale, tracker + 1
 
-That is torch.amp.GradScaler's rule step by step, with a floor added: a scale that falls without end
-(gradients that are NaN at any scale) ends the run with an explanation instead of sinking to zero.
-The transition is a pure function on tensors, so on CUDA the host never waits for it.
+This is torch.amp.GradScaler's rule with a floor added: where gradients are NaN at any scale, the
+scale would fall to zero; at the floor the run ends with an explanation. The transition is a pure
+function on tensors, so on CUDA the host never waits for it.
 
 As in GradScaler an iteration may step several optimizers: `scale` any number of losses, `step`
 each optimizer, then `update` once, which moves the scale. All of them are unscaled by the same
 factor, an optimizer is skipped for overflows of its own gradients alone, and the scale backs off if
-any overflowed. `unscale` before `step` gives unscaled gradients to look at or to clip; those of
-16-bit parameters are float32 then, until `update`.
+any overflowed. `unscale` before `step` gives unscaled gradients, to read or to clip; those of
+16-bit parameters are then float32 until `update`.
 """
 
 from __future__ import annotations

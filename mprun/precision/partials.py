@@ -2,9 +2,9 @@
 
 A matmul's output element is a sum of K products, and the sum has a dtype of its own, which need not
 be that of the inputs. Graphcore calls the running sums *partials*. Products of two float16 values
-are exact in float32 (11-bit significands give 22 bits); the question is what happens to their sum.
-CPU kernels with instructions for it keep it in float32, some others do not (`accumulation.py`
-measures which). Hardware that can keep it in float16 is faster and loses digits.
+are exact in float32 (11-bit significands give 22 bits), but their sum need not be. CPU kernels with
+16-bit instructions keep it in float32, some others do not (`accumulation.py` measures which).
+Hardware that keeps it in float16 is faster and loses digits.
 
 We emulate float16 partials by blocked accumulation. The K products are cut, in order, into blocks
 of 64, the last one shorter:
@@ -315,8 +315,8 @@ def _patches(x: Tensor, kernel: Sequence[int], at: _Geometry, size: Sequence[int
         pad = [max(before, 0), max(n - have - before, 0), *pad]  # F.pad starts at the last
     if any(pad):
         x = F.pad(x, pad)
-    kept: tuple[Any, ...] = (..., *[slice(max(-before, 0), None) for before in at.padding])
-    x = x[kept]
+    inside: tuple[Any, ...] = (..., *[slice(max(-before, 0), None) for before in at.padding])
+    x = x[inside]
     batch, channels, *steps = x.stride()
     each = x.shape[1] // at.groups
     return x.as_strided(

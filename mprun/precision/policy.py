@@ -1,6 +1,6 @@
-"""A precision mode as a row of data.
+"""A precision mode is a row of data.
 
-The table of modes is `conf/precision/*.yaml`; two modes differ exactly where their rows differ:
+The table of modes is `conf/precision/*.yaml`. Two modes differ exactly where their rows differ:
 
     mode          parameters  computation  casting   rounding    of         gradients
     fp32          float32     float32      none      nearest     updates    float32
@@ -39,7 +39,7 @@ ROUNDINGS = ("nearest", "stochastic", "kahan")
 
 
 def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
-    """What the name of a mode with 16-bit parameters states."""
+    """What the name of a mode with 16-bit parameters fixes."""
     return {"casting": ("none",), "param_dtype": (dtype,), "rounding": roundings, "tf32": (False,)}
 
 
@@ -113,10 +113,10 @@ class Policy:
 
     @property
     def input_dtype(self) -> str:
-        """What floating inputs are converted to before they are sent to a device.
+        """The dtype of floating inputs when they go to the device.
 
-        The parameters' where nothing casts (PyTorch's `model.half()` needs its inputs in float16
-        too); float32 where a caster takes over.
+        The parameters' dtype where nothing casts (PyTorch's `model.half()` needs float16 inputs
+        too); float32 where a caster casts them.
         """
         return self.param_dtype if self.casting == "none" else "float32"
 
@@ -138,12 +138,12 @@ class Policy:
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, self.casting == "none" and not self.is_low),
         }
-        # A shipped mode's name states these: another value needs another name.
+        # A shipped mode's name fixes these: another value needs another name.
         named = NAMED.get(self.name, {})
         return {key: named.get(key, values) for key, values in legal.items()}
 
     def columns(self) -> dict[str, Any]:
-        """The row without its name, as records keep it."""
+        """The row without its name, as in records."""
         row = asdict(self)
         del row["name"]
         return row

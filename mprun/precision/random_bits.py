@@ -18,9 +18,9 @@ on the host into two 32-bit keys (splitmix64's finalizer: Steele et al., 2014); 
     h = (h ^ high)    * 0xac4c1b51;  h ^= h >> 15
     h = h             * 0x31848bab;  h ^= h >> 14
 
-modulo 2^32, the constants being those of Wellons' triple32 ("hash-prospector", 2018). Two keys, so
-that the sequences of two tensors or steps are not shifted copies of each other; three products,
-because with two the bits of elements 3072 apart are correlated. Not for cryptography.
+modulo 2^32, with the constants of Wellons' triple32 ("hash-prospector", 2018). Two keys are needed:
+with one, the sequences of two tensors or steps would be shifted copies of each other. Three
+products are needed: with two, the bits of elements 3072 apart are correlated. Not for cryptography.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Key(NamedTuple):
         return self if index == 0 else key(self.low, self.high, index // BLOCK)
 
 
-def key(*words: int) -> Key:
-    """Mix integers (seed, step, tensor, site) into a key; any change of one changes about half."""
+def key(*parts: int) -> Key:
+    """Mix integers (seed, step, tensor, site) into a key; changing one changes about half of it."""
     state = 0
-    for word in words:
-        state = _splitmix(state ^ (word & MASK))
+    for part in parts:
+        state = _splitmix(state ^ (part & MASK))
     return Key(state & 0xFFFFFFFF, state >> 32)
 
 
@@ -80,7 +80,7 @@ def name_parameters(model: nn.Module, prefix: str = "") -> None:
 
     Args:
         model: the model.
-        prefix: what tells its names from those of other models.
+        prefix: put before the names, to distinguish several models.
     """
     for name, p in model.named_parameters():
         setattr(p, NAME, f"{prefix}{name}")

@@ -1,16 +1,16 @@
 """How fast a device computes in which number format: measured.
 
-Having a kernel for a dtype and having hardware for it are two things: on a CPU without AMX-BF16 or
-AVX512-BF16, bfloat16 runs, up to a hundred times slower than float32. No list of processors answers
-it either, as kernels change with PyTorch's version and environment variables can forbid them
-instructions. So the op is run in both formats and timed.
+A kernel for a dtype is not hardware for it: on a CPU without AMX-BF16 or AVX512-BF16, bfloat16 runs
+up to a hundred times slower than float32. A list of processors does not answer it either: kernels
+change with PyTorch's version, and environment variables can forbid instructions. So the op is run
+in both formats and timed.
 
-Calls that are compared take turns: a round times each once, forwards and then backwards, and a
-ratio is that of two times of one round. What slows the machine down for longer than a round slows
-both; what hits one time, a slice lost to another process, is what the median over rounds leaves
-out. One time is the mean of as many calls in a row as last a millisecond, so that the clock does
-not matter. On CUDA a call returns before its work is done: there it is the time between two events
-on the stream, and the calls in a row hide what it costs to launch one.
+Calls that are compared take turns. A round times each call once, in alternating order, and a ratio
+is that of two times of the same round. A slowdown longer than a round affects both times; the
+median over rounds ignores a disturbance of a single time. One time is the mean of as many calls in
+a row as last a millisecond, so that the clock's resolution does not matter. On CUDA a call returns
+before its work is done: the time is that between two events on the stream, and calls in a row hide
+the cost of a launch.
 
 The backend switches are those of a run: float32 is IEEE, 16-bit matmuls add up in float32.
 """
@@ -37,8 +37,8 @@ SIDE = {"cpu": 256, "cuda": 2048}
 """Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU."""
 
 
-class Op(NamedTuple):
-    """Something to time."""
+class TimedOp(NamedTuple):
+    """An op to time."""
 
     name: str
     size: str
@@ -49,26 +49,26 @@ class Op(NamedTuple):
     function: Callable[..., object]
 
 
-def matmul(side: int) -> Op:
+def matmul(side: int) -> TimedOp:
     """[side, side] by [side, side]."""
     shape = (side, side)
-    return Op("matmul", f"{side}x{side}x{side}", 2 * side**3, (shape, shape), torch.matmul)
+    return TimedOp("matmul", f"{side}x{side}x{side}", 2 * side**3, (shape, shape), torch.matmul)
 
 
-def convolution(batch: int, channels: int, side: int) -> Op:
+def convolution(batch: int, channels: int, side: int) -> TimedOp:
     """3x3, padding 1: [batch, channels, side, side] to the same shape."""
     images, weight = (batch, channels, side, side), (channels, channels, 3, 3)
     flops = 2 * batch * side**2 * channels**2 * 9
     size = f"{batch}x{channels}x{side}x{side}, 3x3"
-    return Op("convolution", size, flops, (images, weight), _convolution)
+    return TimedOp("convolution", size, flops, (images, weight), _convolution)
 
 
-def convolution_backward(batch: int, channels: int, side: int) -> Op:
+def convolution_backward(batch: int, channels: int, side: int) -> TimedOp:
     """The gradients of `convolution` to its input and weight."""
     forward = convolution(batch, channels, side)
     images, weight = forward.shapes
     shapes = (images, images, weight)
-    return Op(
+    return TimedOp(
         "convolution_backward", forward.size, 2 * forward.flops, shapes, _convolution_backward
     )
 
@@ -86,7 +86,7 @@ def _convolution_backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Timer:
-    """An op in one format on a device, warm and ready to be timed again and again."""
+    """An op in one format on a device, warmed up, to be timed repeatedly."""
 
     call: Callable[[], object]
     device: torch.device
@@ -94,7 +94,7 @@ class Timer:
     repeats: int
     """Calls in a row for one time."""
     call_s: float
-    """What a call takes, by one time: for planning."""
+    """What a call takes, measured once: for planning."""
 
     @property
     def round_s(self) -> float:
@@ -109,7 +109,7 @@ class Timer:
 
 
 def timer(
-    op: Op,
+    op: TimedOp,
     dtype: torch.dtype,
     device: torch.device,
     tf32: bool = False,
@@ -134,7 +134,7 @@ def timer(
 
 
 def warm(call: Callable[[], object], device: torch.device, tf32: bool = False) -> Timer:
-    """Call once to warm up, kernels are chosen and some compiled, and once to see how long."""
+    """Call once to warm up (kernels are selected, some compiled) and once to measure how long."""
     first = Timer(call, device, tf32, repeats=1, call_s=math.nan)
     first.time_s()
     call_s = max(first.time_s(), 1e-9)
@@ -157,8 +157,8 @@ def accelerated(
 ) -> bool:
     """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
 
-    By the fastest round of each: a run needs an answer on a busy machine too, and whatever else
-    computes there only ever adds time.
+    It compares the fastest round of each: a run needs an answer on a busy machine too, and other
+    processes can only add time.
 
     Args:
         dtype: the dtype in question.
@@ -169,7 +169,7 @@ def accelerated(
     if dtype == torch.float32:
         return True
     op = matmul(side or SIDE[device.type])
-    # Several beside another process slow down tenfold, now one dtype and now the other.
+    # Several threads beside another process slow down tenfold, one dtype or the other by chance.
     with in_threads(1):
         pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
         single, other = alternate(pair, ROUNDS)

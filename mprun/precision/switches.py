@@ -1,6 +1,6 @@
 """How float32 arithmetic is done: the backend switches.
 
-PyTorch keeps process-wide switches that change what a "float32" matmul or convolution computes:
+PyTorch has process-wide switches that change what a "float32" matmul or convolution computes:
 TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions), bfloat16 inside
 oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
 policy and restores them on every way out.

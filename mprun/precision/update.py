@@ -3,11 +3,11 @@
 Clipping needs the gradients of the loss itself, so it comes after unscaling. A step with gradients
 that are not finite is skipped.
 
-Dividing a 16-bit gradient in its own dtype loses small values (3e-9 becomes 0 in float16). So
-16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers compute
-in the parameters' dtype: they get such gradients rounded back, after clipping. One that keeps
-16-bit parameters (`mprun.optim`) takes gradients of any dtype; where nobody asked for unscaled ones
-it unscales, checks and clips in float32 during its own pass, without copies.
+A 16-bit gradient that is divided in its own dtype loses small values (3e-9 becomes 0 in float16).
+So 16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers
+compute in the parameters' dtype: they get the gradients rounded back, after clipping. The
+optimizers of `mprun.optim` take gradients of any dtype; unless `unscale` was called, they unscale,
+check and clip in float32 during their own pass, without copies.
 """
 
 from __future__ import annotations

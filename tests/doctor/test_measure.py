@@ -26,7 +26,7 @@ from mprun.doctor.measure import (
     spread,
     which_fit,
 )
-from mprun.precision.rates import Op, Timer, matmul, warm
+from mprun.precision.rates import TimedOp, Timer, matmul, warm
 from mprun.records.doctor_record import OPS, Copy, Rate
 from tests.schema import conforms
 
@@ -61,7 +61,7 @@ def test_formats_get_the_switch_and_the_memory_format_of_a_run(
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
-    def timer(op: Op, *rest: Any) -> Timer:
+    def timer(op: TimedOp, *rest: Any) -> Timer:
         seen.append(rest)
         return warm(lambda: None, CPU)
 
@@ -99,7 +99,7 @@ def slow_kernels(monkeypatch: pytest.MonkeyPatch, flops_per_s: dict[str, float])
     """Replace the clock: every op takes its operations over the format's rate. All it spent."""
     spent = [0.0]
 
-    def timer(op: Op, dtype: torch.dtype, *rest: Any) -> Timer:
+    def timer(op: TimedOp, dtype: torch.dtype, *rest: Any) -> Timer:
         seconds = op.flops / flops_per_s[str(dtype).removeprefix("torch.")]
 
         def call() -> None:

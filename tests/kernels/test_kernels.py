@@ -320,13 +320,13 @@ def assert_eager_with_the_same_bits(reason: str) -> None:
 
 def test_no_compiler_when_cc_names_none(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setenv("CC", str(tmp_path / "nowhere" / "cc"))
-    assert_eager_with_the_same_bits("no C compiler was found (CC, cc, gcc, clang)")
+    assert_eager_with_the_same_bits("there is no C compiler (CC, cc, gcc, clang)")
 
 
 def test_no_compiler_on_an_empty_path(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.delenv("CC", raising=False)
     fresh.setenv("PATH", str(tmp_path))
-    assert_eager_with_the_same_bits("no C compiler was found (CC, cc, gcc, clang)")
+    assert_eager_with_the_same_bits("there is no C compiler (CC, cc, gcc, clang)")
 
 
 def test_no_compiler_when_it_is_not_wanted(fresh: pytest.MonkeyPatch) -> None:

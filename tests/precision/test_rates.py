@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.precision import accelerated, rates
 from mprun.precision.rates import (
-    Op,
+    TimedOp,
     Timer,
     alternate,
     convolution,
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     [matmul(24), convolution(3, 8, 10), convolution_backward(3, 8, 10)],
     ids=lambda op: op.name,
 )
-def test_operations_are_counted_as_pytorch_counts_them(op: Op) -> None:
+def test_operations_are_counted_as_pytorch_counts_them(op: TimedOp) -> None:
     inputs = [torch.randn(shape) for shape in op.shapes]
     with FlopCounterMode(display=False) as counter:
         op.function(*inputs)
@@ -80,7 +80,7 @@ def test_the_backward_pass_gives_the_gradients_of_input_and_weight() -> None:
 
 def test_inputs_have_the_dtype_and_memory_format_wanted() -> None:
     seen: list[torch.Tensor] = []
-    op = Op("spy", "", 1, ((2, 3, 4, 5), (3, 4)), lambda *inputs: seen.extend(inputs))
+    op = TimedOp("spy", "", 1, ((2, 3, 4, 5), (3, 4)), lambda *inputs: seen.extend(inputs))
     timer(op, torch.bfloat16, CPU, images=torch.channels_last)
     images, matrix = seen[:2]
     assert images.dtype == matrix.dtype == torch.bfloat16
@@ -225,7 +225,7 @@ def test_accelerated_is_by_the_fastest_round(
     """By a clock made up bfloat16 takes `factor` times as long, and more in all rounds but one."""
     threads = set()
 
-    def made(op: Op, dtype: torch.dtype, device: torch.device) -> Timer:
+    def made(op: TimedOp, dtype: torch.dtype, device: torch.device) -> Timer:
         seconds = 1.0 if dtype == torch.float32 else factor
         calls: list[int] = []
 
@@ -246,9 +246,9 @@ def test_a_gpu_gets_a_matmul_that_fills_it(
     monkeypatch: pytest.MonkeyPatch, device: str, side: int
 ) -> None:
     """A small one would time how long kernels take to launch."""
-    seen: list[Op] = []
+    seen: list[TimedOp] = []
 
-    def made(op: Op, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
+    def made(op: TimedOp, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
         seen.append(op)
         return SimpleNamespace(time_s=lambda: 1.0)
 

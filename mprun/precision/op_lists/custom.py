@@ -1,11 +1,11 @@
 """Custom autograd functions under op lists: what `torch.amp` does for them under autocast.
 
-A `torch.autograd.Function` computes its gradients by Python code of its own. Its forward pass is
-cast like any other code, so its backward pass meets tensors of several dtypes: a bfloat16 gradient,
-a float32 weight it has saved. Under autocast the decorators `torch.amp.custom_fwd` and `custom_bwd`
-run that code with casts again. They ask autocast, which is off in a region of op lists, so here
-the same is done for functions that carry them: backward runs in the region of forward, and with
-`cast_inputs` forward runs on inputs of that dtype and nothing is cast in either.
+A `torch.autograd.Function` computes its gradients by its own Python code. Its forward pass is cast
+like any other code, so its backward pass gets tensors of several dtypes: a bfloat16 gradient, a
+float32 weight that it has saved. Under autocast the decorators `torch.amp.custom_fwd` and
+`custom_bwd` run that code with casts again. They check for autocast, which is off in a region of op
+lists. So the same is done here for functions with these decorators: backward runs in the region of
+forward; with `cast_inputs` forward runs on inputs of that dtype, and nothing is cast in either.
 
 A function without them fails under autocast too. Its error is raised with the remedy.
 """

@@ -2,13 +2,13 @@
 
 People write an op's name as they know it: `relu`, `F.relu`, `Tensor.relu`, `aten::relu.default`,
 `__add__`, `iadd`, `truediv`, `max_pool2d_with_indices`. Casts are decided where Python calls
-PyTorch, so each of these is brought to the name that call has there, the *canonical* name. Names of
+PyTorch, so each of these names is mapped to the name of that call, the *canonical* name. Names of
 in-place ops end in `_` and are ops of their own.
 
-Two tables do it. `ALIASES`: another spelling, or the ATen op that a Python function ends in.
-`INNER`: functions that are one C++ call and hide the op that a list is about (an einsum is a bmm,
-an LSTM a row of linear layers); where such a function is on no list itself, its inner op's entry
-holds.
+There are two tables. `ALIASES` has other spellings, and the ATen ops that Python functions end in.
+`INNER` has functions that are one C++ call and hide the op that a list is about (an einsum is a
+bmm, an LSTM a sequence of linear layers); if such a function is on no list itself, the entry of its
+inner op holds.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ _NOT_OPS = {"Tensor", "boolean_dispatch", "handle_torch_function", "has_torch_fu
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
-    """The canonical name of what is called, or None for what is no op (a getter, say)."""
+    """The canonical name of a function, or None for one that is no op, such as a getter."""
     if isinstance(function, OpOverload | OpOverloadPacket):
         return spelled(str(function))[0]
     name = getattr(function, "__name__", None)

@@ -7,12 +7,12 @@
     first input  on no list: its inputs go to the dtype of the first floating one
     as it is     on no list of lists that leave such ops to PyTorch's own type promotion
 
-The first that applies holds, in this order. float64, integer and bool tensors are never cast, and a
-listed op with a float64 input is left alone: whoever brings float64 wants it. Normalisations take
-their activation in the lower dtype and their weights as they are, which are few and matter; running
-statistics are written into and never cast.
+The first rule that applies holds, in this order. float64, integer and bool tensors are never cast,
+and neither are the inputs of a listed op with a float64 input: float64 is used on purpose.
+Normalisations take their activation in the lower dtype and their weights, which are few and matter,
+as they are; running statistics are written into and never cast.
 
-A rule becomes a *handler*, which calls the op in place of the caller. Source of the rules: Habana,
+A *handler* carries a rule out: it gets the call and calls the op. Source of the rules: Habana,
 "Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
 
 Without a cache a weight would be cast wherever an op takes it: twice where layers are tied, at
@@ -203,8 +203,20 @@ def _cast(value: Any, dtype: torch.dtype, cast: Cast) -> Any:
     """`value` with the floating tensors in it in `dtype`."""
     if isinstance(value, Tensor):
         return cast(value, dtype)
-    return map_tensors(lambda x: cast(x, dtype), value)
+    if isinstance(value, _SEQUENCE) and any(isinstance(x, _WITH_TENSORS) for x in value):
+        return map_tensors(lambda x: cast(x, dtype), value)
+    return value
 
 
 def _has_float64(values: Iterable[Any]) -> bool:
-    return any(x.dtype is torch.float64 for x in tensors_in(values))
+    for value in values:  # a loop, as this runs before every listed op
+        if isinstance(value, Tensor):
+            if value.dtype is torch.float64:
+                return True
+        elif isinstance(value, _SEQUENCE) and _has_float64(value):
+            return True
+    return False
+
+
+_SEQUENCE = (list, tuple)
+_WITH_TENSORS = (Tensor, list, tuple)
