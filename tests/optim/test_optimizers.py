@@ -843,7 +843,7 @@ LOSS_SCALES: dict[str, Callable[[], LossScale]] = {
 
 @pytest.mark.parametrize("clip", [Clip(), Clip(0.01)], ids=["free", "clipped"])
 @pytest.mark.parametrize("kind", LOSS_SCALES)
-def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: Clip | Clip) -> None:
+def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: Clip) -> None:
     """Against the same loss without a scale, in bfloat16, whose powers of two are all exact."""
     found = []
     for make in (NoLossScale, LOSS_SCALES[kind]):

@@ -113,7 +113,9 @@ print("FOUND" + json.dumps(found))
 """
 
 
-@pytest.fixture(scope="module", params=["as it is", "AVX2"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("as it is", marks=pytest.mark.exhaustive), "AVX2"]
+)
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:

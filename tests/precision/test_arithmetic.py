@@ -331,7 +331,14 @@ def test_a_model_without_lstm_keeps_its_arithmetic() -> None:
     assert by.arithmetic.substitutions == ()
 
 
-@pytest.mark.parametrize("instructions", ["AVX2", "AVX512_CORE", "DEFAULT"])
+@pytest.mark.parametrize(
+    "instructions",
+    [
+        "AVX2",
+        pytest.param("AVX512_CORE", marks=pytest.mark.exhaustive),
+        pytest.param("DEFAULT", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_lstms_train_whatever_instructions_onednn_has(instructions: str) -> None:
     """With AVX2 alone it has no bfloat16 LSTM either. oneDNN reads the variable as it starts."""
     script = (

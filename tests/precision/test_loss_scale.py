@@ -83,7 +83,7 @@ def model_and_data() -> tuple[nn.Module, torch.Tensor]:
     return nn.Linear(3, 2), torch.randn(4, 3)
 
 
-def gradients(loss_scale: LossScale, clip: Clip | Clip | None = None) -> list[torch.Tensor]:
+def gradients(loss_scale: LossScale, clip: Clip | None = None) -> list[torch.Tensor]:
     """What the optimizer sees, by an SGD step of rate 1 from known weights."""
     model, x = model_and_data()
     before = [p.detach().clone() for p in model.parameters()]
