@@ -147,7 +147,7 @@ def _compiled(
 
 @lru_cache
 def cache_folder() -> Path:
-    """Where libraries are kept: XDG_CACHE_HOME or ~/.cache, else a folder of this process."""
+    """Where libraries are stored: XDG_CACHE_HOME or ~/.cache, else a folder of this process."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"

@@ -76,7 +76,7 @@ class LowPrecisionOptimizer(Optimizer):
     """What all optimizers share; a subclass names its formula, its moments and its constants.
 
     Args:
-        params: as for any optimizer; float32, float16 and bfloat16, each kept in its dtype.
+        params: as for any optimizer; float32, float16 and bfloat16; each stays in its dtype.
         defaults: the subclass's options.
         rounding, momentum_dtype, variance_dtype, overflow, seed, engine: see `StorageOptions`.
 

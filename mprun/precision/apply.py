@@ -55,7 +55,7 @@ class Precision:
         arithmetic: the region forward pass, loss and backward pass run in.
         loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
-        layers: module names or globs to what each is kept in: fp32, fp16, bf16, or a mode.
+        layers: module names or globs to the precision of each: fp32, fp16, bf16, or a mode.
     """
 
     def __init__(

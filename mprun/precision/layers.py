@@ -42,7 +42,7 @@ from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import ALIASES, NAMED, Policy, policy, torch_dtype
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""What a layer can be kept in, by the names users write."""
+"""The dtypes that a layer can have, by the names users write."""
 
 
 class LayerPrecision(NamedTuple):

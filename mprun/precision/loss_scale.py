@@ -175,8 +175,8 @@ def next_state(
     lowered = (scale.double() * rule.backoff).float().clamp_min(rule.floor)
     raised = (scale.double() * rule.growth).float()
     grows = tracker + 1 >= rule.interval
-    kept = torch.where(grows & torch.isfinite(raised), raised, scale)
-    scale = torch.where(skipped, lowered, kept)
+    taken = torch.where(grows & torch.isfinite(raised), raised, scale)
+    scale = torch.where(skipped, lowered, taken)
     tracker = torch.where(skipped | grows, 0, tracker + 1).to(torch.int32)
     return scale, tracker
 

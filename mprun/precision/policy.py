@@ -84,7 +84,7 @@ class Policy:
     casting: str
     """none; or ops are cast to `compute_dtype` by autocast or by op_lists."""
     rounding: str
-    """nearest, stochastic or kahan, of parameters and optimizer state kept in 16 bits."""
+    """nearest, stochastic or kahan, of parameters and optimizer state in 16 bits."""
     rounding_scope: str
     """update: where those are written; all: every result, forward and backward."""
     overflow: str

@@ -3,7 +3,7 @@
 PyTorch has process-wide switches that change what a "float32" matmul or convolution computes:
 TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions), bfloat16 inside
 oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
-policy and restores them on every way out.
+policy and restores them however it ends.
 
 They have two interfaces, `fp32_precision` and the older `allow_tf32`, and PyTorch raises an error
 where the two disagree. Both are set, so that a model's code can use either
@@ -25,7 +25,7 @@ from mprun.precision.policy import Policy
 
 @contextmanager
 def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
-    """Set the process-wide switches to what `policy` says; restore them on the way out.
+    """Set the process-wide switches to what `policy` says; restore them at the end.
 
     float32 arithmetic is IEEE unless `native_tf32`, for a TF32 policy on hardware that has it
     (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
@@ -37,7 +37,7 @@ def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
 
 @contextmanager
 def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
-    """Set the switches; restore them on the way out.
+    """Set the switches; restore them at the end.
 
     Args:
         tf32: whether float32 matmuls and convolutions may be computed in TF32.

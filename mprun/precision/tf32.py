@@ -35,10 +35,10 @@ from mprun.precision.products import (
 def round_to_tf32(x: Tensor) -> Tensor:
     """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even.
 
-    A float32 has 23 mantissa bits, the last 13 of which go. Adding half of the last kept bit's
+    A float32 has 23 mantissa bits; the last 13 are cut off. Adding half of the last remaining bit's
     weight, less one, plus that bit, and clearing the 13 rounds to nearest even on the bit pattern;
     a carry runs into the exponent, and from the largest one into infinity, as it should.
-    Infinities and NaN are kept.
+    Infinities and NaN stay what they are.
     """
     bits = x.view(torch.int32)
     rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF

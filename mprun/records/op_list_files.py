@@ -66,7 +66,7 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        problem = getattr(error, "problem", None) or "characters that are no text"
+        problem = getattr(error, "problem", None) or "characters that are not text"
         raise ValueError(f"{path}:{line}: not YAML ({problem})") from None
     except RecursionError:
         raise ValueError(f"{path}:1: not YAML (nested too deep)") from None
@@ -100,5 +100,5 @@ def _checked(name: str, where: str) -> str:
     """`name`, if it can be one: an op's name has neither blanks nor control characters."""
     if not name.isprintable() or len(name.split()) != 1 or len(name) > LONGEST_NAME:
         shown = repr(name if len(name) <= 40 else name[:40] + "...")
-        raise ValueError(f"{where}: {shown} is no name of an op; a list has one op per line")
+        raise ValueError(f"{where}: {shown} is not the name of an op; a list has one op per line")
     return name

@@ -1220,6 +1220,6 @@ def test_importing_it_brings_torch_and_the_numerics_only() -> None:
     assert done.returncode == 0, done.stderr
     names = done.stdout.split()
     parts = {n.split(".")[1] for n in names if n.startswith("mprun.")}
-    assert parts == {"optim", "precision", "kernels", "op_list_file", "_torch"}
+    assert parts == {"conf", "optim", "precision", "kernels", "records", "_torch"}
     assert "torch" in names
     assert not {"hydra", "omegaconf", "rich", "torchvision"} & set(names)

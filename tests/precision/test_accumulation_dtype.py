@@ -104,10 +104,10 @@ for name, words in runs.items():
     assert main([*words, "train.max_steps=2", "device=cpu", f"run.dir={name}"]) == 0
     summary = read_summary(Path(name))
     found[name] = [
-        summary["requested"]["partials_dtype"],
-        summary["effective"]["partials_dtype"],
-        [text for text in summary["warnings"] if "adds up in" in text],
-        [x["op"] for x in summary["substitutions"]],
+        summary.requested.partials_dtype,
+        summary.effective.partials_dtype,
+        [text for text in summary.warnings if "adds up in" in text],
+        [x.op for x in summary.substitutions],
     ]
 print("FOUND" + json.dumps(found))
 """

@@ -182,8 +182,8 @@ def test_any_bytes_are_a_list_or_an_error_that_names_the_file(content: bytes, na
 # ---- what is no list of names --------------------------------------------------------------------
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "a NUL": (b"relu\nlin\0ear\n", r"ops\.txt:2: .*is no name of an op"),
-    "a control character": (b"relu\n\x1b[31mlinear\n", r"ops\.txt:2: .*is no name of an op"),
+    "a NUL": (b"relu\nlin\0ear\n", r"ops\.txt:2: .*is not the name of an op"),
+    "a control character": (b"relu\n\x1b[31mlinear\n", r"ops\.txt:2: .*is not the name of an op"),
     "a name with a blank": (b"relu\n\nmatrix multiply\n", r"ops\.txt:3: 'matrix multiply' is no"),
     "names with a comma": (b"relu, linear\n", r"ops\.txt:1: 'relu, linear' is no name"),
     "names with a tab": (b"relu\tlinear\n", r"ops\.txt:1: "),
@@ -315,8 +315,8 @@ BROKEN_YAML: dict[str, tuple[str, str]] = {
     "a mapping of mappings": ("lower:\n  relu: true\n", r"ops\.yaml:2: not a list of names"),
     "a list of lists": ("- relu\n- [mm, bmm]\n", r"ops\.yaml:2: not a name"),
     "a list of mappings": ("- relu\n- mm: 1\n", r"ops\.yaml:2: not a name"),
-    "an empty name": ("- relu\n- ''\n", r"ops\.yaml:2: '' is no name of an op"),
-    "a name with a blank": ("- relu\n- a b\n", r"ops\.yaml:2: 'a b' is no name of an op"),
+    "an empty name": ("- relu\n- ''\n", r"ops\.yaml:2: '' is not the name of an op"),
+    "a name with a blank": ("- relu\n- a b\n", r"ops\.yaml:2: 'a b' is not the name of an op"),
     "an open bracket": ("lower: [relu,\n  mm\nfp32: [log]\n", r"ops\.yaml:\d: not YAML"),
     "a tab": ("lower:\n\t- relu\n", r"ops\.yaml:2: not YAML"),
     "a NUL": ("- relu\n- m\0m\n", r"ops\.yaml:\d: not YAML"),
@@ -365,7 +365,7 @@ def test_aliases_that_multiply_do_not_fill_the_memory() -> None:
 
 
 def test_the_ending_decides_and_not_what_is_inside() -> None:
-    with pytest.raises(ValueError, match="is no name of an op"):
+    with pytest.raises(ValueError, match="is not the name of an op"):
         names("- relu\n", "ops.txt")
 
 
