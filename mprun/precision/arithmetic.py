@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mprun._torch import call_kernel, kernel_key, onednn_has_lstm, without_recurrent_kernels
+from mprun.precision.formats import TF32, quantise
 
 aten = torch.ops.aten
 
@@ -179,16 +180,8 @@ class _RecurrentByOps(TorchFunctionMode):
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even.
-
-    A float32 has 23 mantissa bits, the last 13 of which go. Adding half of the last kept bit's
-    weight, less one, plus that bit, and clearing the 13 rounds to nearest even on the bit pattern;
-    a carry runs into the exponent, and from the largest one into infinity, as it should.
-    Infinities and NaN are kept.
-    """
-    bits = x.view(torch.int32)
-    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    """`x` (float32) rounded to a 10-bit mantissa; infinities and NaN are kept."""
+    return quantise(x, TF32)
 
 
 class Substitution(NamedTuple):

@@ -23,9 +23,11 @@ replaced by another is refused here.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
@@ -142,3 +144,9 @@ class Policy:
         row = asdict(self)
         del row["name"]
         return row
+
+
+def shipped_policy(name: str) -> Policy:
+    """The policy of `conf/precision/<name>.yaml`."""
+    text = (files("mprun.conf") / "precision" / f"{name}.yaml").read_text(encoding="utf-8")
+    return Policy(**{"overflow": "infinity", **yaml.safe_load(text)})
