@@ -1,4 +1,4 @@
-"""Looking at the numerics of a step: what is alive, what is computed, in which dtype."""
+"""The numerics of a training step: memory, ops and their dtypes, exponents, rounding errors."""
 
 from mprun.numerics.collect import Statistics, statistics
 from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions

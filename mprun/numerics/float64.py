@@ -85,7 +85,7 @@ class _Draws(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:  # it multiplies as well
             x, p, mask = args[0], args[1], drawn[1]
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if func._schema.name.endswith("_") and args[0] is not low_args[0]:
+        if func.overloadpacket.__name__.endswith("_") and args[0] is not low_args[0]:
             return args[0].copy_(drawn)
         return tree_map(_wide, drawn)
 
