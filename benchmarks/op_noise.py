@@ -2,7 +2,7 @@
 
     python -m benchmarks.op_noise
 
-What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/numerics/op_sensitivity.py).
+What `mprun search-ops` tolerates rests on it (`SLACK_DB` in mprun/numerics/tolerance.py).
 Models of several kinds, drawn at random, on random batches; none of their ops is hostile. For each
 the SQNR of the parameter that fares worst, both ways, and the ops that a search keeps in float32.
 """
@@ -70,11 +70,11 @@ def main() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             # Convolutions' float16 gradients have a reference kernel only: 20 times slower.
             fp32_fallback = Float16Fallback(matmuls=False) if dtype == torch.float16 else None
-            found = sensitivity(
+            result = sensitivity(
                 model, F.cross_entropy, data, dtype, modules=False, arithmetic=fp32_fallback
             )
-            weights, lower = found.unavoidable.worst_db, found.lower.worst_db
-            kept = ", ".join(found.smallest_ops().fp32) or "nothing"
+            weights, lower = result.unavoidable.worst_db, result.lower.worst_db
+            kept = ", ".join(result.smallest_ops().fp32) or "nothing"
             print(
                 f"{name:26} {str(dtype)[6:]:9} weights alone {weights:5.1f} dB   everything "
                 f"{lower:5.1f} dB   {weights - lower:5.1f} dB worse   kept in float32: {kept}",

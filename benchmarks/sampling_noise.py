@@ -2,7 +2,7 @@
 
     python -m benchmarks.sampling_noise
 
-What `mprun numerics` and `mprun search-ops` forgive rests on it (mprun/numerics/sampling.py). A
+What `mprun numerics` and `mprun search-ops` forgive rests on it (mprun/numerics/tolerance.py). A
 layer takes differences on an offset that its dtype is the coarser for, the larger it is. Trained
 with PyTorch's autocast and in float32, 200 steps each; along the float32 training the errors of the
 16-bit passes over the variance over batches, in dB, and the errors of the loss over its standard

@@ -68,35 +68,37 @@ def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
 def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
     from mprun.assemble import plan
     from mprun.console import QuietProgress
-    from mprun.experiments.recipe_numerics import look, steps_to_look_at
+    from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
     from mprun.precision import backend_flags
     from mprun.records.run_record import new_folder
     from mprun.report.tables import say, stderr_console, stdout_console
 
     chosen = plan(composed.config, composed.given)
-    steps_to_look_at(chosen, settings)  # before a folder is made
+    steps_to_inspect(chosen, settings)  # before a folder is made
     console, summary = stdout_console(), introduce(composed, chosen, "numerics")
     folder = new_folder(composed.config.run.dir)
     flags = backend_flags(chosen.policy, chosen.native_tf32)
     with faults_explained("numerics", folder), flags, stop.deferred():
-        looked = look(chosen, settings, stop.requested, QuietProgress(console, None, None).now)
+        inspected = inspect_steps(
+            chosen, settings, stop.requested, QuietProgress(console, None, None).now
+        )
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         **{key: value for key, value in asdict(summary).items() if key in KEPT},
-        "steps": list(looked.steps),
-        "skipped": list(looked.skipped),
-        "ended": looked.ended,
-        **looked.findings.as_dict(),
+        "steps": list(inspected.steps),
+        "skipped": list(inspected.skipped),
+        "ended": inspected.ended,
+        **inspected.findings.as_dict(),
     }
     names = _leave(found, folder, settings.plots)
     _show(found, settings.top, console)
     say(
         console,
-        f"looked at {len(looked.steps)} of {looked.steps[-1]} steps, {len(looked.skipped)} of them "
-        f"skipped; written: {folder}/{', '.join(names)}",
+        f"inspected {len(inspected.steps)} of {inspected.steps[-1]} steps, "
+        f"{len(inspected.skipped)} of them skipped; written: {folder}/{', '.join(names)}",
     )
-    if looked.ended is not None:
-        say(stderr_console(), f"the run ended early, what was seen is above: {looked.ended}")
+    if inspected.ended is not None:
+        say(stderr_console(), f"the run ended early, what was seen is above: {inspected.ended}")
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
 

@@ -72,7 +72,6 @@ def _search(
     from mprun.config import compose
     from mprun.experiments.proof import Margins, prove
     from mprun.experiments.search_ops import search_ops
-    from mprun.experiments.search_ops_record import as_dict, proof_dict
     from mprun.numerics.passes import NotMeasurableError
     from mprun.records.run_record import new_folder
     from mprun.report.tables import say, warn
@@ -89,10 +88,10 @@ def _search(
         try:
             reference = plan(float32.config, ())
             with faults_explained("search-ops", folder):
-                searched = search_ops(chosen, reference, settings.search_ops, status.update)
+                result, casts = search_ops(chosen, reference, settings.search_ops, status.update)
         except NotMeasurableError as error:
             raise UsageError(f"the model cannot be measured: {error}") from None
-    found.update(as_dict(searched))
+    found.update(asdict(result))
     _write(folder, found)
     _show(console, found)
     if settings.search_ops.steps:
@@ -100,15 +99,15 @@ def _search(
             proof = prove(
                 low.config,
                 float32.config,
-                searched.choice,
+                casts,
                 seeds=settings.seeds or SEEDS,
                 warmup_steps=settings.search_ops.warmup_steps,
                 steps=settings.search_ops.steps,
                 margins=Margins(settings.search_ops.margin, settings.search_ops.relative_margin),
                 timed=settings.search_ops.timed_steps > 0,
-                told=status.update,
+                report=status.update,
             )
-        found["proof"] = proof_dict(proof)
+        found["proof"] = asdict(proof)
         _write(folder, found)
     for line in _closing(found, folder):
         say(console, line)

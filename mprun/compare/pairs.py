@@ -31,11 +31,24 @@ class Setting(NamedTuple):
 
 
 def pair(group: Group, base: Group, setting: Setting) -> Evidence:
-    """The differences of the pairs in which both metrics are finite, and what outweighs them."""
+    """The evidence on a variant: its paired differences, and failures that outweigh them."""
     ours, theirs = (measures.scores(g, setting.split) for g in (group, base))
     lost = [run.summary.seed for run in base.failed]
     reasons = (failures(group, lost), _divergence(group, ours, theirs, setting.metric))
-    failure = "; ".join(filter(None, reasons))
+    return evidence(ours, theirs, setting, "; ".join(filter(None, reasons)))
+
+
+def evidence(
+    ours: Mapping[int, float], theirs: Mapping[int, float], setting: Setting, failure: str = ""
+) -> Evidence:
+    """The differences of the pairs in which both metrics are finite.
+
+    Args:
+        ours: seed to the variant's metric.
+        theirs: seed to the baseline's.
+        setting: what the pairs have in common.
+        failure: why the variant is worse whatever the differences; empty if it is not.
+    """
     seeds = [s for s in sorted(ours.keys() & theirs.keys()) if math.isfinite(ours[s] + theirs[s])]
     if not seeds:
         return Evidence(None, setting.margin, "", failure)

@@ -1,20 +1,21 @@
-"""Proof of a choice of ops: short trainings with it and in float32, from the same weights.
+"""Proof of selected casts: short trainings with them and in float32, from the same weights.
 
-What a few batches say of the gradients of one moment is no promise for a training. So both are
-trained, in turn, over the same samples, and what they are judged by (accuracy or loss) is compared
-in pairs, a pair for each seed. It is measured on validation data, a few times in the second half of
-the training, as its value at one step is noisy. The test set is not looked at.
+A few batches say how large the errors of gradients are at one moment, which is no promise for a
+training. So both are trained, in turn, on the same samples, and their metric (accuracy or loss) is
+compared in pairs, a pair for each seed, as `mprun compare` does. It is measured on validation data,
+several times in the second half of the training, because its value at one step is noisy. The test
+set is not used.
 
-A pair begins with the weights of a few float32 steps, and a dynamic loss scale with what was found
-to be finite there: from drawn weights and 2^16, float16 would skip the first steps until its scale
-fits, and the losses would tell of that alone.
+A pair starts with the weights of a few float32 steps, and a dynamic loss scale with a value that
+was finite there: from drawn weights and 2^16, float16 would skip the first steps until its scale
+fits, and the losses would show only that.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
@@ -22,30 +23,33 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mprun.assemble import Plan, build_parts, plan
+from mprun.compare.pairs import Setting, evidence
+from mprun.compare.rows import Estimate, Interval, Verdict
+from mprun.compare.statistics import ALPHA, estimate, interval
+from mprun.compare.verdicts import judge
 from mprun.config import Config
 from mprun.errors import RunFailedError
-from mprun.experiments.paired import Metric, Paired, compare
-from mprun.experiments.warmup import weights_after
 from mprun.precision import OpLists, backend_flags
 from mprun.records.run_record import Epoch, number
+from mprun.records.search_ops_record import Proof
 from mprun.train.callbacks import NoObserver, StepLine
-from mprun.train.loop import Trainer
+from mprun.train.loop import Limits, Trainer
 
 WARMUP = 3
 """Steps at the start that are not timed."""
 EVALUATIONS = 5
-"""How often a training is judged; the mean counts."""
+"""How often a training is evaluated; the mean counts."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is to be proved."""
+class SelectedCasts:
+    """The casts to prove."""
 
     lists: OpLists
     layers: Mapping[str, str]
-    """Modules apart, as `precision.layers` has them."""
+    """Modules in another dtype, as in `precision.layers`."""
     loss_scale: float
-    """What a dynamic loss scale begins with."""
+    """The initial value of a dynamic loss scale."""
 
 
 class Margins(NamedTuple):
@@ -55,132 +59,181 @@ class Margins(NamedTuple):
     loss: float
     """A share of float32's."""
 
-    def metric(self, name: str) -> Metric:
-        """The metric of that name, with its margin."""
-        if name == "accuracy":
-            return Metric(name, True, False, self.accuracy)
-        return Metric(name, False, True, self.loss)
-
 
 @dataclass(frozen=True)
-class Arm:
+class ProofTraining:
     """One training."""
 
     value: float
-    """Of the metric; NaN where the training failed."""
+    """The metric; NaN where the training failed."""
     skipped: int
-    """Steps that were not taken because a gradient overflowed."""
+    """Steps that were skipped because a gradient overflowed."""
     step_time_ms: float | None
-    """Median; None of emulated arithmetic, or where none were kept."""
+    """The median; None for emulated arithmetic, or if not timed."""
     failure: str | None
     """Why it ended early."""
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Trainings in pairs."""
+class PairedResult(NamedTuple):
+    """The differences of paired trainings."""
 
-    steps: int
-    split: str
-    """Which samples the metric is of: validation, or train where nothing is held out."""
-    found: tuple[Arm, ...]
-    """By seed: 0, 1, ..."""
-    float32: tuple[Arm, ...]
-    metric: Metric
-    paired: Paired
-
-    @property
-    def step_time_ratio(self) -> float | None:
-        """Step time over float32's, the median over seeds."""
-        pairs = zip(self.found, self.float32, strict=True)
-        timed = ((a.step_time_ms, b.step_time_ms) for a, b in pairs)
-        ratios = [a / b for a, b in timed if a is not None and b is not None]
-        return median(ratios) if ratios else None
+    difference: Estimate
+    """The mean, this minus float32, with its 95 % interval; NaN where a training failed."""
+    equivalence: Interval | None
+    """The 90 % interval."""
+    verdict: Verdict
 
 
 def prove(
     low: Config,
     float32: Config,
-    choice: Choice,
+    casts: SelectedCasts,
     *,
     seeds: int,
     warmup_steps: int,
     steps: int,
     margins: Margins,
     timed: bool,
-    told: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Proof:
-    """Train with a choice of ops and in float32.
+    """Train with selected casts and in float32.
 
     Args:
         low: the configuration of the mixed mode.
         float32: the same in fp32.
-        choice: what is to be proved.
+        casts: what to prove.
         seeds: pairs of trainings, with the seeds 0, 1, ... below this.
-        warmup_steps: float32 steps that both begin behind.
+        warmup_steps: float32 steps before both.
         steps: optimizer steps of each.
         margins: differences that do not matter.
-        timed: whether step times are kept.
-        told: is told what is trained next.
+        timed: whether step times are recorded.
+        report: is called with a short text before each training.
 
     Raises:
         RunFailedError: a training in float32 failed.
     """
-    found: list[Arm] = []
-    base: list[Arm] = []
+    trainings: list[ProofTraining] = []
+    base: list[ProofTraining] = []
     low = copy.deepcopy(low)
-    low.loss_scale.value = low.loss_scale.value or choice.loss_scale
+    low.loss_scale.value = low.loss_scale.value or casts.loss_scale
     for seed in range(seeds):
-        exact = _planned(float32, seed, steps)
-        chosen = _planned(low, seed, steps)
-        chosen = replace(chosen, op_lists=choice.lists, layers=dict(choice.layers))
-        told(f"training in fp32 with seed {seed}, to begin with")
+        exact = _plan(float32, seed, steps)
+        cast = replace(_plan(low, seed, steps), op_lists=casts.lists, layers=dict(casts.layers))
+        report(f"training in fp32 with seed {seed}, for the initial weights")
         weights = weights_after(exact, warmup_steps)
-        pair = [(chosen, found), (exact, base)]
-        for planned, arms in pair if seed % 2 else reversed(pair):  # so that drift hurts both
-            told(f"training in {planned.policy.name} with seed {seed}")
-            arms.append(_trained(planned, weights, timed))
+        pair = [(cast, trainings), (exact, base)]
+        for planned, results in pair if seed % 2 else reversed(pair):  # drift affects both alike
+            report(f"training in {planned.policy.name} with seed {seed}")
+            results.append(_train(planned, weights, timed))
         if not math.isfinite(base[-1].value):
             reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
             raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
-    metric = margins.metric(exact.recipe.metric)
-    paired = compare([x.value for x in found], [x.value for x in base], metric)
-    split = "validation" if len(exact.splits.validation) else "train"
-    return Proof(steps, split, tuple(found), tuple(base), metric, paired)
+    is_relative = exact.recipe.metric != "accuracy"
+    setting = Setting(
+        "validation" if len(exact.splits.validation) else "train",
+        exact.recipe.metric,
+        margins.loss if is_relative else margins.accuracy,
+        is_relative,
+        resolution=0.0,
+    )
+    values, base_values = [x.value for x in trainings], [x.value for x in base]
+    difference, equivalence, verdict = compare_trainings(values, base_values, setting)
+    return Proof(
+        steps=steps,
+        split=setting.split,
+        metric=setting.metric,
+        is_relative=is_relative,
+        margin=setting.margin,
+        values=values,
+        float32_values=base_values,
+        skipped_steps=[x.skipped for x in trainings],
+        failures=[x.failure for x in trainings],
+        difference=difference.value,
+        interval=difference.interval,
+        equivalence_interval=equivalence,
+        verdict=verdict.word,
+        reason=verdict.reason,
+        more_seeds=verdict.more_seeds,
+        step_time_ratio=_step_time_ratio(trainings, base),
+    )
 
 
-def _planned(config: Config, seed: int, steps: int) -> Plan:
+def compare_trainings(
+    values: Sequence[float], base: Sequence[float], setting: Setting
+) -> PairedResult:
+    """Compare metrics in pairs, as `mprun compare` does; equal indices are equal seeds.
+
+    Args:
+        values: the metric of the trainings that are judged; NaN where one failed.
+        base: the metric of float32, finite.
+        setting: the metric and its margin.
+    """
+    n, failed = len(base), sum(not math.isfinite(x) for x in values)
+    failure = f"{failed} of {n} trainings failed" if failed else ""
+    pairs = evidence(dict(enumerate(values)), dict(enumerate(base)), setting, failure)
+    (verdict,) = judge([pairs], higher_is_better=not setting.is_relative)
+    if failed or pairs.sample is None:
+        return PairedResult(Estimate(math.nan, None, n), None, verdict)
+    equivalence = interval(pairs.sample, 1 - 2 * ALPHA)
+    return PairedResult(estimate(pairs.sample), equivalence, verdict)
+
+
+def weights_after(plan: Plan, steps: int) -> Mapping[str, Tensor]:
+    """The model's state after some steps of a plan, without validation.
+
+    It is the state of a model in training; drawn weights are only its start.
+    """
+    splits = replace(plan.splits, validation=plan.splits.validation.first(0))
+    with backend_flags(plan.policy, plan.native_tf32):
+        parts = build_parts(replace(plan, splits=splits))
+        if steps:
+            Trainer(parts, Limits(None, steps, None), NoObserver(), lambda: False).fit()
+    state: Mapping[str, Tensor] = parts.model.state_dict()
+    return state
+
+
+def _step_time_ratio(
+    trainings: Sequence[ProofTraining], base: Sequence[ProofTraining]
+) -> float | None:
+    """Step time over float32's, the median over seeds."""
+    timed = ((a.step_time_ms, b.step_time_ms) for a, b in zip(trainings, base, strict=True))
+    ratios = [a / b for a, b in timed if a is not None and b is not None]
+    return median(ratios) if ratios else None
+
+
+def _plan(config: Config, seed: int, steps: int) -> Plan:
     config = copy.deepcopy(config)
     config.seed, config.train.max_steps = seed, steps
     config.train.epochs = config.train.max_time_s = None
     return plan(config, ())
 
 
-def _trained(chosen: Plan, weights: Mapping[str, Tensor], timed: bool) -> Arm:
-    kept, values = _Kept(chosen.recipe.metric), []
-    with backend_flags(chosen.policy, chosen.native_tf32):
-        parts = build_parts(chosen)
+def _train(plan: Plan, weights: Mapping[str, Tensor], timed: bool) -> ProofTraining:
+    observer, values = _ProofObserver(plan.recipe.metric), []
+    with backend_flags(plan.policy, plan.native_tf32):
+        parts = build_parts(plan)
         parts.model.load_state_dict(weights)
-        trainer = Trainer(parts, chosen.limits, kept, lambda: False)
+        trainer = Trainer(parts, plan.limits, observer, lambda: False)
         try:
-            for stop in _stops(chosen.limits.max_steps or 0):
-                trainer.limit(replace(chosen.limits, max_steps=stop))
+            for stop in _stops(plan.limits.max_steps or 0):
+                trainer.limit(replace(plan.limits, max_steps=stop))
                 trainer.fit()
-                values.append(kept.value)
+                values.append(observer.value)
         except RunFailedError as error:
-            return Arm(math.nan, kept.skipped, None, str(error))
-    times_ms = kept.times_ms[WARMUP:] if timed and chosen.execution == "native" else []
-    return Arm(fmean(values), kept.skipped, median(times_ms) if times_ms else None, None)
+            return ProofTraining(math.nan, observer.skipped, None, str(error))
+    times_ms = observer.times_ms[WARMUP:] if timed and plan.execution == "native" else []
+    step_time_ms = median(times_ms) if times_ms else None
+    return ProofTraining(fmean(values), observer.skipped, step_time_ms, None)
 
 
 def _stops(steps: int) -> list[int]:
-    """The steps behind which a training is judged: spread over its second half, the last of all."""
+    """The steps after which a training is evaluated: spread over its second half, with the last."""
     half = steps / 2
     return sorted({math.ceil(half + half * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)})
 
 
-class _Kept(NoObserver):
-    """Keeps the times of steps, how many were skipped, and the metric of the last epoch."""
+class _ProofObserver(NoObserver):
+    """Keeps step times, the number of skipped steps, and the metric of the last epoch."""
 
     def __init__(self, metric: str) -> None:
         self.value = math.nan

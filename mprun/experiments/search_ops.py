@@ -3,159 +3,166 @@
 1  train a few steps in float32, so that weights and gradients are those of a training
 2  take a few batches of validation data
 3  measure each op and module, search the smallest list (`mprun.numerics.sensitivity`)
-4  keep modules apart instead of ops, where that leaves less in float32
-5  train with the outcome and in float32, in pairs (`proof.py`)
+4  keep modules apart instead of ops, if that leaves less in float32
+5  train with the result and in float32, in pairs (`proof.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from mprun.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts
 from mprun.config.settings import SearchOpsSettings
-from mprun.experiments.proof import Choice
-from mprun.experiments.warmup import weights_after
-from mprun.numerics.op_sensitivity import Found, Sensitivity, sensitivity
-from mprun.numerics.passes import FLOAT32, Batch, Way
-from mprun.numerics.probe import Measure
+from mprun.experiments.proof import SelectedCasts, weights_after
+from mprun.numerics.op_search import Fp32List, OpEffect, Sensitivity, sensitivity
+from mprun.numerics.passes import FLOAT32, Batch, CastPlan
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
+from mprun.records.search_ops_record import (
+    CastResult,
+    Float32Time,
+    Fp32Selection,
+    GivenCasts,
+    OpSearch,
+    RoundedWeights,
+    Samples,
+    SearchTolerance,
+    Selections,
+    SensitivityRow,
+)
 from mprun.train.loop import Parts
 
 SCALE_STEP = 16.0
 """Loss scales that are tried are this factor apart."""
 
 
-@dataclass(frozen=True)
-class Samples:
-    """What was measured on."""
-
-    split: str
-    """validation, or train where the recipe holds nothing out."""
-    batches: int
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class Given:
-    """The casts that the configuration has now."""
-
-    name: str
-    """autocast, or the name of its op lists."""
-    measure: Measure
-    time_ratio: float | None
-    """Time of a forward and a backward pass over that with everything lower."""
-
-
-@dataclass(frozen=True)
-class Searched:
-    """The outcome."""
-
-    samples: Samples
-    tolerance: Tolerance
-    rows: Sensitivity
-    given: Given
-    float32_time_ratio: float | None
-    ops: Found
-    ops_time_ratio: float | None
-    modules: Found | None
-    """None where no op has to be in float32, or modules were not asked for."""
-    modules_time_ratio: float | None
-
-    @property
-    def answer(self) -> Found:
-        """Modules where these are enough and leave less in float32 than the ops do, else ops."""
-        found = self.modules
-        if found is None or not found.search.is_within:
-            return self.ops
-        return found if found.float32_share < self.ops.float32_share else self.ops
-
-    @property
-    def choice(self) -> Choice:
-        """The answer as trainings take it."""
-        answer, apart = self.answer, self.answer is self.modules
-        layers = dict.fromkeys(answer.fp32, "fp32") if apart else {}
-        return Choice(answer.lists, layers, answer.measure.loss_scale)
-
-
 def search_ops(
-    chosen: Plan,
+    low: Plan,
     reference: Plan,
     settings: SearchOpsSettings,
-    told: Callable[[str], None],
-) -> Searched:
+    report: Callable[[str], None],
+) -> tuple[OpSearch, SelectedCasts]:
     """Measure and search.
 
     Args:
-        chosen: the plan of a mixed mode, without `precision.layers`.
+        low: the plan of a mixed mode, without `precision.layers`.
         reference: the same in fp32.
-        settings: how.
-        told: is told what is done next, in a few words.
+        settings: of the search.
+        report: is called with a short text before each measurement.
+
+    Returns:
+        The result, and its answer as trainings take it.
 
     Raises:
         ValueError: the model cannot be measured, see `sensitivity`.
     """
-    told(f"training {settings.warmup_steps} steps in float32")
+    report(f"training {settings.warmup_steps} steps in float32")
     weights = weights_after(reference, settings.warmup_steps)
-    with backend_flags(chosen.policy, chosen.native_tf32):
-        parts = build_parts(chosen)
+    with backend_flags(low.policy, low.native_tf32):
+        parts = build_parts(low)
         parts.model.load_state_dict(weights)
         samples, batches = _batches(parts, settings.batches)
-        arithmetic = build_arithmetic(chosen)
-        native = chosen.execution == "native"  # times of emulation say nothing of the hardware
-        tolerance = Tolerance(settings.tolerance, settings.gradient_db)
-        found = sensitivity(
+        arithmetic = build_arithmetic(low)
+        native = low.execution == "native"  # times of emulation say nothing about the hardware
+        measured = sensitivity(
             parts.model,
-            chosen.recipe.loss,
+            low.recipe.loss,
             batches,
-            torch_dtype(chosen.policy.compute_dtype),
+            torch_dtype(low.policy.compute_dtype),
             modules=settings.modules,
             always=settings.always,
             timed_steps=settings.timed_steps if native else 0,
             arithmetic=arithmetic,
-            loss_scales=loss_scales(chosen),
-            told=told,
+            loss_scales=loss_scales(low),
+            report=report,
         )
-        ops = found.smallest_ops(tolerance)
-        modules = found.smallest_modules(tolerance) if ops.fp32 and settings.modules else None
-        given = Way(build_caster(chosen), arithmetic=arithmetic)
-        choice = found.choice
-        return Searched(
-            samples,
-            tolerance,
-            found,
-            Given(given_name(chosen), found.measure(given), found.time_ratio(given)),
-            found.time_ratio(FLOAT32),
-            ops,
-            found.time_ratio(choice.way(ops.fp32)),
-            modules,
-            found.time_ratio(choice.way(modules=modules.fp32)) if modules else None,
+        asked = Tolerance(settings.tolerance, settings.gradient_db)
+        ops = measured.smallest_ops(asked)
+        modules = measured.smallest_modules(asked) if ops.fp32 and settings.modules else None
+        by_modules = _by_modules(ops, modules)
+        given = CastPlan(build_caster(low), arithmetic=arithmetic)
+        tolerance = asked.beside(measured.unavoidable)
+        plan = measured.candidates.plan
+        result = OpSearch(
+            dtype=str(measured.candidates.dtype).removeprefix("torch."),
+            measured_on=samples,
+            tolerance=SearchTolerance(tolerance.loss, tolerance.gradient_db),
+            unjudged_parameters=list(measured.probe.unjudged),
+            zero_gradients=list(measured.probe.zero),
+            reference=measured.probe.reference,
+            unavoidable=RoundedWeights(measured.unavoidable),
+            everything_lower=CastResult(measured.lower, time_ratio=1.0),
+            given=GivenCasts(
+                given_name(low), measured.probe.measure(given), measured.time_ratio(given)
+            ),
+            float32=Float32Time(measured.time_ratio(FLOAT32)),
+            ops=[_row(effect, tolerance) for effect in measured.ops],
+            modules=[_row(effect, tolerance) for effect in measured.modules],
+            search=Selections(
+                _selection(ops, measured, plan(ops.fp32)),
+                _selection(modules, measured, plan(modules=modules.fp32)) if modules else None,
+            ),
+            always=list(measured.candidates.always),
+            lower=list(measured.candidates.lower),
+            answer="modules" if by_modules else "ops",
         )
+    answer = modules if by_modules and modules else ops
+    layers = dict.fromkeys(answer.fp32, "fp32") if by_modules else {}
+    return result, SelectedCasts(answer.lists, layers, answer.measure.loss_scale)
 
 
-def given_name(chosen: Plan) -> str:
-    """What casts in a plan."""
-    return chosen.config.op_lists.name if chosen.op_lists is not None else chosen.policy.casting
+def _by_modules(ops: Fp32List, modules: Fp32List | None) -> bool:
+    """Whether modules are enough and leave less in float32 than the ops do."""
+    if modules is None or not modules.search.is_within:
+        return False
+    return modules.float32_share < ops.float32_share
 
 
-def loss_scales(chosen: Plan) -> tuple[float, ...]:
-    """The loss scales that a plan's may come to, the largest first."""
-    scale = build_loss_scale(chosen.config, {}, torch.device("cpu"))
+def _row(effect: OpEffect, tolerance: Tolerance) -> SensitivityRow:
+    return SensitivityRow(
+        name=effect.name,
+        calls=effect.calls,
+        harm_alone=tolerance.harm(effect.alone),
+        alone=effect.alone,
+        kept=effect.kept,
+        time_ratio=effect.time_ratio,
+    )
+
+
+def _selection(smallest: Fp32List, measured: Sensitivity, plan: CastPlan) -> Fp32Selection:
+    return Fp32Selection(
+        fp32=list(smallest.fp32),
+        is_within=smallest.search.is_within,
+        harm=smallest.search.harm,
+        measure=smallest.measure,
+        float32_share=smallest.float32_share,
+        time_ratio=measured.time_ratio(plan),
+        steps=list(smallest.search.steps),
+    )
+
+
+def given_name(plan: Plan) -> str:
+    """The name of a plan's casts."""
+    return plan.config.op_lists.name if plan.op_lists is not None else plan.policy.casting
+
+
+def loss_scales(plan: Plan) -> tuple[float, ...]:
+    """The loss scales that a plan's may take, the largest first."""
+    scale = build_loss_scale(plan.config, {}, torch.device("cpu"))
     if scale.tensor is None:
         return (1.0,)
-    found = [scale.tensor.item()]
-    while scale.kind == "dynamic" and found[-1] >= SCALE_STEP:
-        found.append(found[-1] / SCALE_STEP)
-    return tuple(found)
+    scales = [scale.tensor.item()]
+    while scale.kind == "dynamic" and scales[-1] >= SCALE_STEP:
+        scales.append(scales[-1] / SCALE_STEP)
+    return tuple(scales)
 
 
 def _batches(parts: Parts, wanted: int) -> tuple[Samples, list[Batch]]:
-    """Batches of validation data of the size trained on, smaller where there is less."""
+    """Batches of validation data of the training's size, smaller if there is less data."""
     held_out = len(parts.validation.data) > 0
     source = parts.validation if held_out else parts.train
     wanted = min(wanted, len(source.data))

@@ -1,9 +1,9 @@
-"""Looking at the numerics of a step: what is alive, what is computed, in which dtype."""
+"""The numerics of a training step: memory, ops and their dtypes, exponents, rounding errors."""
 
 from mprun.numerics.collect import Statistics, statistics
 from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions
 from mprun.numerics.footprint import MemoryRecorder, fake_tensors, memory, record_memory
-from mprun.numerics.op_sensitivity import Sensitivity, sensitivity
+from mprun.numerics.op_search import Sensitivity, sensitivity
 from mprun.numerics.step_memory import StepMemory
 from mprun.numerics.tolerance import Tolerance
 

@@ -37,11 +37,17 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from mprun._torch import in_backward, outside_of_modes
-from mprun.numerics.formats import Noise, noise_of
 from mprun.numerics.gradients import ROOT, LargestGradients
 from mprun.numerics.histograms import Histogram, histogram
-from mprun.numerics.loss_scale import Advice, Gradients, Verdict, judge, recommend
+from mprun.numerics.loss_scale_advice import (
+    LayerGradients,
+    ScaleAdvice,
+    ScaleVerdict,
+    judge,
+    recommend,
+)
 from mprun.numerics.lost_updates import LostUpdates, lost_updates
+from mprun.numerics.noise import Noise, noise_of
 from mprun.numerics.rounding_errors import power
 from mprun.numerics.updates import Update, exact_updates, exact_weights
 
@@ -113,17 +119,17 @@ class Statistics:
         """Rows of some kinds, by `kind name`."""
         return {f"{r.kind} {r.name}": r for r in self.rows.values() if r.kind in kinds}
 
-    def gradients(self) -> Gradients:
+    def gradients(self) -> LayerGradients:
         """The unscaled gradients, as far as a loss scale depends on them."""
         size, place = self.largest.worst()
         layers = {name: (row.histogram, row.noise) for name, row in self.of(*GRADIENTS).items()}
-        return Gradients(size, str(place), layers)
+        return LayerGradients(size, str(place), layers)
 
-    def recommended_loss_scale(self, headroom: float = 2.0) -> Advice | None:
+    def recommended_loss_scale(self, headroom: float = 2.0) -> ScaleAdvice | None:
         """The loss scale to take in float16; None where no gradient tells. See `recommend`."""
         return recommend(self.gradients(), headroom)
 
-    def judge(self, scale: float) -> Verdict | None:
+    def judge(self, scale: float) -> ScaleVerdict | None:
         """Whether a loss scale is too low, too high or fine; None where no gradient tells."""
         advice = self.recommended_loss_scale()
         return None if advice is None else judge(scale, advice)

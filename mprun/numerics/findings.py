@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from mprun.numerics.collect import GRADIENTS, KINDS, Row, Statistics
-from mprun.numerics.formats import BF16, FP16, Format, expected_db
+from mprun.numerics.format_verdict import (
+    EITHER,
+    FormatVerdict,
+    GradientErrors,
+    range_or_precision,
+)
 from mprun.numerics.histograms import Histogram
-from mprun.numerics.loss_scale import (
+from mprun.numerics.loss_scale_advice import (
     PUBLISHED,
-    Advice,
-    Gradients,
+    LayerGradients,
+    ScaleAdvice,
     best_tried,
     judge,
     need,
@@ -30,9 +35,10 @@ from mprun.numerics.loss_scale import (
     recommend,
 )
 from mprun.numerics.lost_updates import LostUpdates
-from mprun.numerics.rounding_errors import Reference
+from mprun.numerics.noise import expected_db
 from mprun.numerics.tolerance import NEEDED_DB
-from mprun.numerics.verdicts import EITHER, Errors, Standing, range_or_precision
+from mprun.precision.formats import BF16, FP16, Format
+from mprun.records.deviation import Reference
 
 FROM_THE_RUN = ("weights", "updates")
 """Kinds of which the run has the exact values."""
@@ -49,11 +55,11 @@ class Findings:
     largest: float
     """The largest gradient that float16 has to hold, unscaled."""
     where: str
-    fp16: Standing
+    fp16: FormatVerdict
     """What passes in float16 come to, at a loss scale that fits."""
-    bf16: Standing
+    bf16: FormatVerdict
     """The same in bfloat16."""
-    tried: Mapping[float, Errors]
+    tried: Mapping[float, GradientErrors]
     """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
     undetermined: tuple[str, ...]
     """Parameters whose gradients are rounding errors in float32 already; they decide nothing."""
@@ -69,12 +75,12 @@ class Findings:
     needed_db: float = NEEDED_DB
 
     @cached_property
-    def advice(self) -> Advice | None:
+    def advice(self) -> ScaleAdvice | None:
         """The recommended loss scale."""
         rows = self.exact.of(*GRADIENTS)
         kept = {n: r for n, r in rows.items() if not self._is_noise(r)}
         layers = {n: (r.histogram, r.noise) for n, r in kept.items()}
-        return recommend(Gradients(self.largest, self.where, layers), self.headroom)
+        return recommend(LayerGradients(self.largest, self.where, layers), self.headroom)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values; floats may be infinite or NaN."""
@@ -138,7 +144,7 @@ class Findings:
             )
         return found
 
-    def _does(self, format: Standing, row: Row, rounding_db: float) -> bool:
+    def _does(self, format: FormatVerdict, row: Row, rounding_db: float) -> bool:
         """Whether a format does for a row's numbers: all do where its passes are fine."""
         if format.will_do:
             return True
@@ -180,8 +186,8 @@ class Findings:
             "passes": {
                 name: {
                     "will_do": f.will_do,
-                    "measure": f.measure._asdict(),
-                    "unavoidable": f.unavoidable._asdict(),
+                    "measure": asdict(f.measure),
+                    "unavoidable": asdict(f.unavoidable),
                     "tolerance": vars(f.tolerance),
                 }
                 for name, f in formats.items()
@@ -195,7 +201,7 @@ class Findings:
             ],
             "undetermined": sorted(self.undetermined),
             "zero_gradients": sorted(self.zero),
-            "reference": self.reference._asdict(),
+            "reference": asdict(self.reference),
         }
 
     def _in_fp16(self) -> str:
@@ -234,7 +240,7 @@ class Findings:
 LONG = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def _kept(format: Standing) -> str:
+def _kept(format: FormatVerdict) -> str:
     """What the gradients and the loss of a format's passes keep, beside what is needed."""
     measure, tolerance = format.measure, format.tolerance
     loss, needed = measure.loss_difference, tolerance.gradient_db or 0.0

@@ -1,6 +1,6 @@
-"""A float32 model's forward and backward pass in float64: what its loss and gradients truly are.
+"""A float32 model's forward and backward pass in float64, for its true loss and gradients.
 
-Inside `in_float64` weights, buffers and every tensor that the model's code makes or meets in
+Inside `in_float64` weights, buffers and every tensor that the model's code makes or uses in
 float32 are float64. Random numbers are drawn in float32 and then widened: a generator gives other
 numbers in float64, and a model with other noise or another dropout would be another model.
 """
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """What `model` computes inside is float64; afterwards it is as it was before.
+    """`model` computes in float64; afterwards it is as it was before.
 
-    Parameters have no gradients at the beginning. What is taken inside is gone afterwards.
+    Parameters have no gradients at first. Gradients of the region are discarded at its end.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
     parameters = [(p, p.data) for p in model.parameters() if p.dtype == torch.float32]
@@ -53,7 +53,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
 
 
 class _Widening(TorchFunctionMode):
-    """Every function takes and gives float64 where it would take or give float32."""
+    """Every function computes in float64 instead of float32."""
 
     def __torch_function__(
         self,
@@ -72,7 +72,7 @@ class _Draws(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: torch._ops.OpOverload,
+        func: Any,
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -85,7 +85,7 @@ class _Draws(TorchDispatchMode):
         if func is torch.ops.aten.native_dropout.default:  # it multiplies as well
             x, p, mask = args[0], args[1], drawn[1]
             return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
-        if func._schema.name.endswith("_") and args[0] is not low_args[0]:
+        if func.overloadpacket.__name__.endswith("_") and args[0] is not low_args[0]:
             return args[0].copy_(drawn)
         return tree_map(_wide, drawn)
 

@@ -1,8 +1,8 @@
-"""Forward and backward passes of a model whose ops are cast in one way or another.
+"""Forward and backward passes of a model whose ops are cast by one plan or another.
 
 The model runs in training mode, so that batch normalisation takes the batch's statistics, but
 without dropout, whose choice of elements may differ between dtypes. Its flags, buffers and
-gradients are put back after each pass, so that passes can be compared, and leave nothing behind.
+gradients are restored after each pass, so that passes are comparable and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -16,71 +16,83 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from mprun.errors import first_line
 from mprun.numerics.float64 import in_float64
-from mprun.precision import Arithmetic, Caster, NativeArithmetic, NoCaster
+from mprun.precision import (
+    Arithmetic,
+    Caster,
+    Clip,
+    NativeArithmetic,
+    NoCaster,
+    Precision,
+    StaticLossScale,
+)
 from mprun.precision.caster import LayerRegions
+from mprun.precision.forward_backward import forward_backward
 from mprun.precision.layers import computing_in
+from mprun.precision.policy import policy
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
-"""What the model takes (a tensor, a tuple of arguments, or a mapping of named ones), and what the
-loss takes beside the model's output."""
+"""The model's inputs (a tensor, a tuple of arguments, or a mapping of named ones), and the second
+argument of the loss, after the model's output."""
 
 
 class NotMeasurableError(ValueError):
-    """A model or a loss that nothing can be said of."""
+    """A model or a loss that cannot be measured."""
+
+
+class _LossNotFiniteError(Exception):
+    """The loss is not finite; there is no backward pass."""
 
 
 BATCH_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Layers that take statistics of what they are given in training, and kept ones otherwise."""
+"""Layers that use the batch's statistics in training, and running ones otherwise."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a model's ops get their dtype: from a caster, and in some modules otherwise."""
+class CastPlan:
+    """Which ops of a model run in which dtype."""
 
     caster: Caster
     modules: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """Modules with a dtype of their own, as `precision.layers` gives them one."""
+    """Modules with a dtype of their own, as with `precision.layers`."""
     layer_region: LayerRegions | None = None
-    """The regions in them; None for the caster's own."""
+    """The regions inside them; None for the caster's own."""
     arithmetic: Arithmetic = field(default_factory=NativeArithmetic)
-    """Whose kernels compute."""
+    """Computes the ops."""
 
     @contextmanager
-    def on(self, model: nn.Module) -> Iterator[None]:
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
         """The modules of `model` are wrapped; enter `caster.region` for each forward pass."""
         with computing_in(model, self.modules, self.layer_region or self.caster.layer_region):
             yield
 
 
-FLOAT32 = Way(NoCaster())
+FLOAT32 = CastPlan(NoCaster())
 """Nothing is cast."""
 
 
 class Pass(NamedTuple):
-    """What a forward and a backward pass gave."""
+    """The result of a forward and a backward pass."""
 
     loss: float
     gradients: list[Tensor] | None
-    """Of each parameter that is trained, zeros where it has none; None where the loss is not
-    finite."""
+    """Of each trained parameter, zeros where it has none; None where the loss is not finite."""
     failure: str = ""
-    """What went wrong where an op cannot be computed in this way at all."""
+    """The error of an op that has no kernel for its dtypes; empty without one."""
 
 
 class Passes:
     """Runs a model on fixed batches.
 
     Args:
-        model: its parameters are float32, or float64 where it wants them so.
-        loss: `loss(output, target)`, a scalar; 16-bit outputs are brought to float32 before it.
+        model: its parameters are float32, or float64 for a model that wants them so.
+        loss: `loss(output, target)`, a scalar; it gets float32 outputs.
         batches: inputs and target each, on the model's device.
         seed: of the random numbers that the model may draw; the same in each pass.
 
@@ -93,93 +105,98 @@ class Passes:
     ) -> None:
         self.model = model
         self.batches = list(batches)
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names = [name for name, _ in named]
-        self.parameters = [p for _, p in named]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.parameters = [p for _, p in trained]
         self._loss = loss
         self._seed = seed
+        self._policy = policy("fp32")
         if not self.batches:
             raise NotMeasurableError("there is no batch to measure on")
-        if not named:
+        if not trained:
             raise NotMeasurableError("the model has no parameter that is trained")
-        for name, p in named:
+        for name, p in trained:
             if p.dtype in (torch.float16, torch.bfloat16):
                 raise NotMeasurableError(
-                    f"parameter {name} is {p.dtype}: ops are chosen for a model whose parameters "
-                    "are float32"
+                    f"parameter {name} is {p.dtype}: op search needs a model with float32 "
+                    "parameters"
                 )
 
-    def run(self, way: Way, n: int, scale: float = 1.0) -> Pass:
+    def run(self, plan: CastPlan, n: int, scale: float = 1.0) -> Pass:
         """Loss and gradients on batch number `n`.
 
         Args:
-            way: how ops are cast.
+            plan: how ops are cast.
             n: which batch.
             scale: the loss is multiplied by it before the backward pass, the gradients divided.
         """
-        with ready(self.model, self._seed), way.on(self.model):
+        with ready(self.model, self._seed), plan.applied_to(self.model):
             try:
-                loss = self._forward(way, n)
-                value = float(loss.detach())
-                if not math.isfinite(value):
-                    return Pass(value, None)
-                self._backward(way, loss * scale)
+                loss = self._forward_backward(plan, n, scale, _check_finite)
+            except _LossNotFiniteError as error:
+                return Pass(error.args[0], None)
             except RuntimeError as error:  # there is no kernel for a dtype, or none for two
-                if way is FLOAT32 or is_out_of_memory(error):
+                if plan is FLOAT32 or is_out_of_memory(error):
                     raise
                 return Pass(math.nan, None, first_line(error))
-            return Pass(value, [_gradient(p, scale) for p in self.parameters])
+            return Pass(loss, [_gradient(p, scale) for p in self.parameters])
 
     def run_in_float64(self, n: int) -> Pass:
-        """The same on batch number `n` with everything in float64, and the same random numbers.
+        """Loss and gradients on batch number `n` in float64, with the same random numbers.
 
         Raises:
-            Exception: whatever the model raises where it does not run in float64.
+            Exception: any, if the model does not run in float64.
         """
         with in_float64(self.model):
             return self.run(FLOAT32, n)
 
-    def time_s(self, way: Way, scale: float = 1.0) -> float:
+    def time_s(self, plan: CastPlan, scale: float = 1.0) -> float:
         """Seconds of a forward and a backward pass on the first batch."""
-        with ready(self.model, self._seed), way.on(self.model):
+        with ready(self.model, self._seed), plan.applied_to(self.model):
             self._wait()
-            began = time.perf_counter()
-            self._backward(way, self._forward(way, 0) * scale)
+            start = time.perf_counter()
+            self._forward_backward(plan, 0, scale)
             self._wait()
-            return time.perf_counter() - began
+            return time.perf_counter() - start
 
-    def _forward(self, way: Way, n: int) -> Tensor:
-        inputs, target = self.batches[n]
-        with way.arithmetic.region():
-            with way.caster.region():
-                output = call(self.model, inputs)
-            return self._loss(tree_map(_widened, output), target).float()
-
-    def _backward(self, way: Way, loss: Tensor) -> None:
-        with way.arithmetic.region():
-            way.caster.backward(loss)
+    def _forward_backward(
+        self,
+        plan: CastPlan,
+        n: int,
+        scale: float,
+        before_backward: Callable[[Tensor], None] | None = None,
+    ) -> float:
+        loss_scale = StaticLossScale(scale, self.parameters[0].device)
+        precision = Precision(self._policy, plan.caster, plan.arithmetic, loss_scale, Clip(None))
+        loss, _ = forward_backward(
+            precision,
+            self.model,
+            lambda output, target: self._loss(output, target).float(),
+            *self.batches[n],
+            before_backward=before_backward,
+        )
+        return float(loss)
 
     def _wait(self) -> None:
         if self.parameters[0].device.type == "cuda":
             torch.cuda.synchronize(self.parameters[0].device)
 
 
+def _check_finite(loss: Tensor) -> None:
+    value = float(loss.detach())
+    if not math.isfinite(value):
+        raise _LossNotFiniteError(value)
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an op failed for want of memory and not for its dtypes."""
+    """Whether an op failed for lack of memory and not because of its dtypes."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """The model's output for the inputs of a batch."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 @contextmanager
 def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """`model` as it trains but for dropout, without gradients; afterwards as it was before."""
-    trained = [m for m in model.modules() if m.training]
+    """`model` trains, without dropout and gradients; afterwards it is as it was before."""
+    training = [m for m in model.modules() if m.training]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [
         (m, name, b, b.detach().clone())
@@ -190,13 +207,13 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng(devices=cuda[:1]):
         torch.manual_seed(seed)
         try:
-            for module in trained:
-                module.training = _is_deterministic(module)
+            for module in training:
+                module.training = _trains_alike(module)
             for p, _ in gradients:
                 p.grad = None
             yield
         finally:
-            for module in trained:
+            for module in training:
                 module.training = True
             for p, gradient in gradients:
                 p.grad = gradient
@@ -205,15 +222,10 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
                     setattr(module, name, buffer.copy_(before))
 
 
-def _is_deterministic(module: nn.Module) -> bool:
-    """Whether a module draws no random numbers in training, and is another without it."""
+def _trains_alike(module: nn.Module) -> bool:
+    """Whether a module draws no random numbers in training and needs the training mode."""
     recurrent = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN's backward pass
     return recurrent or isinstance(module, BATCH_STATISTICS)
-
-
-def _widened(x: Any) -> Any:
-    low = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-    return x.float() if low else x
 
 
 def _gradient(p: Tensor, scale: float) -> Tensor:

@@ -1,91 +1,103 @@
-"""Gradients that are zero but for rounding: the one rule that recognises them.
+"""Gradients that are zero except for rounding: the one rule that recognises them.
 
 The bias of a layer before a normalisation, or of attention's keys, changes nothing: its gradient is
-0, and what float32 gives is what rounding leaves of sums that cancel. No format can be measured
-against such numbers. They are recognised by the float64 gradient of the same weights, samples and
-random numbers:
+0, and float32 gives the rounding errors of sums that cancel. No format can be compared with such
+numbers. They are recognised by the float64 gradient of the same weights, samples and random
+numbers:
 
     zero           every float32 gradient is exactly 0: a branch that is switched off, a parameter
                    that no output depends on
     undetermined   the float32 gradient is not 0, and its error (its difference from float64's) is
-                   more than a tenth of the true gradient, over all samples looked at
+                   more than a tenth of the true gradient, over all samples
 
-Of a gradient that means something float32 keeps some 100 dB, of one that cancels about -150 dB: the
-limit, 20 dB, is far from both.
+float32 keeps some 100 dB of a gradient that means something, and about -150 dB of one that cancels:
+the limit, 20 dB, is far from both.
 
-A model that cannot be computed in float64 has its weights moved by about one part in a million
+If a model cannot be computed in float64, its weights are moved by about one part in a million
 instead, three times: float32 gradients that mean something move by as little.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from mprun.errors import first_line
 from mprun.numerics.sqnr import sums_db
+from mprun.records.deviation import Reference
 
 LIMIT_DB = 20.0
 """Signal over error below which float32 does not determine a gradient."""
 MOVES = 3
 """How often weights are moved where a model cannot be computed in float64."""
 MOVE = 2.0**-20
-"""By which share of themselves."""
+"""The largest change of a weight, as a share of it."""
 SAME_LOSS = 1e-3
 """Relative difference of the losses above which the float64 pass computed something else: a model
 whose code branches on dtypes, or draws random numbers in a way that is not followed."""
-
-
-class Reference(NamedTuple):
-    """What float32 gradients were compared with."""
-
-    name: str
-    """float64, or `MOVED`."""
-    reason: str = ""
-    """Why it is not float64."""
-
+OWN_SEED = 2**31 - 1
+"""Of random changes: with the seed that weights were drawn from, the two would be correlated."""
 
 MOVED = "float32 with weights moved by 2^-20"
 FLOAT64 = Reference("float64")
 
-
-def other_loss(float32: float, float64: float) -> str:
-    """Why a float64 pass is none of the same model; empty where its loss is float32's."""
-    if abs(float32 - float64) <= SAME_LOSS * max(abs(float32), abs(float64)):
-        return ""
-    return f"its loss is {float64:g} there and {float32:g} in float32"
+Gradients = Mapping[str, Tensor]
+"""Parameter name to gradient."""
 
 
 class RoundingErrors:
     """Signal and error of float32 gradients, summed over batches or steps."""
 
     def __init__(self) -> None:
+        self.reference = FLOAT64
+        """What float32 gradients are compared with."""
         self._signal: dict[str, float] = {}
         self._error: dict[str, float] = {}
         self._float32: dict[str, float] = {}
 
-    def add(
+    def compare(
         self,
-        float32: Mapping[str, Tensor],
-        exact: Mapping[str, Tensor],
-        others: Sequence[Mapping[str, Tensor]] = (),
+        float32: Gradients,
+        loss: float,
+        in_float64: Callable[[], tuple[float, Gradients]],
+        moved: Callable[[float, int], Gradients],
     ) -> None:
-        """Look at the gradients of one batch.
+        """Compare the gradients of one batch with float64's, or with those of moved weights.
 
         Args:
-            float32: parameter to gradient.
-            exact: the same in float64; where there is none, what stands for it.
-            others: further gradients that would equal `exact` if nothing were rounded.
+            float32: the gradients.
+            loss: the float32 loss.
+            in_float64: computes loss and gradients in float64. After its first failure, or another
+                loss than float32's, it is not called again, and `reference` says why.
+            moved: computes float32 gradients of weights moved by a share, drawn from a seed.
         """
-        for name, found in float32.items():
+        if self.reference is FLOAT64:
+            try:
+                float64_loss, exact = in_float64()
+                reason = _loss_differs(loss, float64_loss)
+            except Exception as error:  # a model's own code may fail in float64 in any way
+                reason = first_line(error)
+            if not reason:
+                self._add(float32, exact)
+                return
+            self.reference = Reference(MOVED, reason)
+        self._add(float32, float32, [moved(MOVE, OWN_SEED + n) for n in range(MOVES)])
+
+    def _add(self, float32: Gradients, exact: Gradients, others: Sequence[Gradients] = ()) -> None:
+        """Add a batch; `others` would equal `exact` if nothing were rounded."""
+        for name, gradient in float32.items():
             true = exact[name].double()
-            errors = [power(x.double() - true) for x in (found, *(o[name] for o in others))]
-            _add(self._signal, name, power(true))
-            _add(self._error, name, max(errors))
-            _add(self._float32, name, power(found.double()))
+            errors = [power(x.double() - true) for x in (gradient, *(o[name] for o in others))]
+            for sums, value in (
+                (self._signal, power(true)),
+                (self._error, max(errors)),
+                (self._float32, power(gradient.double())),
+            ):
+                sums[name] = sums.get(name, 0.0) + value
 
     @property
     def zero(self) -> tuple[str, ...]:
@@ -98,11 +110,16 @@ class RoundingErrors:
         return tuple(
             name
             for name, energy in self._float32.items()
-            if energy and not self._db(name) >= LIMIT_DB
+            if energy and not sums_db(self._signal[name], self._error[name]) >= LIMIT_DB
         )
 
-    def _db(self, name: str) -> float:
-        return sums_db(self._signal[name], self._error[name])
+
+def _loss_differs(float32: float, float64: float) -> str:
+    """Why a float64 pass is not of the same model; empty where its loss is float32's."""
+    largest = max(abs(float32), abs(float64))
+    if math.isfinite(largest) and abs(float32 - float64) <= SAME_LOSS * largest:
+        return ""
+    return f"its loss is {float64:g} there and {float32:g} in float32"
 
 
 def power(x: Tensor) -> float:
@@ -112,16 +129,31 @@ def power(x: Tensor) -> float:
 
 
 def is_rounding(float32: float, exact: float) -> bool:
-    """The rule for numbers of which the powers alone are known, such as those of hooks.
+    """The rule for numbers of which only the powers are known, such as those of hooks.
 
-    Rounding errors have nothing to do with the signal, so that their power is the difference.
+    Rounding errors are independent of the signal, so their power is the difference.
 
     Args:
-        float32: the power of what float32 gave.
+        float32: the power of the float32 numbers.
         exact: that of the same in float64.
     """
     return float32 > 0 and not sums_db(exact, abs(float32 - exact)) >= LIMIT_DB
 
 
-def _add(sums: dict[str, float], name: str, value: float) -> None:
-    sums[name] = sums.get(name, 0.0) + value
+@contextmanager
+def weights_moved(
+    parameters: Sequence[Tensor], most: float, seed: int = OWN_SEED
+) -> Iterator[None]:
+    """Each weight is moved by a random share of itself of at most `most`, and put back after."""
+    generator = torch.Generator().manual_seed(seed)
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p in parameters:
+            share = (torch.rand(p.shape, generator=generator) * 2 - 1) * most
+            p.mul_(1 + share.to(p.device))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, value in zip(parameters, before, strict=True):
+                p.copy_(value)

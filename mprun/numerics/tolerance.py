@@ -1,8 +1,23 @@
-"""How far from float32 a 16-bit dtype may lead: the one criterion of every command.
+"""The distance from float32 that a 16-bit dtype may have: the one criterion of every command.
 
-What weights of the dtype's precision do by themselves is tolerated in any case (`Probe.unavoidable`
-in probe.py): no choice of ops could do better. So is an error no larger than what gradients and
-losses differ by from one batch to the next (`sampling.py`).
+Two kinds of error are tolerated in any case.
+
+*Rounded weights.* Weights of the dtype's precision alone move loss and gradients
+(`CastProbe.unavoidable`); no choice of ops could do better.
+
+*The noise of batches.* A batch is a sample, and its gradient differs from that of all data by more
+than a tenth as a rule, late in a training by more than all of it. A rounding error that is no
+larger adds to that noise and costs little. So of an error
+
+    along the gradient     nothing is tolerated: what a format flushes to 0 is lost at every step
+    in other directions    `SHARE` times the variance over batches is tolerated
+
+A layer that 16 bits are too coarse for was trained with inputs further and further off, and its
+loss of accuracy compared with these figures (benchmarks/sampling_noise.py): the tolerated error
+costs up to 3 points of accuracy; twice to four times its power 2 to 10, more than that 10 to 38.
+The tolerated error of the loss costs up to 3 points, more than twice as much 10 and more. The
+signal-to-noise ratio alone cannot tell them apart: it falls by 20 dB during a training, because
+gradients become smaller.
 """
 
 from __future__ import annotations
@@ -10,37 +25,48 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mprun.numerics.probe import Measure
+from mprun.records.deviation import Deviation
 
 NEEDED_DB = 20.0
-"""Least SQNR of a parameter's gradient: its error is then a tenth of it."""
+"""Lowest SQNR of a parameter's gradient: its error is then a tenth of it."""
 SLACK_DB = 10.0
 """How much worse than weights of its precision alone a dtype may be, whatever else is asked."""
+SHARE = 2.0
+"""Power of tolerated errors over the variance over batches."""
+DEVIATIONS = 2.0
+"""Of a loss: how many standard deviations over batches are tolerated."""
+LEAST_KEPT = 0.5
+"""The share of the gradient that must be left for anything to be tolerated."""
+MOST = 0.5
+"""Power of an error over that of the gradient from which nothing is tolerated: small batches and
+dropout differ by so much that every error would be."""
+MOST_LOSS = 0.12
+"""Share of the loss beyond which nothing is tolerated."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far from float32 the lower dtype may lead.
+    """The distance from float32 that the lower dtype may have.
 
-    Where weights that have its precision lead further than that by themselves, no list of ops could
-    keep to it: then `SLACK_DB` more than those is tolerated.
+    Where weights of its precision are further away by themselves, no list of ops could keep to it:
+    then `SLACK_DB` more than those is tolerated.
     """
 
     loss: float = 0.01
     """Relative difference of the loss."""
     gradient_db: float | None = NEEDED_DB
-    """Least SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None to look
-    at the loss alone."""
+    """Lowest SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None judges
+    the loss alone."""
 
-    def beside(self, unavoidable: Measure) -> Tolerance:
-        """This, and at least what goes with `Probe.unavoidable`."""
+    def beside(self, unavoidable: Deviation) -> Tolerance:
+        """This, and at least what goes with `CastProbe.unavoidable`."""
         loss = max(self.loss, unavoidable.loss_difference * 10 ** (SLACK_DB / 20))
         if self.gradient_db is None:
             return Tolerance(loss, None)
         return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - SLACK_DB))
 
-    def harm(self, measure: Measure) -> float:
-        """How much of what is tolerated is used up: 1 is all; infinite where a number is none."""
+    def harm(self, measure: Deviation) -> float:
+        """The share of the tolerance that is used up: 1 is all; infinite for NaN."""
         harms = [measure.judged_loss / self.loss]
         if self.gradient_db is not None:
             harms.append(10 ** ((self.gradient_db - measure.judged_db) / 20))
@@ -48,4 +74,31 @@ class Tolerance:
 
 
 DEFAULT = Tolerance()
-"""What is tolerated unless something else is asked for."""
+"""The tolerance unless another is asked for."""
+
+
+def gradient_error(error: float, signal: float, product: float, variance: float) -> float:
+    """The power of a gradient's error beyond the noise of batches.
+
+    Args:
+        error: its power; infinite or NaN where a gradient is not finite.
+        signal: the power of the exact gradient.
+        product: the scalar product of the measured and the exact gradient.
+        variance: the power of the difference of exact gradients between batches.
+    """
+    if not error <= MOST * signal or not product >= LEAST_KEPT * signal:
+        return error
+    return max(0.0, error - SHARE * variance)
+
+
+def loss_error(error: float, loss: float, deviation: float) -> float:
+    """The error of a loss beyond the noise of batches.
+
+    Args:
+        error: the absolute error; it may be infinite or NaN.
+        loss: the absolute loss.
+        deviation: the standard deviation of the loss over batches.
+    """
+    if not math.isfinite(error):
+        return error
+    return max(0.0, error - min(DEVIATIONS * deviation, MOST_LOSS * loss))

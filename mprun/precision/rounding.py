@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from mprun import kernels
+from mprun.precision.formats import add_and_truncate
 from mprun.precision.random_bits import BLOCK, Key, random_bits, shift_right
 
 OVERFLOWS = ("infinity", "saturate")
@@ -77,21 +78,14 @@ def round_stochastic(
         The rounded numbers in `dtype`; a number of `dtype` is returned as it is.
     """
     word = shift_right(bits, 32 - RANDOM_BITS[dtype])
-    rounded = _truncated(x, word, 16) if dtype == torch.bfloat16 else _to_float16(x, word)
+    rounded = add_and_truncate(x, word, 16) if dtype == torch.bfloat16 else _to_float16(x, word)
     return _saturated(rounded.to(dtype), x, overflow)
-
-
-def _truncated(x: Tensor, word: Tensor, dropped: int) -> Tensor:
-    """`x` with `word` added to its pattern and the last `dropped` bits cleared."""
-    pattern = (x.view(torch.int32) + word) & -(1 << dropped)
-    # A NaN's pattern could be carried over the top into a number.
-    return torch.where(torch.isnan(x), x, pattern.view(torch.float32))
 
 
 def _to_float16(x: Tensor, word: Tensor) -> Tensor:
     shift = _signed_quantum(x)
     small = x.abs() < _SMALLEST_NORMAL
-    rounded = _truncated(torch.where(small, x + shift, x), word, 13)
+    rounded = add_and_truncate(torch.where(small, x + shift, x), word, 13)
     # The difference is exact; a zero takes the sign back that the addition took from it.
     return torch.where(small, torch.copysign((rounded - shift).abs(), x), rounded)
 

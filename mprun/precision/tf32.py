@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mprun._torch import TorchDispatchMode, tree_leaves
 from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.formats import TF32, quantise
 from mprun.precision.products import (
     CLOSED,
     CONVOLUTION_BACKWARD,
@@ -33,16 +34,8 @@ from mprun.precision.products import (
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even.
-
-    A float32 has 23 mantissa bits; the last 13 are cut off. Adding half of the last remaining bit's
-    weight, less one, plus that bit, and clearing the 13 rounds to nearest even on the bit pattern;
-    a carry runs into the exponent, and from the largest one into infinity, as it should.
-    Infinities and NaN stay what they are.
-    """
-    bits = x.view(torch.int32)
-    rounded = (bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF
-    return torch.where(torch.isfinite(x), rounded.view(torch.float32), x)
+    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even; NaN are kept."""
+    return quantise(x, TF32)
 
 
 class EmulatedTf32(Arithmetic):

@@ -1,0 +1,1 @@
+"""The files that mprun writes and reads, as dataclasses. No torch."""

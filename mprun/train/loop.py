@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mprun.data import Batch, Batches, Order
 from mprun.errors import RunFailedError
 from mprun.precision import Precision
+from mprun.precision.forward_backward import forward_backward
 from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Observer, StepLine
@@ -269,11 +270,11 @@ class Trainer:
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
         for x, y in self._micro_batches(batch):
-            output = parts.precision.forward(parts.model, x)
             share = len(y) / batch.size  # a micro-batch counts by its share of the samples
-            loss = parts.precision.loss(parts.recipe.loss, output, y, share)
-            parts.precision.backward(loss)
-            losses.append(loss.detach())
+            loss, output = forward_backward(
+                parts.precision, parts.model, parts.recipe.loss, x, y, share
+            )
+            losses.append(loss)
             outputs.append(output.detach())
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.cli.main import main
-from mprun.numerics.passes import Passes, Way
-from mprun.numerics.probe import Probe
+from mprun.numerics.cast_probe import CastProbe
+from mprun.numerics.passes import CastPlan, Passes
 from mprun.precision import AutocastCaster
 from tests.answers import models
 from tests.answers.models import CASES, CLASSES, FEATURES, Case
@@ -144,10 +144,10 @@ def test_what_is_around_a_bias_neither_hides_it_nor_brings_others(name: str, see
         optimizer.zero_grad()
         F.cross_entropy(probed(data[0].inputs), data[0].targets).backward()
         optimizer.step()
-    probe = Probe(Passes(probed, F.cross_entropy, data, seed))
+    probe = CastProbe(Passes(probed, F.cross_entropy, data, seed))
     assert (probe.unjudged, probe.zero) == (zero, ())
     assert probe.reference.name == "float64"
-    assert probe.measure(Way(AutocastCaster("cpu", torch.bfloat16))).worst_db > 10
+    assert probe.measure(CastPlan(AutocastCaster("cpu", torch.bfloat16))).worst_db > 10
 
 
 AROUND_SEEDS = [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 6))]

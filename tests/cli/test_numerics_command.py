@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,11 @@ from mprun.config.settings import NumericsSettings, take
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
 from mprun.experiments import recipe_numerics as built
-from mprun.experiments.recipe_numerics import look, steps_to_look_at
-from mprun.numerics.loss_scale import ALIKE_DB
+from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
+from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
+from mprun.records.numerics_record import NumericsResult
 from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
 
@@ -58,6 +60,7 @@ def found(*words: str, plots: bool = False) -> dict[str, Any]:
 
 def read() -> dict[str, Any]:
     made: dict[str, Any] = json.loads(Path("run/numerics.json").read_text(encoding="utf-8"))
+    assert msgspec.convert(made, NumericsResult, strict=False).rows  # every field has its type
     return made
 
 
@@ -315,25 +318,25 @@ def test_a_loss_in_float16_bounds_the_scale() -> None:
 # ---- which steps ---------------------------------------------------------------------------------
 
 
-def looked_at(*words: str) -> list[int]:
+def inspected(*words: str) -> list[int]:
     settings, rest = take(words, "numerics")
     chosen = plan(compose([*LINEAR, *rest]).config, ())
-    return steps_to_look_at(chosen, settings.numerics)
+    return steps_to_inspect(chosen, settings.numerics)
 
 
 def test_steps_are_spread_behind_the_warm_up() -> None:
-    assert looked_at("numerics.steps=5") == [4, 53, 102, 151, 200]
-    assert looked_at("numerics.steps=5", "train.max_steps=8") == [4, 5, 6, 7, 8]
-    assert looked_at("numerics.steps=20", "train.max_steps=6") == [4, 5, 6]
-    assert looked_at("numerics.steps=1", "numerics.span=50") == [50]
-    assert looked_at("numerics.steps=2", "numerics.warmup=0", "numerics.span=9") == [1, 9]
-    assert len(set(looked_at("numerics.span=25"))) == 20
+    assert inspected("numerics.steps=5") == [4, 53, 102, 151, 200]
+    assert inspected("numerics.steps=5", "train.max_steps=8") == [4, 5, 6, 7, 8]
+    assert inspected("numerics.steps=20", "train.max_steps=6") == [4, 5, 6]
+    assert inspected("numerics.steps=1", "numerics.span=50") == [50]
+    assert inspected("numerics.steps=2", "numerics.warmup=0", "numerics.span=9") == [1, 9]
+    assert len(set(inspected("numerics.span=25"))) == 20
 
 
 def test_a_run_that_is_all_warm_up_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["numerics", *LINEAR, "train.max_steps=3"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("mprun: numerics.warmup=3 leaves none of 3 steps to look at")
+    assert err.startswith("mprun: numerics.warmup=3 leaves none of 3 steps to inspect")
     assert list(Path().iterdir()) == []
 
 
@@ -375,7 +378,7 @@ def test_weights_are_bit_equal_with_and_without(
     monkeypatch.setattr(built, "build_parts", kept)
     settings = NumericsSettings(steps=3, warmup=1, span=6, try_scales=True)
     with backend_flags(chosen.policy):
-        assert look(chosen, settings, lambda: False).steps == (2, 4, 6)
+        assert inspect_steps(chosen, settings, lambda: False).steps == (2, 4, 6)
         watched = weights_of(made[0])
         none = chosen.splits.train.first(0)
         parts = build_parts(replace(chosen, splits=replace(chosen.splits, validation=none)))
@@ -404,7 +407,7 @@ def test_the_terminal_shows_verdicts_and_tables(capsys: pytest.CaptureFixture[st
         "3 of 23 rows, the worst first",
         "share of updates that would be lost",
         "all weights",
-        "looked at 2 of 4 steps, 0 of them skipped; written: run/numerics.json",
+        "inspected 2 of 4 steps, 0 of them skipped; written: run/numerics.json",
     ):
         assert text in out, text
 
@@ -463,18 +466,18 @@ def test_a_run_that_fails_before_has_nothing_to_show(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err.startswith("mprun: the loss became ")
 
 
-def looking(stop: Callable[[], bool], **settings: Any) -> Any:
+def inspecting(stop: Callable[[], bool], **settings: Any) -> Any:
     chosen = plan(compose(LINEAR).config, ())
-    return look(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
+    return inspect_steps(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
 
 
 def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
     asked = iter([False, False, True])
-    looked = looking(lambda: next(asked), steps=9)
-    assert (looked.steps, looked.ended) == ((1, 2, 3), "stopped at step 3")
-    assert looked.findings.as_dict()["rows"]
+    result = inspecting(lambda: next(asked), steps=9)
+    assert (result.steps, result.ended) == ((1, 2, 3), "stopped at step 3")
+    assert result.findings.as_dict()["rows"]
     with pytest.raises(StopRequestedError):
-        looking(lambda: True, steps=1)
+        inspecting(lambda: True, steps=1)
 
 
 def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -485,17 +488,17 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_each_look_is_told() -> None:
-    told: list[str] = []
+def test_each_inspected_step_is_reported() -> None:
+    texts: list[str] = []
     chosen = plan(compose(LINEAR).config, ())
-    look(chosen, NumericsSettings(steps=2, span=9), lambda: False, told.append)
-    assert told == ["looked at step 4 of 9, 1 of 2", "looked at step 9 of 9, 2 of 2"]
+    inspect_steps(chosen, NumericsSettings(steps=2, span=9), lambda: False, texts.append)
+    assert texts == ["inspected step 4 of 9, 1 of 2", "inspected step 9 of 9, 2 of 2"]
 
 
 def test_time_that_runs_out_before_the_first_look_is_said() -> None:
     chosen = plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
     with pytest.raises(RunFailedError, match=r"train.max_time_s=1e-09 ended the run before step 4"):
-        look(chosen, NumericsSettings(), lambda: False)
+        inspect_steps(chosen, NumericsSettings(), lambda: False)
 
 
 # ---- what it refuses -----------------------------------------------------------------------------
@@ -547,6 +550,6 @@ def test_a_run_is_not_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [path.name for path in Path().iterdir()] == ["run"]
 
 
-def test_weights_of_a_run_can_be_looked_at() -> None:
+def test_weights_of_a_run_can_be_inspected() -> None:
     assert main([*LINEAR, "train.max_steps=2", "run.dir=before"]) == 0
     assert found(*LINEAR, "train.init_from=before")["steps"] == [2, 4]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import yaml
@@ -18,6 +19,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import op_lists
 from mprun.records.run_record import number, read_summary
+from mprun.records.search_ops_record import OpSearch, Proof
 
 RECIPE = """\
 # @package _global_
@@ -120,6 +122,9 @@ def read() -> dict[str, Any]:
 
     text = Path("found/search_ops.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    assert msgspec.convert(found, OpSearch, strict=False).ops  # every field has its type
+    if found["proof"] is not None:
+        msgspec.convert(found["proof"], Proof, strict=False)
     return found
 
 

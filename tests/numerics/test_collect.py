@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mprun.numerics
 from mprun.numerics.collect import INPUT, KINDS, Statistics, scale_of, statistics
+from mprun.numerics.format_verdict import gradient_errors
 from mprun.numerics.histograms import histogram
-from mprun.numerics.loss_scale import best_tried
-from mprun.numerics.verdicts import errors
+from mprun.numerics.loss_scale_advice import best_tried
 from mprun.optim import AdamW
 from mprun.precision import (
     DynamicLossScale,
@@ -379,7 +379,7 @@ def test_recommended_is_within_four_of_the_best_power_on_a_model_that_underflows
     steep: bool,
 ) -> None:
     exact = gradients_at(None, steep)
-    tried = {2.0**k: errors(exact, gradients_at(2.0**k, steep)).db for k in range(-4, 50)}
+    tried = {2.0**k: gradient_errors(exact, gradients_at(2.0**k, steep)).db for k in range(-4, 50)}
     best = best_tried(tried)
     assert best is not None
     assert tried[1.0] < 15  # nothing much is left of some layer's gradients without a scale

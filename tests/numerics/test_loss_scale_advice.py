@@ -9,10 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.formats import noise_of
 from mprun.numerics.histograms import histogram
-from mprun.numerics.loss_scale import (
-    Gradients,
+from mprun.numerics.loss_scale_advice import (
+    LayerGradients,
     best_tried,
     judge,
     largest_power,
@@ -20,18 +19,19 @@ from mprun.numerics.loss_scale import (
     power,
     recommend,
 )
+from mprun.numerics.noise import noise_of
 
 
-def gradients(**layers: list[float]) -> Gradients:
+def gradients(**layers: list[float]) -> LayerGradients:
     tensors = {name: torch.tensor(values) for name, values in layers.items()}
     seen = {name: (h := histogram(x), noise_of(x, h)) for name, x in tensors.items()}
     largest = max(x.abs().max().item() for x in tensors.values())
-    return Gradients(largest, "fc.weight", seen)
+    return LayerGradients(largest, "fc.weight", seen)
 
 
 @given(st.floats(2.0**-80, 2.0**80), st.floats(1, 1000))
 def test_the_largest_power_that_leaves_headroom(largest: float, headroom: float) -> None:
-    advice = recommend(Gradients(largest, "", {}), headroom)
+    advice = recommend(LayerGradients(largest, "", {}), headroom)
     assert advice is not None
     assert math.frexp(advice.scale)[0] == 0.5
     assert largest * headroom * advice.scale <= 65504 * (1 + 1e-15)
@@ -40,7 +40,7 @@ def test_the_largest_power_that_leaves_headroom(largest: float, headroom: float)
 
 @pytest.mark.parametrize("largest", [0.0, math.inf, math.nan])
 def test_nothing_is_recommended_without_a_gradient_to_go_by(largest: float) -> None:
-    assert recommend(Gradients(largest, "", {})) is None
+    assert recommend(LayerGradients(largest, "", {})) is None
 
 
 def test_scales_stay_such_that_the_loss_fits() -> None:

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.verdicts import (
-    Deviations,
-    Errors,
-    Standing,
-    errors,
+from mprun.numerics.format_verdict import (
+    FormatPasses,
+    FormatVerdict,
+    GradientErrors,
+    gradient_errors,
     range_or_precision,
     typical_errors,
-    variances,
+    variances_of_halves,
 )
 
 
@@ -27,18 +27,18 @@ from mprun.numerics.verdicts import (
         (False, False, "needs fp32"),
     ],
 )
-def test_words(fp16: bool, bf16: bool, word: str) -> None:
+def test_verdicts(fp16: bool, bf16: bool, word: str) -> None:
     assert range_or_precision(fp16, bf16) == word
 
 
-def passes(loss: float = 1.0, **ratios: float) -> Deviations:
-    found = Deviations()
-    found.add(Errors(ratios, ratios), loss, 1.0)
-    return found
+def passes(loss: float = 1.0, **ratios: float) -> FormatPasses:
+    measured = FormatPasses()
+    measured.add(GradientErrors(ratios, ratios), loss, 1.0)
+    return measured
 
 
 @pytest.mark.parametrize(
-    ("found", "alone", "will_do"),
+    ("measured", "alone", "will_do"),
     [
         (passes(a=1e-5), passes(a=1e-6), True),
         (passes(a=1e-5, b=0.02), passes(), False),  # 17 dB of one parameter
@@ -53,25 +53,25 @@ def passes(loss: float = 1.0, **ratios: float) -> Deviations:
     ],
 )
 def test_a_format_will_do_by_the_criterion_of_search_ops(
-    found: Deviations, alone: Deviations, will_do: bool
+    measured: FormatPasses, alone: FormatPasses, will_do: bool
 ) -> None:
-    standing = Standing.of(found, alone, ("left_out",))
-    assert standing.will_do == will_do
-    by_rows = all(map(standing.parameter_will_do, ("a", "b", "left_out")))
-    assert (by_rows and standing.loss_will_do) == will_do
+    verdict = FormatVerdict.of(measured, alone, ("left_out",))
+    assert verdict.will_do == will_do
+    by_rows = all(map(verdict.parameter_will_do, ("a", "b", "left_out")))
+    assert (by_rows and verdict.loss_will_do) == will_do
 
 
 def test_another_threshold() -> None:
-    assert Standing.of(passes(a=0.02), passes(), (), needed_db=15).will_do
-    assert not Standing.of(passes(a=1e-5), passes(), (), needed_db=60).will_do
+    assert FormatVerdict.of(passes(a=0.02), passes(), (), needed_db=15).will_do
+    assert not FormatVerdict.of(passes(a=1e-5), passes(), (), needed_db=60).will_do
 
 
 def test_the_halves_of_a_batch_say_what_batches_differ_by() -> None:
     """The mean of the halves differs from that of other batches by half of what they differ."""
     halves = [{"a": torch.tensor([1.0, 5.0])}, {"a": torch.tensor([4.0, 1.0])}]
-    assert variances(halves) == {"a": 25 / 4}
-    exact, found = {"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([4.0, 7.0])}
-    result = errors(exact, found, {"a": 4.0})
+    assert variances_of_halves(halves) == {"a": 25 / 4}
+    exact, low = {"a": torch.tensor([3.0, 4.0])}, {"a": torch.tensor([4.0, 7.0])}
+    result = gradient_errors(exact, low, {"a": 4.0})
     assert result.ratios["a"] == pytest.approx(10 / 25)
     assert result.beyond["a"] == pytest.approx((10 - 2 * 4) / 25)
 
@@ -82,8 +82,8 @@ def test_every_parameter_counts_the_same() -> None:
         "small": torch.full((2,), 1e-9),
         "none": torch.zeros(2),
     }
-    found = {"large": exact["large"] * 1.1, "small": exact["small"] * 0.7, "none": torch.ones(2)}
-    result = errors(exact, found)
+    low = {"large": exact["large"] * 1.1, "small": exact["small"] * 0.7, "none": torch.ones(2)}
+    result = gradient_errors(exact, low)
     assert set(result.ratios) == {"large", "small"}  # a gradient of 0 has no ratio
     # float32's 1.1 and 0.7 are good to 6e-8.
     assert result.mean == pytest.approx((0.01 + 0.09) / 2, rel=1e-5)
@@ -94,17 +94,24 @@ def test_every_parameter_counts_the_same() -> None:
 def test_what_is_not_finite_is_all_noise() -> None:
     exact = {"a": torch.ones(2), "b": torch.ones(2)}
     for bad in (math.inf, math.nan):
-        result = errors(exact, {"a": torch.tensor([1.0, bad]), "b": torch.ones(2)})
+        result = gradient_errors(exact, {"a": torch.tensor([1.0, bad]), "b": torch.ones(2)})
         assert result.ratios == {"a": math.inf, "b": 0.0}
         assert result.db == -math.inf
 
 
 def test_equal_gradients_have_no_noise() -> None:
-    assert errors({"a": torch.ones(2)}, {"a": torch.ones(2)}).db == math.inf
-    assert Errors({}).db == math.inf
+    assert gradient_errors({"a": torch.ones(2)}, {"a": torch.ones(2)}).db == math.inf
+    assert GradientErrors({}).db == math.inf
 
 
 def test_the_median_over_steps_but_infinite_where_one_is() -> None:
-    steps = [Errors({"a": 0.1, "b": 0.2}), Errors({"a": 0.3}), Errors({"a": 1e6})]
+    steps = [
+        GradientErrors({"a": 0.1, "b": 0.2}),
+        GradientErrors({"a": 0.3}),
+        GradientErrors({"a": 1e6}),
+    ]
     assert typical_errors(steps).ratios == {"a": 0.3, "b": 0.2}
-    assert typical_errors([Errors({"a": 0.1}), Errors({"a": math.inf})]).db == -math.inf
+    assert (
+        typical_errors([GradientErrors({"a": 0.1}), GradientErrors({"a": math.inf})]).db
+        == -math.inf
+    )

@@ -1,4 +1,4 @@
-"""Loss and gradients of a model in some way of casting, set against float32's."""
+"""Loss and gradients of a model under some cast plan, compared with float32's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.numerics.passes import FLOAT32, NotMeasurableError, Passes, Way, ready
-from mprun.numerics.probe import LOSS_SCALES, Measure, Probe, changed
-from mprun.numerics.rounding_errors import MOVE, MOVED
+from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
+from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes, ready
+from mprun.numerics.rounding_errors import MOVE, MOVED, weights_moved
 from mprun.numerics.sqnr import sqnr_db, sums_db
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
+from mprun.records.deviation import Deviation
 
-FP16 = Way(AutocastCaster("cpu", torch.float16))
-BF16 = Way(AutocastCaster("cpu", torch.bfloat16))
+FP16 = CastPlan(AutocastCaster("cpu", torch.float16))
+BF16 = CastPlan(AutocastCaster("cpu", torch.bfloat16))
 
 
 def mlp() -> nn.Sequential:
@@ -38,8 +39,8 @@ def batches(n: int = 2, features: int = 6) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def probe(model: nn.Module, data: Any = None, **options: Any) -> Probe:
-    return Probe(Passes(model, F.cross_entropy, batches() if data is None else data), **options)
+def probe(model: nn.Module, data: Any = None, **options: Any) -> CastProbe:
+    return CastProbe(Passes(model, F.cross_entropy, batches() if data is None else data), **options)
 
 
 class Casting(nn.Module):
@@ -60,38 +61,38 @@ class Casting(nn.Module):
 
 
 def test_float32_is_exactly_itself() -> None:
-    assert probe(mlp()).measure(FLOAT32) == Measure(
+    assert probe(mlp()).measure(FLOAT32) == Deviation(
         *(0.0, math.inf, math.inf, "0.weight", 1.0, "", 0.0, math.inf, "0.weight")
     )
 
 
-@pytest.mark.parametrize(("way", "dtype"), [(FP16, torch.float16), (BF16, torch.bfloat16)])
-def test_the_measure_is_that_of_a_loop_written_out(way: Way, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("plan", "dtype"), [(FP16, torch.float16), (BF16, torch.bfloat16)])
+def test_the_measure_is_that_of_a_loop_written_out(plan: CastPlan, dtype: torch.dtype) -> None:
     """Exactly: both run the same ops, and sums of squares of a few hundred numbers in float64
     differ by less than 1e-9 dB whatever their order."""
     model, data = mlp(), batches()
     change = whole = 0.0
     exact: list[list[Tensor]] = []
-    found: list[list[Tensor]] = []
+    measured: list[list[Tensor]] = []
     for x, y in data:
         loss = F.cross_entropy(model(x), y)
         exact.append(list(torch.autograd.grad(loss, list(model.parameters()))))
         with torch.autocast("cpu", dtype):
             output = model(x)
         low = F.cross_entropy(output.float(), y)
-        found.append(list(torch.autograd.grad(low, list(model.parameters()))))
+        measured.append(list(torch.autograd.grad(low, list(model.parameters()))))
         change, whole = change + abs(low.item() - loss.item()), whole + loss.item()
-    measure = probe(model).measure(way)
+    measure = probe(model).measure(plan)
     assert measure.loss_difference == change / whole
 
     def together(tensors: list[list[Tensor]], which: slice) -> Tensor:
         return torch.cat([g.flatten() for batch in tensors for g in batch[which]])
 
     each = [
-        sqnr_db(together(exact, slice(n, n + 1)), together(found, slice(n, n + 1)))
+        sqnr_db(together(exact, slice(n, n + 1)), together(measured, slice(n, n + 1)))
         for n in range(4)
     ]
-    everything = sqnr_db(together(exact, slice(None)), together(found, slice(None)))
+    everything = sqnr_db(together(exact, slice(None)), together(measured, slice(None)))
     assert measure.gradients_db == pytest.approx(everything, abs=1e-9)
     assert measure.worst_db == pytest.approx(min(each), abs=1e-9)
     names = [name for name, _ in model.named_parameters()]
@@ -111,14 +112,14 @@ def test_a_layer_whose_gradient_is_lost_shows_beside_one_with_larger_gradients()
             return self.large(x) + 1e-4 * self.small(x)
 
     class Lost(NoCaster):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss: Tensor, *_: object) -> None:
             loss.backward()
             for p in model.small.parameters():
                 p.grad = torch.zeros_like(p)
 
     torch.manual_seed(0)
     model = Two()
-    measure = probe(model).measure(Way(Lost()))
+    measure = probe(model).measure(CastPlan(Lost()))
     assert measure.gradients_db > 70
     assert measure.worst_db == pytest.approx(0, abs=1e-9)  # all of it is error
     assert measure.worst_parameter.startswith("small.")
@@ -129,9 +130,9 @@ def test_a_bias_before_a_normalisation_is_not_judged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 3))
     data = [(x.unsqueeze(1), y) for x, y in batches()]
-    found = probe(model, data)
-    assert found.unjudged == ("0.bias",)
-    assert found.measure(FP16).worst_db > 40  # 11 bits are 66 dB; with the bias it would be 0
+    measured = probe(model, data)
+    assert measured.unjudged == ("0.bias",)
+    assert measured.measure(FP16).worst_db > 40  # 11 bits are 66 dB; with the bias it would be 0
 
 
 class Float32Only(nn.Module):
@@ -163,24 +164,24 @@ class OtherInFloat64(Float32Only):
 def test_a_model_that_has_no_float64_is_looked_at_with_moved_weights(
     model: type[nn.Module], reason: str
 ) -> None:
-    found = probe(model())
-    assert found.reference.name == MOVED
-    assert found.reference.reason.startswith(reason)
-    assert found.unjudged == ("first.bias",)
-    assert found.zero == ()
+    measured = probe(model())
+    assert measured.reference.name == MOVED
+    assert measured.reference.reason.startswith(reason)
+    assert measured.unjudged == ("first.bias",)
+    assert measured.zero == ()
 
 
 def test_a_gradient_that_overflows_counts_though_it_means_nothing() -> None:
     """A step with it cannot be taken."""
 
     class Spoiled(NoCaster):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss: Tensor, *_: object) -> None:
             loss.backward()
             assert model.first.bias.grad is not None
             model.first.bias.grad[0] = math.inf
 
     model = Float32Only()
-    measure = probe(model).measure(Way(Spoiled()))
+    measure = probe(model).measure(CastPlan(Spoiled()))
     assert math.isnan(measure.worst_db)
     assert math.isnan(measure.judged_db)
     assert measure.worst_parameter == "first.bias"
@@ -192,7 +193,7 @@ class Noisy(NoCaster):
     def __init__(self, model: nn.Module, power: float, along: bool) -> None:
         self.model, self.power, self.along = model, power, along
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *_: object) -> None:
         loss.backward()
         generator = torch.Generator().manual_seed(3)
         for p in self.model.parameters():
@@ -206,19 +207,19 @@ def test_noise_that_batches_have_as_well_is_forgiven_and_what_is_lost_is_not() -
     torch.manual_seed(0)
     model = nn.Linear(32, 3)
     data = [(torch.randn(2, 32), torch.randint(0, 3, (2,))) for _ in range(8)]
-    found = probe(model, data)
-    noise = found.measure(Way(Noisy(model, 0.3, along=False)))
+    measured = probe(model, data)
+    noise = measured.measure(CastPlan(Noisy(model, 0.3, along=False)))
     assert noise.worst_db == pytest.approx(5.2, abs=0.1)
     assert noise.judged_db == math.inf
-    lost = found.measure(Way(Noisy(model, 0.5, along=True)))
+    lost = measured.measure(CastPlan(Noisy(model, 0.5, along=True)))
     assert lost.worst_db == lost.judged_db == pytest.approx(3, abs=0.1)
-    many = found.measure(Way(Noisy(model, 0.6, along=False)))
+    many = measured.measure(CastPlan(Noisy(model, 0.6, along=False)))
     assert many.judged_db == many.worst_db
 
 
 def test_nothing_is_forgiven_where_one_batch_says_nothing_of_others() -> None:
     model = mlp()
-    measure = probe(model, batches(1)).measure(Way(Noisy(model, 0.5, along=False)))
+    measure = probe(model, batches(1)).measure(CastPlan(Noisy(model, 0.5, along=False)))
     assert measure.judged_db == measure.worst_db == pytest.approx(3, abs=0.1)
 
 
@@ -240,14 +241,14 @@ def test_a_loss_that_is_not_finite_is_a_measure_too(value: float) -> None:
 
 def test_a_gradient_that_is_not_finite_beside_a_finite_loss() -> None:
     class Spoiled(NoCaster):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss: Tensor, *_: object) -> None:
             loss.backward()
             grad = model[0].bias.grad
             assert grad is not None
             grad[0] = math.inf
 
     model = mlp()
-    measure = probe(model).measure(Way(Spoiled()))
+    measure = probe(model).measure(CastPlan(Spoiled()))
     assert measure.loss_difference == 0
     assert math.isnan(measure.worst_db)
     assert measure.worst_parameter == "0.bias"
@@ -267,37 +268,37 @@ def test_unavoidable_is_what_weights_of_a_dtype_s_precision_do(
     data = [(torch.randn(64, 16), torch.zeros(()))]
     passes = Passes(model, lambda output, _: output.sum(), data)
     before = passes.run(FLOAT32, 0).loss
-    found = Probe(passes).unavoidable(dtype)
+    measured = CastProbe(passes).unavoidable(dtype)
     noise = 2.0**-bits / math.sqrt(3)
-    assert found.gradients_db == pytest.approx(-20 * math.log10(noise), abs=0.5)
+    assert measured.gradients_db == pytest.approx(-20 * math.log10(noise), abs=0.5)
     assert passes.run(FLOAT32, 0).loss == before  # the weights are back
 
 
 def test_a_loss_of_zero_has_no_share() -> None:
     class Off(NoCaster):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss: Tensor, *_: object) -> None:
             loss.backward()
 
     model = nn.Linear(6, 3)
     passes = Passes(model, lambda output, _: (output * 0).sum(), batches())
-    assert Probe(passes).measure(FLOAT32).loss_difference == 0
+    assert CastProbe(passes).measure(FLOAT32).loss_difference == 0
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return (output * 0).sum() + target
 
     with torch.no_grad():
         target = torch.zeros(())
-    found = Probe(Passes(model, loss, [(torch.randn(8, 6), target)]))
+    measured = CastProbe(Passes(model, loss, [(torch.randn(8, 6), target)]))
     target.fill_(0.5)
-    assert found.measure(Way(Off())).loss_difference == math.inf
+    assert measured.measure(CastPlan(Off())).loss_difference == math.inf
 
 
 def test_gradients_are_taken_with_the_largest_loss_scale_at_which_they_are_finite() -> None:
     """Behind the factor 64 the gradient of the first layer overflows float16 at 2^16, not at 2^8:
     it is of the order of 64 / 8 samples."""
     model = Casting(lambda x: x * 64)
-    found = probe(model, loss_scales=LOSS_SCALES[torch.float16])
-    measure = found.measure(FP16)
+    measured = probe(model, loss_scales=LOSS_SCALES[torch.float16])
+    measure = measured.measure(FP16)
     assert measure.loss_scale in (2.0**12, 2.0**8)
     assert measure.worst_db > 40
 
@@ -306,21 +307,21 @@ def test_a_loss_scale_saves_gradients_that_underflow() -> None:
     def tiny(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output, target) * 1e-6
 
-    without = Probe(Passes(mlp(), tiny, batches())).measure(FP16)
-    scaled = Probe(Passes(mlp(), tiny, batches()), (2.0**16,)).measure(FP16)
+    without = CastProbe(Passes(mlp(), tiny, batches())).measure(FP16)
+    scaled = CastProbe(Passes(mlp(), tiny, batches()), (2.0**16,)).measure(FP16)
     assert without.worst_db < 10
     assert scaled.worst_db > 40
 
 
 def test_gradients_that_overflow_at_every_scale_are_not_finite() -> None:
     class Overflow(NoCaster):
-        def backward(self, loss: Tensor) -> None:
+        def backward(self, loss: Tensor, *_: object) -> None:
             loss.backward()
             for p in model.parameters():
                 p.grad = torch.full_like(p, math.inf)
 
     model = mlp()
-    measure = probe(model, loss_scales=(16.0, 4.0)).measure(Way(Overflow()))
+    measure = probe(model, loss_scales=(16.0, 4.0)).measure(CastPlan(Overflow()))
     assert math.isnan(measure.worst_db)
     assert measure.loss_scale == 4
 
@@ -354,12 +355,12 @@ def test_an_op_without_a_kernel_is_a_measure_that_says_so() -> None:
     def inverse(x: Tensor) -> Tensor:
         return x @ torch.linalg.inv(x.mT @ x + torch.eye(8, dtype=x.dtype))
 
-    found = probe(Casting(inverse))
-    way = Way(OpListCaster(op_lists(["linear"], [], ["add"]), torch.float16))
-    measure = found.measure(way)
+    measured = probe(Casting(inverse))
+    plan = CastPlan(OpListCaster(op_lists(["linear"], [], ["add"]), torch.float16))
+    measure = measured.measure(plan)
     assert math.isnan(measure.loss_difference)
     assert "Low precision dtypes not supported" in measure.failure
-    assert found.time_ratio(FLOAT32, way, 1) is None
+    assert measured.time_ratio(FLOAT32, plan, 1) is None
 
 
 def test_what_fails_in_float32_too_is_the_model_s_own_fault() -> None:
@@ -406,14 +407,14 @@ def test_what_cannot_be_measured_is_said(
     model: nn.Module, data: Any, loss: Any, message: str
 ) -> None:
     with pytest.raises(NotMeasurableError, match=message):
-        Probe(Passes(model, loss, data))
+        CastProbe(Passes(model, loss, data))
 
 
 # ---- the model is left as it was -----------------------------------------------------------------
 
 
 class Busy(nn.Module):
-    """Draws random numbers, keeps statistics in every way there is."""
+    """Draws random numbers, keeps statistics in every plan there is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -439,9 +440,9 @@ def test_flags_buffers_gradients_and_random_numbers_are_put_back(fails: bool) ->
         with pytest.raises(RuntimeError, match="running_mean"), ready(model):
             model(torch.randn(8, 7))
     else:
-        found = probe(model)
-        found.measure(FP16)
-        found.time_ratio(FLOAT32, FP16, 1)
+        measured = probe(model)
+        measured.measure(FP16)
+        measured.time_ratio(FLOAT32, FP16, 1)
     assert [m.training for m in (model, model.norm, model.drop, model.last)] == [
         True,
         True,
@@ -473,14 +474,14 @@ def test_a_model_in_evaluation_stays_in_it() -> None:
 
 
 def test_random_numbers_of_a_model_are_the_same_in_each_pass() -> None:
-    found = probe(Casting(lambda x: x + torch.randn_like(x)))
-    assert found.measure(Way(NoCaster())).worst_db == math.inf
+    measured = probe(Casting(lambda x: x + torch.randn_like(x)))
+    assert measured.measure(CastPlan(NoCaster())).worst_db == math.inf
 
 
-def test_changed_weights_move_by_a_millionth_and_come_back() -> None:
+def test_moved_weights_move_by_a_millionth_and_come_back() -> None:
     parameters = list(mlp().parameters())
     before = [p.detach().clone() for p in parameters]
-    with changed(parameters, MOVE):
+    with weights_moved(parameters, MOVE):
         for p, b in zip(parameters, before, strict=True):
             share = (p / b - 1).abs()
             assert 0 < share.max() <= MOVE * 1.1  # the product is rounded too, by 2^-24
@@ -508,7 +509,7 @@ def test_inputs_may_be_several_and_outputs_a_structure(named: bool) -> None:
 
     torch.manual_seed(0)
     data = [({"x": x, "other": x} if named else (x, x), y) for x, y in batches()]
-    measure = Probe(Passes(Pair(), loss, data)).measure(BF16)
+    measure = CastProbe(Passes(Pair(), loss, data)).measure(BF16)
     assert 30 < measure.worst_db < 70
 
 
@@ -522,19 +523,20 @@ def test_code_that_is_run_again_in_the_backward_pass_is_cast_again() -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     lists = op_lists(["linear", "tanh"], [])
-    plain = probe(mlp()).measure(Way(OpListCaster(lists, torch.bfloat16)))
-    again = probe(Again()).measure(Way(OpListCaster(lists, torch.bfloat16)))
-    assert again[:3] == plain[:3]
+    plain = probe(mlp()).measure(CastPlan(OpListCaster(lists, torch.bfloat16)))
+    again = probe(Again()).measure(CastPlan(OpListCaster(lists, torch.bfloat16)))
+    for figure in ("loss_difference", "gradients_db", "worst_db"):
+        assert getattr(again, figure) == getattr(plain, figure)
 
 
 def test_time_is_a_ratio_of_medians_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Warm-up apart, the first way takes 1, 2 and 9, the second 4, 6 and 7 seconds."""
+    """Warm-up apart, the first plan takes 1, 2 and 9, the second 4, 6 and 7 seconds."""
     times = {FLOAT32.caster: iter([50.0, 1, 9, 2]), FP16.caster: iter([50.0, 4, 7, 6])}
     asked: list[object] = []
 
-    def time_s(self: Passes, way: Way, scale: float) -> float:
-        asked.append(way.caster)
-        return next(times[way.caster])
+    def time_s(self: Passes, plan: CastPlan, scale: float) -> float:
+        asked.append(plan.caster)
+        return next(times[plan.caster])
 
     monkeypatch.setattr(Passes, "time_s", time_s)
     assert probe(mlp()).time_ratio(FLOAT32, FP16, 3) == 6 / 2

@@ -1,4 +1,4 @@
-"""Planted ops that do not stand the lower dtype are found, by name, and no others."""
+"""A search names the planted ops that do not tolerate the lower dtype, and no others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mprun.numerics import Sensitivity, Tolerance, sensitivity
-from mprun.numerics.op_choice import HEAVY, calls, float32_share, op_choice, promoted
+from mprun.numerics.op_candidates import (
+    HEAVY,
+    OpCandidates,
+    float32_share,
+    forward_calls,
+    op_candidates,
+    promoted,
+)
 from mprun.numerics.passes import FLOAT32, NotMeasurableError
-from mprun.numerics.probe import Measure
 from mprun.precision import OpListCaster
 from mprun.precision.op_lists.names import known, spelled
+from mprun.records.deviation import Deviation
 
 Function = Callable[[Tensor], Tensor]
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -46,7 +53,7 @@ def batches(largest: float = 1.0) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def found(
+def measured_with(
     between: Function = torch.relu,
     before: Function = lambda x: x,
     dtype: torch.dtype = FP16,
@@ -105,7 +112,7 @@ def inverse(x: Tensor) -> Tensor:
 def test_the_planted_ops_and_no_others_are_on_the_list(
     between: Function, expected: tuple[str, ...]
 ) -> None:
-    ops = found(between).smallest_ops()
+    ops = measured_with(between).smallest_ops()
     assert sorted(ops.fp32) == sorted(expected)
     assert {n for n, kind in ops.lists.rules.items() if kind == "fp32"} == set(expected)
     assert ops.search.is_within
@@ -126,11 +133,13 @@ def test_the_planted_ops_and_no_others_are_on_the_list(
 def test_an_op_on_the_model_s_own_input_is_lower_at_first_too(
     before: Function, largest: float, expected: tuple[str, ...]
 ) -> None:
-    assert sorted(found(before=before, largest=largest).smallest_ops().fp32) == sorted(expected)
+    assert sorted(measured_with(before=before, largest=largest).smallest_ops().fp32) == sorted(
+        expected
+    )
 
 
 def test_in_the_backward_pass_alone_it_is_seen_in_the_gradients() -> None:
-    measured = found(reciprocal)
+    measured = measured_with(reciprocal)
     assert measured.lower.loss_difference < 1e-3
     assert math.isnan(measured.lower.worst_db)
     (row,) = (row for row in measured.ops if row.name == "reciprocal")
@@ -146,8 +155,8 @@ def test_bfloat16_has_the_range_and_lacks_the_precision() -> None:
     def shift(x: Tensor) -> Tensor:
         return torch.sub(torch.add(x * 2, 1000), 1000)
 
-    assert found(exp, dtype=BF16).smallest_ops().fp32 == ()
-    assert found(shift, dtype=BF16).smallest_ops().fp32 == ("add",)
+    assert measured_with(exp, dtype=BF16).smallest_ops().fp32 == ()
+    assert measured_with(shift, dtype=BF16).smallest_ops().fp32 == ("add",)
 
 
 def test_a_module_is_the_answer_where_one_of_many_calls_is_hostile() -> None:
@@ -176,14 +185,17 @@ def test_a_module_is_the_answer_where_one_of_many_calls_is_hostile() -> None:
 
 
 def test_the_same_model_gives_the_same_rows_and_lists() -> None:
-    first, second = found(exp), found(exp)
+    first, second = measured_with(exp), measured_with(exp)
     assert repr(first.ops) == repr(second.ops)  # NaN is not equal to itself
     assert repr(first.smallest_ops()) == repr(second.smallest_ops())
 
 
-def test_a_list_found_makes_training_work_where_everything_lower_does_not() -> None:
-    measured = found(exp)
-    for lists, works in ((measured.smallest_ops().lists, True), (measured.choice.lists(), False)):
+def test_the_list_makes_training_work_where_everything_lower_does_not() -> None:
+    measured = measured_with(exp)
+    for lists, works in (
+        (measured.smallest_ops().lists, True),
+        (measured.candidates.lists(), False),
+    ):
         model, (x, y) = Planted(exp), batches()[0]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         caster, losses = OpListCaster(lists, FP16), []
@@ -202,7 +214,7 @@ def test_a_list_found_makes_training_work_where_everything_lower_does_not() -> N
 
 
 def test_a_row_for_each_op_in_the_order_of_the_calls() -> None:
-    measured = found(exp)
+    measured = measured_with(exp)
     assert [(r.name, r.calls) for r in measured.ops] == [
         *(("linear", 2), ("abs", 1), ("add", 1), ("exp", 1), ("sqrt", 1), ("div", 1)),
     ]
@@ -211,7 +223,7 @@ def test_a_row_for_each_op_in_the_order_of_the_calls() -> None:
 
 
 def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() -> None:
-    measured = found(exp)
+    measured = measured_with(exp)
     rows = {row.name: row for row in measured.ops}
     assert rows["linear"].alone.worst_db > 50  # 11 bits are 66 dB
     assert not math.isfinite(rows["exp"].alone.loss_difference)
@@ -221,40 +233,42 @@ def test_alone_everything_else_is_float32_and_kept_everything_else_is_lower() ->
 
 
 def test_times_are_taken_where_they_are_asked_for() -> None:
-    measured = found(timed_steps=1)
+    measured = measured_with(timed_steps=1)
     assert all(r.time_ratio is not None and r.time_ratio > 0 for r in measured.ops)
     assert (measured.time_ratio(FLOAT32) or 0) > 0
-    assert found().time_ratio(FLOAT32) is None
+    assert measured_with().time_ratio(FLOAT32) is None
 
 
 def test_everything_in_float32_is_float32() -> None:
-    measured = found(exp)
-    way = measured.choice.way(list(measured.choice.ops))
-    assert measured.measure(way)[:3] == (0.0, math.inf, math.inf)
+    measured = measured_with(exp)
+    plan = measured.candidates.plan(list(measured.candidates.ops))
+    result = measured.probe.measure(plan)
+    assert (result.loss_difference, result.gradients_db) == (0.0, math.inf)
+    assert result.worst_db == math.inf
 
 
-def test_progress_is_told() -> None:
-    told: list[str] = []
-    found(told=told.append)
-    assert {"op linear", "op relu", "in float32: nothing", "in float32: relu"} <= set(told)
+def test_progress_is_reported() -> None:
+    texts: list[str] = []
+    measured_with(report=texts.append)
+    assert {"op linear", "op relu", "in float32: nothing", "in float32: relu"} <= set(texts)
 
 
 @pytest.mark.parametrize(
     ("measure", "harm"),
     [
-        (Measure(0.005, 99, math.inf, "w", 1), 0.5),
-        (Measure(0.0, 99, 10.0, "w", 1), 1.0),
-        (Measure(0.0, 99, 30.0, "w", 1), 0.1),  # a tenth of the error in amplitude
-        (Measure(0.02, 99, 20.0, "w", 1), 2.0),
-        (Measure(math.inf, math.nan, math.nan, "", 1), math.inf),
-        (Measure(math.nan, math.nan, math.nan, "", 1), math.inf),
-        (Measure(0.0, math.nan, math.nan, "w", 1), math.inf),
-        (Measure(0.0, 99, -math.inf, "w", 1), math.inf),
-        (Measure(0.0, math.inf, math.inf, "w", 1), 0.0),
+        (Deviation(0.005, 99, math.inf, "w", 1), 0.5),
+        (Deviation(0.0, 99, 10.0, "w", 1), 1.0),
+        (Deviation(0.0, 99, 30.0, "w", 1), 0.1),  # a tenth of the error in amplitude
+        (Deviation(0.02, 99, 20.0, "w", 1), 2.0),
+        (Deviation(math.inf, math.nan, math.nan, "", 1), math.inf),
+        (Deviation(math.nan, math.nan, math.nan, "", 1), math.inf),
+        (Deviation(0.0, math.nan, math.nan, "w", 1), math.inf),
+        (Deviation(0.0, 99, -math.inf, "w", 1), math.inf),
+        (Deviation(0.0, math.inf, math.inf, "w", 1), 0.0),
     ],
 )
 def test_harm_is_1_at_the_tolerance_and_infinite_where_a_number_is_none(
-    measure: Measure, harm: float
+    measure: Deviation, harm: float
 ) -> None:
     assert Tolerance(loss=0.01, gradient_db=10).harm(measure) == pytest.approx(harm)
 
@@ -270,10 +284,10 @@ def test_harm_is_1_at_the_tolerance_and_infinite_where_a_number_is_none(
 def test_what_weights_alone_do_is_tolerated_and_10_db_more(
     difference: float, db: float, expected: Tolerance
 ) -> None:
-    found = Tolerance(0.01, 20.0).beside(Measure(difference, db, db, "w", 1))
-    assert found.loss == pytest.approx(expected.loss)
-    assert found.gradient_db == expected.gradient_db
-    assert Tolerance(0.01, None).beside(Measure(0.0, db, db, "w", 1)).gradient_db is None
+    result = Tolerance(0.01, 20.0).beside(Deviation(difference, db, db, "w", 1))
+    assert result.loss == pytest.approx(expected.loss)
+    assert result.gradient_db == expected.gradient_db
+    assert Tolerance(0.01, None).beside(Deviation(0.0, db, db, "w", 1)).gradient_db is None
 
 
 def test_a_model_whose_gradients_no_16_bits_can_keep_gets_no_list() -> None:
@@ -289,11 +303,11 @@ def test_a_model_whose_gradients_no_16_bits_can_keep_gets_no_list() -> None:
 
 
 def test_gradients_may_be_left_out_of_the_harm() -> None:
-    measure = Measure(0.005, math.nan, math.nan, "w", 1)
+    measure = Deviation(0.005, math.nan, math.nan, "w", 1)
     assert Tolerance(loss=0.01, gradient_db=None).harm(measure) == 0.5
 
 
-# ---- what can be chosen for ----------------------------------------------------------------------
+# ---- candidates ----------------------------------------------------------------------------------
 
 
 def test_heavy_and_promoted_ops_are_named_as_calls_are() -> None:
@@ -303,8 +317,8 @@ def test_heavy_and_promoted_ops_are_named_as_calls_are() -> None:
     assert len(set(HEAVY)) == len(HEAVY)
 
 
-def choice(model: nn.Module, x: Tensor, **options: Any) -> Any:
-    return op_choice(model, x, FP16, **options)
+def candidates(model: nn.Module, x: Tensor) -> OpCandidates:
+    return op_candidates(model, x, FP16)
 
 
 def test_everything_lower_is_lower_from_the_first_op_to_the_last() -> None:
@@ -323,9 +337,9 @@ def test_everything_lower_is_lower_from_the_first_op_to_the_last() -> None:
             return F.log_softmax(torch.where(h > 0, h, torch.zeros(8)), -1, dtype=torch.float32)
 
     model, x = Mixed(), torch.randn(4, 8)
-    chosen = choice(model, x)
-    made = calls(model, x, lambda watcher: chosen.way(watcher=watcher))
-    assert list(chosen.ops) == [
+    movable = candidates(model, x)
+    made = forward_calls(model, x, lambda watcher: movable.plan(watcher=watcher))
+    assert list(movable.ops) == [
         "tanh",
         "add",
         "linear",
@@ -336,7 +350,9 @@ def test_everything_lower_is_lower_from_the_first_op_to_the_last() -> None:
     ]
     assert {c.op for c in made if c.dtype == torch.float32} == {"log_softmax"}  # as its code says
     assert float32_share(made) == pytest.approx(1 / 7)
-    everything = calls(model, x, lambda watcher: chosen.way(list(chosen.ops), watcher=watcher))
+    everything = forward_calls(
+        model, x, lambda watcher: movable.plan(list(movable.ops), watcher=watcher)
+    )
     assert float32_share(everything) == 1
 
 
@@ -352,9 +368,9 @@ def test_ops_that_cannot_be_moved_are_no_candidates() -> None:
             h = F.relu(h.transpose(0, 1).clone()).double().sum()  # a view, a copy, a cast
             return h.float() if (h > 0).item() else h.float() * 2
 
-    chosen = choice(Code(), torch.randn(4, 8))
-    assert list(chosen.ops) == ["linear", "relu", "sum"]
-    assert chosen.modules == {"layer": 1}
+    movable = candidates(Code(), torch.randn(4, 8))
+    assert list(movable.ops) == ["linear", "relu", "sum"]
+    assert movable.modules == {"layer": 1}
 
 
 def test_modules_are_those_whose_own_code_calls_something() -> None:
@@ -367,7 +383,7 @@ def test_modules_are_those_whose_own_code_calls_something() -> None:
             return x + self.inner(x)
 
     model = nn.Sequential(Block(), nn.Linear(8, 3))
-    assert choice(model, torch.randn(2, 8)).modules == {
+    assert candidates(model, torch.randn(2, 8)).modules == {
         "0": 1,
         "0.inner.0": 1,
         "0.inner.1": 1,
@@ -376,7 +392,7 @@ def test_modules_are_those_whose_own_code_calls_something() -> None:
 
 
 def test_ops_can_be_kept_in_float32_in_any_case() -> None:
-    measured = found(lambda x: torch.relu(x.softmax(-1)), always=["F.softmax"])
+    measured = measured_with(lambda x: torch.relu(x.softmax(-1)), always=["F.softmax"])
     assert [row.name for row in measured.ops] == ["linear", "relu"]
     ops = measured.smallest_ops()
     assert ops.fp32 == ()
@@ -386,10 +402,10 @@ def test_ops_can_be_kept_in_float32_in_any_case() -> None:
 
 def test_a_name_that_no_op_has_cannot_be_kept() -> None:
     with pytest.raises(NotMeasurableError, match=r"'sofmax'; did you mean 'softmax'\?"):
-        found(always=["sofmax"])
+        measured_with(always=["sofmax"])
 
 
-def test_an_error_that_is_no_op_s_is_said() -> None:
+def test_an_error_that_is_no_op_s_is_reported() -> None:
     def picky(x: Tensor) -> Tensor:
         if x.dtype == torch.float16:
             raise RuntimeError("expected Float")
@@ -398,12 +414,12 @@ def test_an_error_that_is_no_op_s_is_said() -> None:
     with pytest.raises(
         NotMeasurableError, match=r"with every op in torch.float16, .*expected Float"
     ):
-        found(picky)
+        measured_with(picky)
 
 
 def test_another_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"dtype=torch.float64: legal are torch.float16, torch.bf"):
-        found(dtype=torch.float64)
+        measured_with(dtype=torch.float64)
 
 
 def test_models_of_many_kinds_of_layer_are_measured() -> None:
@@ -424,7 +440,7 @@ def test_models_of_many_kinds_of_layer_are_measured() -> None:
     model = Kinds()
     data = [(torch.randint(0, 10, (4, 6)), torch.randint(0, 3, (4,)))]
     measured = sensitivity(model, F.cross_entropy, data, BF16)
-    assert "conv.bias" in measured.unjudged  # before a normalisation
+    assert "conv.bias" in measured.probe.unjudged  # before a normalisation
     names = {row.name for row in measured.ops}
     assert {"embedding", "linear", "scaled_dot_product_attention", "lstm", "conv1d"} <= names
     assert {"batch_norm", "layer_norm", "mean"} <= names

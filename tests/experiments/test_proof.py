@@ -1,4 +1,4 @@
-"""Losses in pairs: intervals equal scipy's, verdicts follow from them."""
+"""Trainings in pairs: intervals equal scipy's, verdicts follow from them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.experiments.paired import Metric, Paired, compare
+from mprun.compare.pairs import Setting
+from mprun.experiments.proof import PairedResult, compare_trainings
 
 BASE = [1.0, 1.2, 0.9, 1.1]
 
 
-def losses(other: list[float], margin: float, base: list[float] = BASE) -> Paired:
-    return compare(other, base, Metric("loss", False, True, margin))
+def losses(other: list[float], margin: float, base: list[float] = BASE) -> PairedResult:
+    return compare_trainings(other, base, Setting("validation", "loss", margin, True, 0.0))
 
 
 def shifted(*shares: float) -> list[float]:
@@ -25,11 +26,11 @@ def shifted(*shares: float) -> list[float]:
 
 def test_difference_and_intervals_are_scipys_of_paired_differences() -> None:
     other = [1.01, 1.23, 0.95, 1.08]
-    found = losses(other, 0.02)
+    result = losses(other, 0.02)
     differences = (np.array(other) - np.array(BASE)) / np.mean(BASE)
-    assert found.difference.value == pytest.approx(differences.mean())
-    assert found.difference.n == 4
-    for interval, confidence in ((found.difference.interval, 0.95), (found.equivalence, 0.90)):
+    assert result.difference.value == pytest.approx(differences.mean())
+    assert result.difference.n == 4
+    for interval, confidence in ((result.difference.interval, 0.95), (result.equivalence, 0.90)):
         expected = stats.ttest_1samp(differences, 0).confidence_interval(confidence)
         assert interval == pytest.approx((expected.low, expected.high))
 
@@ -60,7 +61,7 @@ def test_a_verdict_for_each_case(shares: list[float], word: str) -> None:
     assert losses(shifted(*shares), 0.02).verdict.word == word
 
 
-def test_an_inconclusive_one_says_how_many_more_seeds_would_settle_it() -> None:
+def test_an_inconclusive_verdict_has_how_many_more_seeds_would_settle_it() -> None:
     shares = [0.02, -0.02, 0.02, -0.02]
     more = losses(shifted(*shares), 0.02).verdict.more_seeds
     assert more is not None
@@ -75,29 +76,29 @@ def test_a_difference_right_at_the_margin_is_settled_by_no_number_of_seeds_withi
 
 
 def test_one_pair_has_no_interval() -> None:
-    found = losses([1.1], 0.2, [1.0])
-    assert found.difference.value == pytest.approx(0.1)
-    assert (found.difference.interval, found.equivalence) == (None, None)
-    assert found.verdict.word == "inconclusive"
-    assert "two are needed" in found.verdict.reason
+    result = losses([1.1], 0.2, [1.0])
+    assert result.difference.value == pytest.approx(0.1)
+    assert (result.difference.interval, result.equivalence) == (None, None)
+    assert result.verdict.word == "inconclusive"
+    assert "two are needed" in result.verdict.reason
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
-    found = losses([1.0, broken, 0.9, 1.1], 0.5)
-    assert found.verdict.word == "worse"
-    assert found.verdict.reason.startswith("1 of 4 trainings")
-    assert math.isnan(found.difference.value)
+    result = losses([1.0, broken, 0.9, 1.1], 0.5)
+    assert result.verdict.word == "worse"
+    assert result.verdict.reason.startswith("1 of 4 trainings")
+    assert math.isnan(result.difference.value)
 
 
 def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
-    metric = Metric("accuracy", True, False, 0.005)
+    setting = Setting("validation", "accuracy", 0.005, False, 0.0)
     base = [0.91, 0.90, 0.92]
-    found = compare([0.93, 0.921, 0.939], base, metric)
-    assert found.difference.value == pytest.approx(0.02)
-    assert found.verdict.word == "better"
-    assert compare([0.89, 0.879, 0.901], base, metric).verdict.word == "worse"
-    assert compare([0.911, 0.90, 0.92], base, metric).verdict.word == "equivalent"
+    result = compare_trainings([0.93, 0.921, 0.939], base, setting)
+    assert result.difference.value == pytest.approx(0.02)
+    assert result.verdict.word == "better"
+    assert compare_trainings([0.89, 0.879, 0.901], base, setting).verdict.word == "worse"
+    assert compare_trainings([0.911, 0.90, 0.92], base, setting).verdict.word == "equivalent"
 
 
 def test_losses_below_zero_are_better_the_lower_and_a_mean_of_zero_has_no_share() -> None:

@@ -1,10 +1,10 @@
-"""Which loss scale to take, from unscaled gradients.
+"""Which loss scale to use, from unscaled gradients.
 
 Scaling the loss by S multiplies every gradient by S. In float16 that costs nothing until the
 largest of them overflows (from 65520 on), and every doubling keeps one more power of two of small
-ones above 2^-24, where the numbers end, and 2^-14, below which bits are lost. So the scale to take
+ones above 2^-24, where the numbers end, and 2^-14, below which bits are lost. So the scale to use
 is the largest power of two that keeps the largest gradient, times some headroom for steps that were
-not looked at, at 65504 or below:
+not measured, at 65504 or below:
 
     S = 2^floor(log2(65504 / (headroom * largest)))
 
@@ -27,9 +27,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mprun.numerics.formats import FP16, Noise, expected_db
 from mprun.numerics.histograms import Histogram, pooled
+from mprun.numerics.noise import Noise, expected_db
 from mprun.numerics.tolerance import NEEDED_DB
+from mprun.precision.formats import FP16
 
 BOUNDS = (2.0**-100, 2.0**100)
 """No scale is recommended beyond these: the loss times it has to be a float32."""
@@ -38,15 +39,15 @@ PUBLISHED = 1024.0
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Unscaled gradients of some steps, as far as a loss scale depends on them."""
+class LayerGradients:
+    """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
 
     largest: float
     """The largest magnitude that float16 has to hold."""
     where: str
     """Where it arose."""
     layers: Mapping[str, tuple[Histogram, Noise]]
-    """What to call a layer's gradients to their histogram and power."""
+    """A layer's name to the histogram and power of its gradients."""
 
     def becoming_zero(self, scale: float) -> float | None:
         """The share of non-zero gradients that float16 flushes to 0 at a loss scale.
@@ -66,8 +67,8 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What is to be said of a loss scale."""
+class ScaleVerdict:
+    """Whether a loss scale fits."""
 
     scale: float
     word: str
@@ -80,11 +81,11 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Advice:
+class ScaleAdvice:
     """A recommended loss scale; as text, with its reason."""
 
     scale: float
-    gradients: Gradients
+    gradients: LayerGradients
     headroom: float
 
     def __str__(self) -> str:
@@ -113,11 +114,11 @@ def largest_power(limit: float) -> float:
     return min(max(2.0 ** (math.frexp(limit)[1] - 1), low), high)
 
 
-def recommend(gradients: Gradients, headroom: float = 2.0) -> Advice | None:
-    """The loss scale to take in float16.
+def recommend(gradients: LayerGradients, headroom: float = 2.0) -> ScaleAdvice | None:
+    """The loss scale to use in float16.
 
     Args:
-        gradients: what was seen.
+        gradients: the measured ones.
         headroom: how many times larger gradients may become before one overflows; 1 or more.
 
     Returns:
@@ -126,10 +127,10 @@ def recommend(gradients: Gradients, headroom: float = 2.0) -> Advice | None:
     if not 0 < gradients.largest < math.inf:
         return None
     limit = FP16.largest / headroom / gradients.largest
-    return Advice(largest_power(limit), gradients, headroom)
+    return ScaleAdvice(largest_power(limit), gradients, headroom)
 
 
-def judge(scale: float, advice: Advice, needed_db: float = NEEDED_DB) -> Verdict:
+def judge(scale: float, advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> ScaleVerdict:
     """Whether a loss scale is too low, too high or fine.
 
     Args:
@@ -147,11 +148,11 @@ def judge(scale: float, advice: Advice, needed_db: float = NEEDED_DB) -> Verdict
         word = "too low"
         reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
         reason += power(advice.scale)
-    return Verdict(scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale))
+    return ScaleVerdict(scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale))
 
 
-def need(advice: Advice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
-    """Whether a loss scale is needed in float16, and why; what the recommended one would bring.
+def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
+    """Whether a loss scale is needed in float16, and why; the gain of the recommended one.
 
     Args:
         advice: what is recommended.
@@ -173,7 +174,7 @@ def need(advice: Advice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
     return False, text
 
 
-def _why_fine(scale: float, advice: Advice, needed_db: float) -> str:
+def _why_fine(scale: float, advice: ScaleAdvice, needed_db: float) -> str:
     have, name = min(((have, n) for n, have, _ in _layers(scale, advice)), default=(math.inf, ""))
     if not name:
         return "there is no gradient that could be lost"
@@ -183,7 +184,7 @@ def _why_fine(scale: float, advice: Advice, needed_db: float) -> str:
     return f"{text}, no less than at {power(advice.scale)}"
 
 
-def _layers(scale: float, advice: Advice) -> list[tuple[str, float, float]]:
+def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]:
     """Name and signal-to-noise ratio of each layer's gradients: at a scale, and recommended."""
     return [
         (
@@ -196,10 +197,10 @@ def _layers(scale: float, advice: Advice) -> list[tuple[str, float, float]]:
     ]
 
 
-def _worst(scale: float, advice: Advice, needed_db: float) -> tuple[str, float, float] | None:
+def _worst(scale: float, advice: ScaleAdvice, needed_db: float) -> tuple[str, float, float] | None:
     """The layer whose gradients suffer most from a scale below the recommended one."""
-    found = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
-    return min(found, key=lambda x: x[1]) if found else None
+    low = [x for x in _layers(scale, advice) if x[1] < min(needed_db, x[2])]
+    return min(low, key=lambda x: x[1], default=None)
 
 
 ALIKE_DB = 3.0
@@ -209,8 +210,8 @@ ALIKE_DB = 3.0
 def best_tried(tried: Mapping[float, float]) -> float | None:
     """The best of some loss scales that were tried: the largest of those as good as the best.
 
-    Between underflow and overflow lies a plateau on which scales differ by chance (by up to 1.6 dB
-    in what was tried); the largest there leaves the most room below.
+    Between underflow and overflow there is a plateau on which scales differ by chance (by up to 1.6
+    dB in the cases tried); the largest there leaves the most room below.
 
     Args:
         tried: loss scale to the signal-to-noise ratio of the gradients, in dB.

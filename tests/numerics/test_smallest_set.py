@@ -11,45 +11,46 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.smallest import Smallest, smallest
+from mprun.numerics.op_search import SmallestSet, smallest_set
+from mprun.records.search_ops_record import SearchStep
 
 NAMES = ("linear", "exp", "sum", "softmax", "relu", "log", "norm")
 
 
-def hostile(*names: str) -> Smallest:
+def hostile(*names: str) -> SmallestSet:
     """A search where each of these by itself makes the loss NaN, and all others do next to
     nothing."""
 
     def harm(kept: tuple[str, ...]) -> float:
         return 0.01 if set(names) <= set(kept) else math.nan
 
-    return smallest({n: math.nan if n in names else 0.01 for n in NAMES}, harm)
+    return smallest_set({n: math.nan if n in names else 0.01 for n in NAMES}, harm)
 
 
 @pytest.mark.parametrize("names", [(), ("exp",), ("relu",), ("exp", "log"), NAMES])
 def test_what_is_hostile_is_kept_and_nothing_else(names: tuple[str, ...]) -> None:
-    found = hostile(*names)
-    assert set(found.kept) == set(names)
-    assert (found.harm, found.is_within) == (0.01, True)
+    result = hostile(*names)
+    assert set(result.fp32) == set(names)
+    assert (result.harm, result.is_within) == (0.01, True)
 
 
 def test_nothing_is_kept_where_nothing_harms() -> None:
-    found = smallest({"linear": 0.5, "exp": 0.9}, lambda kept: 1.0)
-    assert found == Smallest((), 1.0, ())
+    result = smallest_set({"linear": 0.5, "exp": 0.9}, lambda kept: 1.0)
+    assert result == SmallestSet((), 1.0, ())
 
 
 def test_the_most_harmful_alone_is_added_first_and_of_equals_the_first_called() -> None:
     alone = {"a": 2.0, "b": math.inf, "c": math.nan, "d": 3.0}
-    found = smallest(alone, lambda kept: 0.0 if len(kept) == 4 else 9.0)
-    assert [step.name for step in found.steps if step.action == "add"] == ["b", "c", "d", "a"]
+    result = smallest_set(alone, lambda kept: 0.0 if len(kept) == 4 else 9.0)
+    assert [step.name for step in result.steps if step.action == "add"] == ["b", "c", "d", "a"]
 
 
 def test_what_was_added_before_the_one_that_mattered_is_dropped_again() -> None:
     """`linear` and `sum` take what `exp` makes, and so look as bad; keeping `exp` is enough."""
     alone = {"linear": math.inf, "sum": math.inf, "exp": 5.0, "relu": 0.1}
-    found = smallest(alone, lambda kept: 0.2 if "exp" in kept else math.inf)
-    assert found.kept == ("exp",)
-    assert [(s.action, s.name) for s in found.steps[:3]] == [
+    result = smallest_set(alone, lambda kept: 0.2 if "exp" in kept else math.inf)
+    assert result.fp32 == ("exp",)
+    assert [(s.action, s.name) for s in result.steps[:3]] == [
         ("add", "linear"),
         ("add", "sum"),
         ("add", "exp"),
@@ -59,43 +60,43 @@ def test_what_was_added_before_the_one_that_mattered_is_dropped_again() -> None:
 def test_a_cheaper_name_that_is_enough_takes_the_place_of_a_dearer_one() -> None:
     """`mul` feeds `pow`: either in float32 mends the loss, `pow` with less in float32."""
     cost = {"mul": 0.8, "pow": 0.6, "relu": 0.1}
-    found = smallest(
+    result = smallest_set(
         {"mul": math.inf, "pow": math.inf, "relu": 0.1},
         lambda kept: 0.1 if {"mul", "pow"} & set(kept) else math.nan,
         lambda kept: sum(cost[n] for n in kept),
     )
-    assert found.kept == ("pow",)
-    assert ("swap", "pow", 0.1) in found.steps
+    assert result.fp32 == ("pow",)
+    assert SearchStep("swap", "pow", 0.1) in result.steps
 
 
 def test_a_dearer_name_takes_no_place() -> None:
-    found = smallest(
+    result = smallest_set(
         {"a": math.inf, "b": math.inf},
         lambda kept: 0.1 if kept else math.nan,
         lambda kept: 1.0 if "b" in kept else 0.5,
     )
-    assert found.kept == ("a",)
+    assert result.fp32 == ("a",)
 
 
 def test_a_name_that_is_harmless_alone_takes_no_place() -> None:
     """`linear` before `exp` would mend it too; it is not to blame."""
-    found = smallest(
+    result = smallest_set(
         {"linear": 0.2, "exp": math.inf},
         lambda kept: 0.1 if kept else math.nan,
         lambda kept: 0.0 if "linear" in kept else 1.0,
     )
-    assert found.kept == ("exp",)
+    assert result.fp32 == ("exp",)
 
 
 def test_where_nothing_is_enough_everything_is_kept_and_that_is_said() -> None:
-    found = smallest({"a": 5.0, "b": 7.0}, lambda kept: 1.5)
-    assert set(found.kept) == {"a", "b"}
-    assert (found.harm, found.is_within) == (1.5, False)
+    result = smallest_set({"a": 5.0, "b": 7.0}, lambda kept: 1.5)
+    assert set(result.fp32) == {"a", "b"}
+    assert (result.harm, result.is_within) == (1.5, False)
 
 
 def test_without_names_the_harm_is_what_it_is() -> None:
-    assert smallest({}, lambda kept: 2.0) == Smallest((), 2.0, ())
-    assert smallest({}, lambda kept: math.nan).harm == math.inf
+    assert smallest_set({}, lambda kept: 2.0) == SmallestSet((), 2.0, ())
+    assert smallest_set({}, lambda kept: math.nan).harm == math.inf
 
 
 def test_each_set_is_measured_once() -> None:
@@ -105,7 +106,7 @@ def test_each_set_is_measured_once() -> None:
         asked[frozenset(kept)] += 1
         return 0.1 if {"exp", "log"} <= set(kept) else math.inf
 
-    smallest(dict.fromkeys(NAMES, math.inf), harm)
+    smallest_set(dict.fromkeys(NAMES, math.inf), harm)
     assert set(asked.values()) == {1}
     assert len(asked) <= 3 * len(NAMES) + 2 * len(NAMES)
 
@@ -122,11 +123,11 @@ def test_rounding_errors_that_add_up_are_reduced_with_the_fewest_names(noise: li
     def harm(kept: tuple[str, ...]) -> float:
         return math.sqrt(sum(v * v for name, v in alone.items() if name not in kept))
 
-    found = smallest(alone, harm)
+    result = smallest_set(alone, harm)
     subsets = chain.from_iterable(combinations(alone, k) for k in range(len(alone) + 1))
     fewest = next(len(kept) for kept in subsets if harm(kept) <= 1)
-    assert found.is_within
-    assert len(found.kept) == fewest
+    assert result.is_within
+    assert len(result.fp32) == fewest
 
 
 @given(
@@ -146,8 +147,8 @@ def test_whatever_the_harms_no_name_can_be_left_out(alone: dict[str, float], see
     def cost(kept: tuple[str, ...]) -> float:
         return crc32(repr(sorted(kept)).encode())
 
-    found = smallest(alone, harm, cost)
-    assert found.is_within
-    for name in found.kept:
-        assert not harm(tuple(n for n in found.kept if n != name)) <= 1
-    assert smallest(alone, harm, cost) == found
+    result = smallest_set(alone, harm, cost)
+    assert result.is_within
+    for name in result.fp32:
+        assert not harm(tuple(n for n in result.fp32 if n != name)) <= 1
+    assert smallest_set(alone, harm, cost) == result
