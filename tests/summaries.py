@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
@@ -105,7 +106,7 @@ def example() -> Summary:
 
 def set_fields(record: T, **changes: Any) -> T:
     """Change fields of a record in place; a mapping changes the named fields of a nested one."""
-    kinds = get_type_hints(type(record))
+    kinds = _types(type(record))
     for name, value in changes.items():
         assert name in kinds, name
         present = getattr(record, name)
@@ -116,3 +117,8 @@ def set_fields(record: T, **changes: Any) -> T:
             value = msgspec.convert(msgspec.to_builtins(value), kinds[name])
         setattr(record, name, value)
     return record
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from mprun.cli.train_command import parse
 from mprun.errors import EXIT_OK, UsageError, hint
@@ -44,7 +45,7 @@ def doctor_command(words: Sequence[str]) -> int:
 
     device, budget_s = choose_device(wanted), settings.doctor.budget_s
     if settings.doctor.json:
-        print(json.dumps(examine(device, budget_s), indent=1, allow_nan=False))
+        print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
         return EXIT_OK
     tables.stderr_console().print(f"measuring for about {budget_s:g} s ...", highlight=False)
     console = tables.stdout_console()

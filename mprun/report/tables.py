@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mprun.compare import substitutions
-from mprun.records.run_record import PrecisionRow, Summary
+from mprun.records.run_record import PrecisionRow, Scores, Summary
 
 
 def header(summary: Summary) -> list[str]:
@@ -87,7 +87,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("peak memory of a step", _mebibytes(summary.memory_bytes.peak)),
         *_fp_exceptions(summary),
         ("training loss", _figure(summary.train.loss, ".4f")),
-        *_scores("validation", summary.history[-1].validation if summary.history else {}),
+        *_scores("validation", summary.history[-1].validation if summary.history else None),
         *_scores("test", summary.test),
         ("wall time", f"{summary.wall_time_s:.1f} s"),
     ]
@@ -120,12 +120,12 @@ def _step_time(summary: Summary) -> str:
     return ", ".join(filter(None, (text, substitutions.label([summary]))))
 
 
-def _scores(name: str, scores: object) -> list[tuple[str, str]]:
-    if not isinstance(scores, dict) or scores.get("loss") is None:
+def _scores(name: str, scores: Scores | None) -> list[tuple[str, str]]:
+    if scores is None or scores.loss is None:
         return []
-    rows = [(f"{name} loss", _figure(scores["loss"], ".4f"))]
-    if scores["accuracy"] is not None:
-        rows.append((f"{name} accuracy", f"{scores['accuracy']:.4f}"))
+    rows = [(f"{name} loss", _figure(scores.loss, ".4f"))]
+    if scores.accuracy is not None:
+        rows.append((f"{name} accuracy", f"{scores.accuracy:.4f}"))
     return rows
 
 

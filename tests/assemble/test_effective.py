@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_what_has_no_effect_is_not_recorded_as_effective_and_makes_no_variant(
     assert losses == again
     assert all(torch.equal(weights[key], others[key]) for key in weights)
     assert asked.variant_hash == plain.variant_hash
-    assert asked.requested[field] == value  # type: ignore[literal-required]
+    assert getattr(asked.requested, field) == value
     assert asked.effective == plain.effective == plain.requested
     (warning,) = inert(asked)
     assert warning.startswith(f"precision.{field} has no effect: ")
@@ -113,7 +114,7 @@ def test_a_resumed_run_keeps_its_warnings_and_substitutions() -> None:
     assert main(["run.resume=run", "train.max_steps=4"]) == 0  # no step is left to take
     after = read_summary(Path("run"))
     for key in ("warnings", "substitutions", "variant_hash", "effective"):
-        assert after[key] == before[key], key  # type: ignore[literal-required]
+        assert getattr(after, key) == getattr(before, key), key
 
 
 # ---- a property: the record against what a probe sees ------------------------------------------
@@ -170,7 +171,7 @@ def seen_dtypes(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], d
                 seen["momentum_dtype"] = name(value)
             elif key in SECOND:
                 seen["variance_dtype"] = name(value)
-    return seen, dict(row), dict(planned(chosen))
+    return seen, asdict(row), asdict(planned(chosen))
 
 
 def name(x: Tensor) -> str:

@@ -15,7 +15,7 @@ from filelock import FileLock
 from mprun.cli.main import main
 from mprun.compare.rows import Advice
 from mprun.config import compose
-from mprun.records.run_record import read_summary
+from mprun.records.run_record import Scores, read_summary
 
 LINEAR = ["recipe=linear", "train.max_steps=5"]
 MNIST = [
@@ -135,9 +135,9 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     assert main(["--config-dir", "a", "preset=advised", "train.max_steps=2"]) == 0
     for name in runs("a"):
         summary = read_summary(Path("a") / name)
-        assert summary.test == {"loss": None, "accuracy": None}, "a test set must not choose"
+        assert summary.test == Scores(loss=None, accuracy=None), "a test set must not choose"
         assert summary.data.test_samples == 0
-        assert summary.history[-1]["validation"]["accuracy"] is not None
+        assert summary.history[-1].validation.accuracy is not None
 
 
 def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[str]) -> None:

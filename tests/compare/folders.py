@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from mprun.compare.rows import Run
 from mprun.records.run_record import Summary, jsonable
-from tests.summaries import example
+from tests.summaries import example, set_fields
 
 FIRST = datetime(2024, 3, 1, tzinfo=timezone.utc)
 
@@ -28,31 +28,35 @@ def summary_of(variant: str = "fp32", seed: int = 0, **changes: Any) -> Summary:
         changes: `accuracy`, `loss` and `metric` set the test's scores and the recipe's metric,
             `step_ms` the step time; else fields of the summary, `hardware__name` for nested ones.
     """
-    summary: Any = copy.deepcopy(example())
+    summary = example()
     digest = hashlib.sha256(variant.encode()).hexdigest()[:12]
     mode = variant.partition(" ")[0].partition("+")[0]
-    summary.update(variant=variant, variant_hash=digest, precision=mode, seed=seed)
-    summary["started_at"] = (
-        FIRST + timedelta(seed or 0, 30 * (int(digest, 16) % 2000))
-    ).isoformat()
-    summary["data"].update(name="MNIST", source="local")
+    start = FIRST + timedelta(seed or 0, 30 * (int(digest, 16) % 2000))
+    set_fields(
+        summary,
+        variant=variant,
+        variant_hash=digest,
+        precision=mode,
+        seed=seed,
+        started_at=start.isoformat(),
+        data={"name": "MNIST", "source": "local"},
+    )
     for name in ("accuracy", "loss"):
         if name in changes:
-            summary["test"][name] = changes.pop(name)
+            setattr(summary.test, name, changes.pop(name))
     if changes.pop("metric", "accuracy") == "loss":
-        summary["metric"] = {"name": "loss", "higher_is_better": False}
+        set_fields(summary, metric={"name": "loss", "higher_is_better": False})
     if "step_ms" in changes:
         ms = changes.pop("step_ms")
-        summary["step_time_ms"].update(median=ms, p10=0.9 * ms, p90=1.1 * ms)
-        summary["samples_per_second"] = 128 / ms * 1e3
+        set_fields(summary.step_time_ms, median=ms, p10=0.9 * ms, p90=1.1 * ms)
+        summary.samples_per_second = 128 / ms * 1e3
     for key, value in changes.items():
         *path, last = key.split("__")
-        place = summary
+        place: Any = summary
         for part in path:
-            place = place[part]
-        place[last] = value
-    found: Summary = summary
-    return found
+            place = getattr(place, part)
+        set_fields(place, **{last: value})
+    return summary
 
 
 def run_of(variant: str = "fp32", seed: int = 0, path: Path | None = None, **changes: Any) -> Run:
@@ -72,6 +76,8 @@ def write_run(
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("", encoding="utf-8")
     (folder / "config.yaml").write_text(config, encoding="utf-8")
-    text = json.dumps(jsonable(summary_of(variant, seed, **changes)), indent=1, allow_nan=False)
+    text = json.dumps(
+        jsonable(asdict(summary_of(variant, seed, **changes))), indent=1, allow_nan=False
+    )
     (folder / "summary.json").write_text(text, encoding="utf-8")
     return folder

@@ -20,10 +20,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ from scipy import stats
 from mprun.compare.evaluate import compare
 from mprun.compare.rows import Comparison, Run, Variant
 from mprun.compare.speed_ratios import SAME, WIDE
-from mprun.records.run_record import Summary
+from mprun.records.run_record import Metric
 from mprun.report import answer, cells, exports
 from tests.compare.folders import summary_of
 
@@ -42,7 +43,7 @@ SEEDS = (2, 3, 5, 10)
 MARGIN = 0.005
 RELATIVE_MARGIN = 0.02
 NOON = datetime(2024, 3, 1, 12, tzinfo=timezone.utc)
-TEMPLATE: dict[str, Any] = dict(summary_of("fp32"))
+TEMPLATE = summary_of()
 
 
 class Study(NamedTuple):
@@ -69,19 +70,19 @@ class Study(NamedTuple):
 def run(name: str, seed: int, start: int, study: Study, value: float, step_ms: float) -> Run:
     """A run as its record has it."""
     value = round(value / study.grid) * study.grid if study.grid else value
-    summary = {
-        **TEMPLATE,
-        "variant": name,
-        "variant_hash": name,
-        "precision": name,
-        "seed": seed,
-        "started_at": (NOON + timedelta(minutes=start)).isoformat(timespec="milliseconds"),
-        "test": {**TEMPLATE["test"], study.metric: value},
-        "metric": {"name": study.metric, "higher_is_better": study.metric == "accuracy"},
-        "step_time_ms": {**TEMPLATE["step_time_ms"], "median": step_ms},
-        "samples_per_second": 128e3 / step_ms,
-    }
-    return Run(Path(f"{name}-{seed}"), cast(Summary, summary))
+    summary = replace(
+        TEMPLATE,
+        variant=name,
+        variant_hash=name,
+        precision=name,
+        seed=seed,
+        started_at=(NOON + timedelta(minutes=start)).isoformat(timespec="milliseconds"),
+        test=replace(TEMPLATE.test, **{study.metric: value}),
+        metric=Metric(name=study.metric, higher_is_better=study.metric == "accuracy"),
+        step_time_ms=replace(TEMPLATE.step_time_ms, median=step_ms),
+        samples_per_second=128e3 / step_ms,
+    )
+    return Run(Path(f"{name}-{seed}"), summary)
 
 
 def simulated(study: Study, rng: np.random.Generator) -> Comparison:
@@ -250,7 +251,7 @@ def check_decision(found: Comparison, variant: Variant) -> None:
     differences = paired(found, variant)
     sd = float(np.std(differences, ddof=1))
     if found.metric == "accuracy":
-        sd = max(sd, 1 / (TEMPLATE["data"]["test_samples"] * math.sqrt(12)))
+        sd = max(sd, 1 / (TEMPLATE.data.test_samples * math.sqrt(12)))
     error, mean = sd / math.sqrt(len(differences)), float(np.mean(differences))
     half = stats.t.ppf((1 + verdict.level) / 2, len(differences) - 1) * error
     assert verdict.interval == pytest.approx((mean - half, mean + half), rel=1e-6, abs=1e-12)
@@ -261,7 +262,7 @@ def check_decision(found: Comparison, variant: Variant) -> None:
 def paired(found: Comparison, variant: Variant) -> list[float]:
     """The differences, from the runs' records."""
     values = [
-        {r.summary.seed: r.summary.test[found.metric] for r in v.runs}  # type: ignore[literal-required]
+        {r.summary.seed: getattr(r.summary.test, found.metric) for r in v.runs}
         for v in (found.variants[0], variant)
     ]
     base, ours = values

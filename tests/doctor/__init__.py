@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from mprun.doctor.instructions import INSTRUCTIONS
 from mprun.records.doctor_record import (
@@ -10,13 +13,13 @@ from mprun.records.doctor_record import (
     OPS,
     SCHEMA_VERSION,
     Conclusion,
+    Copy,
     Examination,
     Finding,
     Format,
     Machine,
     Measured,
     Mode,
-    OneDnn,
     OpName,
     Rate,
     Ratio,
@@ -29,32 +32,32 @@ Speedups = dict[Format, tuple[float, ...]]
 
 def spread(median: float, width: float = 1.0) -> Spread:
     """A spread from median / width to median * width."""
-    return {"median": median, "p10": median / width, "p90": median * width, "n": 25}
+    return Spread(median=median, p10=median / width, p90=median * width, n=25)
 
 
 def ratio(median: float, low: float | None = None, high: float | None = None) -> Ratio:
     """A speed-up, by default with an interval of 1 % on either side."""
-    return {
-        "median": median,
-        "low": median / 1.01 if low is None else low,
-        "high": median * 1.01 if high is None else high,
-        "n": 25,
-    }
+    return Ratio(
+        median=median,
+        low=median / 1.01 if low is None else low,
+        high=median * 1.01 if high is None else high,
+        n=25,
+    )
 
 
 def rate(
     op: OpName, format_: Format, speedup: Ratio, flops: int = 10**9, width: float = 1.1
 ) -> Rate:
     """One measured rate; float32 would do 100 GFLOP/s."""
-    return {
-        "op": op,
-        "format": format_,
-        "size": f"{flops} operations",
-        "flops": flops,
-        "time_ms": spread(flops / 1e8 / speedup.median, width),
-        "gflops": spread(100 * speedup.median, width),
-        "speedup": speedup,
-    }
+    return Rate(
+        op=op,
+        format=format_,
+        size=f"{flops} operations",
+        flops=flops,
+        time_ms=spread(flops / 1e8 / speedup.median, width),
+        gflops=spread(100 * speedup.median, width),
+        speedup=speedup,
+    )
 
 
 def rates(speedups: Speedups, flops: int = 10**9) -> list[Rate]:
@@ -79,15 +82,15 @@ def modes(substituted: tuple[OpName, ...] = (), tf32: bool = False) -> list[Mode
         ("half_sr_full", "float16", False),
     ]
     return [
-        {
-            "name": name,
-            "format": format_,
-            "execution": "native" if native else "emulated",
-            "why_emulated": None if native else "there is a reason",
-            "accelerated": None,
-            "substituted": [*substituted] if format_ == "float16" and native else [],
-            "loss_scale": "dynamic" if format_ == "float16" else "none",
-        }
+        Mode(
+            name=name,
+            format=format_,
+            execution="native" if native else "emulated",
+            why_emulated=None if native else "there is a reason",
+            accelerated=None,
+            substituted=[*substituted] if format_ == "float16" and native else [],
+            loss_scale="dynamic" if format_ == "float16" else "none",
+        )
         for name, format_, native in rows
     ]
 
@@ -110,7 +113,7 @@ def machine(
     """
     names = INSTRUCTIONS.get(architecture, {})
     assert set(has) <= set(names)
-    library: OneDnn = {
+    library = {
         "version": "3.13.3",
         "limit_by": None,
         "limit": None,
@@ -139,7 +142,7 @@ def machine(
         "gpu_unused": None,
         **changes,
     }
-    return cast(Machine, made)
+    return msgspec.convert(msgspec.to_builtins(made), Machine)
 
 
 def limited(variable: str, value: str, **more: Any) -> dict[str, Any]:
@@ -151,15 +154,14 @@ def measured(
     where: Machine, speedups: Speedups, kept: list[Mode] | None = None, **changes: Any
 ) -> Measured:
     """An examination of `where` that found these speed-ups over float32."""
-    found = {
-        "machine": where,
-        "threads": where.threads,
-        "rates": rates(speedups),
-        "copy": {"bytes": 2**27, "gigabytes_per_second": spread(20.0)},
-        "modes": modes() if kept is None else kept,
-        **changes,
-    }
-    return cast(Measured, found)
+    found = Measured(
+        machine=where,
+        threads=where.threads,
+        rates=rates(speedups),
+        copy=Copy(bytes=2**27, gigabytes_per_second=spread(20.0)),
+        modes=modes() if kept is None else kept,
+    )
+    return replace(found, **changes)
 
 
 AVX2_ONLY = machine("AVX2", onednn={"bfloat16": False, "float16": False})
@@ -190,15 +192,15 @@ T4 = gpu("7.5", "float16")
 
 def examination(found: Measured, told: list[Finding], concluded: list[Conclusion]) -> Examination:
     """What doctor would say of it."""
-    return {
-        **found,
-        "schema_version": SCHEMA_VERSION,
-        "examined_at": "2024-02-29T12:00:00+00:00",
-        "mprun_version": "0.1.0",
-        "git_commit": None,
-        "versions": {"python": "3.12.0", "torch": "2.11.0", "cuda": None},
-        "budget_s": 5.0,
-        "measured_s": 4.2,
-        "findings": told,
-        "conclusions": concluded,
-    }
+    return Examination(
+        **vars(found),
+        schema_version=SCHEMA_VERSION,
+        examined_at="2024-02-29T12:00:00+00:00",
+        mprun_version="0.1.0",
+        git_commit=None,
+        versions={"python": "3.12.0", "torch": "2.11.0", "cuda": None},
+        budget_s=5.0,
+        measured_s=4.2,
+        findings=told,
+        conclusions=concluded,
+    )

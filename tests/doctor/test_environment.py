@@ -134,7 +134,7 @@ def test_the_hardware_is_described() -> None:
     found = environment.hardware(CPU, ["float32", "bfloat16"])
     assert conforms(found, Hardware)
     assert found.device == "cpu"
-    assert found.accelerated.float32 is True
+    assert found.accelerated["float32"] is True
     assert set(found.accelerated) == {"float32", "bfloat16"}
     assert torch.backends.cpu.get_cpu_capability() in found.name
     assert 1 <= found.cores <= (os.cpu_count() or 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mprun.doctor.examine import examine
 from mprun.doctor.hints import findings
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
-from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
+from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -25,9 +24,8 @@ def found() -> Examination:
     return examine(CPU, 0.5)
 
 
-def test_it_is_what_the_schema_says_and_json(found: Examination) -> None:
-    text = json.dumps(found, allow_nan=False)
-    assert conforms(json.loads(text), Examination)
+def test_every_field_has_its_type(found: Examination) -> None:
+    assert conforms(found, Examination)
 
 
 def test_it_says_of_what_and_by_what(found: Examination) -> None:
@@ -35,15 +33,14 @@ def test_it_says_of_what_and_by_what(found: Examination) -> None:
     assert found.mprun_version == __version__
     assert found.budget_s == 0.5
     assert found.measured_s > 0
-    assert found.versions.torch == torch.__version__.partition("+")[0]
-    assert found.versions.cuda == torch.version.cuda
+    assert found.versions["torch"] == torch.__version__.partition("+")[0]
+    assert found.versions["cuda"] == torch.version.cuda
     assert 1 <= found.threads <= found.machine.threads == torch.get_num_threads()
 
 
 def test_what_it_says_follows_from_what_it_found(found: Examination) -> None:
-    measured = cast(Measured, found)
-    assert found.findings == findings(measured)
-    assert found.conclusions == conclusions(measured)
+    assert found.findings == findings(found)
+    assert found.conclusions == conclusions(found)
     named = {name for c in found.conclusions for name in c.modes}
     assert named == {m.name for m in found.modes} - {"fp32"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -40,9 +41,7 @@ def told(where: Machine, speedups: Speedups | None = None, **changes: Any) -> li
     return [f"{f.level} {f.about}: {f.text}" for f in found]
 
 
-@pytest.mark.parametrize(
-    "where", [AVX2_ONLY, WITH_AMX, GRANITE, M1, H100], ids=lambda m: m["system"]
-)
+@pytest.mark.parametrize("where", [AVX2_ONLY, WITH_AMX, GRANITE, M1, H100], ids=lambda m: m.system)
 def test_a_quiet_machine_that_is_fast_has_nothing_to_tell(where: Machine) -> None:
     assert told(where, {"bfloat16": FAST, "float16": FAST}) == []
 
@@ -150,15 +149,15 @@ def test_a_limit_is_no_reason_where_one_of_two_sets_is_left() -> None:
     ids=str,
 )
 def test_a_limit_without_effect_is_a_note(where: Machine, value: str, expected: str) -> None:
-    onednn = {**where.onednn, **limited("ONEDNN_MAX_CPU_ISA", value)}
-    (note,) = told({**where, "onednn": onednn})  # type: ignore[typeddict-item]
+    onednn = replace(where.onednn, **limited("ONEDNN_MAX_CPU_ISA", value))
+    (note,) = told(replace(where, onednn=onednn))
     assert note.startswith(f"note instructions: ONEDNN_MAX_CPU_ISA={value}")
     assert note.endswith(expected)
 
 
 def test_a_limit_on_a_cpu_not_known_is_said_to_be_that() -> None:
     where = machine("AVX2", onednn=limited("ONEDNN_MAX_CPU_ISA", "AVX2"))
-    where.instructions.AVX512 = None
+    where.instructions["AVX512"] = None
     (note,) = told(where)
     assert note.startswith("note instructions:")
     assert "not fully known" in note

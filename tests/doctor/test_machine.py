@@ -12,7 +12,7 @@ from mprun._torch import onednn_takes
 from mprun.doctor import machine as module
 from mprun.doctor.instructions import INSTRUCTIONS, architecture
 from mprun.doctor.machine import cpu_quota, examine_machine, onednn, tensor_cores
-from mprun.records.doctor_record import Machine
+from mprun.records.doctor_record import Cuda, Machine
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(found.instructions) == list(INSTRUCTIONS.get(architecture(), {}))
     assert set(found.hardware.accelerated) == {"bfloat16", "float16"}
     assert found.threads == torch.get_num_threads()
-    assert found.variables.OMP_NUM_THREADS == "7"
+    assert found.variables["OMP_NUM_THREADS"] == "7"
     assert "MKL_NUM_THREADS" not in found.variables
     assert found.cuda is None
 
@@ -41,7 +41,7 @@ def test_a_system_without_load_or_capabilities_has_unknowns(
     found = examine_machine(CPU)
     assert conforms(found, Machine)
     assert found.load_average is None
-    assert found.instructions.AVX2 is True
+    assert found.instructions["AVX2"] is True
     assert found.instructions["AMX-BF16"] is None
 
 
@@ -107,12 +107,12 @@ def test_a_gpu_is_described(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
-    assert module.cuda(torch.device("cuda")) == {
-        "compute_capability": "7.5",
-        "tensor_cores": units,
-        "multiprocessors": 132,
-        "memory_free_bytes": 2**30,
-    }
+    assert module.cuda(torch.device("cuda")) == Cuda(
+        compute_capability="7.5",
+        tensor_cores=units,
+        multiprocessors=132,
+        memory_free_bytes=2**30,
+    )
 
 
 @pytest.mark.parametrize(

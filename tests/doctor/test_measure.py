@@ -27,7 +27,7 @@ from mprun.doctor.measure import (
     which_fit,
 )
 from mprun.precision.rates import TimedOp, Timer, matmul, warm
-from mprun.records.doctor_record import OPS, Copy, Rate
+from mprun.records.doctor_record import OPS, Copy, Rate, Ratio, Spread
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_formats_get_the_switch_and_the_memory_format_of_a_run(
 
     monkeypatch.setattr(measure, "timer", timer)
     for format_ in ("float32", "tf32", "bfloat16", "float16"):
-        measure._timer(Case(matmul(8), format_), CPU)  # type: ignore[arg-type]
+        measure._timer(Case(matmul(8), format_), CPU)
     last, dense = torch.channels_last, torch.contiguous_format
     assert seen == [
         (torch.float32, CPU, False, last),
@@ -132,7 +132,7 @@ def test_a_hundred_times_slower_format_is_measured_small_and_never_extrapolated(
         assert rate.gflops.median == pytest.approx(100 * expected, rel=1e-6)
         assert rate.time_ms.median == pytest.approx(rate.flops / (1e8 * expected), rel=1e-6)
         if rate.format == "float32":
-            assert rate.speedup == {"median": 1, "low": 1, "high": 1, "n": rate.gflops.n}
+            assert rate.speedup == Ratio(median=1, low=1, high=1, n=rate.gflops.n)
     assert spent[0] < 5.0
 
 
@@ -167,7 +167,7 @@ def test_copying_counts_reading_and_writing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_spread_is_median_and_percentiles() -> None:
-    assert spread([float(x) for x in range(11)]) == {"median": 5, "p10": 1, "p90": 9, "n": 11}
+    assert spread([float(x) for x in range(11)]) == Spread(median=5, p10=1, p90=9, n=11)
     with pytest.raises(ValueError, match="no value"):
         spread([])
 
@@ -192,6 +192,6 @@ def test_the_interval_covers_the_median_19_times_of_20(n: int) -> None:
 
 
 def test_few_values_have_all_of_them_as_their_interval() -> None:
-    assert ratio([3.0]) == {"median": 3.0, "low": 3.0, "high": 3.0, "n": 1}
+    assert ratio([3.0]) == Ratio(median=3.0, low=3.0, high=3.0, n=1)
     assert ratio([1.0, 2.0, 3.0]).high == 3.0
     assert math.isclose(ratio([1.0, 2.0]).median, 1.5)

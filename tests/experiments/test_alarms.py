@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mprun.experiments.alarms import alarms
-from mprun.records.run_record import Summary
+from mprun.records.run_record import LossScaleRow, Summary
 from tests.summaries import example
 
 
@@ -49,7 +49,7 @@ def test_steps_skipped_again_and_again_are_one() -> None:
 )
 def test_a_scale_that_fell_below_one(kind: str, final: float, n: int) -> None:
     summary: Summary = example()
-    summary.loss_scale = {"kind": kind, "initial": 65536.0, "final": final}
+    summary.loss_scale = LossScaleRow(kind=kind, initial=65536.0, final=final)
     assert len(alarms(summary, [])) == n
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mprun.assemble import DataCache, load_recipe
 from mprun.data import DataRequest
 from mprun.experiments.study_progress import LiveStudy, QuietStudy, score_of, study_view
 from mprun.experiments.trials import StudyStoppedError, Trial, Trials
-from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.records.run_record import Scores, Summary, read_lines, read_summary
 from mprun.train.signals import StopSignals
 from tests.summaries import example
 
@@ -40,7 +41,7 @@ class Told:
         self.fractions.append(fraction)
 
     def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        self.ended.append((variant, summary and summary.status, error))
+        self.ended.append((variant, summary.status if summary else None, error))
 
     def line(self, text: str) -> None:
         self.lines.append(text)
@@ -72,7 +73,7 @@ def test_what_fails_is_kept_and_the_rest_goes_on() -> None:
     wrong = Trial("wrong", 0, (*LINEAR, "execution=emulated"))
     good = Trial("good", 0, LINEAR)
     outcomes = carry_out(view, bad, wrong, good)
-    assert outcomes[0].summary["status"] == "failed"
+    assert outcomes[0].summary.status == "failed"
     assert outcomes[0].error.startswith("the loss became")
     assert outcomes[1].summary is None
     assert "execution=emulated" in outcomes[1].error
@@ -157,9 +158,9 @@ def test_samples_drawn_from_the_seed_are_drawn_for_each() -> None:
 def test_a_recipe_is_judged_by_what_it_has() -> None:
     summary = example()
     assert score_of(summary) == ("accuracy", 0.9219)
-    summary.test = {"loss": None, "accuracy": None}
+    summary.test = Scores(loss=None, accuracy=None)
     assert score_of(summary) == ("accuracy", 0.9375)
-    summary.history[0].validation = {"loss": None, "accuracy": None}
+    summary.history[0].validation = summary.test
     assert score_of(summary) == ("accuracy", 0.875)
     summary.history = []
     assert score_of(summary) == ("accuracy", None)
@@ -171,12 +172,12 @@ def test_the_views_show_every_run(live: bool) -> None:
     console = Console(file=text, force_terminal=live, width=120)
     view = study_view(console, ["fp32", "half_sr_full"], seeds=1)
     assert isinstance(view, LiveStudy if live else QuietStudy)
-    emulated = example() | {"execution": "emulated"}
+    emulated = replace(example(), execution="emulated")
     view.start()
     for name, summary in (("fp32", example()), ("half_sr_full", emulated)):
         view.begin(name, 0)
         view.moment("epoch 1", 0.5)
-        view.end(name, summary, None)  # type: ignore[arg-type]
+        view.end(name, summary, None)
     view.begin("fp32", 1)
     view.end("fp32", None, "[red]it failed")
     view.stop()

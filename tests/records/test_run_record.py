@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.records import run_record as record
-from mprun.records.run_record import RunFolder, Summary
+from mprun.records.run_record import RunFolder, Summary, TrainScore
 from tests.schema import conforms
 from tests.summaries import example
 
@@ -187,7 +188,7 @@ def test_a_summary_is_read_as_written(folder: RunFolder) -> None:
     folder.summary(summary)
     read = record.read_summary(folder.path)
     assert conforms(read, Summary)
-    assert read == {**example(), "train": {"loss": "nan"}}
+    assert read == replace(example(), train=TrainScore(loss="nan"))
 
 
 def test_without_a_summary_there_is_no_run(tmp_path: Path) -> None:
@@ -198,14 +199,22 @@ def test_without_a_summary_there_is_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe", b'{"schema_version": 1'])
 def test_a_summary_that_is_no_json(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "summary.json").write_bytes(data)
-    with pytest.raises(UsageError, match=r"summary\.json is no JSON"):
+    with pytest.raises(UsageError, match=r"summary\.json is (not valid JSON|damaged)"):
         record.read_summary(tmp_path)
 
 
-@pytest.mark.parametrize("text", ['{"schema_version": 2}', "{}", "[]", '{"schema_version": "1"}'])
-def test_a_summary_of_another_version(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"schema_version": 2}', "has schema_version 2, this mprun reads up to 1"),
+        ("{}", "damaged: .* `schema_version`"),
+        ("[]", "damaged: Expected `object`"),
+        ('{"schema_version": "1"}', r"damaged: .* `\$\.schema_version`"),
+    ],
+)
+def test_a_summary_of_another_version(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(UsageError, match=r"schema_version .*, this mprun reads up to 1"):
+    with pytest.raises(UsageError, match=rf"summary\.json (is )?{message}"):
         record.read_summary(tmp_path)
 
 

@@ -20,7 +20,7 @@ from mprun.compare.rows import (
     Verdict,
     Word,
 )
-from mprun.records.run_record import Summary, jsonable
+from mprun.records.run_record import LossScaleRow, StepTimes, Substitution, Summary, jsonable
 from tests.summaries import example, set_fields
 
 MODES = (
@@ -64,12 +64,12 @@ def write_run(folder: Path, rows: list[dict[str, Any]], config: str = "seed: 0\n
 
 def summary(label: str, seed: int) -> Summary:
     """The summary of a run of 30 full batches."""
-    found = copy.deepcopy(example())
+    found = example()
     set_fields(found, variant=label, precision=label.split(" ")[0], seed=seed, batch_size=128)
     found.execution = "emulated" if label in EMULATED else "native"
-    found.step_time_ms = {"median": 10.0, "p10": 9.0, "p90": 11.0, "n": 27, "warmup": 3}
+    found.step_time_ms = StepTimes(median=10.0, p10=9.0, p90=11.0, n=27, warmup=3)
     if label in SCALING:
-        found.loss_scale = {"kind": "dynamic", "initial": 65536.0, "final": 32768.0}
+        found.loss_scale = LossScaleRow(kind="dynamic", initial=65536.0, final=32768.0)
     return found
 
 
@@ -164,7 +164,7 @@ def hostile(folder: Path) -> Comparison:
                 found, variant=label, recipe=HOSTILE, started_at=HOSTILE, mprun_version=HOSTILE
             )
             found.versions = {HOSTILE: HOSTILE}
-            found.substitutions = [{"op": HOSTILE, "dtype": HOSTILE, "reason": HOSTILE}]
+            found.substitutions = [Substitution(op=HOSTILE, dtype=HOSTILE, reason=HOSTILE)]
             (run.path / "config.yaml").write_text(
                 json.dumps({HOSTILE: HOSTILE, v.label: [HOSTILE]}), encoding="utf-8"
             )

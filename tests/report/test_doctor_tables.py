@@ -11,7 +11,7 @@ from rich.table import Table
 
 from mprun.doctor.hints import findings
 from mprun.doctor.mode_verdicts import conclusions
-from mprun.records.doctor_record import OPS, Examination, Machine
+from mprun.records.doctor_record import OPS, Examination, Machine, Spread
 from mprun.report.doctor_tables import _figure, machine_table, modes_table, rates_table, renderables
 from tests.doctor import (
     H100,
@@ -165,7 +165,7 @@ def test_real_sizes_fit_a_narrow_terminal() -> None:
     found = rates({"bfloat16": (4.21, 1.64, 1.67), "float16": (0.026, 0.031, 0.081)})
     for one in found:
         one.size = "32x256x56x56, 3x3"
-        one.gflops = {"median": 612_345.6, "p10": 598_765.4, "p90": 634_567.8, "n": 25}
+        one.gflops = Spread(median=612_345.6, p10=598_765.4, p90=634_567.8, n=25)
     text = "\n".join(shown(rates_table(found, 64)))
     assert "…" not in text
     assert " in TFLOP/s over fp32 n" in text

@@ -34,12 +34,18 @@ def row(summary: Summary, what: str) -> str | None:
 def unmeasured() -> Summary:
     """A run that ended at once: every figure that may be null is."""
     summary = example()
-    set_fields(summary, samples_per_second=None, history=[], steps=0, wall_time_s=0.0)
-    summary.step_time_ms = {"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0}
-    summary.data_time_ms = {"median": None, "p90": None}
-    summary.memory_bytes.peak = None
-    summary.train = {"loss": None}
-    summary.test = {"loss": None, "accuracy": None}
+    set_fields(
+        summary,
+        samples_per_second=None,
+        history=[],
+        steps=0,
+        wall_time_s=0.0,
+        step_time_ms={"median": None, "p10": None, "p90": None, "n": 0, "warmup": 0},
+        data_time_ms={"median": None, "p90": None},
+        memory_bytes={"peak": None},
+        train={"loss": None},
+        test={"loss": None, "accuracy": None},
+    )
     assert conforms(summary, Summary)
     return summary
 
@@ -118,7 +124,7 @@ def test_a_regression_has_no_accuracy() -> None:
 
 def test_a_broken_loss_is_shown() -> None:
     summary = example()
-    summary.train = {"loss": "nan"}
+    summary.train.loss = "nan"
     summary.test.loss = "inf"
     assert row(summary, "training loss") == "nan"
     assert row(summary, "test loss") == "inf"

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mprun import kernels
 from mprun.cli.main import main
-from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
 from tests.schema import conforms
 
@@ -91,7 +92,7 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
     assert sum(losses[-12:]) < sum(losses[:12])
     row = summary.requested
     assert summary.effective == row
-    assert row == {
+    assert asdict(row) == {
         "param_dtype": dtype,
         "compute_dtype": dtype,
         "output_dtype": "float32",
@@ -109,8 +110,8 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
     }
     assert summary.execution == ("emulated" if mode == "half_sr_full" else "native")
     scale = summary.loss_scale
-    assert scale["kind"] == ("dynamic" if dtype == "float16" else "none")
-    assert scale["initial"] == (65536 if dtype == "float16" else 1)
+    assert scale.kind == ("dynamic" if dtype == "float16" else "none")
+    assert scale.initial == (65536 if dtype == "float16" else 1)
     kernel = "eager" if kernels.why_not() else "c"
     assert summary.backend.optimizer_impl == kernel
     assert summary.backend.memory_format == "contiguous"
@@ -156,7 +157,7 @@ def test_parameters_and_gradients_take_half_of_float32_s_bytes(
     assert wide.peak is not None
     assert half.peak < wide.peak
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
-    assert half.peak == sum(half[k] for k in parts)  # type: ignore[literal-required]
+    assert half.peak == sum(getattr(half, k) for k in parts)
     if recipe == "linear":  # inputs are stored as the mode takes them, targets in float32
         assert wide.data == 64 * (1024 * 4 + 512 * 4)
         assert half.data == 64 * (1024 * 2 + 512 * 4)
@@ -192,7 +193,7 @@ def test_float32_gradients_without_a_loss_scale() -> None:
     words = ["precision=half_sr", "precision.accum_dtype=float32", "loss_scale=none"]
     summary, plain = quick("run", *words, steps=20), quick("plain", "precision=half_sr")
     assert summary.effective.accum_dtype == "float32"
-    assert summary.loss_scale == {"kind": "none", "initial": 1.0, "final": 1.0}
+    assert summary.loss_scale == LossScaleRow(kind="none", initial=1.0, final=1.0)
     assert summary.skipped_steps == 0
     assert summary.memory_bytes.parameters == 2 * SIZES["mnist"]
     assert summary.memory_bytes.gradients == 4 * SIZES["mnist"]
@@ -204,7 +205,7 @@ def test_float32_gradients_without_a_loss_scale() -> None:
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_a_static_loss_scale(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "loss_scale=static", "loss_scale.value=1024")
-    assert summary.loss_scale == {"kind": "static", "initial": 1024.0, "final": 1024.0}
+    assert summary.loss_scale == LossScaleRow(kind="static", initial=1024.0, final=1024.0)
     assert summary.skipped_steps == 0
 
 

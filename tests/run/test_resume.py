@@ -83,7 +83,7 @@ def assert_same_run(run: Path, whole: Path) -> None:
     conforms(ours, Summary)
     assert ours.status == theirs.status == "completed"
     for key in ("history", "train", "test", "steps", "epochs", "skipped_steps", "loss_scale"):
-        assert ours[key] == theirs[key], key  # type: ignore[literal-required]
+        assert getattr(ours, key) == getattr(theirs, key), key
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 from mprun import run as session
 from mprun.cli.main import main
 from mprun.errors import RunFailedError
-from mprun.records.run_record import Summary, read_lines, read_summary
+from mprun.records.run_record import Metric, Summary, read_lines, read_summary
 from tests.schema import conforms
 
 QUICK = ["recipe=linear", "train.max_steps=6", "run.dir=run"]
@@ -48,10 +48,10 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     assert times.n + times.warmup <= 36
     memory = summary.memory_bytes
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
-    assert memory.peak == sum(memory[k] for k in parts)  # type: ignore[literal-required]
+    assert memory.peak == sum(getattr(memory, k) for k in parts)
     if recipe == "linear":
         assert summary.test.accuracy is None
-        assert summary.metric == {"name": "loss", "higher_is_better": False}
+        assert summary.metric == Metric(name="loss", higher_is_better=False)
     else:
         assert 0 <= float(summary.test.accuracy or 0) <= 1
     steps = [x for x in read_lines(Path("run")) if x["kind"] == "step"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.records.run_record import read_lines, read_summary
+from mprun.records.run_record import Scores, read_lines, read_summary
 from mprun.run import check_steps_taken, skipped_warning
 from mprun.train import checkpoint
 from tests.summaries import example
@@ -32,7 +32,7 @@ def test_a_scale_too_high_for_every_step_fails_the_run(capsys: pytest.CaptureFix
     assert "a smaller loss_scale.value" in line
     assert steps() == ("failed", 12, 12)
     summary = read_summary(Path("run"))
-    assert summary.test == {"loss": None, "accuracy": None}  # nothing trained was tested
+    assert summary.test == Scores(loss=None, accuracy=None)  # nothing trained was tested
     assert summary.error is not None
     assert "no step was taken" in summary.error
     state = torch.load(checkpoint.path_in(Path("run")), weights_only=True)["trainer"]["model"]

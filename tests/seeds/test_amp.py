@@ -15,6 +15,7 @@ from mprun.config import compose
 from mprun.data import DataRequest
 from mprun.precision import Clip, DynamicLossScale, DynamicRule, EmulatedTf32, disable_casts
 from mprun.recipes.mnist import Mnist
+from mprun.records.run_record import LossScaleRow
 from tests.answers.recipe import WORDS, write_recipe
 from tests.seeds import faulty
 from tests.seeds.runs import (
@@ -126,7 +127,7 @@ def test_b3_two_optimizers_share_one_loss_scale() -> None:
 
 def test_b4_bf16_is_autocast_without_a_scale() -> None:
     summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
-    assert summary.loss_scale == {"kind": "none", "initial": 1.0, "final": 1.0}
+    assert summary.loss_scale == LossScaleRow(kind="none", initial=1.0, final=1.0)
     off = torch.amp.GradScaler(enabled=False)
     assert same(weights(), raw(lambda: torch.autocast("cpu", torch.bfloat16), off))
 

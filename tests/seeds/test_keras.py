@@ -121,10 +121,11 @@ def test_c5_accuracy_and_loss_of_each_epoch_are_recorded() -> None:
     summary = run("data.validation_fraction=0.2", "train.epochs=2", steps=8)
     assert len(summary.history) == 2
     for epoch in summary.history:
-        for part in ("train", "validation"):
-            scores = epoch[part]  # type: ignore[literal-required]
-            assert 0 <= scores["accuracy"] <= 1
-            assert scores["loss"] > 0
+        for scores in (epoch.train, epoch.validation):
+            assert scores.accuracy is not None
+            assert 0 <= scores.accuracy <= 1
+            assert isinstance(scores.loss, float)
+            assert scores.loss > 0
     assert summary.test.accuracy is not None
 
 

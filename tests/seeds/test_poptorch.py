@@ -19,6 +19,7 @@ from mprun.optim import SGD
 from mprun.precision import Emulated16
 from mprun.precision.rounding import round_stochastic
 from mprun.recipes.fashion_mnist import FashionMnist
+from mprun.records.run_record import LossScaleRow
 from tests.answers.recipe import WORDS, write_recipe
 from tests.run.test_inputs import Sent
 from tests.seeds import faulty
@@ -77,14 +78,14 @@ def test_d3_stochastic_rounding_is_exact_on_average_and_keeps_small_updates() ->
 
 def test_d4_a_static_loss_scale_is_given() -> None:
     summary = run("precision=fp16_true", "loss_scale=static", "loss_scale.value=1024")
-    assert summary.loss_scale == {"kind": "static", "initial": 1024.0, "final": 1024.0}
+    assert summary.loss_scale == LossScaleRow(kind="static", initial=1024.0, final=1024.0)
 
 
 def test_d5_accumulation_and_moments_have_dtypes_of_their_own() -> None:
     summary = run("precision=half_sr", "train.accumulate=2", "train.batch_size=16")
     assert summary.effective.accum_dtype == "float16"
     for key in ("momentum_dtype", "variance_dtype"):
-        assert summary.effective[key] == "float32"  # type: ignore[literal-required]
+        assert getattr(summary.effective, key) == "float32"
     words = ["precision.accum_dtype=float32", "precision.variance_dtype=float16"]
     other = run("precision=half_sr", "train.optimizer.name=adamw", *words, name="other")
     assert other.effective.accum_dtype == "float32"

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mprun.records.run_record import DataTimes, StepTimes
 from mprun.train import clock as timing
 from mprun.train.clock import CudaClock, HostClock, StepStatistics, clock_for, quantiles
 
@@ -61,14 +62,9 @@ def test_the_times_are_of_the_steps_after_the_warm_up() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_warm_up_alone_gives_no_times(steps: int) -> None:
     statistics = statistics_of(steps)
-    assert statistics.step_times() == {
-        "median": None,
-        "p10": None,
-        "p90": None,
-        "n": 0,
-        "warmup": steps,
-    }
-    assert statistics.data_times() == {"median": None, "p90": None}
+    none = StepTimes(median=None, p10=None, p90=None, n=0, warmup=steps)
+    assert statistics.step_times() == none
+    assert statistics.data_times() == DataTimes(median=None, p90=None)
     assert statistics.samples_per_second(64) is None
 
 

@@ -17,7 +17,7 @@ from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
 from mprun.train.callbacks import StepLine
 from mprun.train.loggers import LOGGERS, NoLogger, TensorBoardLogger, build_logger, check_logger
 
-NONE: Scores = {"loss": None, "accuracy": None}
+NONE = Scores(loss=None, accuracy=None)
 
 
 def step_line(step: int, loss: float = 0.5) -> StepLine:
@@ -53,13 +53,13 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
     logger = build_logger("tensorboard", folder)
     logger.steps([step_line(1, 0.75), step_line(2, 0.5)])
     logger.steps([step_line(3, 0.25)])
-    epoch: Epoch = {
-        "epoch": 1,
-        "train": {"loss": 0.5, "accuracy": 0.125},
-        "validation": {"loss": 0.375, "accuracy": 0.25},
-    }
+    epoch = Epoch(
+        epoch=1,
+        train=Scores(loss=0.5, accuracy=0.125),
+        validation=Scores(loss=0.375, accuracy=0.25),
+    )
     logger.epoch(epoch, 3)
-    logger.test({"loss": 1.5, "accuracy": 0.75}, 3)
+    logger.test(Scores(loss=1.5, accuracy=0.75), 3)
     logger.close()
     assert curves(folder / "tensorboard") == {
         "train/loss": [(1, 0.75), (2, 0.5), (3, 0.25)],
@@ -79,7 +79,7 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
 
 def test_what_does_not_apply_is_left_out(folder: Path) -> None:
     logger = TensorBoardLogger(folder)
-    logger.epoch({"epoch": 1, "train": {"loss": 0.5, "accuracy": None}, "validation": NONE}, 7)
+    logger.epoch(Epoch(epoch=1, train=Scores(loss=0.5, accuracy=None), validation=NONE), 7)
     logger.test(NONE, 7)
     logger.close()
     assert curves(folder) == {"train/epoch_loss": [(7, 0.5)]}
@@ -88,8 +88,8 @@ def test_what_does_not_apply_is_left_out(folder: Path) -> None:
 def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
     logger = TensorBoardLogger(folder)
     logger.steps([step_line(1, math.nan), step_line(2, math.inf), step_line(3, -math.inf)])
-    logger.epoch({"epoch": 1, "train": {"loss": "nan", "accuracy": 0.0}, "validation": NONE}, 3)
-    logger.test({"loss": "inf", "accuracy": 0.0}, 3)
+    logger.epoch(Epoch(epoch=1, train=Scores(loss="nan", accuracy=0.0), validation=NONE), 3)
+    logger.test(Scores(loss="inf", accuracy=0.0), 3)
     logger.close()
     found = curves(folder)
     first, *others = [value for _, value in found["train/loss"]]
@@ -104,7 +104,7 @@ def test_all_is_written_when_a_call_returns(folder: Path) -> None:
     logger = TensorBoardLogger(folder)
     logger.steps([step_line(n) for n in range(1, 201)])
     assert len(curves(folder)["train/loss"]) == 200
-    logger.test({"loss": 1.0, "accuracy": None}, 200)
+    logger.test(Scores(loss=1.0, accuracy=None), 200)
     assert curves(folder)["test/loss"] == [(200, 1.0)]
     logger.close()
 
@@ -133,7 +133,7 @@ def test_none_keeps_nothing(tmp_path: Path) -> None:
     logger = build_logger("none", tmp_path / "run")
     assert isinstance(logger, NoLogger)
     logger.steps([step_line(1)])
-    logger.epoch({"epoch": 1, "train": NONE, "validation": NONE}, 1)
+    logger.epoch(Epoch(epoch=1, train=NONE, validation=NONE), 1)
     logger.test(NONE, 1)
     logger.close()
     assert not (tmp_path / "run").exists()

@@ -71,8 +71,8 @@ def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> N
     assert main(own_recipe(monkeypatch)) == 0
     summary = read_summary(Path("run"))
     for epoch in summary.history:
-        for part in ("train", "validation"):
-            accuracy = epoch[part].accuracy
+        for scores in (epoch.train, epoch.validation):
+            accuracy = scores.accuracy
             assert accuracy is not None
             assert 0 <= accuracy <= 1
     assert summary.test.accuracy in (0, 0.25, 0.5, 0.75, 1)
