@@ -3,12 +3,18 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test check docs clean help
+# Test workers side by side, one thread each: threads of several processes would share the cores.
+WORKERS ?= auto
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: run test test-exhaustive test-all check docs clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    install, then train FashionMNIST in bf16 for about three minutes"
 	@echo "make test   install, then run the tests"
+	@echo "make test-exhaustive  the sweeps that make test leaves out"
+	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
 	@echo "make docs   rewrite docs/reference/configuration.md from the schema"
 	@echo "make clean  remove the virtual environment and the caches"
@@ -29,7 +35,12 @@ run: $(VENV)/.installed
 	$(BIN)/mprun recipe=fashion_mnist precision=bf16_mixed train.max_time_s=150 data.fallback=generated
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+test-exhaustive: $(VENV)/.installed-dev
+	$(PYTEST) -m exhaustive
+
+test-all: test test-exhaustive
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
