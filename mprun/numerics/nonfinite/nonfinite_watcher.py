@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import mprun
-from mprun._torch import SCALER_CHECK, backward_node, is_backward_call, next_node, no_dispatch
+from mprun._torch import (
+    SCALER_CHECK,
+    backward_node,
+    calling_frames,
+    is_backward_call,
+    next_node,
+    no_dispatch,
+)
 from mprun.numerics.nonfinite.op_call import OpCall, OpSpec, op_spec, written_arguments
 from mprun.numerics.nonfinite.tensor_stats import PLAIN_TYPES, tensors_in, value_range
 from mprun.numerics.op_watcher import OpWatcher, RunOp
@@ -134,14 +139,12 @@ def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
 
 def current_line() -> CodeLine | None:
     """The line that the caller's op is from; None where only libraries are on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in calling_frames():
         code = frame.f_code
         if not _is_library(code.co_filename):
             return CodeLine(code.co_filename, frame.f_lineno, code.co_name)
         if is_backward_call(code) or code.co_filename == LOOP:
             return None
-        frame = frame.f_back
     return None
 
 
