@@ -43,7 +43,7 @@ def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> I
     if action == "none":
         parts = build_parts(chosen)
     else:
-        exceptions = build_exceptions(chosen, lambda outcome, news: None)
+        exceptions = build_exceptions(chosen, lambda outcome: None)
         parts = build_parts(chosen, build_precision(chosen, make=exceptions.precision))
         exceptions.attach(parts.model, parts.optimizer)
     trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import currentframe
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -437,3 +437,46 @@ def on_backend_switch(call: Callable[[], None]) -> Iterator[None]:
     finally:
         for name, setter in before.items():
             setattr(torch._C, name, setter)
+
+
+def storage_key(x: Tensor) -> int:
+    """A number of a tensor's storage: the same for views, never that of another live storage."""
+    return int(x.untyped_storage()._cdata)
+
+
+def write_count(x: Tensor) -> int:
+    """How often a tensor, or a view of it, was written to; 0 in inference mode."""
+    return 0 if x.is_inference() else int(x._version)
+
+
+def viewed(x: Tensor) -> Tensor:
+    """The tensor that `x` is a view of; `x` itself where it is none."""
+    return x if x._base is None else x._base
+
+
+def op_name(op: OpOverload) -> str:
+    """ATen's name of an op, without the overload: `addmm`."""
+    return str(op.overloadpacket.__name__)
+
+
+SCALER_CHECK: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+"""The op by which a loss scaler divides gradients and looks for overflows; its arguments are the
+gradients, a flag that becomes 1 where one is not finite, and the inverse of the scale."""
+
+
+def is_backward_call(code: CodeType) -> bool:
+    """Whether a stack frame with this code starts a backward pass."""
+    return code.co_name == "_engine_run_backward"
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """The part of a sharded tensor on this device; `x` itself where it is not sharded."""
+    local: Tensor = getattr(x, "_local_tensor", x)
+    return local
+
+
+def stored_values(x: Tensor) -> Tensor:
+    """The values that a sparse tensor stores; `x` itself where it is strided."""
+    if x.layout is torch.sparse_coo:
+        return x._values()
+    return x if x.layout is torch.strided else x.values()

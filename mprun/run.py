@@ -31,7 +31,7 @@ from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
 from mprun.console import ProgressView, view_for
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
-from mprun.numerics.exceptions import Exceptions
+from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Arithmetic, NativeArithmetic, Precision, backend_flags
 from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.layers import layer_rows
@@ -153,7 +153,7 @@ class _Session:
         self._warn_if_slow()
         with stop.deferred():
             self.summary.memory_bytes = replace(self.summary.memory_bytes, **self._footprint())
-            exceptions = build_exceptions(chosen, lambda *told: log.tell(*told))
+            exceptions = build_exceptions(chosen, lambda outcome: log.on_step_end(outcome))
             parts = build_parts(chosen, self._precision(exceptions))
             row = effective(chosen, parts.model, parts.optimizer, parts.precision)
             row.partials_dtype = self.summary.effective.partials_dtype  # as it was found
@@ -177,7 +177,7 @@ class _Session:
             *(chosen, self.summary, self.folder, view, logger, planned, save),
             self._arithmetic,
         )
-        log = ExceptionLog(self.summary, exceptions.found, self.folder, journal, self._say)
+        log = ExceptionLog(self.summary, exceptions.report, self.folder, journal, self._say)
         every = chosen.config.train.checkpoint_every_steps
         trainer = Trainer(parts, chosen.limits, journal, stop.requested, every)
         if saved is not None:
@@ -253,7 +253,7 @@ class _Session:
                 "this run shows accuracy, not speed (mprun doctor says why)"
             )
 
-    def _precision(self, exceptions: Exceptions) -> Precision:
+    def _precision(self, exceptions: RunExceptions) -> Precision:
         """The plan's, which tells of its casts and exceptions where that is wished."""
         chosen = self._plan
         told = chosen.op_lists is not None and chosen.config.op_lists.verbose

@@ -41,7 +41,6 @@ PENDING = {
     "cli": {"assemble", "numerics", "precision", "train"},
     "doctor": {"experiments", "train"},
     "experiments": {"data", "precision", "report"},
-    "numerics": {"optim"},
     "run": {"numerics", "precision", "report"},
     "train": {"assemble"},
 }

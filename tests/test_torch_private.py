@@ -293,20 +293,7 @@ def test_private_interface(name: str) -> None:
 # ---- no other module uses a private interface ---------------------------------------------------
 
 STILL_PRIVATE = {
-    "numerics/collect.py",
-    "numerics/exceptions/exact.py",
-    "numerics/exceptions/lineage.py",
-    "numerics/exceptions/lines.py",
-    "numerics/exceptions/ops.py",
-    "numerics/exceptions/replay.py",
-    "numerics/exceptions/steps.py",
-    "numerics/exceptions/tensors.py",
-    "numerics/fault.py",
     "numerics/float64.py",
-    "numerics/footprint.py",
-    "numerics/gradients.py",
-    "numerics/observe.py",
-    "numerics/passes.py",
 }
 """Modules that still do. The list may only become shorter."""
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from mprun.assemble.parts import build_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_precision
-from mprun.numerics.footprint import fake_tensors
+from mprun.numerics.memory_recorder import fake_tensors
 from mprun.optim import LowPrecisionOptimizer
 from mprun.precision import Precision, backend_flags
 from mprun.precision.convert import dtype_of

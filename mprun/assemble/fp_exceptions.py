@@ -1,26 +1,18 @@
-"""What looks for floating-point exceptions."""
+"""What a run does about floating-point exceptions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from mprun.assemble.plan import Plan
-from mprun.config.schema import FpExceptions as Action
-from mprun.numerics.exceptions import (
-    Exceptions,
-    FpException,
-    FpExceptions,
-    NoExceptions,
-    Outcome,
-)
+from mprun.config.schema import FpExceptions
+from mprun.numerics.nonfinite import RunExceptions, StepOutcome, WatchedRunExceptions
 
 
-def build_exceptions(
-    chosen: Plan, tell: Callable[[Outcome, Sequence[FpException]], None]
-) -> Exceptions:
-    """What `debug.fp_exceptions` asks for; `tell` hears of each step that had any."""
-    debug = chosen.config.debug
-    if debug.fp_exceptions is Action.off:
-        return NoExceptions()
-    saturates = chosen.policy.overflow == "saturate"
-    return FpExceptions(debug.fp_exceptions.name, debug.halt_after, saturates, tell)
+def build_exceptions(plan: Plan, on_step_end: Callable[[StepOutcome], None]) -> RunExceptions:
+    """What `debug.fp_exceptions` asks for; `on_step_end` is called after each inspected step."""
+    debug = plan.config.debug
+    if debug.fp_exceptions is FpExceptions.off:
+        return RunExceptions()
+    saturates = plan.policy.overflow == "saturate"
+    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates, on_step_end)

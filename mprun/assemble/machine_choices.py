@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from mprun.config import Config
 from mprun.config.schema import Casting, LayerDType, OpListsConfig, Unlisted
 from mprun.errors import UsageError, first_line
-from mprun.numerics.footprint import fake_tensors
+from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy, accelerated, has_tf32
 from mprun.precision.convert import convert
 from mprun.precision.layers import check_rounding, layer_precisions, resolve

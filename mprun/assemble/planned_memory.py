@@ -10,7 +10,7 @@ import torch
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan, batch_sizes
 from mprun.data import TensorSet
-from mprun.numerics.footprint import fake_tensors, memory
+from mprun.numerics.memory_recorder import fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
 from mprun.train.callbacks import NoObserver
 from mprun.train.init_from import DRAWN

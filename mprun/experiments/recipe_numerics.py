@@ -198,7 +198,7 @@ class _StepInspector:
 
     def before(self, batch: Batch) -> None:
         """The run takes its next step on this batch."""
-        self._exact.largest.found.clear()
+        self._exact.largest.magnitudes.clear()
         with self._exact.watching():
             exact = self._exact_gradients(batch)
         loss = self._exact_probe.loss

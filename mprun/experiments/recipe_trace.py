@@ -16,14 +16,8 @@ from mprun.assemble.precision_parts import build_arithmetic, build_caster, build
 from mprun.config.schema import OpListsConfig
 from mprun.data import Batch
 from mprun.errors import first_line
-from mprun.numerics.observe import Observer, Op
-from mprun.numerics.trace import (
-    Calls,
-    LabelledCaster,
-    Trace,
-    trace,
-    typical,
-)
+from mprun.numerics.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
+from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
@@ -40,45 +34,45 @@ REPEATS = 5
 class TraceFailedError(Exception):
     """A step that raised; `trace` holds the rows up to there, `text` says where and why."""
 
-    def __init__(self, trace: Trace, text: str) -> None:
+    def __init__(self, trace: StepTrace, text: str) -> None:
         super().__init__(text)
         self.trace = trace
 
 
-def trace_step(chosen: Plan) -> tuple[Trace, float]:
+def trace_step(chosen: Plan) -> tuple[StepTrace, float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
         TraceFailedError: the step cannot run.
     """
-    calls = Calls("autocast: " if chosen.policy.casting == "autocast" else "")
-    told: list[Op] = []
-    observer = Observer(told.append, calls.current, _waiting(chosen.device))
+    calls = CallStack("autocast: " if chosen.policy.casting == "autocast" else "")
+    ops: list[RecordedOp] = []
+    recorder = OpRecorder(ops.append, calls.current, _waiting(chosen.device))
     precision = build_precision(
-        chosen, _caster(chosen, calls), _arithmetic(build_arithmetic(chosen), observer)
+        chosen, _caster(chosen, calls), _arithmetic(build_arithmetic(chosen), recorder)
     )
     parts = build_parts(chosen, precision)
     trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
     batch = next(parts.train.epoch(parts.order.draw()))
     try:  # traced, so that a step that cannot run is shown as far as it goes
-        with observer.following(parts.model, parts.optimizer), observer:
+        with recorder.following(parts.model, parts.optimizer), recorder:
             trainer.optimizer_step(batch)
     except Exception as error:
         text = f"{type(error).__name__}: {first_line(error)}"
-        where = f"{observer.fault}: " if observer.fault is not None else ""
-        raise TraceFailedError(trace(told, chosen.layers), f"{where}{text}") from error
+        where = f"{recorder.fault}: " if recorder.fault is not None else ""
+        raise TraceFailedError(trace(ops, chosen.layers), f"{where}{text}") from error
     times = [_timed(trainer, batch, chosen.device) for _ in range(WARMUP + REPEATS)]
     traces = []
     for _ in range(REPEATS):
-        told.clear()
-        with observer.following(parts.model, parts.optimizer), observer:
+        ops.clear()
+        with recorder.following(parts.model, parts.optimizer), recorder:
             trainer.optimizer_step(batch)
-        traces.append(trace(told, chosen.layers))
+        traces.append(trace(ops, chosen.layers))
     return typical(traces), median(times[WARMUP:])
 
 
-def _caster(chosen: Plan, calls: Calls) -> Caster:
-    """The plan's caster, or one around it that says what it decides."""
+def _caster(chosen: Plan, calls: CallStack) -> Caster:
+    """The plan's caster, or one around it that reports its rules."""
     if chosen.op_lists is not None:
         return build_caster(chosen, calls)
     if chosen.policy.casting == "autocast":
@@ -96,10 +90,9 @@ def shipped_op_lists(name: str, device: torch.device) -> OpLists:
     return op_lists(lower, fp32, promote, first_input=str(section.unlisted) == "first_input")
 
 
-def _arithmetic(inner: Arithmetic, observer: Observer) -> Arithmetic:
-    return (
-        inner if isinstance(inner, NativeArithmetic) else WrappedArithmetic(inner, observer.region)
-    )
+def _arithmetic(inner: Arithmetic, recorder: OpRecorder) -> Arithmetic:
+    native = isinstance(inner, NativeArithmetic)
+    return inner if native else WrappedArithmetic(inner, lambda: recorder)
 
 
 def _timed(trainer: Trainer, batch: Batch, device: torch.device) -> float:

@@ -1,8 +1,13 @@
 """The numerics of a training step: memory, ops and their dtypes, exponents, rounding errors."""
 
 from mprun.numerics.collect import Statistics, statistics
-from mprun.numerics.exceptions import FpException, FpExceptionError, fp_exceptions
-from mprun.numerics.footprint import MemoryRecorder, fake_tensors, memory, record_memory
+from mprun.numerics.memory_recorder import MemoryRecorder, fake_tensors, memory, record_memory
+from mprun.numerics.nonfinite import (
+    FpException,
+    FpExceptionError,
+    NonfiniteReport,
+    fp_exceptions,
+)
 from mprun.numerics.op_search import Sensitivity, sensitivity
 from mprun.numerics.step_memory import StepMemory
 from mprun.numerics.tolerance import Tolerance
@@ -11,6 +16,7 @@ __all__ = [
     "FpException",
     "FpExceptionError",
     "MemoryRecorder",
+    "NonfiniteReport",
     "Sensitivity",
     "Statistics",
     "StepMemory",

@@ -1,25 +1,26 @@
 """Statistics of a training step's numbers, layer by layer, while it runs.
 
-    with mprun.numerics.statistics(model, optimizer) as seen:
+    with mprun.numerics.statistics(model, optimizer) as measured:
         for x, y in batches:  # a few steps of a loop of one's own
             ...
-    print(seen.recommended_loss_scale())
+    print(measured.recommended_loss_scale())
 
-Five kinds of numbers are looked at:
+Five kinds of numbers are measured:
 
     weights               each parameter, before the step
-    activations           what goes into the model, and what each module gives
+    activations           the model's inputs, and the output of each module
     activation_gradients  the loss's gradients by those
     weight_gradients      the loss's gradients by each parameter, of each backward pass
     updates               what the step adds to each parameter (`updates.py`)
 
 Hooks read and change nothing: a run with them has the same weights, bit for bit, as one without.
-What functions compute inside a module is seen where it leaves the module; of gradients in between,
-the largest is kept as well (`gradients.py`). A module that hands on what one inside it gave has no
-row of its own. Forward passes without gradients are not looked at; recomputed ones count once.
+What functions compute inside a module is measured where it leaves the module; of gradients in
+between, the largest is recorded as well (`gradients.py`). A module that returns the output of one
+inside it has no row of its own. Forward passes without gradients are not measured; recomputed ones
+count once.
 
-Gradients are divided by the loss scale. Those a float16 run holds are gone where they became 0, so
-to find a loss scale, look at steps in float32 or bfloat16, or at a scale that loses few.
+Gradients are divided by the loss scale. In a float16 run the smallest ones are 0 already. So, to
+get a recommended loss scale, measure steps in float32 or bfloat16, or at a scale that loses few.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from mprun._torch import in_backward, outside_of_modes
+from mprun._torch import in_backward, outside_of_modes, tree_leaves, viewed, write_count
 from mprun.numerics.gradients import ROOT, LargestGradients
 from mprun.numerics.histograms import Histogram, histogram
 from mprun.numerics.loss_scale_advice import (
@@ -49,7 +49,8 @@ from mprun.numerics.loss_scale_advice import (
 from mprun.numerics.lost_updates import LostUpdates, lost_updates
 from mprun.numerics.noise import Noise, noise_of
 from mprun.numerics.rounding_errors import power
-from mprun.numerics.updates import Update, exact_updates, exact_weights
+from mprun.numerics.tracker import StepListener
+from mprun.numerics.updates import ExactUpdate, exact_updates, exact_weights
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
@@ -57,8 +58,8 @@ INPUT = "(input)"
 
 
 @dataclass
-class Row:
-    """One kind of numbers of one layer, over all steps looked at."""
+class LayerStatistics:
+    """One kind of numbers of one layer, over all measured steps."""
 
     kind: str
     """One of `KINDS`."""
@@ -68,28 +69,28 @@ class Row:
     """What the values were held in."""
     histogram: Histogram = field(default_factory=Histogram)
     noise: Noise = field(default_factory=Noise)
-    """What rounding to other formats would do; the signal alone where it was not asked for."""
+    """The noise of rounding to other formats; the signal alone where formats were not asked for."""
 
     def add(self, x: Tensor, scale: float = 1.0, formats: bool = True) -> None:
-        """Look at one more tensor, divided by `scale`."""
+        """Count one more tensor, divided by `scale`."""
         self.dtypes.add(x.dtype)
         if scale != 1:
             x = x.detach().double() / scale
-        seen = histogram(x)
-        self.histogram += seen
-        self.noise += noise_of(x, seen) if formats else Noise(power(x))
+        counts = histogram(x)
+        self.histogram += counts
+        self.noise += noise_of(x, counts) if formats else Noise(power(x))
 
 
-class Statistics:
-    """What was seen of a model while it was followed.
+class Statistics(StepListener):
+    """What was measured of a model's steps.
 
     Args:
         model: the model.
-        optimizer: its optimizer; None to see no updates.
+        optimizer: its optimizer; None to leave out updates.
         loss_scale: what the loss is multiplied by: a number, a `torch.amp.GradScaler`, one of
             mprun's loss scales, or a function that gives it.
         formats: kinds whose noise in other formats is wanted; it takes most of the time.
-        kinds: kinds that are looked at.
+        kinds: kinds that are measured.
     """
 
     def __init__(
@@ -100,89 +101,65 @@ class Statistics:
         formats: Collection[str] = KINDS,
         kinds: Collection[str] = KINDS,
     ) -> None:
-        self.rows: dict[tuple[str, str], Row] = {}
+        self.rows: dict[tuple[str, str], LayerStatistics] = {}
         self.lost: dict[str, LostUpdates] = {}
         self.scales: list[float] = []
-        """The loss scale of each forward pass looked at."""
+        """The loss scale of each measured forward pass."""
         self.largest = LargestGradients(lambda: self.scales[-1])
         self._model, self._optimizer, self._loss_scale = model, optimizer, loss_scale
         self._formats, self._kinds = formats, kinds
         self._names = {p: name for name, p in model.named_parameters()}
-        self._depth = 0
-        self._looking = self._new_step = False
+        self._active = self._new_step = False
         self._given: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._updates: dict[nn.Parameter, Update] = {}
+        self._updates: dict[nn.Parameter, ExactUpdate] = {}
 
-    # ---- what it comes to ------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------
 
-    def of(self, *kinds: str) -> dict[str, Row]:
+    def of(self, *kinds: str) -> dict[str, LayerStatistics]:
         """Rows of some kinds, by `kind name`."""
         return {f"{r.kind} {r.name}": r for r in self.rows.values() if r.kind in kinds}
 
     def gradients(self) -> LayerGradients:
         """The unscaled gradients, as far as a loss scale depends on them."""
-        size, place = self.largest.worst()
+        size, source = self.largest.worst()
         layers = {name: (row.histogram, row.noise) for name, row in self.of(*GRADIENTS).items()}
-        return LayerGradients(size, str(place), layers)
+        return LayerGradients(size, str(source), layers)
 
     def recommended_loss_scale(self, headroom: float = 2.0) -> ScaleAdvice | None:
-        """The loss scale to take in float16; None where no gradient tells. See `recommend`."""
+        """The loss scale to take in float16; None where gradients allow no advice: `recommend`."""
         return recommend(self.gradients(), headroom)
 
     def judge(self, scale: float) -> ScaleVerdict | None:
-        """Whether a loss scale is too low, too high or fine; None where no gradient tells."""
+        """Whether a loss scale is too low, too high or fine; None where there is no advice."""
         advice = self.recommended_loss_scale()
         return None if advice is None else judge(scale, advice)
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- measuring -------------------------------------------------------------------------------
 
     @contextmanager
     def watching(self) -> Iterator[Statistics]:
-        """Look at every training step while this is entered."""
+        """Measure every training step while this is entered."""
         self._new_step = True
+        follow = self.largest.tracker.following
+        listeners = (self.largest, self)
         with ExitStack() as stack:
-            stack.enter_context(self.largest.following(self._model))
-            for path, module in self._model.named_modules():
-                enter, leave = self._module_hooks(path or ROOT)
-                for handle in (
-                    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-                    module.register_forward_hook(leave, always_call=True),
-                ):
-                    stack.callback(handle.remove)
+            stack.enter_context(follow(self._model, self._optimizer, listeners=listeners))
+            stack.enter_context(self.largest.parameter_hooks(self._model))
             for p, name in self._names.items():
                 if p.requires_grad:
                     hook = self._gradient_hook("weight_gradients", name)
                     stack.callback(p.register_hook(hook).remove)
-            if self._optimizer is not None:
-                for handle in (
-                    self._optimizer.register_step_pre_hook(self._before_step),
-                    self._optimizer.register_step_post_hook(self._after_step),
-                ):
-                    stack.callback(handle.remove)
             try:
                 yield self
             finally:
-                self._looking, self._depth = False, 0
+                self._active = False
                 self._given.clear()
 
-    def _module_hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._depth == 0 and not in_backward():
-                self._begin((args, kwargs))
-            self._depth += 1
-
-        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
-            self._depth -= 1
-            if self._looking:
-                for x in _floating(outputs):
-                    self._output(path, x)
-
-        return enter, leave
-
-    def _begin(self, inputs: Any) -> None:
-        """A forward pass of the model, or of a part of it called by itself, begins."""
-        self._looking = torch.is_grad_enabled()
-        if not self._looking:
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        if in_backward():  # a recomputation
+            return
+        self._active = torch.is_grad_enabled()
+        if not self._active:
             return
         self.scales.append(scale_of(self._loss_scale))
         if self._new_step:
@@ -193,39 +170,44 @@ class Statistics:
         for x in _floating(inputs):
             self._add("activations", INPUT, x)
 
+    def on_module_end(self, path: str, outputs: Any) -> None:
+        if self._active:
+            for x in _floating(outputs):
+                self._output(path or ROOT, x)
+
     def _output(self, path: str, x: Tensor) -> None:
-        whole = x if x._base is None or x._base.numel() != x.numel() else x._base
-        reference, version = self._given.get(id(whole), (None, 0))
-        if reference is not None and reference() is whole and version == whole._version:
+        whole = viewed(x) if viewed(x).numel() == x.numel() else x
+        reference, writes = self._given.get(id(whole), (None, 0))
+        if reference is not None and reference() is whole and writes == write_count(whole):
             return
-        self._given[id(whole)] = (weakref.ref(whole), whole._version)
-        if not in_backward():  # a recomputation's values were seen
+        self._given[id(whole)] = (weakref.ref(whole), write_count(whole))
+        if not in_backward():  # a recomputation's values were measured
             self._add("activations", path, x)
         if x.requires_grad:
             x.register_hook(self._gradient_hook("activation_gradients", path))
 
     def _gradient_hook(self, kind: str, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor) -> None:
-            if self._looking:
+            if self._active:
                 self._add(kind, name, gradient, self.scales[-1])
 
         return hook
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._updates = {}
-        if not self._looking:
+        if not self._active:
             return
         if args[1:] or kwargs.get("closure") is not None:
             warnings.warn(
                 f"numerics: {type(optimizer).__name__}.step is given a closure and cannot be "
-                "repeated; its updates are not looked at",
+                "repeated; its updates are not measured",
                 stacklevel=2,
             )
             return
         with outside_of_modes():
             self._updates = exact_updates(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_update_end(self, optimizer: Optimizer) -> None:
         self._new_step = True
         for p, (before, change) in self._updates.items():
             name = self._names.get(p)
@@ -234,15 +216,15 @@ class Statistics:
             self._add("updates", name, change)
             with outside_of_modes():
                 after = exact_weights(p, optimizer)
-                found = lost_updates(before, change, after)
+                lost = lost_updates(before, change, after)
             self.lost[name] = self.lost.get(name, LostUpdates())
-            self.lost[name] += found
+            self.lost[name] += lost
         self._updates = {}
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
         if not x.numel() or not x.is_floating_point() or kind not in self._kinds:
             return
-        row = self.rows.setdefault((kind, name), Row(kind, name))
+        row = self.rows.setdefault((kind, name), LayerStatistics(kind, name))
         with outside_of_modes():
             row.add(x, scale, kind in self._formats)
 
@@ -262,9 +244,9 @@ def scale_of(loss_scale: Any) -> float:
 def statistics(
     model: nn.Module, optimizer: Optimizer | None = None, loss_scale: Any = 1.0
 ) -> Iterator[Statistics]:
-    """Look at every training step inside; the statistics outlive the region. See `Statistics`."""
-    with Statistics(model, optimizer, loss_scale).watching() as seen:
-        yield seen
+    """Measure every training step inside; the statistics outlive the region. See `Statistics`."""
+    with Statistics(model, optimizer, loss_scale).watching() as measured:
+        yield measured
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Why a step could not run: the op that raised, its module, and the dtypes that met there."""
+"""Why a step failed: the op that raised the error, its module, and the dtypes of its inputs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from mprun._torch import op_name, tree_leaves
 
 SAME_DTYPE = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr", "convolution")
 )
-"""ATen ops whose kernels take floating inputs of one dtype alone; fake tensors do not check it."""
+"""ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it."""
 
 FIX = (
     "make the tensor in the model's dtype (for example torch.zeros(..., dtype=x.dtype)), or take a "
@@ -19,8 +20,8 @@ FIX = (
 )
 
 
-class Fault(NamedTuple):
-    """An op that raised."""
+class OpFault(NamedTuple):
+    """An op that raised an error."""
 
     op: str
     module: str
@@ -37,7 +38,7 @@ class Fault(NamedTuple):
 
 
 class DtypeMismatchError(RuntimeError):
-    """A step that real kernels refuse; its text is that of the fault."""
+    """Real kernels would refuse this step; the text is that of the `OpFault`."""
 
 
 def floating_dtypes(tree: Any) -> tuple[str, ...]:
@@ -49,6 +50,6 @@ def floating_dtypes(tree: Any) -> tuple[str, ...]:
 
 def check_dtypes(func: Any, args: Any, module: str, phase: str) -> None:
     """Raise `DtypeMismatchError` where an op of `SAME_DTYPE` has inputs of several dtypes."""
-    name = func.overloadpacket.__name__
-    if name in SAME_DTYPE and len(found := floating_dtypes(args)) > 1:
-        raise DtypeMismatchError(str(Fault(name, module, phase, found)))
+    name = op_name(func)
+    if name in SAME_DTYPE and len(dtypes := floating_dtypes(args)) > 1:
+        raise DtypeMismatchError(str(OpFault(name, module, phase, dtypes)))

@@ -1,11 +1,11 @@
-"""What the statistics of some steps come to, as plain values: the content of `numerics.json`.
+"""The results of `mprun numerics` as plain values: the content of `numerics.json`.
 
 Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
-updates those of the run. Beside them stands what the run held: its dtypes, and how many numbers
-were zero that are none in the exact pass.
+updates those of the run. Each row also says what the run held: its dtypes, and how many numbers
+were zero that are not zero in the exact pass.
 
-All shares are of the values that are not zero. A zero in the exact pass is a structural one (a ReLU
-that is off, padding, an input that is always 0), which no format loses.
+All shares are of the values that are not zero. A zero in the exact pass is structural (an inactive
+ReLU, padding, an input that is always 0), and no format loses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from mprun.numerics.collect import GRADIENTS, KINDS, Row, Statistics
+from mprun.numerics.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
 from mprun.numerics.format_verdict import (
     EITHER,
     FormatVerdict,
@@ -46,7 +46,7 @@ FROM_THE_RUN = ("weights", "updates")
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was seen."""
+    """Everything that was measured."""
 
     exact: Statistics
     """Of the passes in float32."""
@@ -56,7 +56,7 @@ class Findings:
     """The largest gradient that float16 has to hold, unscaled."""
     where: str
     fp16: FormatVerdict
-    """What passes in float16 come to, at a loss scale that fits."""
+    """The errors of float16 passes, at a loss scale that fits."""
     bf16: FormatVerdict
     """The same in bfloat16."""
     tried: Mapping[float, GradientErrors]
@@ -66,7 +66,7 @@ class Findings:
     zero: tuple[str, ...]
     """Parameters whose gradients are exactly zero in float32; they decide nothing either."""
     reference: Reference
-    """What told rounding errors."""
+    """How rounding errors were recognised."""
     unjudged_rows: frozenset[tuple[str, str]]
     """Kind and name of rows of gradients by activations that are rounding errors."""
     scale_kind: str
@@ -78,8 +78,7 @@ class Findings:
     def advice(self) -> ScaleAdvice | None:
         """The recommended loss scale."""
         rows = self.exact.of(*GRADIENTS)
-        kept = {n: r for n, r in rows.items() if not self._is_noise(r)}
-        layers = {n: (r.histogram, r.noise) for n, r in kept.items()}
+        layers = {n: (r.histogram, r.noise) for n, r in rows.items() if not self._is_noise(r)}
         return recommend(LayerGradients(self.largest, self.where, layers), self.headroom)
 
     def as_dict(self) -> dict[str, Any]:
@@ -92,7 +91,7 @@ class Findings:
             "rows": rows,
         }
 
-    def _is_noise(self, row: Row) -> bool:
+    def _is_noise(self, row: LayerStatistics) -> bool:
         if row.kind == "weight_gradients":
             return row.name in self.undetermined
         return (row.kind, row.name) in self.unjudged_rows
@@ -102,7 +101,7 @@ class Findings:
         """The run's last loss scale; None where it has none."""
         return self.held.scales[-1] if self.scale_kind != "none" and self.held.scales else None
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[LayerStatistics]:
         """Rows by kind, each kind in the order of the forward pass."""
         sources = {kind: self.held if kind in FROM_THE_RUN else self.exact for kind in KINDS}
         rows = [row for kind, source in sources.items() for row in source.of(kind).values()]
@@ -110,65 +109,65 @@ class Findings:
         order = {name: n for n, name in enumerate(forward)}
         return sorted(rows, key=lambda r: (KINDS.index(r.kind), order.get(r.name, len(order))))
 
-    def _row(self, row: Row) -> dict[str, Any]:
-        seen = row.histogram
-        found: dict[str, Any] = {
+    def _row(self, row: LayerStatistics) -> dict[str, Any]:
+        counts = row.histogram
+        result: dict[str, Any] = {
             "kind": row.kind,
             "name": row.name,
-            "histogram": seen.as_dict(),
-            "fp16": _shares(seen, row, FP16),
-            "bf16": _shares(seen, row, BF16),
+            "histogram": counts.as_dict(),
+            "fp16": _shares(counts, row, FP16),
+            "bf16": _shares(counts, row, BF16),
             "sqnr_db": {name: row.noise.db(name) for name in row.noise.noise},
             "verdict": None,
             "held": None,
             "loss_scaled": None,
         }
         if row.kind == "updates":  # are held nowhere: added, and lost or not
-            return found
-        held = self.held.rows.get((row.kind, row.name), Row(row.kind, row.name))
-        found["held"] = {
+            return result
+        held = self.held.rows.get((row.kind, row.name), LayerStatistics(row.kind, row.name))
+        result["held"] = {
             "dtypes": sorted(str(d).removeprefix("torch.") for d in held.dtypes),
-            "became_zero": _share(max(0, held.histogram.zero - seen.zero), seen.nonzero),
+            "became_zero": _share(max(0, held.histogram.zero - counts.zero), counts.nonzero),
             "infinite": held.histogram.infinite,
             "nan": held.histogram.nan,
         }
-        db = found["sqnr_db"]
+        db = result["sqnr_db"]
         in_fp16 = db.get("fp16", math.inf)
         if row.kind in GRADIENTS:
-            found["loss_scaled"] = self._loss_scaled(row, held)
-            in_fp16 = found["loss_scaled"]["fp16_db"]
+            result["loss_scaled"] = self._loss_scaled(row, held)
+            in_fp16 = result["loss_scaled"]["fp16_db"]
         in_bf16 = db.get("bf16", math.inf)
         if not self._is_noise(row):
-            found["verdict"] = range_or_precision(
-                self._does(self.fp16, row, in_fp16), self._does(self.bf16, row, in_bf16)
+            result["verdict"] = range_or_precision(
+                self._suffices(self.fp16, row, in_fp16), self._suffices(self.bf16, row, in_bf16)
             )
-        return found
+        return result
 
-    def _does(self, format: FormatVerdict, row: Row, rounding_db: float) -> bool:
-        """Whether a format does for a row's numbers: all do where its passes are fine."""
+    def _suffices(self, format: FormatVerdict, row: LayerStatistics, rounding_db: float) -> bool:
+        """Whether a format suffices for a row: always where its passes are fine."""
         if format.will_do:
             return True
         is_parameter = row.kind == "weight_gradients"
         by_passes = not is_parameter or format.parameter_will_do(row.name)
         return by_passes and rounding_db >= self.needed_db
 
-    def _loss_scaled(self, row: Row, held: Row) -> dict[str, Any]:
-        """What becomes of gradients in float16 with a loss scale: recommended, and the run's."""
-        seen, recommended = row.histogram, self.advice.scale if self.advice else 1.0
-        found: dict[str, Any] = {
+    def _loss_scaled(self, row: LayerStatistics, held: LayerStatistics) -> dict[str, Any]:
+        """Gradients in float16 with the recommended loss scale, and with the run's."""
+        counts, recommended = row.histogram, self.advice.scale if self.advice else 1.0
+        result: dict[str, Any] = {
             "recommended": recommended,
-            "fp16_db": expected_db(seen, row.noise.signal, FP16, recommended),
+            "fp16_db": expected_db(counts, row.noise.signal, FP16, recommended),
             "in_use": self._in_use,
         }
         if self._in_use is not None:
             by = math.frexp(self._in_use)[1] - 1
-            found["fp16"] = {
-                "below_normal": _share(seen.below(FP16.smallest_normal - by), seen.nonzero),
-                "below_smallest": _share(seen.below(FP16.smallest - by), seen.nonzero),
-                "becoming_zero": _share(seen.up_to(FP16.smallest - 1 - by), seen.nonzero),
-                "above_largest": _share(held.histogram.infinite, seen.nonzero),
+            result["fp16"] = {
+                "below_normal": _share(counts.below(FP16.smallest_normal - by), counts.nonzero),
+                "below_smallest": _share(counts.below(FP16.smallest - by), counts.nonzero),
+                "becoming_zero": _share(counts.up_to(FP16.smallest - 1 - by), counts.nonzero),
+                "above_largest": _share(held.histogram.infinite, counts.nonzero),
             }
-        return found
+        return result
 
     def _verdict(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         formats = {"fp16": self.fp16, "bf16": self.bf16}
@@ -177,7 +176,7 @@ class Findings:
         others = (EITHER, None)
         return {
             "word": word,
-            "reason": f"{self._in_fp16()}; in bfloat16 {_kept(self.bf16)}",
+            "reason": f"{self._in_fp16()}; in bfloat16 {_exactness(self.bf16)}",
             "made_by": [
                 *(f"the loss in {LONG[name]}" for name, f in formats.items() if not f.loss_will_do),
                 *(name for name, verdict in names if verdict not in others),
@@ -206,11 +205,11 @@ class Findings:
 
     def _in_fp16(self) -> str:
         at = "" if self.advice is None else f" ({power(self.advice.scale)} for all steps)"
-        return f"in float16 at a fitting loss scale{at} {_kept(self.fp16)}"
+        return f"in float16 at a fitting loss scale{at} {_exactness(self.fp16)}"
 
     def _loss_scale(self) -> dict[str, Any]:
         advice, used = self.advice, self.held.scales
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "kind": self.scale_kind,
             "in_use": self._in_use,
             "lowest_in_use": min(used, default=None),
@@ -228,20 +227,20 @@ class Findings:
         }
         if advice is not None:
             scales = {"none": 1.0, "published": PUBLISHED}
-            if found["in_use"] is not None:
-                scales["in use"] = found["in_use"]
+            if result["in_use"] is not None:
+                scales["in use"] = result["in_use"]
             scales["recommended"] = advice.scale
             verdicts = {name: judge(s, advice, self.needed_db) for name, s in scales.items()}
-            found["verdicts"] = [{"label": n, **vars(v)} for n, v in verdicts.items()]
-            found["needed"], found["need"] = need(advice, self.needed_db)
-        return found
+            result["verdicts"] = [{"label": n, **vars(v)} for n, v in verdicts.items()]
+            result["needed"], result["need"] = need(advice, self.needed_db)
+        return result
 
 
 LONG = {"fp16": "float16", "bf16": "bfloat16"}
 
 
-def _kept(format: FormatVerdict) -> str:
-    """What the gradients and the loss of a format's passes keep, beside what is needed."""
+def _exactness(format: FormatVerdict) -> str:
+    """How exact the gradients and the loss of a format's passes are, and what is needed."""
     measure, tolerance = format.measure, format.tolerance
     loss, needed = measure.loss_difference, tolerance.gradient_db or 0.0
     if not math.isfinite(loss):
@@ -268,15 +267,15 @@ def _db(db: float, name: str) -> str:
 NO_ADVICE = "no loss scale can be recommended: every gradient is zero, or one is not finite"
 
 
-def _shares(seen: Histogram, row: Row, to: Format) -> dict[str, float | None]:
+def _shares(counts: Histogram, row: LayerStatistics, to: Format) -> dict[str, float | None]:
     """Shares of the non-zero values that a format holds with fewer bits, or not at all."""
-    counts = {
-        "below_normal": seen.below(to.smallest_normal),
-        "below_smallest": seen.below(to.smallest),
-        "becoming_zero": seen.up_to(to.smallest - 1),
+    numbers = {
+        "below_normal": counts.below(to.smallest_normal),
+        "below_smallest": counts.below(to.smallest),
+        "becoming_zero": counts.up_to(to.smallest - 1),
         "above_largest": row.noise.above.get(to.name, 0),
     }
-    return {name: _share(n, seen.nonzero) for name, n in counts.items()}
+    return {name: _share(n, counts.nonzero) for name, n in numbers.items()}
 
 
 def _share(count: int, of: int) -> float | None:

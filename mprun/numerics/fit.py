@@ -1,10 +1,10 @@
 """The largest batch whose peak fits: a search over a function that grows with the batch.
 
-The peak of a step is close to a straight line in the batch size (parameters and state, plus so many
-bytes a sample), so a guess along the line through two measured sizes is nearly always right, and
-the two sizes that prove it (one that fits, one more that does not) come next. Where the line bends,
-because another moment of the step becomes the peak, guesses that make little progress alternate
-with halving.
+The peak of a step is nearly a straight line in the batch size: parameters and state, plus a
+constant number of bytes per sample. So the search guesses along the line through two measured
+sizes. Then it tries the two sizes that prove the result: one that fits, and the next one that does
+not. Where the line bends, because another moment of the step becomes the peak, guesses that make
+little progress alternate with halving.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What was found."""
+class LargestFit:
+    """The result of the search."""
 
     size: int
     """The largest that fits; 0 where not even 1 does."""
@@ -29,13 +29,13 @@ class Fit:
         return peaks == sorted(peaks)
 
 
-def largest(peak: Callable[[int], int], limit: int, start: int) -> Fit:
+def largest(peak: Callable[[int], int], limit: int, start: int) -> LargestFit:
     """The largest size whose peak is at most `limit`, and that the next one's is not.
 
-    Sizes beyond `limit` are not looked at: a sample takes a byte or more.
+    Sizes beyond `limit` are not tried: a sample takes a byte or more.
 
     Args:
-        peak: size (1 or more) to peak, in bytes; expected to grow with the size, see `Fit.grows`.
+        peak: size (1 or more) to peak, in bytes; should grow with it (`LargestFit.grows`).
         limit: bytes.
         start: the size to try first.
     """
@@ -46,7 +46,7 @@ def largest(peak: Callable[[int], int], limit: int, start: int) -> Fit:
         gap, tried[guess] = high - low, peak(guess)
         low, high = (guess, high) if tried[guess] <= limit else (low, guess)
         if high - low == 1:
-            return Fit(low, tried)
+            return LargestFit(low, tried)
         halve = not halve and high in tried and low in tried and 2 * (high - low) > gap
         middle = (low + high) // 2 if high in tried else 2 * low
         line = None if halve else _on_line(tried, limit, low, high)

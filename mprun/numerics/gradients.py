@@ -1,17 +1,16 @@
-"""The largest gradient of a backward pass, and where it arose.
+"""The largest gradient of a backward pass, and the op that it belongs to.
 
-A loss scale must not be too large for *any* number of the backward pass, and many of them are the
-gradient of no module's output: those inside attention, or of weights before they are cast back to
-float32. So autograd's graph is walked from the outputs of the model, and every node says what it is
-given. Nodes are numbered as they are made; which module was running then is known from hooks.
+A loss scale must not be too large for *any* number of the backward pass. Many of these numbers are
+the gradient of no module's output: those inside attention, or of weights before they are cast back
+to float32. So autograd's graph is walked from the outputs of the model, and a hook on every node
+measures the gradients that the node receives.
 
-What a single kernel computes inside is not seen, and nothing is seen inside compiled code.
+Numbers inside a single kernel cannot be measured, nor anything inside compiled code.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -19,21 +18,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
-from mprun._torch import next_node, node_number, outside_of_modes
+from mprun._torch import node_number, outside_of_modes, tree_leaves
+from mprun.numerics.tracker import StepListener, StepTracker
 
 ROOT = "(model)"
 """What the model itself is called, whose path is empty."""
 
-
 PARAMETER = "parameter"
 
 
-class Place(NamedTuple):
-    """Where a gradient arose."""
+class GradientSource(NamedTuple):
+    """What a gradient is the gradient of."""
 
     module: str
+    """The path of the module, or the parameter's name."""
     op: str
     """The op of the forward pass whose output it is the gradient of, or `PARAMETER`."""
     dtype: torch.dtype
@@ -42,114 +41,92 @@ class Place(NamedTuple):
         return self.module if self.op == PARAMETER else f"{self.op} in {self.module}"
 
 
-class LargestGradients:
-    """Keeps the largest magnitude seen at each place; NaN and infinities as infinite.
+class LargestGradients(StepListener):
+    """Keeps the largest magnitude of each source; NaN and infinities as infinite.
 
     Args:
         unscaled: what a gradient's magnitude is divided by, asked in the backward pass.
     """
 
     def __init__(self, unscaled: Callable[[], float] = lambda: 1.0) -> None:
-        self.found: dict[Place, float] = {}
+        self.magnitudes: dict[GradientSource, float] = {}
+        self.tracker = StepTracker()
         self._scale = unscaled
         self._active = False
-        self._began = 0
-        self._until: list[int] = []
-        self._modules: list[str] = []
-        self._paths: list[str] = []
         self._names: dict[int, str] = {}
 
-    def worst(self) -> tuple[float, Place | None]:
+    def worst(self) -> tuple[float, GradientSource | None]:
         """The largest that float16 has to hold: those in float16, or all where none is."""
-        low = {p: v for p, v in self.found.items() if p.dtype == torch.float16} or self.found
-        place = max(low, key=lambda p: low[p], default=None)
-        return (0.0, None) if place is None else (low[place], place)
+        low = {p: v for p, v in self.magnitudes.items() if p.dtype == torch.float16}
+        low = low or self.magnitudes
+        source = max(low, key=lambda p: low[p], default=None)
+        return (0.0, None) if source is None else (low[source], source)
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Look at what `model` computes while this is entered, backward passes included."""
+        """Measure what `model` computes while this is entered, backward passes included."""
+        with self.tracker.following(model, listeners=[self]), self.parameter_hooks(model):
+            yield
+
+    @contextmanager
+    def parameter_hooks(self, model: nn.Module) -> Iterator[None]:
+        """Measure the parameters' gradients; for users of a tracker that notifies this already."""
+        self._names = {id(p): name for name, p in model.named_parameters()}
         with ExitStack() as stack:
-            for path, module in model.named_modules():
-                enter, leave = self._hooks(path or ROOT)
-                for handle in (
-                    module.register_forward_pre_hook(enter, prepend=True),
-                    module.register_forward_hook(leave, always_call=True),
-                ):
-                    stack.callback(handle.remove)
-            self._names = {id(p): name for name, p in model.named_parameters()}
             for name, p in model.named_parameters():
                 if p.requires_grad:
-                    look = self._look(name, PARAMETER)
-                    stack.callback(p.register_hook(lambda g, look=look: look((g,))).remove)
+                    measure = self._measure(name, PARAMETER)
+                    hook = p.register_hook(lambda g, measure=measure: measure((g,)))
+                    stack.callback(hook.remove)
             try:
                 yield
             finally:
                 self._active = False
-                self._forget()
+
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._active = True
+        self.tracker.forget_graph()
+
+    def on_forward_end(self, path: str, outputs: Any) -> None:
+        if torch.is_grad_enabled():
+            self.follow(outputs)
 
     def follow(self, outputs: Any) -> None:
-        """Look at the gradients of what led to `outputs` since the model was last called."""
-        found = (x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor))
-        todo: list[Node] = [node for node in found if node is not None]
+        """Hook the nodes that led to `outputs` since the model was last called."""
+        nodes = (x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor))
+        todo: list[Node] = [node for node in nodes if node is not None]
         seen = set(todo)
         while todo:
             node = todo.pop()
             number = node_number(node)
-            if number is None or number < self._began:
+            if number is None or number < self.tracker.first_node:
                 continue  # a parameter's, or made before: of another call
             where = _parameter_behind(node, self._names) or (self._module(number), _op(node))
-            node.register_prehook(self._look(*where))  # dies with the node
+            node.register_prehook(self._measure(*where))  # dies with the node
             for following, _ in node.next_functions:
                 if following is not None and following not in seen:
                     seen.add(following)
                     todo.append(following)
 
-    def _hooks(self, path: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(*_: object) -> None:
-            if not self._paths:
-                self._forget()
-                self._active, self._began = True, next_node()
-            self._mark()
-            self._paths.append(path)
-
-        def leave(module: nn.Module, inputs: object, outputs: object) -> None:
-            self._mark()
-            self._paths.pop()
-            if not self._paths and torch.is_grad_enabled():
-                self.follow(outputs)
-
-        return enter, leave
-
-    def _mark(self) -> None:
-        """Nodes made since the last mark belong to the module that is running."""
-        self._until.append(next_node())
-        self._modules.append(self._paths[-1] if self._paths else "")
-
-    def _forget(self) -> None:
-        """Of a call of the model nothing is needed once the next one begins."""
-        self._until.clear()
-        self._modules.clear()
-        self._paths.clear()
-
     def _module(self, number: int) -> str:
-        i = bisect_right(self._until, number)
-        return self._modules[i] if i < len(self._modules) else "the loss"
+        module = self.tracker.module_of(number, own_thread=True)
+        return "the loss" if module is None else module or ROOT
 
-    def _look(self, module: str, op: str) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def look(gradients: tuple[Tensor | None, ...]) -> None:
+    def _measure(self, module: str, op: str) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def measure(gradients: tuple[Tensor | None, ...]) -> None:
             if not self._active:
                 return
             for gradient in gradients:
                 if gradient is not None and gradient.numel() and gradient.is_floating_point():
-                    self._keep(Place(module, op, gradient.dtype), gradient)
+                    self._add(GradientSource(module, op, gradient.dtype), gradient)
 
-        return look
+        return measure
 
-    def _keep(self, place: Place, gradient: Tensor) -> None:
+    def _add(self, source: GradientSource, gradient: Tensor) -> None:
         with outside_of_modes():
             size = float(torch.linalg.vector_norm(gradient, math.inf)) / self._scale()
         size = size if math.isfinite(size) else math.inf
-        self.found[place] = max(self.found.get(place, 0.0), size)
+        self.magnitudes[source] = max(self.magnitudes.get(source, 0.0), size)
 
 
 def _op(node: Node) -> str:
@@ -157,12 +134,12 @@ def _op(node: Node) -> str:
 
 
 def _parameter_behind(node: Node, names: Mapping[int, str]) -> tuple[str, str] | None:
-    """The parameter that a node hands its gradient to as it is, or cast or transposed."""
+    """The parameter whose gradient a node passes on: as it is, cast or transposed."""
     following: Node | None = node
-    while following is not None and following.name() in _ON_THE_WAY:
+    while following is not None and following.name() in _PASSES_ON:
         following = following.next_functions[0][0]
     name = names.get(id(getattr(following, "variable", None)))
     return None if name is None else (name, PARAMETER)
 
 
-_ON_THE_WAY = ("TBackward0", "ToCopyBackward0", "TransposeBackward0")
+_PASSES_ON = ("TBackward0", "ToCopyBackward0", "TransposeBackward0")

@@ -1,13 +1,12 @@
-"""How a tensor's values spread over the powers of two: what decides which format can hold them.
+"""How a tensor's values spread over the powers of two, which decides what formats can hold them.
 
 A float is +-m 2^e with 1 <= m < 2; its exponent e alone says whether a format's range has room for
-it. (`frexp` has m in 0.5..1, and so e + 1.) Exponents are read off the bit patterns: exact, for
-subnormal numbers too. Zeros, infinities and NaN have none and are counted apart.
+it. (`frexp` has m in 0.5..1, and so e + 1.) Exponents are read from the bit patterns, which is
+exact for subnormal numbers too. Zeros, infinities and NaN have none and are counted apart.
 
-A format's limits are powers of two, so shares below them follow from the histogram, also after a
-multiplication by a power of two, which only shifts it. Some limits belong to the side above and
-some to the side below (2^-25 becomes 0 in float16, 2^-24 does not), so exact powers of two are
-counted once more on their own.
+A format's limits are powers of two, so the histogram gives the shares below them. Multiplying by a
+power of two only shifts the histogram. Some limits belong to the side above, some to the side below
+(2^-25 becomes 0 in float16, 2^-24 does not), so exact powers of two are also counted separately.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**16
-"""Elements looked at together on a CPU: what stays in a core's cache."""
+"""Elements counted together on a CPU: so many stay in a core's cache."""
 
 _INTEGER = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}

@@ -1,13 +1,13 @@
-"""Updates that 16-bit weights would lose: how many a step leaves as they were.
+"""How many updates 16-bit weights would lose: a step leaves these weights unchanged.
 
-A weight w kept in 16 bits has neighbours a gap apart (2^-10 of its size in float16, 2^-7 in
+A 16-bit weight w has neighbours at a distance, the gap (2^-10 of its size in float16, 2^-7 in
 bfloat16, both to within a factor of two). A step that moves it by u, computed in float32 or wider,
 leaves it unchanged
 
     nearest     where |u| is below half the gap, or equal to it and w's last bit is 0 (ties to
-                even); at the next step as well, and for ever
-    stochastic  with probability 1 - |u| / gap, at most 1 and at least 0: what is lost at one step
-                is gained at another. The share expected is the mean of these (mprun's rounding
+                even); and so at every later step
+    stochastic  with probability 1 - |u| / gap, between 0 and 1: what one step loses, another
+                gains. The expected share is the mean of these (mprun's rounding
                 has 13 and 16 random bits: it is that to 2^-13 and 2^-16)
     kahan       where w with its remainder, together a float32 number, does not move
 
@@ -40,7 +40,7 @@ class LostUpdates:
     unchanged: dict[str, float] = field(default_factory=dict)
     """`fp16.nearest` and so on to how many stay; expected numbers for stochastic rounding."""
     really: int = 0
-    """How many the step that was taken left unchanged, kept as they are kept."""
+    """How many weights the real step left unchanged, in the dtype they have."""
 
     def __iadd__(self, other: LostUpdates) -> LostUpdates:
         self.updated += other.updated
@@ -66,15 +66,15 @@ def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) 
     Args:
         weights: before the step; float16, bfloat16 or float32, or float64 of such values.
         updates: what the step adds, as exactly as it is known; of that shape.
-        after: the weights as the step really left them, in the dtype they are kept in; None
-            where that is not known, and counted as unchanged nowhere.
+        after: the weights after the real step, in their own dtype; None where that is not
+            known, which counts no weight as unchanged.
     """
     weights, updates = weights.detach().double(), updates.detach().double()
     held = {name: weights.to(torch.float32).to(dtype) for name, dtype in DTYPES.items()}
     moves = (updates != 0) & torch.isfinite(updates)
     for w16 in held.values():
         moves &= torch.isfinite(w16)
-    found = LostUpdates(updated=int(moves.sum()))
+    lost = LostUpdates(updated=int(moves.sum()))
     for name, w16 in held.items():
         half = _gap(w16, updates > 0) / 2
         size = updates.abs()
@@ -85,10 +85,10 @@ def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) 
             "kahan": _compensated_stays(weights.float(), updates, w16.dtype),
         }
         for rule, probability in stays.items():
-            found.unchanged[f"{name}.{rule}"] = float(probability.double()[moves].sum())
+            lost.unchanged[f"{name}.{rule}"] = float(probability.double()[moves].sum())
     if after is not None:
-        found.really = int((after.detach().double() == weights)[moves].sum())
-    return found
+        lost.really = int((after.detach().double() == weights)[moves].sum())
+    return lost
 
 
 def _magnitude(w16: Tensor) -> Tensor:

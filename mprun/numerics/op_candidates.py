@@ -33,9 +33,9 @@ import yaml  # type: ignore[import-untyped]
 from torch import nn
 
 from mprun.errors import first_line
-from mprun.numerics.observe import Observer, Op
+from mprun.numerics.op_trace import CallStack
+from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.numerics.passes import CastPlan, NotMeasurableError, is_out_of_memory, ready
-from mprun.numerics.trace import Calls
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
 from mprun.precision.forward_backward import call_arguments
 from mprun.precision.op_lists import Entry, Watcher
@@ -64,7 +64,7 @@ class OpFailedError(Exception):
         self.op = op
 
 
-class _FailedCalls(Calls):
+class _FailedCalls(CallStack):
     """Knows in which call an error was raised first."""
 
     failed = ""
@@ -105,14 +105,13 @@ def forward_calls(
     Raises:
         OpFailedError: an op cannot be computed so.
     """
-    names, ops = _FailedCalls(), list[Op]()
-    observer = Observer(ops.append, names.current)
+    names, ops = _FailedCalls(), list[RecordedOp]()
+    recorder = OpRecorder(ops.append, names.current)
     plan = plan_with(names)
-    nothing = torch.optim.SGD(model.parameters(), lr=0.0)  # the observer follows one
-    following = observer.following(model, nothing)
+    following = recorder.following(model)
     args, kwargs = call_arguments(inputs)
     try:
-        with ready(model), plan.applied_to(model), following, observer, plan.caster.region():
+        with ready(model), plan.applied_to(model), following, recorder, plan.caster.region():
             model(*args, **kwargs)
     except RuntimeError as error:
         if is_out_of_memory(error):
@@ -123,7 +122,7 @@ def forward_calls(
     return [call for _, group in grouped if (call := _forward_call(list(group))) is not None]
 
 
-def _forward_call(ops: Sequence[Op]) -> ForwardCall | None:
+def _forward_call(ops: Sequence[RecordedOp]) -> ForwardCall | None:
     computing = [op for op in ops if not op.is_cast and not op.is_view]
     takes = any(v.dtype.is_floating_point for op in computing for v in op.inputs)
     results = ([v for v in op.outputs if v.dtype.is_floating_point] for op in reversed(computing))

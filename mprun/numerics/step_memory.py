@@ -1,4 +1,4 @@
-"""What was alive during a training step: the sums of what `footprint` counts."""
+"""The memory alive during a training step: sums over the storages `memory_recorder` saw."""
 
 from __future__ import annotations
 
@@ -8,29 +8,22 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "temporary",
-)
+from mprun.records.run_record import MEMORY_CATEGORIES
 
 
 @dataclass(slots=True)
-class Held:
-    """A storage: memory that one tensor, or several, hold."""
+class LiveStorage:
+    """A storage: memory that one tensor or several share."""
 
     nbytes: int
     category: str
-    """One of `CATEGORIES`."""
+    """One of `MEMORY_CATEGORIES`."""
     owner: str
     """Path of the module it belongs to, or one of `(inputs)`, `(loss)`, `(optimizer)`."""
     born: int
     """The first point at which it is alive."""
     shape: tuple[int, ...]
-    """Of the first tensor seen on it."""
+    """Of the first tensor on it."""
     dtype: str
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
@@ -40,35 +33,35 @@ class Held:
         return self.born <= point and (self.died is None or point < self.died)
 
 
-class Point(NamedTuple):
-    """An op of the step: what is alive is counted right after it."""
+class MemoryPoint(NamedTuple):
+    """An op of the step: memory is counted right after it."""
 
     op: str
     """ATen's name."""
     phase: str
     """forward, backward, optimizer, or other (loss, loss scale, clipping)."""
     owner: str
-    """As in `Held`."""
+    """As in `LiveStorage`."""
 
 
 @dataclass(frozen=True)
 class StepMemory:
     """The memory of one training step."""
 
-    points: tuple[Point, ...]
+    points: tuple[MemoryPoint, ...]
     """Its ops, in the order they ran."""
     timeline: Mapping[str, tuple[int, ...]]
     """Category to the bytes alive after each op."""
     peak_at: int
     """The first op after which the most is alive."""
-    peak_holds: tuple[Held, ...]
+    peak_holds: tuple[LiveStorage, ...]
     """Everything alive then, the largest first."""
     kinds: Mapping[str, str]
     """Every owner in the model's order, with its class; empty for those that are no module."""
 
     @classmethod
     def of(
-        cls, held: Sequence[Held], points: Sequence[Point], kinds: Mapping[str, str]
+        cls, held: Sequence[LiveStorage], points: Sequence[MemoryPoint], kinds: Mapping[str, str]
     ) -> StepMemory:
         """The sums.
 
@@ -79,7 +72,7 @@ class StepMemory:
             raise ValueError("no op ran: there is no step to count")
         timeline = {
             category: _alive_after(len(points), (h for h in held if h.category == category))
-            for category in CATEGORIES
+            for category in MEMORY_CATEGORIES
         }
         totals = [sum(row) for row in zip(*timeline.values(), strict=True)]
         at = totals.index(max(totals))
@@ -104,10 +97,10 @@ class StepMemory:
     @cached_property
     def modules(self) -> dict[str, dict[str, int]]:
         """Owner to its bytes at the peak by category, in the model's order; none without any."""
-        found = {owner: dict.fromkeys(CATEGORIES, 0) for owner in self.kinds}
+        rows = {owner: dict.fromkeys(MEMORY_CATEGORIES, 0) for owner in self.kinds}
         for h in self.peak_holds:
-            found[h.owner][h.category] += h.nbytes
-        return {owner: row for owner, row in found.items() if any(row.values())}
+            rows[h.owner][h.category] += h.nbytes
+        return {owner: row for owner, row in rows.items() if any(row.values())}
 
     @property
     def phase_peaks(self) -> dict[str, int]:
@@ -152,7 +145,7 @@ class StepMemory:
         }
 
 
-def _alive_after(points: int, held: Iterable[Held]) -> tuple[int, ...]:
+def _alive_after(points: int, held: Iterable[LiveStorage]) -> tuple[int, ...]:
     """Bytes alive after each of `points` ops."""
     changes = [0] * (points + 1)
     for h in held:

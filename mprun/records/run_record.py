@@ -133,6 +133,13 @@ class DataTimes:
     p90: float | None
 
 
+MEMORY_CATEGORIES = (
+    *("parameters", "buffers", "gradients"),
+    *("optimizer_state", "activations", "temporary"),
+)
+"""The parts of a step's memory; they sum to its peak."""
+
+
 @dataclass(kw_only=True)
 class Memory:
     """Bytes alive at the peak of a training step; the six parts sum to `peak`."""

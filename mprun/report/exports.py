@@ -15,15 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.rows import Comparison, Estimate, Interval, Variant
-from mprun.records.run_record import jsonable
+from mprun.records.run_record import MEMORY_CATEGORIES, jsonable
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 
 SCHEMA_VERSION = 1
-MEMORY = (
-    *("peak", "parameters", "buffers", "gradients", "optimizer_state"),
-    *("activations", "temporary", "data", "allocator_peak"),
-)
+MEMORY = ("peak", *MEMORY_CATEGORIES, "data", "allocator_peak")
 
 
 def markdown(comparison: Comparison) -> str:

@@ -13,6 +13,7 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.compare.rows import Comparison, Variant
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
@@ -77,7 +78,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "headings": cells.headings(comparison),
         "variants": _variants(comparison),
         "memory_unit": cells.memory_unit(comparison)[0],
-        "memory_headings": ("peak", *_CATEGORIES),
+        "memory_headings": ("peak", *MEMORY_CATEGORIES),
         "plots": [(plot, Markup(plot.svg)) for plot in plots],
         "published": published.rows(comparison),
         "published_headings": published.HEADINGS,
@@ -92,9 +93,6 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "light": Markup(declarations(LIGHT)),
         "dark": Markup(declarations(DARK)),
     }
-
-
-_CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
 
 
 def _variants(comparison: Comparison) -> list[Shown]:
@@ -112,7 +110,7 @@ def _variants(comparison: Comparison) -> list[Shown]:
             details=tuple(_details(variant)),
             memory=tuple(
                 cells.memory(comparison, variant.memory_bytes.get(name))
-                for name in ("peak", *_CATEGORIES)
+                for name in ("peak", *MEMORY_CATEGORIES)
             ),
         )
         for place, variant in enumerate(comparison.variants)

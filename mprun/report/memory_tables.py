@@ -8,24 +8,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-CATEGORIES = {
-    "parameters": "parameters",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer",
-    "activations": "activations",
-    "temporary": "temporary",
-}
+from mprun.records.run_record import MEMORY_CATEGORIES
+
+CATEGORIES = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_state": "optimizer"}
 """The categories of `memory.json`, and what they are called where people read them."""
 
-SHORT = {
-    "parameters": "params",
-    "buffers": "buffers",
-    "gradients": "grads",
-    "optimizer_state": "optim.",
-    "activations": "activ.",
-    "temporary": "temp.",
-}
+SHORT = dict(
+    zip(CATEGORIES, ("params", "buffers", "grads", "optim.", "activ.", "temp."), strict=True)
+)
 """The same for narrow columns."""
 
 MODULES = 20

@@ -2,62 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from mprun.numerics.exceptions import Found, FpException, Outcome
-from mprun.numerics.exceptions.found import told
+from mprun.numerics.nonfinite import FpException, NonfiniteReport, StepOutcome, finding_lines
 from mprun.records.run_record import RunFolder, Summary
 from mprun.train.recorder import Journal
 
 SCHEMA_VERSION = 1
 EVENTS = 1000
-"""Findings and expected ones after which no more lines are written; the counts go on."""
+"""Findings and expected exceptions after which no more events are written; counting continues."""
 
 
 class ExceptionLog:
-    """Is told after each step that had any.
+    """Records the exceptions of each step.
 
     Args:
-        summary: its row of counts is kept true; None there: nothing is looked for.
-        found: what there was so far.
+        summary: its row of counts is updated; None there: the run inspects nothing.
+        report: the exceptions so far.
         folder: the run's folder.
         journal: the run's journal.
-        say: shows a line.
+        show: prints a line.
     """
 
     def __init__(
         self,
         summary: Summary,
-        found: Found,
+        report: NonfiniteReport,
         folder: RunFolder,
         journal: Journal,
-        say: Callable[[str], None],
+        show: Callable[[str], None],
     ) -> None:
-        self._summary, self._found = summary, found
-        self._folder, self._journal, self._say = folder, journal, say
+        self._summary, self._report = summary, report
+        self._folder, self._journal, self._show = folder, journal, show
 
-    def tell(self, outcome: Outcome, news: Sequence[FpException]) -> None:
-        """A step had exceptions; `news` are those of its findings that are the first of a kind."""
-        counts = self._found.counts
+    def on_step_end(self, outcome: StepOutcome) -> None:
+        """Write events, and show new findings; an error that ends the run shows them itself."""
+        counts = self._report.counts
         if counts["finding"] + counts["expected"] <= EVENTS:
             for exception in outcome.exceptions:
                 if exception.verdict != "absorbed":
                     self._journal.event(event_row(exception))
-        for line in told(news):
-            self._say(line)
-        if news:
+        if outcome.new_findings and outcome.stop_reason is None:
+            for line in finding_lines(outcome.new_findings):
+                self._show(line)
             self.write()
 
     def write(self) -> None:
-        """Bring the summary and the file up to date, where something is looked for."""
+        """Update the summary and the file, if the run inspects its steps."""
         row = self._summary.fp_exceptions
         if row is not None:
-            counts = self._found.counts
+            counts = self._report.counts
             row.finding, row.expected = counts["finding"], counts["expected"]
-            row.absorbed, row.dropped_steps = counts["absorbed"], self._found.dropped_steps
-            self._folder.fp_exceptions(
-                {"schema_version": SCHEMA_VERSION, **self._found.state_dict()}
-            )
+            row.absorbed, row.dropped_steps = counts["absorbed"], self._report.dropped_steps
+            file = {"schema_version": SCHEMA_VERSION, **self._report.state_dict()}
+            self._folder.fp_exceptions(file)
 
 
 def event_row(exception: FpException) -> dict[str, object]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mprun.cli.main import main
 from mprun.numerics import FpException, fp_exceptions
-from mprun.numerics.exceptions import Found
+from mprun.numerics.nonfinite import NonfiniteReport
 from tests.answers.models import CASES, MODES, loss_of, points
 from tests.answers.oracle import BATCH
 from tests.answers.seeds import SEEDS
@@ -53,7 +53,7 @@ BLAMED = {
 """What fails in 16 bits by overflow. `bf16_hostile` fails by rounding: no exception at all."""
 
 
-def trained(case: str, mode: str, seed: int) -> Found:
+def trained(case: str, mode: str, seed: int) -> NonfiniteReport:
     """What is found in some steps with PyTorch's own autocast and GradScaler."""
     torch.manual_seed(seed)
     dtype = torch.bfloat16 if mode.startswith("bf16") else torch.float16
@@ -136,7 +136,7 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def spoiled(what: str, value: float, mode: str) -> Found:
+def spoiled(what: str, value: float, mode: str) -> NonfiniteReport:
     """A number that is bad before the first step, and four steps of AdamW."""
     torch.manual_seed(0)
     model = nn.Sequential(

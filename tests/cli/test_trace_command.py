@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mprun.cli.main import main
-from mprun.numerics.observe import PHASES
+from mprun.numerics.tracker import PHASES
 
 MNIST = [
     *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),

@@ -230,7 +230,7 @@ def test_an_optimizer_with_a_closure_is_told_of() -> None:
 
     with statistics(model, optimizer) as seen:
         closure()
-        with pytest.warns(UserWarning, match=r"LBFGS.step is given a closure.*not looked at"):
+        with pytest.warns(UserWarning, match=r"LBFGS.step is given a closure.*not measured"):
             optimizer.step(closure)
     assert not seen.of("updates")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.numerics.gradients import PARAMETER, LargestGradients, Place
+from mprun.numerics.gradients import PARAMETER, GradientSource, LargestGradients
 
 
 class Inside(nn.Module):
@@ -33,14 +33,14 @@ def looked(model: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> Lar
 def test_one_that_no_module_gives_is_found_with_its_module() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Inside())
     size, place = looked(model, torch.zeros(1, 2)).worst()
-    assert (place, size) == (Place("1", "Mul", torch.float32), pytest.approx(1e6, rel=1))
+    assert (place, size) == (GradientSource("1", "Mul", torch.float32), pytest.approx(1e6, rel=1))
     assert str(place) == "Mul in 1"
 
 
 def test_every_gradient_autograd_has_is_looked_at() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    seen = looked(model, x).found
+    seen = looked(model, x).magnitudes
     first, _, last = model
     hidden = torch.tanh(first(x))
     by_hidden = torch.ones(5, 2) @ last.weight
@@ -63,7 +63,7 @@ def test_only_float16_counts_where_there_is_some() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))  # autocast: softmax in float32
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     seen = looked(model, x, torch.float16)
-    dtypes = {place.dtype for place in seen.found}
+    dtypes = {place.dtype for place in seen.magnitudes}
     assert dtypes == {torch.float16, torch.float32}
     _, place = seen.worst()
     assert place is not None
@@ -76,8 +76,8 @@ def test_weights_cast_by_autocast_are_called_by_their_names() -> None:
     seen = looked(model, torch.ones(64, 4), torch.float16)
     size, place = seen.worst()
     assert place in (
-        Place("weight", PARAMETER, torch.float16),
-        Place("bias", PARAMETER, torch.float16),
+        GradientSource("weight", PARAMETER, torch.float16),
+        GradientSource("bias", PARAMETER, torch.float16),
     )
     assert (str(place), size) in (("weight", 64.0), ("bias", 64.0))
 
@@ -125,9 +125,9 @@ def test_attention_by_its_matmuls() -> None:
     seen = LargestGradients()
     with seen.following(model):
         model(x, x, x)[0].sum().backward()  # needs_weights: written out in Python
-    ops = {place.op for place in seen.found}
+    ops = {place.op for place in seen.magnitudes}
     assert {"Softmax", "Bmm"} <= ops
-    assert {place.module for place in seen.found if place.op == "Softmax"} == {"(model)"}
+    assert {place.module for place in seen.magnitudes if place.op == "Softmax"} == {"(model)"}
 
 
 def test_two_calls_before_one_backward_pass() -> None:
@@ -135,7 +135,7 @@ def test_two_calls_before_one_backward_pass() -> None:
     with seen.following(model):
         first = model(torch.full((1, 2), 5.0))
         (first * 100 + model(torch.ones(1, 2))).sum().backward()
-    assert max(v for p, v in seen.found.items() if p.op == "Addmm") == 100
+    assert max(v for p, v in seen.magnitudes.items() if p.op == "Addmm") == 100
 
 
 def test_what_comes_after_or_before_is_not_looked_at() -> None:
@@ -147,7 +147,7 @@ def test_what_comes_after_or_before_is_not_looked_at() -> None:
     late.backward()
     with torch.no_grad(), seen.following(model):
         model(torch.ones(1, 2))
-    assert seen.found == {}
+    assert seen.magnitudes == {}
     assert seen.worst() == (0.0, None)
 
 

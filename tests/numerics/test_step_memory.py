@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.step_memory import CATEGORIES, Held, Point, StepMemory
+from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
+from mprun.records.run_record import MEMORY_CATEGORIES
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
 KINDS = {"": "Net", "a": "Block", "a.b": "Linear", "(inputs)": "", "(loss)": ""}
@@ -16,23 +17,23 @@ OPS = 12
 
 
 @st.composite
-def storages(draw: st.DrawFn) -> Held:
+def storages(draw: st.DrawFn) -> LiveStorage:
     born = draw(st.integers(0, OPS))
     died = draw(st.none() | st.integers(born, OPS + 2))
-    category, owner = draw(st.sampled_from(CATEGORIES)), draw(st.sampled_from(OWNERS))
+    category, owner = draw(st.sampled_from(MEMORY_CATEGORIES)), draw(st.sampled_from(OWNERS))
     nbytes = draw(st.integers(0, 1000))
-    return Held(nbytes, category, owner, born, (nbytes,), "torch.uint8", died)
+    return LiveStorage(nbytes, category, owner, born, (nbytes,), "torch.uint8", died)
 
 
 @given(held=st.lists(storages(), max_size=20), ops=st.integers(1, OPS))
-def test_every_sum_is_that_of_what_is_alive(held: list[Held], ops: int) -> None:
-    points = [Point(f"op{n}", "forward" if n % 2 else "backward", "a") for n in range(ops)]
+def test_every_sum_is_that_of_what_is_alive(held: list[LiveStorage], ops: int) -> None:
+    points = [MemoryPoint(f"op{n}", "forward" if n % 2 else "backward", "a") for n in range(ops)]
     found = StepMemory.of(held, points, KINDS)
     totals = []
     for n in range(ops):
         alive = [h for h in held if h.born <= n and (h.died is None or h.died > n)]
         totals.append(sum(h.nbytes for h in alive))
-        for category in CATEGORIES:
+        for category in MEMORY_CATEGORIES:
             wanted = sum(h.nbytes for h in alive if h.category == category)
             assert found.timeline[category][n] == wanted
         assert sum(row[n] for row in found.timeline.values()) == totals[-1]
@@ -40,7 +41,7 @@ def test_every_sum_is_that_of_what_is_alive(held: list[Held], ops: int) -> None:
     assert max(totals[: found.peak_at], default=-1) < found.peak_bytes  # the first such op
     assert found.peak_bytes == sum(found.categories.values())
     assert found.peak_bytes == sum(h.nbytes for h in found.peak_holds)
-    for category in CATEGORIES:
+    for category in MEMORY_CATEGORIES:
         by_module = sum(row[category] for row in found.modules.values())
         assert by_module == found.categories[category]
     by_phase = {
@@ -51,27 +52,31 @@ def test_every_sum_is_that_of_what_is_alive(held: list[Held], ops: int) -> None:
 
 
 @given(held=st.lists(storages(), min_size=1, max_size=20))
-def test_what_is_held_at_the_peak_comes_largest_first(held: list[Held]) -> None:
-    found = StepMemory.of(held, [Point("op", "forward", "")] * OPS, KINDS)
+def test_what_is_held_at_the_peak_comes_largest_first(held: list[LiveStorage]) -> None:
+    found = StepMemory.of(held, [MemoryPoint("op", "forward", "")] * OPS, KINDS)
     assert all(a.nbytes >= b.nbytes for a, b in pairwise(found.peak_holds))
 
 
 def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> None:
     held = [
-        Held(3, "activations", "(loss)", 0, (3,), "torch.uint8"),
-        Held(2, "parameters", "a.b", 0, (2,), "torch.uint8"),
-        Held(1, "parameters", "", 0, (1,), "torch.uint8"),
+        LiveStorage(3, "activations", "(loss)", 0, (3,), "torch.uint8"),
+        LiveStorage(2, "parameters", "a.b", 0, (2,), "torch.uint8"),
+        LiveStorage(1, "parameters", "", 0, (1,), "torch.uint8"),
     ]
-    found = StepMemory.of(held, [Point("op", "forward", "a.b")], KINDS)
+    found = StepMemory.of(held, [MemoryPoint("op", "forward", "a.b")], KINDS)
     assert list(found.modules) == ["", "a.b", "(loss)"]
 
 
 def test_as_plain_values() -> None:
     held = [
-        Held(4, "parameters", "a", 0, (2, 1), "torch.bfloat16"),
-        Held(8, "activations", "(inputs)", 1, (2,), "torch.float32", 2),
+        LiveStorage(4, "parameters", "a", 0, (2, 1), "torch.bfloat16"),
+        LiveStorage(8, "activations", "(inputs)", 1, (2,), "torch.float32", 2),
     ]
-    points = [Point("mm", "forward", "a"), Point("sum", "other", "(loss)"), Point("t", "other", "")]
+    points = [
+        MemoryPoint("mm", "forward", "a"),
+        MemoryPoint("sum", "other", "(loss)"),
+        MemoryPoint("t", "other", ""),
+    ]
     assert StepMemory.of(held, points, KINDS).as_dict(largest=1) == {
         "bytes": {
             "peak": 12,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from mprun.numerics.place import PHASES
-from mprun.numerics.step_memory import CATEGORIES as COUNTED
+from mprun.numerics.tracker import PHASES
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.memory_plot import COLOURS, SHADES, draw, stretches, thinned
 from mprun.report.memory_tables import (
     CATEGORIES,
@@ -90,7 +90,7 @@ def lines(table: Table) -> list[list[str]]:
 
 
 def test_names_are_those_of_the_counter() -> None:
-    assert tuple(CATEGORIES) == tuple(COLOURS) == COUNTED
+    assert tuple(CATEGORIES) == tuple(COLOURS) == MEMORY_CATEGORIES
     assert set(SHADES) == set(PHASES)
 
 

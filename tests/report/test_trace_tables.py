@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mprun.numerics.observe import PHASES as OBSERVED
+from mprun.numerics.tracker import PHASES as OBSERVED
 from mprun.report.trace_tables import PHASES, chrome, step_table, totals
 
 

@@ -192,7 +192,7 @@ def test_steps_that_are_looked_at_are_not_timed(capsys: pytest.CaptureFixture[st
     assert summary.step_time_ms.n == 0
     assert summary.step_time_ms.median is summary.samples_per_second is None
     out = capsys.readouterr().out
-    assert "note: every op of a training step is looked at" in out
+    assert "note: debug.fp_exceptions inspects every op of a training step" in out
     assert "steps are not timed while debug.fp_exceptions slows them" in out
     assert "0 findings, 0 expected, 0 absorbed" in out
 

@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from mprun.compare.rows import Comparison
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells, series
 from mprun.report.plots import bars, canvas, curves, verdict
 from mprun.report.series import Series
@@ -173,7 +174,7 @@ def _step_times(comparison: Comparison, lines: Lines, problems: Sequence[str]) -
 
 def _memory(comparison: Comparison, _lines: Lines, _problems: Sequence[str]) -> Plot:
     plot = Plot("memory", "Memory of a step", "")
-    if not any(v.memory_bytes.get(name) for v in comparison.variants for name in bars.CATEGORIES):
+    if not any(v.memory_bytes.get(name) for v in comparison.variants for name in MEMORY_CATEGORIES):
         return plot._replace(caption="The memory of a step is not known for any run.")
     caption = (
         "What is alive at the peak of a training step, counted from the tensors of a step on fake "

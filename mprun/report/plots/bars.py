@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mprun.compare.rows import Comparison, Variant
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells
 from mprun.report.plots import canvas
 from mprun.report.plots.marks import face, label, mark, name_rows, times_axis
@@ -19,8 +20,6 @@ from mprun.report.theme import Theme, colour
 BINS = 90
 FEWEST = 40
 """Of fewer steps each is drawn as a stroke: they support no outline."""
-
-CATEGORIES = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
 
 
 class Times(NamedTuple):
@@ -108,7 +107,7 @@ def memory(comparison: Comparison, theme: Theme) -> Figure:
     made = canvas.figure(1.05 + 0.31 * len(variants))
     axes: Axes = made.subplots()
     left = np.zeros(len(variants))
-    for name, fill in zip(CATEGORIES, theme.memory, strict=True):
+    for name, fill in zip(MEMORY_CATEGORIES, theme.memory, strict=True):
         parts = np.array([(v.memory_bytes.get(name) or 0) / size for v in variants])
         axes.barh(
             np.arange(len(variants)),
@@ -130,7 +129,7 @@ def memory(comparison: Comparison, theme: Theme) -> Figure:
     made.legend(
         *axes.get_legend_handles_labels(),
         loc="outside upper left",
-        ncols=len(CATEGORIES),
+        ncols=len(MEMORY_CATEGORIES),
         frameon=False,
         handlelength=0.9,
         handleheight=0.9,

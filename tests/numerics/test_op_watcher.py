@@ -12,11 +12,12 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mprun.numerics.observe import PHASES, Observer, Op
+from mprun.numerics.op_watcher import OpRecorder, RecordedOp
+from mprun.numerics.tracker import PHASES
 from mprun.precision import EmulatedTf32, WrappedArithmetic
 
 WIDTH = 4
-"""Of everything here: modules cannot be told apart by their shapes."""
+"""Of everything here: modules cannot be distinguished by their shapes."""
 
 
 X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -32,16 +33,16 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def observed(model: nn.Module, run: Callable[..., object] = step) -> list[Op]:
+def observed(model: nn.Module, run: Callable[..., object] = step) -> list[RecordedOp]:
     """The ops of `run(model, optimizer)`."""
-    told: list[Op] = []
-    observer, optimizer = Observer(told.append), sgd(model)
-    with observer.following(model, optimizer), observer:
+    ops: list[RecordedOp] = []
+    recorder, optimizer = OpRecorder(ops.append), sgd(model)
+    with recorder.following(model, optimizer), recorder:
         run(model, optimizer)
-    return told
+    return ops
 
 
-def where(ops: list[Op], name: str, phase: str) -> list[str]:
+def where(ops: list[RecordedOp], name: str, phase: str) -> list[str]:
     """The modules of the ops of that name, in order."""
     return [op.module for op in ops if (op.name, op.phase) == (name, phase)]
 
@@ -255,15 +256,15 @@ class Forgiving(nn.Module):
 
 
 def test_hooks_are_removed_and_nothing_is_told_afterwards() -> None:
-    model, told = nested(), list[Op]()
-    optimizer, observer = sgd(model), Observer(told.append)
-    with observer.following(model, optimizer), observer:
+    model, ops = nested(), list[RecordedOp]()
+    optimizer, recorder = sgd(model), OpRecorder(ops.append)
+    with recorder.following(model, optimizer), recorder:
         assert hooks(model, optimizer) > 0
         step(model, optimizer)
     assert hooks(model, optimizer) == 0
-    told.clear()
+    ops.clear()
     step(model, optimizer)
-    assert told == []
+    assert ops == []
 
 
 def test_the_hooks_of_others_stay() -> None:
@@ -275,17 +276,17 @@ def test_the_hooks_of_others_stay() -> None:
 
 
 def test_an_error_in_a_forward_pass_leaves_no_hook_and_the_right_modules() -> None:
-    model, told = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Broken())), list[Op]()
-    optimizer, observer = sgd(model), Observer(told.append)
-    with pytest.raises(ValueError, match="broken"), observer.following(model, optimizer), observer:
+    model, ops = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Broken())), list[RecordedOp]()
+    optimizer, recorder = sgd(model), OpRecorder(ops.append)
+    with pytest.raises(ValueError, match="broken"), recorder.following(model, optimizer), recorder:
         model(X)
     assert hooks(model, optimizer) == 0
     model[1][0] = nn.Tanh()  # type: ignore[operator]
-    told.clear()
-    with observer.following(model, optimizer), observer:
+    ops.clear()
+    with recorder.following(model, optimizer), recorder:
         step(model, optimizer)
-    assert where(told, "tanh", "forward") == where(told, "tanh_backward", "backward") == ["1.0"]
-    assert where(told, "pow", "other") == [""]
+    assert where(ops, "tanh", "forward") == where(ops, "tanh_backward", "backward") == ["1.0"]
+    assert where(ops, "pow", "other") == [""]
 
 
 def test_an_error_that_the_model_survives_leaves_it_in_the_right_module() -> None:
@@ -306,24 +307,24 @@ class FailsOnce(SGD):
 
 
 def test_an_error_in_the_optimizer_does_not_make_the_next_loss_its_own() -> None:
-    model, told = nn.Linear(WIDTH, WIDTH), list[Op]()
-    optimizer, observer = FailsOnce(model.parameters(), lr=0.1), Observer(told.append)
-    with observer.following(model, optimizer), observer, pytest.raises(ValueError, match="failed"):
+    model, ops = nn.Linear(WIDTH, WIDTH), list[RecordedOp]()
+    optimizer, recorder = FailsOnce(model.parameters(), lr=0.1), OpRecorder(ops.append)
+    with recorder.following(model, optimizer), recorder, pytest.raises(ValueError, match="failed"):
         step(model, optimizer)
-    told.clear()
-    with observer.following(model, optimizer), observer:
+    ops.clear()
+    with recorder.following(model, optimizer), recorder:
         step(model, optimizer)
-    assert where(told, "mean", "other") == [""]
+    assert where(ops, "mean", "other") == [""]
 
 
 # ---- the ops themselves --------------------------------------------------------------------------
 
 
-def ops_of(run: Callable[[], object]) -> list[Op]:
-    told: list[Op] = []
-    with Observer(told.append):
+def ops_of(run: Callable[[], object]) -> list[RecordedOp]:
+    ops: list[RecordedOp] = []
+    with OpRecorder(ops.append):
         run()
-    return told
+    return ops
 
 
 def test_a_cast_is_a_copy_into_another_dtype() -> None:
@@ -365,8 +366,8 @@ def test_ops_are_timed_in_the_order_they_ran() -> None:
 
 def test_the_device_is_waited_for_before_and_after_each_op() -> None:
     said: list[str] = []
-    observer = Observer(lambda op: said.append(op.name), synchronize=lambda: said.append("wait"))
-    with observer:
+    recorder = OpRecorder(lambda op: said.append(op.name), synchronize=lambda: said.append("wait"))
+    with recorder:
         X.exp().sin()
     assert said[-6:] == ["wait", "wait", "exp", "wait", "wait", "sin"]
 
@@ -388,19 +389,19 @@ class Adding(TorchDispatchMode):
 
 
 def test_what_a_mode_below_makes_of_an_op_is_not_told_and_what_it_costs_is() -> None:
-    told: list[Op] = []
-    observer = Observer(told.append)
-    with observer, Adding(), observer.region():  # type: ignore[no-untyped-call]
+    ops: list[RecordedOp] = []
+    recorder = OpRecorder(ops.append)
+    with recorder, Adding(), recorder:  # type: ignore[no-untyped-call]
         X.mul(X)
-    assert "mul" in [op.name for op in told]
-    assert "add" not in [op.name for op in told]
+    assert "mul" in [op.name for op in ops]
+    assert "add" not in [op.name for op in ops]
 
 
 def test_of_an_emulated_arithmetic_the_model_s_ops_are_told_once() -> None:
     model = nested()
-    told: list[Op] = []
-    observer, optimizer = Observer(told.append), sgd(model)
-    arithmetic = WrappedArithmetic(EmulatedTf32(), observer.region)
+    ops: list[RecordedOp] = []
+    recorder, optimizer = OpRecorder(ops.append), sgd(model)
+    arithmetic = WrappedArithmetic(EmulatedTf32(), lambda: recorder)
 
     def emulated(model: nn.Module, optimizer: SGD, region: Callable[[], Any]) -> None:
         optimizer.zero_grad()
@@ -408,9 +409,9 @@ def test_of_an_emulated_arithmetic_the_model_s_ops_are_told_once() -> None:
             model(X).square().mean().backward()
         optimizer.step()
 
-    with observer.following(model, optimizer), observer:
+    with recorder.following(model, optimizer), recorder:
         emulated(model, optimizer, arithmetic.region)
-    ours = [(op.name, op.phase, op.module) for op in told]
+    ours = [(op.name, op.phase, op.module) for op in ops]
     assert ours == [(op.name, op.phase, op.module) for op in observed(nested())]
 
 

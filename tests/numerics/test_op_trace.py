@@ -17,17 +17,17 @@ import mprun.experiments.recipe_trace
 from mprun.assemble import Plan, build_arithmetic, build_parts, plan
 from mprun.config import compose
 from mprun.experiments.recipe_trace import shipped_op_lists, trace_step
-from mprun.numerics.observe import Observer, Op
-from mprun.numerics.trace import (
-    Call,
-    Calls,
+from mprun.numerics.op_trace import (
+    CallStack,
     CastRow,
     LabelledCaster,
-    Row,
-    Trace,
+    PythonCall,
+    StepTrace,
+    TraceRow,
     trace,
     typical,
 )
+from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import (
     AutocastCaster,
     Caster,
@@ -244,41 +244,43 @@ class EveryRuleOfAutocast(EveryRule):
         return self.kept(off)  # type: ignore[no-any-return]
 
 
-def hmp_like(calls: Calls) -> Caster:
+def hmp_like(calls: CallStack) -> Caster:
     lists = op_lists(["mm"], ["softmax"], ["add"], first_input=True)
     return OpListCaster(lists, BF16, watcher=calls)
 
 
-def autocast(calls: Calls) -> Caster:
+def autocast(calls: CallStack) -> Caster:
     return LabelledCaster(AutocastCaster("cpu", BF16), shipped_op_lists("native", CPU), calls)
 
 
-def traced(model: nn.Module, caster: Caster, calls: Calls, layers: Mapping[str, str]) -> Trace:
+def traced(
+    model: nn.Module, caster: Caster, calls: CallStack, layers: Mapping[str, str]
+) -> StepTrace:
     """The second training step of `model`."""
     precision = Precision(
         policy("bf16_mixed"), caster, NativeArithmetic(), NoLossScale(), Clip(), layers
     )
     precision.prepare(model, CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    told: list[Op] = []
-    observer = Observer(told.append, calls.current)
+    ops: list[RecordedOp] = []
+    recorder = OpRecorder(ops.append, calls.current)
     for number in (1, 2):
-        told.clear()
+        ops.clear()
         optimizer.zero_grad()
-        with observer.following(model, optimizer), observer:
+        with recorder.following(model, optimizer), recorder:
             precision.begin_step(number)
             output = precision.forward(model, X)
             precision.backward(precision.loss(lambda y, _: y.mean(), output, X))
             precision.step(optimizer)
-    return trace(told, layers)
+    return trace(ops, layers)
 
 
-def rules(rows: list[Row], phase: str = "forward") -> list[tuple[str, str]]:
+def rules(rows: list[TraceRow], phase: str = "forward") -> list[tuple[str, str]]:
     return [(row.op, row.rule) for row in rows if row.phase == phase]
 
 
 def test_each_rule_of_op_lists_is_named_once() -> None:
-    calls = Calls()
+    calls = CallStack()
     found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
     assert rules(found.rows) == [
         ("mm", "listed lower"),
@@ -297,7 +299,7 @@ def test_each_rule_of_op_lists_is_named_once() -> None:
 
 
 def test_each_row_has_the_dtypes_it_ran_in_and_the_casts_made_for_it() -> None:
-    calls = Calls()
+    calls = CallStack()
     found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
     down, up = ("float32", "bfloat16"), ("bfloat16", "float32")
     shown = {
@@ -319,7 +321,7 @@ def test_each_row_has_the_dtypes_it_ran_in_and_the_casts_made_for_it() -> None:
 
 
 def test_each_rule_of_autocast_is_named_once() -> None:
-    calls = Calls("autocast: ")
+    calls = CallStack("autocast: ")
     model = EveryRuleOfAutocast()
     found = traced(model, autocast(calls), calls, {"kept": "fp32"})
     assert rules(found.rows) == [
@@ -335,7 +337,7 @@ def test_each_rule_of_autocast_is_named_once() -> None:
 
 
 def test_lists_that_leave_the_rest_to_pytorch_say_as_it_is() -> None:
-    calls = Calls()
+    calls = CallStack()
     caster = OpListCaster(op_lists(["mm"], [], first_input=False), BF16, watcher=calls)
     model = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
     found = traced(model, caster, calls, {})
@@ -343,7 +345,7 @@ def test_lists_that_leave_the_rest_to_pytorch_say_as_it_is() -> None:
 
 
 def test_the_cast_at_the_border_of_a_layer_is_its_policy_s() -> None:
-    calls = Calls()
+    calls = CallStack()
     caster = OpListCaster(op_lists(["linear"], []), BF16, watcher=calls)
     model = nn.Sequential(nn.Linear(4, 4), Kept())
     found = traced(model, caster, calls, {"1": "fp32"})
@@ -356,12 +358,12 @@ def test_the_cast_at_the_border_of_a_layer_is_its_policy_s() -> None:
 
 
 def test_the_innermost_call_runs_and_an_error_in_it_ends_it() -> None:
-    calls = Calls()
+    calls = CallStack()
     with calls.op("outer", "first input"):
         with contextlib.suppress(ValueError), calls.op("inner", "lower"):
-            assert calls.current() == Call(2, "inner", "listed lower")
+            assert calls.current() == PythonCall(2, "inner", "listed lower")
             raise ValueError
-        assert calls.current() == Call(1, "outer", "first input")
+        assert calls.current() == PythonCall(1, "outer", "first input")
     assert calls.current() is None
 
 
@@ -404,11 +406,11 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def labelled(run: Callable[[], Tensor]) -> tuple[str, torch.dtype]:
     """The rule of the last op that computed something, and what dtype autocast gave."""
-    calls, told = Calls("autocast: "), list[Op]()
-    observer = Observer(told.append, calls.current)
-    with observer, autocast(calls).region():
+    calls, ops = CallStack("autocast: "), list[RecordedOp]()
+    recorder = OpRecorder(ops.append, calls.current)
+    with recorder, autocast(calls).region():
         result = run()
-    made = [op for op in told if op.call is not None and not op.is_cast and not op.is_view]
+    made = [op for op in ops if op.call is not None and not op.is_cast and not op.is_view]
     return made[-1].call.rule, result.dtype
 
 
@@ -438,10 +440,10 @@ def test_what_is_labelled_promote_is_promoted_by_autocast(op: Callable[..., Tens
 
 def flags(run: Callable[[], object]) -> list[str | None]:
     """Of each cast that `run` makes, in order."""
-    told: list[Op] = []
-    with Observer(told.append):
+    ops: list[RecordedOp] = []
+    with OpRecorder(ops.append):
         run()
-    return [cast.redundant for cast in trace(told).casts]
+    return [cast.redundant for cast in trace(ops).casts]
 
 
 def test_a_tensor_cast_twice_to_one_dtype_is_flagged() -> None:
@@ -532,9 +534,9 @@ class TwoHeads(nn.Module):
 
 @pytest.mark.parametrize("make", [hmp_like, autocast])
 def test_an_input_of_two_ops_is_cast_twice_and_a_weight_of_two_once(
-    make: Callable[[Calls], Caster],
+    make: Callable[[CallStack], Caster],
 ) -> None:
-    calls = Calls()
+    calls = CallStack()
     found = traced(TwoHeads(), make(calls), calls, {})
     casts = [(r.op, [c.redundant for c in r.casts]) for r in found.rows if r.phase == "forward"]
     assert casts == [("linear", [None, None]), ("linear", ["cast twice"]), ("mul", [])]
@@ -546,10 +548,10 @@ def test_an_input_of_two_ops_is_cast_twice_and_a_weight_of_two_once(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_cast_reads_one_dtype_and_writes_the_other(dtype: torch.dtype) -> None:
-    told: list[Op] = []
-    with Observer(told.append):
+    ops: list[RecordedOp] = []
+    with OpRecorder(ops.append):
         X[:3].to(dtype)
-    (cast,) = trace(told).casts
+    (cast,) = trace(ops).casts
     assert cast.nbytes == 3 * 4 * (4 + dtype.itemsize)
     assert (cast.have, cast.want) == ("float32", str(dtype).removeprefix("torch."))
 
@@ -587,8 +589,8 @@ def test_every_row_that_computes_is_counted_under_the_dtype_it_gives() -> None:
 
 def row(
     op: str = "mm", *, ms: float = 1.0, dtype: str = "float32", casts: tuple[float, ...] = ()
-) -> Row:
-    return Row(
+) -> TraceRow:
+    return TraceRow(
         op=op,
         phase="forward",
         module="",
@@ -603,7 +605,7 @@ def row(
 
 
 def test_totals_of_rows_made_by_hand() -> None:
-    made = Trace([row(ms=1), row(ms=2, dtype="bfloat16", casts=(0.25, 0.75)), row(ms=4)])
+    made = StepTrace([row(ms=1), row(ms=2, dtype="bfloat16", casts=(0.25, 0.75)), row(ms=4)])
     made.rows[1].casts[1].redundant = "cast back"
     totals = made.as_dict(step_time_s=0.02)["totals"]
     assert (totals["casts"], totals["cast_bytes"]) == (2, 12)
@@ -617,7 +619,7 @@ def test_totals_of_rows_made_by_hand() -> None:
 
 def test_the_typical_step_has_the_median_time_of_each_row_and_cast() -> None:
     times = [(1.0, 30.0, 0.5), (5.0, 10.0, 0.1), (3.0, 20.0, 0.9)]
-    traces = [Trace([row(ms=a), row(ms=b, casts=(c,))]) for a, b, c in times]
+    traces = [StepTrace([row(ms=a), row(ms=b, casts=(c,))]) for a, b, c in times]
     found = typical(traces)
     # Medians of three are numbers of the three: nothing is computed.
     assert [r.time_s for r in found.rows] == [3.0e-3, 20.0 * 1e-3]
@@ -625,14 +627,14 @@ def test_the_typical_step_has_the_median_time_of_each_row_and_cast() -> None:
 
 
 def test_the_typical_step_is_the_last_where_they_ran_different_ops() -> None:
-    other = Trace([row("exp", ms=100)])
-    last = Trace([row(ms=7)])
+    other = StepTrace([row("exp", ms=100)])
+    last = StepTrace([row(ms=7)])
     assert [(r.op, r.time_s) for r in typical([other, other, last]).rows] == [("mm", 7 * 1e-3)]
 
 
 def test_the_typical_step_leaves_out_those_that_cast_otherwise() -> None:
-    cast = Trace([row(ms=100, casts=(1.0,))])
-    alike = [Trace([row(ms=ms)]) for ms in (1.0, 2.0)]
+    cast = StepTrace([row(ms=100, casts=(1.0,))])
+    alike = [StepTrace([row(ms=ms)]) for ms in (1.0, 2.0)]
     (found,) = typical([cast, cast, *alike]).rows
     assert found.casts == []
     assert found.time_s == median((1.0 * 1e-3, 2.0 * 1e-3))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun import optim
 from mprun.numerics import FpException, FpExceptionError, fp_exceptions
-from mprun.numerics.exceptions import Found
+from mprun.numerics.nonfinite import NonfiniteReport
 from mprun.precision import OpListCaster, op_lists
 
 WIDTH = 8
@@ -38,7 +38,7 @@ def train(
     loss: Loss = mean_square,
     scaler: torch.amp.GradScaler | None = None,
     **options: Any,
-) -> Found:
+) -> NonfiniteReport:
     """What is found in a few steps."""
     optimizer = optimizer or SGD(model.parameters(), lr=1e-3)
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
@@ -51,7 +51,7 @@ def train(
     return found
 
 
-def only(found: Found, verdict: str = "finding") -> FpException:
+def only(found: NonfiniteReport, verdict: str = "finding") -> FpException:
     """The one exception there is."""
     (exception,) = found.of(verdict)
     assert sum(found.counts.values()) == found.counts[verdict]

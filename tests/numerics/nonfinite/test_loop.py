@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from mprun import optim
 from mprun._torch import dispatch_modes
 from mprun.numerics import FpExceptionError, fp_exceptions
-from mprun.numerics.exceptions import Found, Outcome
-from mprun.numerics.exceptions.response import Response, Snapshot
-from mprun.numerics.exceptions.watch import COMPILED
-from tests.numerics.exceptions import exception
-from tests.numerics.test_observe import hooks
+from mprun.numerics.nonfinite import NonfiniteReport, StepOutcome
+from mprun.numerics.nonfinite.nonfinite_watcher import COMPILED
+from mprun.numerics.nonfinite.step_monitor import Response, Snapshot
+from tests.numerics.nonfinite import exception
+from tests.numerics.test_op_watcher import hooks
 
 WIDTH = 8
 X = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def test_halt_raises_at_the_end_of_the_step_and_names_it() -> None:
         message = r"step 2: infinite: div in 2 \(Fragile\), forward"
         with pytest.raises(FpExceptionError, match=message) as e:
             step(model, optimizer)
-    assert e.value.found is found
+    assert e.value.report is found
     assert e.value.exception == found.findings[0]
     assert isinstance(e.value, FloatingPointError)
 
@@ -435,7 +435,7 @@ def test_nothing_is_left_behind() -> None:
 def test_an_error_inside_goes_through_with_what_was_found() -> None:
     model = model_with(1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    kept: list[Found] = []
+    kept: list[NonfiniteReport] = []
 
     def loop() -> None:
         with fp_exceptions(model, optimizer, action="halt") as found:
@@ -457,7 +457,7 @@ def test_what_is_kept_of_steps_does_not_grow() -> None:
         for _ in range(30):
             step(model, optimizer)
         (watch,) = dispatch_modes()
-        assert len(watch._follower._module_of) + len(watch._lines) < 3  # type: ignore[attr-defined]
+        assert len(watch.tracker._made) + len(watch._lines) < 3  # type: ignore[attr-defined]
     assert len(found.findings) < 20
 
 
@@ -506,12 +506,12 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_a_response_counts_lost_steps_in_a_row() -> None:
-    lost = Outcome(1, True, (exception(verdict="expected"),))
+    lost = StepOutcome(1, True, (exception(verdict="expected"),))
     response = Response("halt", halt_after=2)
-    assert response.why_end(lost) is None
-    assert response.why_end(Outcome(2, False, ())) is None
-    assert response.why_end(lost) is None
-    why = response.why_end(lost)
-    assert why is not None
-    assert why.startswith("2 steps in a row overflowed and were skipped; the last one: overflow")
-    assert Response("log", halt_after=1).why_end(lost) is None
+    assert response.to(lost).stop_reason is None
+    assert response.to(StepOutcome(2, False, ())).stop_reason is None
+    assert response.to(lost).stop_reason is None
+    reason = response.to(lost).stop_reason
+    assert reason is not None
+    assert reason.startswith("2 steps in a row overflowed and were skipped; the last one: overflow")
+    assert Response("log", halt_after=1).to(lost).stop_reason is None

@@ -1,14 +1,14 @@
-"""One training step taken apart: every op, its dtypes, the rule that decided, what casts cost.
+"""A trace of one training step: every op, its dtypes, the rule that decided them, the casts.
 
-    op         what Python called, or in the backward pass and the optimizer what ATen ran
+    op         what Python called; in the backward pass and the optimizer, what ATen ran
     rule       why it ran in that dtype: its list, promotion, in-place, first input, a layer's own
                dtype, casts disabled, autocast's list, or nothing ("as it is")
     casts      the copies into another dtype that were made for it
-    redundant  casts of a tensor that was cast to the same dtype before, and casts back to the dtype
-               a tensor came from: the second is what a list that alternates between dtypes costs
+    redundant  a cast of a tensor that was cast to the same dtype before, or a cast back to the
+               dtype a tensor came from; lists that alternate between dtypes cause the second kind
 
-The rules are told by the caster itself where op lists decide. Where autocast does, the same lists
-as data (`op_lists=native`) say which of them an op is on; that they agree with autocast is tested.
+With op lists, the caster itself reports the rules. With autocast, the same lists as data
+(`op_lists=native`) say which list an op is on; a test checks that they agree with autocast.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mprun.numerics.observe import Op, Value
+from mprun.numerics.op_watcher import RecordedOp, TensorRecord
 from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.rules import Casts
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
-"""How the rules of lists are called in a trace; the others go by their own names."""
+"""Names of the lists' rules in a trace; the other rules keep their names."""
 
 
-class Call(NamedTuple):
+class PythonCall(NamedTuple):
     """A Python call that ran ops."""
 
     number: int
@@ -40,16 +40,16 @@ class Call(NamedTuple):
     rule: str
 
 
-class Calls:
-    """Follows which Python call runs, and by which rule: the watcher of op lists.
+class CallStack:
+    """Follows which Python call runs, and by which rule: a watcher for op lists.
 
     Args:
-        prefix: put before the rule of a list, for lists that stand for autocast's.
+        prefix: put before the rule of a list, for lists that describe autocast.
     """
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
-        self._stack: list[Call] = []
+        self._stack: list[PythonCall] = []
         self._count = 0
 
     @contextmanager
@@ -57,30 +57,30 @@ class Calls:
         self._count += 1
         listed = self._prefix + rule if self._prefix else LISTED.get(rule, rule)
         label = listed if rule in (*LISTED, "promote") else rule
-        self._stack.append(Call(self._count, name, label))
+        self._stack.append(PythonCall(self._count, name, label))
         try:
             yield
         finally:
             self._stack.pop()
 
     def cast(self, have: torch.dtype, want: torch.dtype) -> None:
-        """The observer sees the cast itself."""
+        """Nothing to do: the recorder sees the cast itself."""
 
-    def current(self) -> Call | None:
+    def current(self) -> PythonCall | None:
         """The call whose ops run now."""
         return self._stack[-1] if self._stack else None
 
 
 class LabelledCaster(Caster):
-    """A caster whose ops are told to a watcher by lists that cast nothing.
+    """A caster whose rules are reported by lists that cast nothing.
 
     Args:
-        caster: what really decides.
-        lists: the lists that say what it decides.
-        calls: is told.
+        caster: decides the dtypes.
+        lists: describe what it decides.
+        calls: receives the rules.
     """
 
-    def __init__(self, caster: Caster, lists: OpLists, calls: Calls) -> None:
+    def __init__(self, caster: Caster, lists: OpLists, calls: CallStack) -> None:
         self._caster = caster
         self.columns = caster.columns
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
@@ -121,8 +121,8 @@ class CastRow:
 
 
 @dataclass
-class Row:
-    """A call, or an op outside of any, with the casts made for it."""
+class TraceRow:
+    """A Python call, or an op outside of any call, with the casts made for it."""
 
     op: str
     phase: str
@@ -132,7 +132,7 @@ class Row:
     dtypes_out: tuple[str, ...]
     began_s: float
     time_s: float
-    """Of its ops, casts not among them."""
+    """Of its ops without casts."""
     kernels: tuple[str, ...]
     casts: list[CastRow] = field(default_factory=list)
 
@@ -143,10 +143,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """A step's rows in the order they ran."""
 
-    rows: list[Row]
+    rows: list[TraceRow]
 
     @property
     def casts(self) -> list[CastRow]:
@@ -164,20 +164,20 @@ class Trace:
         return sum(row.cast_time_s for row in self.rows)
 
     def by_dtype(self) -> dict[str, tuple[int, float]]:
-        """Output dtype to number and seconds of the calls that gave it."""
-        found: dict[str, tuple[int, float]] = {}
+        """Output dtype to number and seconds of the calls with that output."""
+        totals: dict[str, tuple[int, float]] = {}
         for row in self.rows:
             if row.kernels:
                 for dtype in row.dtypes_out[:1]:
-                    count, time_s = found.get(dtype, (0, 0.0))
-                    found[dtype] = (count + 1, time_s + row.time_s)
-        return found
+                    count, time_s = totals.get(dtype, (0, 0.0))
+                    totals[dtype] = (count + 1, time_s + row.time_s)
+        return totals
 
     def as_dict(self, step_time_s: float) -> dict[str, Any]:
         """Totals and rows as JSON has them; times in milliseconds.
 
         Args:
-            step_time_s: of a step that is not traced, which the share of casts is of.
+            step_time_s: of a step that is not traced; the share of casts is relative to it.
         """
         totals = {
             "time_ms": self.time_s * 1e3,
@@ -195,7 +195,7 @@ class Trace:
         return Counter(c.redundant for c in self.casts if c.redundant)
 
 
-def _row_dict(row: Row) -> dict[str, Any]:
+def _row_dict(row: TraceRow) -> dict[str, Any]:
     return {
         "op": row.op,
         "phase": row.phase,
@@ -220,38 +220,38 @@ def _row_dict(row: Row) -> dict[str, Any]:
     }
 
 
-def trace(ops: Sequence[Op], layers: Iterable[str] = ()) -> Trace:
+def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
     """The rows of a step.
 
     Args:
-        ops: what an `Observer` told, with `Calls.current` as its `call`.
+        ops: from an `OpRecorder` with `CallStack.current` as its `call`.
         layers: names of modules with a dtype of their own.
     """
     redundant = _redundant(ops)
-    own = tuple(layers)
+    own_dtype = tuple(layers)
     rows = []
     numbered = enumerate(ops)
     for _, group in groupby(numbered, key=lambda item: _group(*item)):
         members = list(group)
-        row = _row([op for _, op in members], own)
+        row = _row([op for _, op in members], own_dtype)
         row.casts = [_cast_row(op, redundant.get(i)) for i, op in members if op.is_cast]
         if row.kernels or row.casts:
             rows.append(row)
-    return Trace(rows)
+    return StepTrace(rows)
 
 
-def _group(index: int, op: Op) -> tuple[int, int]:
-    """What keeps the ops of one call together and all others apart."""
+def _group(index: int, op: RecordedOp) -> tuple[int, int]:
+    """A key: equal for the ops of one call, different for all others."""
     number = op.call.number if op.call is not None else 0
     return (number, 0) if number and op.phase == "forward" else (0, index)
 
 
-def _row(ops: list[Op], layers: tuple[str, ...]) -> Row:
+def _row(ops: list[RecordedOp], layers: tuple[str, ...]) -> TraceRow:
     first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
     called = first.phase == "forward" and first.call is not None and first.call.number
     name = first.call.name if called else computing[0].name if computing else "cast"
     made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
-    return Row(
+    return TraceRow(
         op=name,
         phase=first.phase,
         module=first.module,
@@ -264,53 +264,53 @@ def _row(ops: list[Op], layers: tuple[str, ...]) -> Row:
     )
 
 
-def _rule(op: Op, layers: tuple[str, ...]) -> str:
+def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
     if op.phase == "backward":
         return "as forward"
     if op.phase == "optimizer":
         return "disabled"
     if op.call is None or op.phase == "other":
         return "outside"
-    kept = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
-    return "layer policy" if op.call.rule == "disabled" and kept else str(op.call.rule)
+    in_layer = any(op.module == name or op.module.startswith(f"{name}.") for name in layers)
+    return "layer policy" if op.call.rule == "disabled" and in_layer else str(op.call.rule)
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtypes(values: Iterable[Value]) -> tuple[str, ...]:
+def _dtypes(values: Iterable[TensorRecord]) -> tuple[str, ...]:
     names = (_name(v.dtype) for v in values if v.dtype.is_floating_point)
     return tuple(dict.fromkeys(names))
 
 
-def _cast_row(op: Op, redundant: str | None) -> CastRow:
+def _cast_row(op: RecordedOp, redundant: str | None) -> CastRow:
     have, want = op.inputs[0], op.outputs[0]
     nbytes = have.nbytes + want.nbytes
     return CastRow(_name(have.dtype), _name(want.dtype), nbytes, op.time_s, redundant)
 
 
-def _redundant(ops: Sequence[Op]) -> dict[int, str]:
+def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
     """Index of a cast to why it is redundant."""
     made: set[tuple[Any, ...]] = set()
     came_from: dict[tuple[int, int], torch.dtype] = {}
-    found = {}
+    reasons = {}
     for i, op in enumerate(ops):
         if not op.is_cast:
             continue
         have, want = op.inputs[0], op.outputs[0]
-        key = (have.memory, have.place, have.shape, have.dtype, want.dtype)
+        key = (have.memory, have.layout, have.shape, have.dtype, want.dtype)
         if came_from.get(have.memory) == want.dtype:
-            found[i] = "cast back"
+            reasons[i] = "cast back"
         elif key in made:
-            found[i] = "cast twice"
+            reasons[i] = "cast twice"
         made.add(key)
         came_from[want.memory] = have.dtype
-    return found
+    return reasons
 
 
-def typical(traces: Sequence[Trace]) -> Trace:
-    """The last trace with the median time of each row and cast, where all ran the same ops."""
+def typical(traces: Sequence[StepTrace]) -> StepTrace:
+    """The last trace, with medians as times, over the traces that ran the same ops."""
     last = traces[-1]
     alike = [t for t in traces if _shape(t) == _shape(last)]
     for n, row in enumerate(last.rows):
@@ -320,5 +320,5 @@ def typical(traces: Sequence[Trace]) -> Trace:
     return last
 
 
-def _shape(t: Trace) -> list[tuple[str, str, int]]:
+def _shape(t: StepTrace) -> list[tuple[str, str, int]]:
     return [(row.op, row.module, len(row.casts)) for row in t.rows]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from mprun.numerics import FpException, fp_exceptions
-from mprun.numerics.exceptions import Found
-from mprun.numerics.exceptions.steps import Steps
+from mprun.numerics.nonfinite import NonfiniteReport
+from mprun.numerics.nonfinite.step_monitor import StepMonitor
 from mprun.precision import Emulated16
 
 LENGTH, WIDTH = 6, 8
@@ -89,13 +89,13 @@ def model_with(mask: Mask | None) -> nn.Sequential:
 
 
 def train(
-    model: nn.Module, dtype: torch.dtype = torch.float16, scale: float = 2.0**16, steps: int = 4
-) -> Found:
-    """A few steps of mixed precision with a dynamic loss scale."""
+    model: nn.Module, dtype: torch.dtype = torch.float16, scale: float = 2.0**16, monitor: int = 4
+) -> NonfiniteReport:
+    """A few monitor of mixed precision with a dynamic loss scale."""
     optimizer = SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with fp_exceptions(model, optimizer) as found:
-        for _ in range(steps):
+        for _ in range(monitor):
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype):
                 output = model(X)
@@ -137,7 +137,7 @@ def test_a_row_that_is_masked_whole_is_where_the_nan_begins() -> None:
     def whole(scores: Tensor) -> Tensor:
         return scores.masked_fill(torch.ones_like(HIDDEN), -INF)
 
-    e = train(model_with(whole), scale=1.0, steps=1).findings[0]
+    e = train(model_with(whole), scale=1.0, monitor=1).findings[0]
     assert (e.op, e.kind, e.module, e.phase) == ("_softmax", "invalid", "0", "forward")
 
 
@@ -150,7 +150,7 @@ def test_a_mask_beside_a_fault_is_not_blamed() -> None:
     class Plain(Attention):
         pass
 
-    found = train(Plain(hot), scale=1.0, steps=1)
+    found = train(Plain(hot), scale=1.0, monitor=1)
     assert [e.op for e in found.findings][:1] == ["mul"]
     assert "constant" not in {e.kind for e in found.findings}
 
@@ -198,7 +198,7 @@ def test_a_constant_in_the_output_alone_is_none() -> None:
 # ---- infinities that come to nothing -------------------------------------------------------------
 
 
-def found_in(compute: Callable[[Tensor], Tensor]) -> Found:
+def found_in(compute: Callable[[Tensor], Tensor]) -> NonfiniteReport:
     """What is found of a function without a gradient, whose result is finite."""
 
     class Gate(nn.Module):
@@ -224,7 +224,7 @@ def test_an_overflow_is_a_finding_though_what_is_made_of_it_is_finite() -> None:
     assert e.wrong is not None
     assert (e.wrong.op, e.wrong.value) == ("div", 0)
     assert abs(e.wrong.exact) > 0.5  # of some, the one that is most wrong
-    assert "what was made of it is finite, and wrong: div in 1, forward, gives" in e.text()
+    assert "a later result is finite but wrong: div in 1, forward, is" in e.text()
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_without_a_backward_pass_the_output_counts() -> None:
 
 
 def test_memory_that_nothing_was_written_to_is_not_looked_at() -> None:
-    def steps() -> None:
+    def monitor() -> None:
         for _ in range(50):  # some of it holds what was freed
             torch.full((64,), math.nan)
             torch.empty(64).copy_(torch.ones(64)).sum()
@@ -262,7 +262,7 @@ def test_memory_that_nothing_was_written_to_is_not_looked_at() -> None:
 
     model = nn.Linear(WIDTH, WIDTH)
     with fp_exceptions(model) as found:
-        steps()
+        monitor()
     assert sum(found.counts.values()) == 0
 
 
@@ -283,12 +283,12 @@ def saturating(factor: float, saturates: bool = True) -> list[FpException]:
     """What is found of products in emulated float16 that are clamped where they are too large."""
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
     model = nn.Linear(WIDTH, WIDTH).half()
-    steps = Steps(model, [SGD(model.parameters(), lr=0.0)], saturates)
-    steps.begin(1)
-    with steps.watch.following(model, None), arithmetic.region(), steps.watch.region():
+    monitor = StepMonitor(model, [SGD(model.parameters(), lr=0.0)], saturates=saturates)
+    monitor.begin_step(1)
+    with monitor.watcher.following(model), arithmetic.region(), monitor.watcher:
         large = model(X.half()).abs().clamp_min(1.0) * factor
         large.clamp_min(0).neg().float().mean().backward()
-    return list(steps.finish(False, None).exceptions)
+    return list(monitor.end_step(False, None).exceptions)
 
 
 def test_a_value_that_was_clamped_is_a_finding_where_it_was_made() -> None:
@@ -304,21 +304,21 @@ def test_a_value_that_is_the_largest_is_none() -> None:
     """What is 1 times the largest is the largest: nothing was clamped."""
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
     model = nn.Linear(WIDTH, WIDTH)
-    steps = Steps(model, [], saturates=True)
-    steps.begin(1)
-    with arithmetic.region(), steps.watch.region():
+    monitor = StepMonitor(model, [], saturates=True)
+    monitor.begin_step(1)
+    with arithmetic.region(), monitor.watcher:
         x = torch.full((4,), 32752.0).half()
         (x * 2).neg().masked_fill(torch.ones(4, dtype=torch.bool), 65504.0)
-    assert steps.finish(False, None).exceptions == ()
+    assert monitor.end_step(False, None).exceptions == ()
 
 
 def test_a_cast_that_clamps() -> None:
     arithmetic = Emulated16("nearest", "saturate", "float32", 0)
-    steps = Steps(nn.Linear(WIDTH, WIDTH), [], saturates=True)
-    steps.begin(1)
-    with arithmetic.region(), steps.watch.region():
+    monitor = StepMonitor(nn.Linear(WIDTH, WIDTH), [], saturates=True)
+    monitor.begin_step(1)
+    with arithmetic.region(), monitor.watcher:
         torch.full((4,), 70000.0).half()
-    (e,) = steps.finish(False, None).exceptions
+    (e,) = monitor.end_step(False, None).exceptions
     assert (e.kind, e.op, e.inputs[0].high, e.outputs[0].high) == (
         "saturated",
         "_to_copy",

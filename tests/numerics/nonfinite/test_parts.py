@@ -1,4 +1,4 @@
-"""The parts: limits, ops, lines, lineage, what is told."""
+"""The parts: value ranges, ops, lines, lineage, the report."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.numerics.exceptions.found import (
-    KINDS_KEPT,
-    TOLD,
-    Found,
+from mprun.numerics.nonfinite import FpException, NonfiniteReport, finding_lines
+from mprun.numerics.nonfinite.fp_exception import (
+    DETAILED,
+    LINES_PER_STEP,
     TensorStats,
     WrongResult,
-    from_dict,
-    told,
 )
-from mprun.numerics.exceptions.lineage import Lineage, Origin
-from mprun.numerics.exceptions.lines import _is_library, current_line
-from mprun.numerics.exceptions.ops import Call, spec_of
-from mprun.numerics.exceptions.replay import in_float64
-from mprun.numerics.exceptions.tensors import limits, stats
+from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
+from mprun.numerics.nonfinite.op_call import OpCall, in_float64, op_spec
+from mprun.numerics.nonfinite.shadow import Lineage, Origin
+from mprun.numerics.nonfinite.tensor_stats import stats, value_range
 from mprun.records.run_record import jsonable
-from tests.numerics.exceptions import exception
+from tests.numerics.nonfinite import exception
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -45,7 +42,7 @@ def test_limits_and_statistics_are_those_of_the_values(
     values: list[float], dtype: torch.dtype
 ) -> None:
     x = torch.tensor(values, dtype=torch.float64).to(dtype)
-    found, told = limits(x), stats("x", x)
+    found, told = value_range(x), stats("x", x)
     assert found is not None
     assert found.finite == bool(torch.isfinite(x).all())
     assert found.has_nan == bool(torch.isnan(x).any())
@@ -70,15 +67,15 @@ def test_limits_and_statistics_are_those_of_the_values(
     ],
     ids=lambda x: str(x) if isinstance(x, bool) else f"{x.dtype} {x.layout}",
 )
-def test_every_kind_of_tensor_is_looked_into(x: Tensor, finite: bool) -> None:
-    found = limits(x)
+def test_every_kind_of_tensor_is_measured(x: Tensor, finite: bool) -> None:
+    found = value_range(x)
     assert found is not None
     assert found.finite == finite
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_compressed_sparse_tensors_too() -> None:
-    found = limits(torch.tensor([[1.0, 0.0], [0.0, math.inf]]).to_sparse_csr())
+    found = value_range(torch.tensor([[1.0, 0.0], [0.0, math.inf]]).to_sparse_csr())
     assert found is not None
     assert (found.low, found.high) == (1.0, math.inf)
 
@@ -93,12 +90,12 @@ def test_compressed_sparse_tensors_too() -> None:
     ],
     ids=["whole", "bool", "empty", "meta"],
 )
-def test_what_holds_no_floating_number_has_no_limits(x: Tensor) -> None:
-    assert limits(x) is None
+def test_what_holds_no_floating_number_has_no_value_range(x: Tensor) -> None:
+    assert value_range(x) is None
     assert stats("x", x) == TensorStats("x", str(x.dtype).removeprefix("torch."), tuple(x.shape))
 
 
-def test_looking_is_seen_by_no_mode() -> None:
+def test_no_mode_sees_the_measurement() -> None:
     class Counting(TorchDispatchMode):
         count = 0
 
@@ -110,7 +107,7 @@ def test_looking_is_seen_by_no_mode() -> None:
 
     x = torch.tensor([1.0, math.nan, math.inf])
     with Counting() as mode:  # type: ignore[no-untyped-call]
-        limits(x)
+        value_range(x)
         stats("x", x)
     assert mode.count == 0
 
@@ -118,9 +115,9 @@ def test_looking_is_seen_by_no_mode() -> None:
 # ---- ops -----------------------------------------------------------------------------------------
 
 
-def call(func: Any, *args: Any, **kwargs: Any) -> Call:
+def call(func: Any, *args: Any, **kwargs: Any) -> OpCall:
     saved = {id(x): x.clone() for x in args if isinstance(x, Tensor)}
-    return Call(func, args, kwargs, func(*args, **kwargs), {}, saved)
+    return OpCall(func, args, kwargs, func(*args, **kwargs), {}, saved)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +137,7 @@ def call(func: Any, *args: Any, **kwargs: Any) -> Call:
     ids=str,
 )
 def test_views_and_bare_memory_make_no_numbers(op: Any, makes: bool) -> None:
-    assert spec_of(op).makes_numbers == makes
+    assert op_spec(op).makes_numbers == makes
 
 
 @pytest.mark.parametrize(
@@ -156,7 +153,7 @@ def test_views_and_bare_memory_make_no_numbers(op: Any, makes: bool) -> None:
     ids=str,
 )
 def test_what_an_op_writes_to_is_known(op: Any, names: list[str]) -> None:
-    assert [name for _, name in spec_of(op).written] == names
+    assert [name for _, name in op_spec(op).written] == names
 
 
 def test_an_op_that_copies_does_not_read_what_it_writes_to() -> None:
@@ -213,7 +210,7 @@ def test_the_line_is_that_of_the_nearest_code_of_the_user_s() -> None:
     assert line.function == "test_the_line_is_that_of_the_nearest_code_of_the_user_s"
 
 
-def test_code_of_libraries_is_told_from_the_user_s() -> None:
+def test_code_of_libraries_is_distinguished_from_the_user_s() -> None:
     import contextlib
 
     import mprun.recipes.mnist
@@ -240,25 +237,25 @@ def test_views_share_their_origins_and_memory_given_out_again_has_none() -> None
     assert lineage._of == {}
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------
 
 
 def test_an_exception_in_a_line() -> None:
     assert exception().text() == (
         "overflow: mul in fc (Linear), forward, model.py:3 (forward); inputs up to 300 (float16); "
-        "the exact result is up to 9e+04, float16 ends at 65504; reached the loss and 1 more"
+        "the exact result is up to 9e+04, the limit of float16 is 65504; "
+        "reached the loss and 1 more"
     )
     bare = exception(
         module="", module_kind="", location=None, reached=(), in_float64=None, inputs=()
     )
     assert bare.text() == (
-        "overflow: mul, forward; "
-        "what was made of it is finite, and could not be compared with float64"
+        "overflow: mul, forward; later results are finite, but could not be compared with float64"
     )
     wrong = WrongResult("div", "forward", "norm", "model.py:4 (forward)", 0.0, 1.5)
     assert replace(bare, wrong=wrong).text() == (
-        "overflow: mul, forward; what was made of it is finite, and wrong: "
-        "div in norm, forward, gives 0, in float64 1.5"
+        "overflow: mul, forward; a later result is finite but wrong: "
+        "div in norm, forward, is 0, in float64 1.5"
     )
     held = TensorStats("parameter fc.weight", "float16", (2, 3), -1.0, 1.0, 1, 2)
     outside = exception(kind="outside", outputs=(held,), in_float64=None)
@@ -268,51 +265,58 @@ def test_an_exception_in_a_line() -> None:
     )
 
 
+def loaded(row: dict[str, Any]) -> FpException:
+    report = NonfiniteReport()
+    state = report.state_dict()
+    report.load_state_dict({**state, "exceptions": [row]})
+    return report.of(row["verdict"])[0]
+
+
 def test_an_exception_goes_through_json_and_back() -> None:
     e = exception()
     row = json.loads(json.dumps(jsonable(e.as_dict()), allow_nan=False))
     assert row["inputs"][0]["max_abs"] == 300.0
     assert row["before"][0]["high"] == "nan"
     finite = exception(before=())
-    assert from_dict(json.loads(json.dumps(finite.as_dict()))) == finite
+    assert loaded(json.loads(json.dumps(finite.as_dict()))) == finite
     wrong = replace(finite, wrong=WrongResult("div", "forward", "norm", None, 0.0, 1.5))
-    assert from_dict(json.loads(json.dumps(wrong.as_dict()))) == wrong
+    assert loaded(json.loads(json.dumps(wrong.as_dict()))) == wrong
     older = finite.as_dict()
     del older["wrong"], older["reason"]
-    assert from_dict(json.loads(json.dumps(older))) == finite
+    assert loaded(json.loads(json.dumps(older))) == finite
 
 
 def test_each_distinct_exception_is_kept_once_and_all_are_counted() -> None:
-    found = Found()
-    news = found.take(
+    found = NonfiniteReport()
+    news = found.add_step(
         [exception(step=1), exception(step=1, op="add"), exception(verdict="absorbed")]
     )
     assert [e.op for e in news] == ["mul", "add"]
-    assert found.take([exception(step=7)]) == []
+    assert found.add_step([exception(step=7)]) == ()
     assert found.counts == {"finding": 3, "expected": 0, "absorbed": 1}
     first = found.findings[0]
     assert (first.step, first.last_step, first.count) == (1, 7, 2)
 
 
 def test_very_many_distinct_ones_are_counted_alone() -> None:
-    found = Found()
-    for i in range(KINDS_KEPT + 5):
+    found = NonfiniteReport()
+    for i in range(DETAILED + 5):
         found.add(exception(op=f"op{i}"))
-    assert (len(found.findings), found.left_out) == (KINDS_KEPT, 5)
-    assert found.counts["finding"] == KINDS_KEPT + 5
+    assert (len(found.findings), found.left_out) == (DETAILED, 5)
+    assert found.counts["finding"] == DETAILED + 5
 
 
-def test_what_was_found_goes_on_from_a_checkpoint() -> None:
-    found, other = Found(), Found()
-    found.take([exception(), exception(), exception(verdict="expected")])
+def test_a_report_continues_from_a_checkpoint() -> None:
+    found, other = NonfiniteReport(), NonfiniteReport()
+    found.add_step([exception(), exception(), exception(verdict="expected")])
     other.load_state_dict(found.state_dict())
     assert other.state_dict() == found.state_dict()
-    assert other.take([exception()]) == []
+    assert other.add_step([exception()]) == ()
 
 
-def test_the_first_findings_of_a_step_are_told_and_the_rest_counted() -> None:
-    lines = told([exception(op=f"op{i}") for i in range(TOLD + 2)])
-    assert len(lines) == TOLD + 1
+def test_the_first_findings_of_a_step_are_reported_and_the_rest_counted() -> None:
+    lines = finding_lines([exception(op=f"op{i}") for i in range(LINES_PER_STEP + 2)])
+    assert len(lines) == LINES_PER_STEP + 1
     assert lines[0].startswith("step 1: overflow: op0 in fc")
-    assert lines[-1] == "step 1: 2 more, that may follow"
-    assert told([]) == []
+    assert lines[-1] == "step 1: 2 more, maybe consequences"
+    assert finding_lines([]) == []

@@ -530,7 +530,7 @@ def test_recording_a_step_of_a_loop_keeps_nothing_alive_and_no_hook() -> None:
         with record_memory(model, optimizer) as recorder:
             model(torch.ones(2, 16)).sum().backward()
             optimizer.step()
-    found = recorder.found()
+    found = recorder.step_memory()
     assert found.peak_bytes > 0
     assert not model._forward_hooks
     assert not model.first.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]

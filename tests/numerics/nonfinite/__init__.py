@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mprun.numerics.exceptions.found import FpException, PastOp, TensorStats
+from mprun.numerics.nonfinite.fp_exception import FpException, PastOp, TensorStats
 
 
 def exception(**fields: Any) -> FpException:

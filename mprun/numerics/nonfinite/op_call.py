@@ -1,0 +1,184 @@
+"""An op with its arguments and results: what it reads and writes, and the same op in float64.
+
+Which arguments an op writes to is in its schema, except for the running statistics of batch
+normalization. The schema is read once per op.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mprun._torch import no_dispatch, op_name, schema_of, tree_leaves, tree_map
+from mprun.numerics.nonfinite.tensor_stats import ValueRange, tensors_in
+
+aten = torch.ops.aten
+
+OVERWRITES = (aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_)
+"""Ops that write into a tensor without reading it."""
+
+LISTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
+"""Prefixes of ops that do the same to each tensor of lists."""
+
+STATISTICS = ("running_mean", "running_var")
+
+LARGEST = 2**26
+"""Elements of an op's inputs up to which it is run again: half a GiB in float64."""
+
+NamedTensor = tuple[str, Tensor, ValueRange | None]
+"""Name in the schema, tensor, and its range before the op where the op wrote to it."""
+
+
+class OpSpec(NamedTuple):
+    """What an op does to tensors."""
+
+    makes_numbers: bool
+    """Whether its results are inspected: not views, not memory without numbers in it yet."""
+    written: tuple[tuple[int, str], ...]
+    """Position and name of the arguments it writes to."""
+    reads_written: bool
+    """Whether it reads those as well."""
+    listwise: bool
+    """Whether it does the same to each tensor of lists."""
+    first_alone: bool
+    """Whether only the first result matters."""
+    random: bool
+    """Whether it draws random numbers."""
+
+
+@functools.cache
+def op_spec(func: Any) -> OpSpec:
+    """The spec of an `OpOverload`."""
+    arguments, name = schema_of(func).arguments, op_name(func)
+    updates_statistics = "batch_norm" in name and "backward" not in name
+    written = tuple(
+        (i, a.name)
+        for i, a in enumerate(arguments)
+        if (a.alias_info is not None and a.alias_info.is_write)
+        or (updates_statistics and a.name in STATISTICS)
+    )
+    moves = func.is_view or torch.Tag.inplace_view in func.tags
+    bare = name.startswith(("empty", "new_empty", "_empty", "resize"))
+    out = any(argument.is_out for argument in arguments)
+    return OpSpec(
+        makes_numbers=not (moves or bare),
+        written=written,
+        reads_written=not (out or func.overloadpacket in OVERWRITES),
+        listwise=name.startswith(LISTWISE),
+        first_alone=name.startswith("_scaled_dot_product"),  # the others are padded
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+    )
+
+
+class OpCall(NamedTuple):
+    """An op with its arguments and its result."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    before: Mapping[int, ValueRange | None] = {}
+    """The ranges of the tensors it wrote to, before it did, by `id`."""
+    saved: Mapping[int, Tensor] = {}
+    """Copies of those tensors as they were, by `id`; empty where it will not be run again."""
+
+    @property
+    def name(self) -> str:
+        """ATen's, without the overload."""
+        return op_name(self.func)
+
+    def written(self) -> Iterator[tuple[str, Any]]:
+        """The arguments it writes to, with their names."""
+        return written_arguments(self.func, self.args, self.kwargs)
+
+    def outputs(self) -> Iterator[tuple[str, int, Tensor]]:
+        """What it made: name, position in a list, tensor."""
+        seen, result = set(), self.result
+        if op_spec(self.func).first_alone and isinstance(result, tuple | list):
+            result = result[:1]
+        for name, value in chain(self.written(), [("result", result)]):
+            for i, x in enumerate(tensors_in(value)):
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    yield name, i, x
+
+    def inputs(self, index: int | None) -> list[NamedTensor]:
+        """What it read; of an op over lists, for the tensors at `index` of each, or all of them."""
+        spec = op_spec(self.func)
+        unread = set() if spec.reads_written else {name for _, name in spec.written}
+        named = zip((a.name for a in schema_of(self.func).arguments), self.args, strict=False)
+        read: list[NamedTensor] = []
+        for name, value in chain(named, self.kwargs.items()):
+            tensors = list(tensors_in(value))
+            if spec.listwise and index is not None and not isinstance(value, Tensor):
+                tensors = tensors[index : index + 1]
+            if name not in unread:
+                read += [(name, x, self.before.get(id(x))) for x in tensors]
+        return read
+
+    def numbers(self) -> Iterator[float]:
+        """The floats among its arguments."""
+        for value in chain(self.args, self.kwargs.values()):
+            items = value if isinstance(value, list | tuple) else (value,)
+            yield from (x for x in items if isinstance(x, float))
+
+
+def written_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """The arguments an op writes to, with their names."""
+    for position, name in op_spec(func).written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if value is not None:
+            yield name, value
+
+
+def in_float64(
+    call: OpCall, value: Callable[[Tensor], Tensor | None] = lambda x: None
+) -> list[Tensor] | None:
+    """The results of an op computed in float64, in the order of `call.outputs()`.
+
+    None where that is not possible: the op draws random numbers, is very large, has no kernel for
+    float64, or overwrote inputs of which no copy exists.
+
+    Args:
+        call: the op, which has run.
+        value: returns float64 numbers to use in place of a tensor's own, or None.
+    """
+    spec = op_spec(call.func)
+    if spec.random:
+        return None
+    leaves = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    if sum(x.numel() for x in leaves) > LARGEST:
+        return None
+    targets = {id(x) for _, v in call.written() for x in tensors_in(v)}
+    if spec.reads_written and not targets <= call.saved.keys():
+        return None
+    wide: dict[int, Tensor] = {}
+
+    def widened(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in wide:
+                given = value(x)
+                source = call.saved.get(id(x), x) if given is None else given
+                source = source.double() if x.is_floating_point() else source
+                wide[id(x)] = source.clone() if id(x) in targets else source
+            return wide[id(x)]
+        return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+
+    # softmax's order to make float32 of float16 has no kernel for float64
+    names = (a.name for a in schema_of(call.func).arguments)
+    named = zip(names, call.args, strict=False)
+    given_args = tuple(False if name == "half_to_float" else x for name, x in named)
+    with no_dispatch(), torch.no_grad():
+        try:
+            args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
+            result = call.func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError, MemoryError):  # no kernel, or no room for it
+            return None
+    return [x for _, _, x in OpCall(call.func, tuple(args), kwargs, result).outputs()]

@@ -1,0 +1,262 @@
+"""A step from its beginning to its verdict, and the response to it: log, halt, or skip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import isclose
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun._torch import tree_leaves
+from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
+from mprun.numerics.nonfinite.nonfinite_watcher import NonfiniteWatcher
+from mprun.numerics.nonfinite.origins import OriginFinder
+from mprun.numerics.nonfinite.shadow import Origin, mark_reached
+from mprun.numerics.nonfinite.state_check import StateCheck
+from mprun.numerics.nonfinite.tensor_stats import is_finite, value_range
+
+OUTPUT = "the model's output"
+REACHED = 50
+"""So much of what an exception spoiled is named."""
+ACTIONS = ("log", "halt", "skip")
+HALT_AFTER = 20
+"""Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
+by then, and no gradient needs one below 1."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The exceptions of a step, and the response to them."""
+
+    step: int
+    skipped: bool
+    """Whether dynamic loss scaling skipped it."""
+    exceptions: tuple[FpException, ...]
+    """In the order they arose, each with its verdict."""
+    new_findings: tuple[FpException, ...] = ()
+    """Those that are findings, and the first of their kind."""
+    dropped: bool = False
+    """Whether model and optimizer are as they were before the step."""
+    stop_reason: str | None = None
+    """Why training should end; None where it should continue."""
+
+    def of(self, verdict: str) -> list[FpException]:
+        """The exceptions of a verdict."""
+        return [e for e in self.exceptions if e.verdict == verdict]
+
+
+class Response:
+    """Decides after each step what to do.
+
+    Args:
+        action: log, halt or skip.
+        halt_after: the number of lost steps in a row, skipped or dropped, that ends halt and skip.
+
+    Raises:
+        ValueError: another action, or no positive number.
+    """
+
+    def __init__(self, action: str, halt_after: int = HALT_AFTER) -> None:
+        if action not in ACTIONS:
+            raise ValueError(f"action={action!r}; legal: {', '.join(ACTIONS)}")
+        if halt_after < 1:
+            raise ValueError(f"halt_after={halt_after}; legal is 1 or more")
+        self.action = action
+        self.lost_in_a_row = 0
+        self._halt_after = halt_after
+
+    def to(self, outcome: StepOutcome) -> StepOutcome:
+        """The outcome with `dropped` and `stop_reason`; call it once a step."""
+        findings = outcome.of("finding")
+        dropped = self.action == "skip" and bool(findings)
+        self.lost_in_a_row = self.lost_in_a_row + 1 if dropped or outcome.skipped else 0
+        reason = None
+        if self.action == "halt" and findings:
+            reason = findings[0].text()
+        elif self.action != "log" and self.lost_in_a_row >= self._halt_after:
+            causes = (*findings, *outcome.of("expected"))
+            last = causes[0].text() if causes else "of unknown origin"
+            lost = "had exceptions and were dropped" if dropped else "overflowed and were skipped"
+            reason = f"{self.lost_in_a_row} steps in a row {lost}; the last one: {last}"
+        return replace(outcome, dropped=dropped, stop_reason=reason)
+
+
+class StepMonitor:
+    """Inspects one step after another, and responds.
+
+    Args:
+        model: the model that trains.
+        optimizers: its optimizers; none where nothing is trained.
+        response: decides; None to log.
+        saturates: whether 16-bit numbers clamped to the largest of their dtype count.
+        report: the exceptions are added to it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        response: Response | None = None,
+        saturates: bool = False,
+        report: NonfiniteReport | None = None,
+    ) -> None:
+        self.report = report or NonfiniteReport()
+        self._model, self._optimizers = model, optimizers
+        self._response = response or Response("log")
+        self._finder = OriginFinder(saturates, lambda x: self._state.name_of(x))
+        self._state = StateCheck(model, optimizers, self._finder, saturates)
+        self._step = 0
+        self._snapshot: Snapshot | None = None
+        self._checked_gradients = False
+        self.watcher = NonfiniteWatcher(model, self._finder.inspect, self.check_gradients)
+        """The mode to enter."""
+
+    def begin_step(self, step: int) -> None:
+        """Step number `step` begins."""
+        self._step, self._checked_gradients, self._snapshot = step, False, None
+        self._finder.begin_step(step)
+        self._state.begin_step()
+        self.watcher.begin_step()
+
+    def save(self) -> None:
+        """Keep model and optimizers as they are, for `skip`; the first call in a step counts."""
+        if self._response.action == "skip" and self._snapshot is None:
+            with self.watcher.muted():
+                self._snapshot = Snapshot(self._model, *self._optimizers)
+
+    def inputs(self, inputs: Any) -> None:
+        """The model is called with these."""
+        self._state.inputs(x for x in tree_leaves(inputs) if isinstance(x, Tensor))
+
+    def outputs(self, outputs: Any) -> None:
+        """The model returned these."""
+        for x in tree_leaves(outputs):
+            if isinstance(x, Tensor) and not is_finite(value_range(x)):
+                mark_reached(self._finder.lineage.of(x), OUTPUT)
+
+    def check_gradients(self) -> None:
+        """The gradients exist; the first call counts, before they are unscaled.
+
+        With several optimizers each may have a backward pass of its own before it: each call
+        counts.
+        """
+        if not self._checked_gradients or len(self._optimizers) > 1:
+            self._checked_gradients = True
+            self._state.check_gradients(self._step)
+
+    def end_step(self, skipped: bool, loss_scale: float | None) -> StepOutcome:
+        """The step ended: judge it, and restore what `skip` drops.
+
+        Args:
+            skipped: whether dynamic loss scaling skipped it.
+            loss_scale: the factor of its loss; None where there is none, or a scaler has it.
+        """
+        self._state.check_after_step(self._step)
+        scale = loss_scale or self.watcher.loss_scale
+        judged = [_judged(self._placed(origin), skipped, scale) for origin in self._finder.new]
+        exceptions = tuple(e for e in judged if e is not None)
+        outcome = self._response.to(StepOutcome(self._step, skipped, exceptions))
+        if outcome.dropped and self._snapshot is not None:
+            with self.watcher.muted():
+                self._snapshot.restore()
+            self.report.dropped_steps += 1
+        return replace(outcome, new_findings=self.report.add_step(exceptions))
+
+    def _placed(self, origin: Origin) -> Origin:
+        """An op of the optimizer belongs to the module whose parameter it spoiled."""
+        exception = origin.exception
+        if exception.phase != "optimizer" or not origin.owner:
+            return origin
+        divided_by_0 = "div" in exception.op and exception.kind in ("infinite", "invalid")
+        placed = replace(
+            exception,
+            module=origin.module,
+            module_kind=self.watcher.kinds.get(origin.module, ""),
+            reason=self._state.eps_reason(origin.owner) if divided_by_0 else None,
+        )
+        return replace(origin, exception=placed)
+
+
+def _judged(origin: Origin, skipped: bool, loss_scale: float | None) -> FpException | None:
+    """The exception with its verdict; None for a constant that did no harm."""
+    harmed = [what for what in origin.reached if not (origin.deliberate and what == OUTPUT)]
+    if origin.deliberate and not harmed:
+        return None
+    harmful = harmed or origin.exception.kind == "saturated" or origin.distorts
+    undone = skipped and not origin.lasts and _by_loss_scale(origin.exception, loss_scale)
+    return replace(
+        origin.exception,
+        verdict="absorbed" if not harmful else "expected" if undone else "finding",
+        reached=tuple(islice(origin.reached, REACHED)),
+        reached_count=len(origin.reached),
+        loss_scale=loss_scale,
+        wrong=origin.wrong,
+    )
+
+
+def _by_loss_scale(exception: FpException, loss_scale: float | None) -> bool:
+    """Whether a loss scale can have caused it: the scaled loss or its backward pass overflowed.
+
+    A NaN or an infinity that float64 has as well appears with any scale.
+    """
+    overflow = exception.kind == "overflow"
+    if exception.phase == "backward":
+        # Of a kernel that cannot be run again it is not known what float64 has.
+        unknown = exception.kind in ("invalid", "infinite") and exception.in_float64 is None
+        return overflow or unknown
+    if loss_scale is None or not overflow or exception.phase != "other":
+        return False
+    factors = (x.high for x in exception.inputs if x.low == x.high and x.high is not None)
+    return exception.op == "mul" and any(isclose(x, loss_scale, rel_tol=1e-6) for x in factors)
+
+
+class Snapshot:
+    """A copy of a model and its optimizers as they are now.
+
+    Args:
+        model: parameters and buffers are copied.
+        optimizers: their state and options are.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        every = [*model.parameters(), *model.buffers(), *(p for g in groups for p in g["params"])]
+        self._tensors = [(x, x.detach().clone()) for x in dict.fromkeys(every)]
+        self._options = [(g, {k: v for k, v in g.items() if k != "params"}) for g in groups]
+        self._states = [
+            (
+                optimizer,
+                {
+                    p: {key: (value, _copy(value)) for key, value in entries.items()}
+                    for p, entries in optimizer.state.items()
+                },
+            )
+            for optimizer in optimizers
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the copies back."""
+        for tensor, saved in self._tensors:
+            tensor.copy_(saved)
+        for group, options in self._options:
+            group.update(options)
+        for optimizer, state in self._states:
+            for p in [p for p in optimizer.state if p not in state]:
+                del optimizer.state[p]  # made in the step
+            for p, entries in state.items():
+                optimizer.state[p] = {key: _restored(*pair) for key, pair in entries.items()}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _restored(value: Any, saved: Any) -> Any:
+    """The tensor itself with the numbers it had: others may refer to it."""
+    return value.copy_(saved) if isinstance(value, Tensor) else saved
