@@ -124,7 +124,7 @@ def test_gradients_are_divided_by_the_scale_of_their_step() -> None:
         (StaticLossScale(1024.0, torch.device("cpu")), 1024.0),
         (DynamicLossScale(32.0, DynamicRule(), torch.device("cpu")), 32.0),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_every_kind_of_loss_scale_is_understood(loss_scale: Any, expected: float) -> None:
     assert scale_of(loss_scale) == expected
