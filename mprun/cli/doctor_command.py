@@ -39,7 +39,7 @@ def doctor_command(words: Sequence[str]) -> int:
     wanted = compose(rest).config.device.name
 
     from mprun.assemble.machine_choices import choose_device
-    from mprun.doctor.examine import examine
+    from mprun.experiments.examine import examine
     from mprun.report import tables
     from mprun.report.doctor_tables import renderables
 

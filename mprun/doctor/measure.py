@@ -1,10 +1,10 @@
 """The rates of this machine, within a budget of time.
 
-Every op is timed in every format at a small size, which even a kernel a hundred times slower than
-the others gets through, and then at a large one, which shows what fast ones can do. What, going by
-the small size, does not fit the budget at the large one is left out there: a rate is always one
-that was measured, at the size it names. float32 takes part in each round, and
-a speed-up is float32's time over another's, round by round.
+Every op is timed in every format at a small size, which fits the budget even for a kernel a hundred
+times slower than the others, and then at a large size, which shows what fast kernels reach. A case
+that would not fit the budget at the large size, judged by its time at the small one, is left out:
+a rate is never extrapolated. float32 takes part in each round, and a speed-up is float32's time
+over another format's, round by round.
 
 Images have the memory format of a run (`mprun.doctor.speed_choices`): on CPUs float32 convolutions
 are faster channels-last, and a gain over the slower layout is none.
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from math import comb
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
+from scipy.stats import binom
 
 from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
@@ -34,7 +35,6 @@ from mprun.precision.rates import (
     warm,
 )
 from mprun.records.doctor_record import FORMATS, Copy, Format, OpName, Rate, Ratio, Spread
-from mprun.train.clock import quantiles
 
 FEWEST, MOST = 6, 25
 """Rounds: as many as fit the budget, between these; 6 are the fewest with a 95 % interval."""
@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
     """[batch, channels, height and width] of a convolution's input."""
 
     def ops(self) -> tuple[TimedOp, ...]:
-        """The ops at these sizes, in the order of `examination.OPS`."""
+        """The ops at these sizes, in the order of `doctor_record.OPS`."""
         return (
             matmul(self.side),
             convolution(*self.images),
@@ -164,9 +164,7 @@ def measure_copy(device: torch.device, size: int) -> Copy:
 
 def spread(values: Sequence[float]) -> Spread:
     """Median, 10th and 90th percentile of at least one value."""
-    p10, median, p90 = quantiles(list(values))
-    if median is None or p10 is None or p90 is None:
-        raise ValueError("the spread of no value")
+    p10, median, p90 = (float(x) for x in np.percentile(values, [10, 50, 90]))
     return Spread(median=median, p10=p10, p90=p90, n=len(values))
 
 
@@ -179,9 +177,5 @@ def ratio(values: Sequence[float]) -> Ratio:
     no 95 %: their interval is all of them.
     """
     ordered, n = sorted(values), len(values)
-    outside, k = 0.0, 0
-    while (outside := outside + comb(n, k) / 2**n) <= 0.025:
-        k += 1
-    k = max(k, 1)
-    median = spread(values).median
-    return Ratio(median=median, low=ordered[k - 1], high=ordered[n - k], n=n)
+    k = max(1, int(binom.ppf(0.025, n, 0.5)))
+    return Ratio(median=float(np.median(ordered)), low=ordered[k - 1], high=ordered[n - k], n=n)

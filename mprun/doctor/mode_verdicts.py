@@ -2,8 +2,8 @@
 
 An op is faster than in float32 where the median speed-up is `LIMIT` or more and its 95 % interval
 lies above 1, slower where the same holds the other way around. It is the same where the interval
-lies within `LIMIT` of 1, or the median does and the interval is on one side of 1: nothing is won.
-Anything else is not known, as the machine was too busy to tell. An op that runs compute in float32
+lies within `LIMIT` of 1, or the median does and the interval is on one side of 1: there is no gain.
+Anything else is not known, because the machine was too busy. An op that runs compute in float32
 (`substituted`) has float32's speed, less two casts.
 
 A step is made of these ops and of others, in shares that depend on the model: no speed-up of a step
@@ -44,15 +44,15 @@ ADVICE: dict[Verdict, str] = {
 }
 
 
-def conclusions(found: Measured) -> list[Conclusion]:
+def conclusions(measured: Measured) -> list[Conclusion]:
     """What each format's modes are good for, native and emulated ones apart."""
     natives, emulations = [], []
     for format_ in FORMATS:
-        modes = [m for m in found.modes if m.format == format_ != "float32"]
+        modes = [m for m in measured.modes if m.format == format_ != "float32"]
         native = [m for m in modes if m.execution == "native"]
         emulated = [m.name for m in modes if m.execution == "emulated"]
         if native:
-            natives.append(_native(format_, native, largest(found.rates, format_)))
+            natives.append(_native(format_, native, largest(measured.rates, format_)))
         if emulated:
             text = f"{', '.join(emulated)}: emulated here: for accuracy, not for speed"
             emulations.append(_conclusion(format_, emulated, "not for speed", text))
@@ -77,7 +77,7 @@ def judge(rate: Rate) -> State:
 
 
 def times(rates: Mapping[OpName, Rate]) -> str:
-    """Speed-ups in words: "matmul 5.6x, convolution 3.5x"."""
+    """Speed-ups as text: "matmul 5.6x, convolution 3.5x"."""
     return ", ".join(f"{OP_NAMES[op]} {factor(r)}" for op, r in rates.items())
 
 

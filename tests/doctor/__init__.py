@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mprun.doctor.instructions import INSTRUCTIONS
+from mprun.doctor.machine import INSTRUCTIONS
 from mprun.records.doctor_record import (
     FORMATS,
     OPS,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.doctor import instructions as module
-from mprun.doctor.instructions import (
+from mprun.doctor import machine as module
+from mprun.doctor.machine import (
     ALLOWED,
     INSTRUCTIONS,
     NEEDED,

@@ -10,8 +10,14 @@ import torch
 
 from mprun._torch import onednn_takes
 from mprun.doctor import machine as module
-from mprun.doctor.instructions import INSTRUCTIONS, architecture
-from mprun.doctor.machine import cpu_quota, examine_machine, onednn, tensor_cores
+from mprun.doctor.machine import (
+    INSTRUCTIONS,
+    architecture,
+    cpu_quota,
+    examine_machine,
+    onednn,
+    tensor_cores,
+)
 from mprun.records.doctor_record import Cuda, Machine
 from tests.schema import conforms
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.doctor.machine_load import is_busy, threads_to_measure
+from mprun.doctor.machine import is_busy, threads_to_measure
 from tests.doctor import machine
 
 

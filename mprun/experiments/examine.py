@@ -9,9 +9,8 @@ import torch
 
 from mprun import __version__
 from mprun.doctor import environment
-from mprun.doctor.hints import findings
-from mprun.doctor.machine import examine_machine
-from mprun.doctor.machine_load import threads_to_measure
+from mprun.doctor.findings import findings
+from mprun.doctor.machine import examine_machine, threads_to_measure
 from mprun.doctor.measure import measure_rates
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
@@ -21,10 +20,10 @@ from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 
 
 def examine(device: torch.device, budget_s: float) -> Examination:
-    """Look at the machine, measure its rates, and say what follows for each mode.
+    """Inspect the machine, measure its rates, and report what follows for each mode.
 
     Args:
-        device: what is examined.
+        device: the device to examine.
         budget_s: about how long rates are measured.
 
     Raises:
@@ -43,13 +42,7 @@ def examine(device: torch.device, budget_s: float) -> Examination:
             f"out of memory on {device.type} while measuring, which takes about 2 GiB: free some"
         ) from None
     modes = examine_modes(device, machine.hardware.accelerated)
-    found = Measured(
-        machine=machine,
-        threads=threads,
-        rates=rates,
-        copy=copy,
-        modes=modes,
-    )
+    measured = Measured(machine=machine, threads=threads, rates=rates, copy=copy, modes=modes)
     return Examination(
         schema_version=SCHEMA_VERSION,
         examined_at=examined_at,
@@ -58,9 +51,9 @@ def examine(device: torch.device, budget_s: float) -> Examination:
         versions=versions(),
         budget_s=budget_s,
         measured_s=measured_s,
-        **vars(found),
-        findings=findings(found),
-        conclusions=conclusions(found),
+        **vars(measured),
+        findings=findings(measured),
+        conclusions=conclusions(measured),
     )
 
 

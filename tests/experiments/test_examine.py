@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from mprun import __version__
-from mprun.doctor import examine as module
-from mprun.doctor.examine import examine
-from mprun.doctor.hints import findings
+from mprun.doctor.findings import findings
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
+from mprun.experiments import examine as module
+from mprun.experiments.examine import examine
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from tests.schema import conforms
 
