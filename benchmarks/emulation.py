@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.raw_loop import mprun_blocks
-from mprun.assemble import Plan, plan
+from mprun.assemble import Plan, make_plan
 from mprun.config import compose
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.precision import backend_flags
@@ -38,7 +38,7 @@ def planned(mode: list[str]) -> Plan:
     """The recipe in a mode, float16 with the published loss scale."""
     words = ["recipe=fashion_mnist", "device=cpu", "data.train_limit=1200", *mode]
     scale = [] if "bf16" in mode[0] or "fp32" in mode[0] else ["loss_scale=static"]
-    return plan(compose([*words, *scale]).config, ())
+    return make_plan(compose([*words, *scale]).config, ())
 
 
 def main() -> None:

@@ -16,9 +16,8 @@ from collections.abc import Iterator
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.steps import heading, step_blocks
-from mprun.assemble import build_exceptions, build_parts, build_precision, plan
+from mprun.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.config import compose
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Trainer
 
 CASES = (
@@ -39,14 +38,14 @@ def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> I
     words = [f"recipe={recipe}", f"train.batch_size={batch}", f"precision={mode}", "device=cpu"]
     words += ["speed=plain", "data.train_limit=1200", "data.source=generated"]
     words += [] if action == "none" else [f"debug.fp_exceptions={action}"]
-    chosen = plan(compose(words).config, ())
+    chosen = make_plan(compose(words).config, ())
     if action == "none":
         parts = build_parts(chosen)
     else:
-        exceptions = build_exceptions(chosen, lambda outcome: None)
+        exceptions = build_exceptions(chosen)
         parts = build_parts(chosen, build_precision(chosen, make=exceptions.precision))
-        exceptions.attach(parts.model, parts.optimizer)
-    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+        exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
+    trainer = Trainer(parts, chosen.limits)
     yield from step_blocks(chosen, trainer, steps)
 
 

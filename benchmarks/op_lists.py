@@ -18,9 +18,8 @@ import torch
 
 from benchmarks.alternate import alternate, keep_the_heap
 from benchmarks.steps import heading, step_blocks
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Trainer
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
@@ -34,11 +33,11 @@ def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) 
     """Seconds per step, block after block, after one that warms up."""
     words = [f"recipe={recipe}", f"train.batch_size={batch}", "precision=bf16_mixed", "device=cpu"]
     words += [f"op_lists={lists}", "speed=plain", "data.train_limit=1200"]
-    chosen = plan(compose(words).config, ())
+    chosen = make_plan(compose(words).config, ())
     parts = build_parts(chosen)
     if compiled:
         parts.model = torch.compile(parts.model)  # type: ignore[assignment]
-    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    trainer = Trainer(parts, chosen.limits)
     yield from step_blocks(chosen, trainer, steps)
 
 

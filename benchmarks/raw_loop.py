@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
-from mprun.assemble import Plan, build_parts, plan
+from mprun.assemble import Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Trainer
 
 
@@ -87,7 +86,7 @@ def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
     none = parts.train.data.first(0)
     parts.validation.data = none
     done = 0
-    trainer = Trainer(parts, Limits(None, None, None), NoObserver(), lambda: False)
+    trainer = Trainer(parts, Limits(None, None, None))
     while True:
         done += steps
         trainer.limit(Limits(None, done, None))
@@ -123,7 +122,7 @@ def main() -> None:
     for recipe, steps in cases.items():
         for precision in ("fp32", "bf16_mixed"):
             words = [f"recipe={recipe}", f"precision={precision}", "speed=plain", "device=cpu"]
-            chosen = plan(compose(words).config, ())
+            chosen = make_plan(compose(words).config, ())
             with backend_flags(chosen.policy):
                 row = compare(chosen, max(1, int(steps * scale)))
             rows[f"{recipe} {precision}"] = row
@@ -132,7 +131,7 @@ def main() -> None:
                 f"mprun {row['mprun_ms']:8.3f} ms  "
                 f"ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
             )
-    linear = plan(compose(["recipe=linear", "speed=plain", "device=cpu"]).config, ())
+    linear = make_plan(compose(["recipe=linear", "speed=plain", "device=cpu"]).config, ())
     empty = Empty()
     chosen = replace(linear, recipe=empty, splits=empty.data(DataRequest()))
     row = compare(chosen, int(2000 * scale))

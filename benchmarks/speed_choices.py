@@ -16,12 +16,11 @@ from datetime import date
 
 import torch
 
-from mprun.assemble import Plan, build_parts, plan
+from mprun.assemble import Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
-from mprun.train.callbacks import NoObserver
 from mprun.train.clock import HostClock, quantiles
 from mprun.train.loop import Limits, Trainer
 
@@ -36,7 +35,7 @@ IMPLEMENTATIONS = {
 def stepper(chosen: Plan) -> Callable[[], float]:
     """A function that takes one step of its own model and gives its milliseconds."""
     parts = build_parts(chosen)
-    trainer = Trainer(parts, Limits(1, None, None), NoObserver(), lambda: False)
+    trainer = Trainer(parts, Limits(1, None, None))
     clock = HostClock()
 
     def step() -> float:
@@ -63,7 +62,7 @@ def main() -> None:
         formats = ("contiguous", "channels_last") if recipe == "fashion_mnist" else ("contiguous",)
         for precision in ("fp32", "bf16_mixed"):
             words = [f"recipe={recipe}", f"precision={precision}", "device=cpu"]
-            base = plan(compose(words).config, ())
+            base = make_plan(compose(words).config, ())
             choices = [SpeedChoice(f, i) for f in formats for i in implementations]
             with backend_flags(base.policy):
                 steppers = {c: stepper(replace(base, speed=c)) for c in choices}

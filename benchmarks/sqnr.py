@@ -14,7 +14,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.config import compose
 from mprun.doctor.environment import cpu_name
 from mprun.numerics.sqnr import sqnr_db
@@ -26,7 +26,7 @@ MODES = ("tf32", "bf16_mixed", "fp16_mixed")
 def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
     """Outputs and gradients of a mode's first step, each as one flat float64 tensor."""
     words = [f"recipe={recipe}", f"precision={precision}", "device=cpu", "train.batch_size=64"]
-    chosen = plan(compose(words).config, ())
+    chosen = make_plan(compose(words).config, ())
     with backend_flags(chosen.policy, chosen.native_tf32):
         parts = build_parts(chosen)
         batch = next(parts.train.epoch(None))

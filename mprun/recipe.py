@@ -1,12 +1,12 @@
 """What a recipe is: a model, its data, a loss and a metric. Never a loop.
 
-The runner owns everything a precision mode may touch: casting, the backward pass, the optimizer
-step, timing. A recipe only says what is trained, so that any mode can train it.
+The training loop owns everything a precision mode may change: casting, the backward pass, the
+optimizer step, timing. A recipe only defines what is trained, so that any mode can train it.
 
 A recipe is a frozen dataclass. Its fields are the parameters a user sets as `recipe.model.<field>`
 and are checked against the annotated types; `__post_init__` raises `ValueError` for a value out of
-range, with what is legal. A recipe of one's own is such a class in any importable module plus a
-YAML file that names it as `recipe.target`.
+range, with what is legal. Your own recipe is such a class in any importable module, plus a YAML
+file that names it as `recipe.target`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Recipe(ABC):
     """
 
     ignores: ClassVar[frozenset[str]] = frozenset()
-    """Configuration keys without effect in this recipe; the user who sets one is told."""
+    """Configuration keys without effect in this recipe; a user who sets one gets a warning."""
 
     draws_data: ClassVar[bool] = True
     """Whether the samples depend on the run's seed; false lets runs of other seeds share them."""
@@ -43,15 +43,15 @@ class Recipe(ABC):
         """The samples.
 
         Raises:
-            UsageError: the data cannot be had, with the ways on.
+            UsageError: the data are not available; the message says what to do.
         """
 
     def sample(self) -> TensorSet | None:
         """Samples such as `data` gives, any number of them, or None.
 
-        Only shapes and dtypes are looked at, so that a step can be planned without the data
-        (`mprun memory`); it is called where tensors are made without values, and `torch.empty` is
-        enough. Without it, None, planning loads the data.
+        Only shapes and dtypes are used, to plan a step without the data (`mprun memory`). It is
+        called where tensors are made without values, so `torch.empty` is enough. With None,
+        planning loads the data.
         """
         return None
 

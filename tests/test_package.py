@@ -40,8 +40,6 @@ ALLOWED = {
 PENDING = {
     "cli": {"assemble", "numerics", "precision", "train"},
     "experiments": {"data", "precision", "report"},
-    "run": {"numerics", "precision", "report"},
-    "train": {"assemble"},
 }
 EVERYWHERE = {"records", "console", "errors"}
 NO_TORCH = {"records", "compare", "report", "config", "console", "errors"}

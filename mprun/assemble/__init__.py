@@ -1,18 +1,18 @@
 """The composition root: from a checked configuration to the objects a run is made of.
 
-`plan` chooses, checks and loads; `build_parts` makes the objects. Everything a user can still get
-wrong here (a recipe's own fields, a device that is not there, data that cannot be had) raises
-`UsageError` before any folder is made.
+`make_plan` chooses, checks and loads; `build_parts` makes the objects. Mistakes of the user that
+are found here (a recipe's own fields, a device or data that are not available) raise `UsageError`
+before any folder is made.
 """
 
-from mprun.assemble.fp_exceptions import build_exceptions
 from mprun.assemble.optimizer import build_optimizer
-from mprun.assemble.parts import build_parts
-from mprun.assemble.plan import Plan, plan
+from mprun.assemble.parts import build_parts, build_run
+from mprun.assemble.plan import Plan, make_plan
 from mprun.assemble.planned_memory import footprint, step_memory, with_batch_size
 from mprun.assemble.precision_parts import (
     build_arithmetic,
     build_caster,
+    build_exceptions,
     build_loss_scale,
     build_precision,
 )
@@ -28,10 +28,11 @@ __all__ = [
     "build_optimizer",
     "build_parts",
     "build_precision",
+    "build_run",
     "footprint",
     "load_recipe",
     "load_shapes",
-    "plan",
+    "make_plan",
     "step_memory",
     "with_batch_size",
 ]

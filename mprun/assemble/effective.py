@@ -21,7 +21,7 @@ from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_precision
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.optim import LowPrecisionOptimizer
-from mprun.precision import Precision, backend_flags
+from mprun.precision import Precision
 from mprun.precision.convert import dtype_of
 from mprun.precision.switches import tf32_is_on
 from mprun.records.run_record import PrecisionRow
@@ -30,28 +30,28 @@ from mprun.train.init_from import DRAWN
 LOW = (torch.float16, torch.bfloat16)
 
 
-def requested(chosen: Plan) -> PrecisionRow:
+def requested(plan: Plan) -> PrecisionRow:
     """The policy as the configuration asks for it."""
-    extra: dict[str, Any] = {"op_lists": chosen.config.op_lists.name, "layers": chosen.layers}
-    return PrecisionRow(**extra, **chosen.policy.columns())
+    extra: dict[str, Any] = {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
+    return PrecisionRow(**extra, **plan.policy.columns())
 
 
-def planned(chosen: Plan) -> PrecisionRow:
+def planned(plan: Plan) -> PrecisionRow:
     """`effective` of the plan's objects, built on fake tensors, before the run builds its own.
 
-    The requested row where the model cannot be built so (its code looks at values of tensors).
+    The requested row where the model cannot be built so (its code reads values of tensors).
     """
     try:
-        with fake_tensors(), backend_flags(chosen.policy, chosen.native_tf32):
-            precision = build_precision(chosen)
-            model, optimizer = build_model(replace(chosen, weights=DRAWN), precision)
-            return effective(chosen, model, optimizer, precision)
+        with fake_tensors(), plan.backend_flags():
+            precision = build_precision(plan)
+            model, optimizer = build_model(replace(plan, weights=DRAWN), precision)
+            return effective(plan, model, optimizer, precision)
     except Exception:
-        return requested(chosen)
+        return requested(plan)
 
 
 def effective(
-    chosen: Plan, model: nn.Module, optimizer: Optimizer, precision: Precision
+    plan: Plan, model: nn.Module, optimizer: Optimizer, precision: Precision
 ) -> PrecisionRow:
     """The columns as the built objects have them; call it with the run's backend switches set.
 
@@ -59,14 +59,14 @@ def effective(
     moment that the optimizer does not keep is computed in float32, and stated so.
 
     Args:
-        chosen: the plan they were built from.
+        plan: the plan they were built from.
         model: prepared by `precision`.
         optimizer: of the model's parameters.
         precision: carries the policy out.
     """
-    row: dict[str, Any] = {**vars(requested(chosen)), "tf32": tf32_is_on(chosen.device)}
+    row: dict[str, Any] = {**vars(requested(plan)), "tf32": tf32_is_on(plan.device)}
     named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
-    outside = [p for n, p in named if dtype_of(n, chosen.layers, "") == ""]
+    outside = [p for n, p in named if dtype_of(n, plan.layers, "") == ""]
     outside = outside or [p for _, p in named]
     if outside:
         stored = _most((p.dtype, p.numel()) for p in outside)
@@ -81,7 +81,7 @@ def effective(
 
 
 def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[str, str]:
-    """What an optimizer keeps of the moments, and how it rounds what is kept in 16 bits.
+    """What an optimizer keeps of the moments, and how it rounds what it stores in 16 bits.
 
     Args:
         optimizer: PyTorch's keep and compute everything here in float32.

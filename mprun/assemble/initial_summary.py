@@ -1,4 +1,4 @@
-"""The summary a run begins with: everything known before the first step."""
+"""The summary a run starts with: everything known before the first step."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from mprun.records.run_record import (
 )
 
 
-def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
-    """The summary of a run that has not begun."""
-    config, splits = chosen.config, chosen.splits
+def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:
+    """The summary of a run before its first step."""
+    config, splits = plan.config, plan.splits
     memory = Memory(
         peak=None,
         parameters=None,
@@ -43,9 +43,9 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         data=sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
         allocator_peak=None,
     )
-    scale = build_loss_scale(config, chosen.layers, torch.device("cpu"))
+    scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
-    slow = [chosen.policy.compute_dtype] if chosen.policy.compute_dtype != "float32" else []
+    slow = [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else []
     return Summary(
         schema_version=SCHEMA_VERSION,
         status="running",
@@ -54,19 +54,19 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         mprun_version=__version__,
         git_commit=environment.git_commit(),
         versions=environment.versions(),
-        hardware=environment.hardware(chosen.device, slow),
+        hardware=environment.hardware(plan.device, slow),
         recipe=config.recipe.name,
         seed=config.seed,
-        precision=chosen.policy.name,
-        variant=variant_label(chosen),
-        variant_hash=variant_hash(without_inert(config, resolved, chosen.recipe.ignores)),
-        requested=requested(chosen),
-        effective=planned(chosen),
-        execution=chosen.execution,
+        precision=plan.policy.name,
+        variant=variant_label(plan),
+        variant_hash=variant_hash(without_inert(config, resolved, plan.recipe.ignores)),
+        requested=requested(plan),
+        effective=planned(plan),
+        execution=plan.execution,
         substitutions=[],  # none occurred yet
         backend=BackendRow(
-            memory_format=chosen.speed.memory_format,
-            optimizer_impl=chosen.speed.optimizer_impl,
+            memory_format=plan.speed.memory_format,
+            optimizer_impl=plan.speed.optimizer_impl,
             compile=False,
             threads=torch.get_num_threads(),
         ),
@@ -77,8 +77,8 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
             validation_samples=len(splits.validation),
             test_samples=len(splits.test),
         ),
-        batch=chosen.batch,
-        batch_size=chosen.batch.effective,
+        batch=plan.batch,
+        batch_size=plan.batch.effective,
         epochs=0,
         steps=0,
         skipped_steps=0,
@@ -88,11 +88,11 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
         wall_time_s=0.0,
         memory_bytes=memory,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
-        fp_exceptions=_fp_exceptions(chosen),
-        warnings=list(chosen.warnings),
+        fp_exceptions=_fp_exceptions(plan),
+        warnings=list(plan.warnings),
         metric=Metric(
-            name=chosen.recipe.metric,
-            higher_is_better=chosen.recipe.metric != "loss",
+            name=plan.recipe.metric,
+            higher_is_better=plan.recipe.metric != "loss",
         ),
         history=[],
         train=TrainScore(loss=None),
@@ -100,18 +100,18 @@ def initial_summary(chosen: Plan, resolved: dict[str, Any]) -> Summary:
     )
 
 
-def _fp_exceptions(chosen: Plan) -> FpExceptionsRow | None:
-    action = chosen.config.debug.fp_exceptions.name
+def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
+    action = plan.config.debug.fp_exceptions.name
     if action == "off":
         return None
     return FpExceptionsRow(action=action, finding=0, expected=0, absorbed=0, dropped_steps=0)
 
 
-def variant_label(chosen: Plan) -> str:
+def variant_label(plan: Plan) -> str:
     """A short name for tables: the mode, and what was changed about it."""
-    factor, lists = chosen.config.batch.factor, chosen.config.op_lists
+    factor, lists = plan.config.batch.factor, plan.config.op_lists
     files = (lists.lower_file, lists.fp32_file, lists.promote_file)
-    label = chosen.policy.name + (f"+{lists.name}" if chosen.op_lists else "")
+    label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
     label += "+files" if any(files) else ""
-    label += "+skip" if chosen.config.debug.fp_exceptions.name == "skip" else ""
+    label += "+skip" if plan.config.debug.fp_exceptions.name == "skip" else ""
     return label + (f" x{factor}" if factor > 1 else "")

@@ -1,4 +1,4 @@
-"""Which optimizer a run gets: PyTorch's, or the one that keeps 16-bit parameters and state."""
+"""Which optimizer a run gets: PyTorch's, or the one that stores parameters and state in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from mprun.precision.policy import torch_dtype
 
 
 def keeps_low_precision(policy: Policy, layers: Mapping[str, str], config: OptimizerConfig) -> bool:
-    """Whether anything the optimizer writes is kept in 16 bits: parameters, layers or moments."""
+    """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
     moments = {getattr(policy, f"{moment}_dtype") for moment in kept_moments(config)}
-    stored = {policy.param_dtype, *moments}
-    kept = (layer_precision(value, policy.casting).stored for value in layers.values())
-    return any(dtype != torch.float32 for dtype in kept) or stored != {"float32"}
+    in_layers = {layer_precision(value, policy.casting).stored for value in layers.values()}
+    return {policy.param_dtype, *moments} != {"float32"} or not in_layers <= {torch.float32}
 
 
-def engine_for(speed: str, device: torch.device, kept: str | None = None) -> str:
+def engine_for(speed: str, device: torch.device, earlier: str | None = None) -> str:
     """The engine of a low-precision optimizer; all of them give the same bits on one device.
 
     Args:
         speed: `plain` takes the one without a compiler.
         device: where the parameters are.
-        kept: what a resumed run had; taken again where it can be had.
+        earlier: the engine that a resumed run had; taken again where it is available.
     """
-    if speed == "plain" or kept == "eager":
+    if speed == "plain" or earlier == "eager":
         return "eager"
     return engines.fastest(device)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -9,28 +11,43 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
-from mprun.assemble.precision_parts import build_precision
+from mprun.assemble.precision_parts import build_caster, build_exceptions, build_precision
 from mprun.config.schema import Scheduler
 from mprun.data import Batches, Order, TensorSet
 from mprun.data.batches import place
+from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Precision
+from mprun.precision.op_lists import CastLog
 from mprun.precision.policy import torch_dtype
 from mprun.train.clock import clock_for
 from mprun.train.loop import Parts
-from mprun.train.metric_readback import readings_for
+from mprun.train.metric_readback import readback_for
 from mprun.train.schedule import NoSchedule, Schedule, TorchSchedule
 
 
-def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
+def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExceptions]:
+    """The parts of a run, and the search for floating-point exceptions in them.
+
+    Args:
+        plan: the plan.
+        report: prints a line; with `op_lists.verbose` each cast is reported.
+    """
+    exceptions = build_exceptions(plan)
+    verbose = plan.op_lists is not None and plan.config.op_lists.verbose
+    caster = build_caster(plan, CastLog(report) if verbose else None)
+    return build_parts(plan, build_precision(plan, caster, make=exceptions.precision)), exceptions
+
+
+def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
     """Everything the loop runs on, with the plan's precision unless one is given.
 
     Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
     """
-    config, recipe, device = chosen.config, chosen.recipe, chosen.device
-    precision = precision or build_precision(chosen)
-    model, optimizer = build_model(chosen, precision)
-    input_dtype = torch_dtype(chosen.policy.input_dtype)
-    splits, batch = chosen.splits, chosen.batch
+    config, recipe, device = plan.config, plan.recipe, plan.device
+    precision = precision or build_precision(plan)
+    model, optimizer = build_model(plan, precision)
+    input_dtype = torch_dtype(plan.policy.input_dtype)
+    splits, batch = plan.splits, plan.batch
     order = Order(len(splits.train), config.seed, splits.shuffle)
 
     # Floating samples that a recipe prepares stay on the host in every mode: they are sent as
@@ -42,17 +59,16 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
             inputs = recipe.prepare(inputs)
             if inputs.is_floating_point():  # token ids stay whole numbers
                 inputs = inputs.to(input_dtype)
-            return chosen.speed.inputs(inputs)
+            return plan.speed.inputs(inputs)
 
         return Batches(data if stays else place(data, device), size, prepare, device)
 
     train = batches(splits.train, batch.effective)
-    planned = chosen.limits.planned_steps(len(train))
     return Parts(
         recipe=recipe,
         model=model,
         optimizer=optimizer,
-        scheduler=build_schedule(config.train.scheduler, optimizer, planned),
+        scheduler=build_schedule(config.train.scheduler, optimizer, plan.planned_steps),
         precision=precision,
         train=train,
         order=order,
@@ -60,19 +76,19 @@ def build_parts(chosen: Plan, precision: Precision | None = None) -> Parts:
         test=batches(splits.test, config.train.eval_batch_size),
         micro_batch=batch.micro,
         clock=clock_for(device),
-        readings=readings_for(device),
+        readback=readback_for(device),
     )
 
 
-def build_model(chosen: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:
+def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:
     """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
-    config = chosen.config
+    config = plan.config
     torch.manual_seed(config.seed)
-    model = chosen.recipe.model()
-    chosen.weights.load_into(model)  # after the draw: random numbers stay those of a run without
-    model = precision.prepare(model, chosen.device, chosen.speed.torch_memory_format)
+    model = plan.recipe.model()
+    plan.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
     optimizer = build_optimizer(
-        config.train.optimizer, model, chosen.lr, chosen.policy, chosen.speed, config.seed
+        config.train.optimizer, model, plan.lr, plan.policy, plan.speed, config.seed
     )
     return model, optimizer
 

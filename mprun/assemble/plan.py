@@ -1,15 +1,23 @@
-"""What a run will be: chosen, checked and loaded, nothing trained yet."""
+"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from mprun.assemble import machine_choices as machine
+from mprun.assemble.dtype_choices import (
+    build_policy,
+    choose_layers,
+    choose_op_lists,
+    displaced_ops,
+)
+from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
 from mprun.assemble.optimizer import engine_for, keeps_low_precision
 from mprun.assemble.recipe_loading import Load, load_data, load_recipe
 from mprun.config import Config
@@ -18,7 +26,8 @@ from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
 from mprun.data import DataRequest, Splits
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
-from mprun.precision import Policy
+from mprun.precision import Policy, backend_flags
+from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.op_lists import OpLists, Unknown
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
@@ -30,7 +39,7 @@ from mprun.train.loop import Limits
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can begin: everything is chosen, checked and loaded; nothing is trained yet."""
+    """A run that can start: everything is decided, checked and loaded; nothing is trained yet."""
 
     config: Config
     recipe: Recipe
@@ -42,15 +51,15 @@ class Plan:
     batch: BatchRow
     lr: float
     layers: dict[str, str]
-    """Modules kept in a dtype of their own: name to dtype."""
+    """Modules with a dtype of their own: name to dtype."""
     op_lists: OpLists | None
     """Ops cast by name, or None."""
     weights: Weights
-    """What the model begins with where it is not drawn (`DRAWN`)."""
+    """What the model starts from where its weights are not drawn (`DRAWN`)."""
     fp32_fallback: str
     """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
     warnings: tuple[str, ...]
-    """What the user is warned of before the run; one sentence for each field without effect."""
+    """What the user is warned of before the run, a sentence each."""
 
     @property
     def native_tf32(self) -> bool:
@@ -59,7 +68,7 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, str]:
-        """What was chosen for this machine; a resumed run takes the same."""
+        """The automatic choices for this machine; a resumed run takes the same."""
         return {
             "device": self.device.type,
             "execution": self.execution,
@@ -74,8 +83,21 @@ class Plan:
         train = self.config.train
         return Limits(train.epochs, train.max_steps, train.max_time_s)
 
+    @property
+    def planned_steps(self) -> int | None:
+        """Optimizer steps if time does not run out, or None where only time ends the run."""
+        return self.limits.planned_steps(-(-len(self.splits.train) // self.batch.effective))
 
-def plan(
+    def backend_flags(self) -> AbstractContextManager[None]:
+        """Set PyTorch's process-wide switches as the policy says; restore them at the end."""
+        return backend_flags(self.policy, self.native_tf32)
+
+    def layer_rows(self, model: nn.Module) -> list[LayerRow]:
+        """The dtypes of the layers of a prepared model; empty without `precision.layers`."""
+        return layer_rows(model, self.layers, self.policy) if self.layers else []
+
+
+def make_plan(
     config: Config,
     given: Sequence[str],
     choices: Mapping[str, Any] | None = None,
@@ -90,51 +112,42 @@ def plan(
         load: gives a recipe's samples; `DataCache` where several runs share them.
 
     Raises:
-        UsageError: see the module's text.
+        UsageError: see the package's text.
     """
     check_logger(config.logger.name)
     recipe = load_recipe(config.recipe.target, config.recipe.model)
-    policy = machine.build_policy(config)
-    kept = dict(choices or {})
-    device = machine.choose_device(kept.get("device", config.device.name))
-    execution = machine.choose_execution(
-        kept.get("execution", config.execution.name), policy, device
-    )
-    optimizer = config.train.optimizer.name.name
-    layers = machine.choose_layers(config, recipe, policy)
-    op_lists = machine.choose_op_lists(config, device, resumed=bool(choices))
+    policy = build_policy(config)
+    earlier, resumed = dict(choices or {}), bool(choices)
+    device = choose_device(earlier.get("device", config.device.name))
+    execution = choose_execution(earlier.get("execution", config.execution.name), policy, device)
+    layers = choose_layers(config, recipe, policy)
+    op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)
-    speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer)
-    if choices:
-        speed = SpeedChoice(kept["memory_format"], kept["optimizer_impl"])
-    if keeps_low_precision(policy, layers, config.train.optimizer):
-        engine = engine_for(config.speed.name, device, kept.get("optimizer_impl"))
+    optimizer = config.train.optimizer
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer.name.name)
+    if resumed:
+        speed = SpeedChoice(earlier["memory_format"], earlier["optimizer_impl"])
+    if keeps_low_precision(policy, layers, optimizer):
+        engine = engine_for(config.speed.name, device, earlier.get("optimizer_impl"))
         speed = replace(speed, optimizer_impl=engine)
-    fp32_fallback = kept.get(
-        "fp32_fallback", kept.get("by_float32")
-    )  # the key in older checkpoints
+    # by_float32 is the key in older checkpoints
+    fp32_fallback = earlier.get("fp32_fallback", earlier.get("by_float32"))
     if fp32_fallback is None:
-        fp32_fallback = machine.choose_fp32_fallback(config.speed.name, policy, execution, device)
+        fp32_fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
     batch, capped = batch_sizes(config)
     weights = DRAWN
-    if config.train.init_from is not None and not choices:  # a resumed run has its own
+    if config.train.init_from is not None and not resumed:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
     splits = as_stored(load(recipe, data_request(config)), recipe, policy)
     if not len(splits.train):
         raise UsageError(f"{splits.name} has no training sample")
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
-    name = config.recipe.name
-    inert = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
-    for key in (*given,):
-        if key in recipe.ignores:
-            inert[key] = f"{key} has no effect: recipe={name} does not use it"
-    moved = machine.displaced_ops(config, device, resumed=bool(choices))
-    notices = (capped, splits.notice, range_warning(weights, policy, layers), moved)
-    warnings = [*inert.values(), *(text for text in notices if text is not None)]
+    displaced = displaced_ops(config, device, resumed)
+    notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced)
+    warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
     warnings += unknown_names(op_lists.unknown) if op_lists else []
-    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     return Plan(
         config=config,
         recipe=recipe,
@@ -144,13 +157,22 @@ def plan(
         speed=speed,
         splits=splits,
         batch=batch,
-        lr=lr,
+        lr=config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor),
         layers=layers,
         op_lists=op_lists,
         weights=weights,
         fp32_fallback=fp32_fallback,
         warnings=tuple(warnings),
     )
+
+
+def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:
+    """A sentence for each field the user set in vain; the recipe's reason replaces another."""
+    sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
+    for key in given:
+        if key in recipe.ignores:
+            sentences[key] = f"{key} has no effect: recipe={config.recipe.name} does not use it"
+    return sentences.values()
 
 
 def unknown_names(unknown: Sequence[Unknown], shown: int = 20) -> list[str]:
@@ -181,7 +203,7 @@ def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:
         base = cap
     micro = base * config.batch.factor
     accumulate = config.train.accumulate
-    row: BatchRow = BatchRow(
+    row = BatchRow(
         micro=micro,
         accumulate=accumulate,
         effective=micro * accumulate,

@@ -12,19 +12,18 @@ from mprun.assemble.plan import Plan, batch_sizes
 from mprun.data import TensorSet
 from mprun.numerics.memory_recorder import fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
-from mprun.train.callbacks import NoObserver
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Trainer
 
 
-def step_memory(chosen: Plan) -> StepMemory:
+def step_memory(plan: Plan) -> StepMemory:
     """What is alive during one training step of this plan, on fake tensors.
 
     Made with `load_shapes`, the plan's batch is as large as asked, else as the data allow.
     """
-    splits, device = chosen.splits, chosen.device
+    splits, device = plan.splits, plan.device
     known = not splits.train.inputs.is_meta
-    rows = min(chosen.batch.effective, len(splits.train) if known else sys.maxsize)
+    rows = min(plan.batch.effective, len(splits.train) if known else sys.maxsize)
 
     def fake(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)
@@ -34,16 +33,16 @@ def step_memory(chosen: Plan) -> StepMemory:
         none = samples.first(0)
         parts = build_parts(
             replace(
-                chosen,
+                plan,
                 splits=replace(splits, train=samples, validation=none, test=none),
                 execution="native",  # what a mode needs, not what emulating it takes
-                policy=replace(chosen.policy, partials_dtype="float32"),
+                policy=replace(plan.policy, partials_dtype="float32"),
                 fp32_fallback="none",
                 weights=DRAWN,  # fake tensors have no values to load into
             )
         )
         batch = next(parts.train.epoch(None))
-        trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+        trainer = Trainer(parts, plan.limits)
         return memory(
             lambda: trainer.optimizer_step(batch),
             parts.model,
@@ -52,14 +51,14 @@ def step_memory(chosen: Plan) -> StepMemory:
         )
 
 
-def with_batch_size(chosen: Plan, size: int) -> Plan:
+def with_batch_size(plan: Plan, size: int) -> Plan:
     """The plan with `train.batch_size=size` in the place of its own, whatever its preset allows."""
-    train = replace(chosen.config.train, batch_size=size)
-    preset = replace(chosen.config.preset, max_batch_size=None)
-    batch, _ = batch_sizes(replace(chosen.config, train=train, preset=preset))
-    return replace(chosen, batch=batch)
+    train = replace(plan.config.train, batch_size=size)
+    preset = replace(plan.config.preset, max_batch_size=None)
+    batch, _ = batch_sizes(replace(plan.config, train=train, preset=preset))
+    return replace(plan, batch=batch)
 
 
-def footprint(chosen: Plan) -> dict[str, int]:
+def footprint(plan: Plan) -> dict[str, int]:
     """Bytes alive at the peak of that step, by category, as a record's `memory_bytes` has them."""
-    return step_memory(chosen).totals
+    return step_memory(plan).totals

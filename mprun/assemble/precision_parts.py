@@ -1,4 +1,4 @@
-"""The parts that carry a policy out."""
+"""The parts that carry a policy out: caster, arithmetic, loss scale, the search for exceptions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 
 from mprun.assemble.plan import Plan
-from mprun.config import Config
+from mprun.config import Config, schema
 from mprun.config.validate import loss_scale_kind
+from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
 from mprun.precision import (
     Arithmetic,
     AutocastCaster,
@@ -37,7 +38,7 @@ DEFAULT_INITIAL = 2.0**16
 
 
 def build_precision(
-    chosen: Plan,
+    plan: Plan,
     caster: Caster | None = None,
     arithmetic: Arithmetic | None = None,
     make: Callable[..., Precision] = Precision,
@@ -45,40 +46,49 @@ def build_precision(
     """The parts that carry the policy out, the plan's own unless others are given.
 
     Args:
-        chosen: the plan.
+        plan: the plan.
         caster: what decides the dtypes of ops.
         arithmetic: whose kernels compute.
         make: puts the parts together; takes the arguments of `Precision`.
     """
-    policy, clip_norm = chosen.policy, chosen.config.train.clip_norm
+    policy, clip_norm = plan.policy, plan.config.train.clip_norm
     return make(
         policy,
-        caster or build_caster(chosen),
-        arithmetic or build_arithmetic(chosen),
-        build_loss_scale(chosen.config, chosen.layers, chosen.device),
+        caster or build_caster(plan),
+        arithmetic or build_arithmetic(plan),
+        build_loss_scale(plan.config, plan.layers, plan.device),
         Clip(clip_norm),
-        layers=chosen.layers,
+        layers=plan.layers,
     )
 
 
-def build_caster(chosen: Plan, watcher: Watcher | None = None) -> Caster:
-    """What decides the dtypes of ops; `watcher` is told what op lists do."""
-    device, dtype = chosen.device.type, torch_dtype(chosen.policy.compute_dtype)
-    if chosen.op_lists is not None:
-        several = chosen.batch.accumulate > 1
-        return OpListCaster(chosen.op_lists, dtype, device, keep=several, watcher=watcher)
-    if chosen.policy.casting == "autocast":
+def build_exceptions(plan: Plan) -> RunExceptions:
+    """The search for floating-point exceptions that `debug.fp_exceptions` asks for."""
+    debug = plan.config.debug
+    if debug.fp_exceptions is schema.FpExceptions.off:
+        return RunExceptions()
+    saturates = plan.policy.overflow == "saturate"
+    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates)
+
+
+def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
+    """What decides the dtypes of ops; `watcher` is called for what op lists do."""
+    device, dtype = plan.device.type, torch_dtype(plan.policy.compute_dtype)
+    if plan.op_lists is not None:
+        several = plan.batch.accumulate > 1
+        return OpListCaster(plan.op_lists, dtype, device, keep=several, watcher=watcher)
+    if plan.policy.casting == "autocast":
         return AutocastCaster(device, dtype)
     return NoCaster()
 
 
-def build_arithmetic(chosen: Plan) -> Arithmetic:
+def build_arithmetic(plan: Plan) -> Arithmetic:
     """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
-    return arithmetic_for(chosen.policy, chosen.execution, chosen.fp32_fallback, chosen.config.seed)
+    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, plan.config.seed)
 
 
 def arithmetic_for(policy: Policy, execution: str, fp32_fallback: str, seed: int) -> Arithmetic:
-    """The arithmetic of a policy: `Plan` says what the others are."""
+    """The arithmetic of a policy; the arguments are fields of `Plan`."""
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":

@@ -42,8 +42,8 @@ def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
         try:
             OmegaConf.update(schema, name, value)
         except OmegaConfBaseException:
-            wanted = describe_type(get_type_hints(kind)[name])
-            raise UsageError(f"'recipe.model.{name}={value}': {name} is {wanted}") from None
+            legal = describe_type(get_type_hints(kind)[name])
+            raise UsageError(f"'recipe.model.{name}={value}': {name} is {legal}") from None
     try:
         recipe = OmegaConf.to_object(schema)
     except (OmegaConfBaseException, ValueError) as error:
@@ -81,7 +81,7 @@ def _import_recipe(target: str) -> type[Recipe]:
 
 
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
-    """The recipe's samples; what fails in a recipe's own code is said in one line."""
+    """The recipe's samples; an error in the recipe's own code becomes one line."""
     with _explained("the data", recipe):
         return recipe.data(request)
 
@@ -126,18 +126,18 @@ def _explained(what: str, recipe: Recipe) -> Iterator[None]:
 class DataCache:
     """Loads what differs from the last load: runs of one recipe share their samples.
 
-    Holds one set of samples. A recipe that draws its data from the run's seed is loaded anew for
-    each seed.
+    It holds one set of samples. A recipe that draws its data from the run's seed is loaded again
+    for each seed.
     """
 
     def __init__(self) -> None:
         self._key: tuple[str, DataRequest] | None = None
-        self._held: Splits | None = None
+        self._splits: Splits | None = None
 
     def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
         key = (repr(recipe), request if recipe.draws_data else replace(request, seed=0))
-        if self._held is None or key != self._key:
-            self._key, self._held = None, None  # not two sets at once
-            self._held = load_data(recipe, request)
+        if self._splits is None or key != self._key:
+            self._key, self._splits = None, None  # not two sets at once
+            self._splits = load_data(recipe, request)
             self._key = key
-        return self._held
+        return self._splits

@@ -64,7 +64,7 @@ def advise_command(words: list[str]) -> int:
 
 def _new(asked: Request, load: DataCache) -> Sweep:
     """The trials: of modes whose times mean something here."""
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
     from mprun.config import compose
     from mprun.config.variants import BASELINE, variants
     from mprun.experiments.sweep import new_sweep
@@ -77,7 +77,7 @@ def _new(asked: Request, load: DataCache) -> Sweep:
     for name, words in found.words.items():
         composed = compose(words, asked.config_dir)
         try:
-            chosen = plan(composed.config, composed.given, load=load)
+            chosen = make_plan(composed.config, composed.given, load=load)
         except UsageError as error:
             left_out[name] = str(error)
             continue

@@ -59,7 +59,7 @@ def _judge(asked: Request, sweep: Sweep, outcomes: list[Outcome]) -> int:
 
 
 def _new(asked: Request, load: DataCache) -> Sweep:
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
     from mprun.config import compose
     from mprun.experiments.double import RULES
     from mprun.experiments.sweep import new_sweep
@@ -71,7 +71,7 @@ def _new(asked: Request, load: DataCache) -> Sweep:
             )
     composed = compose([*asked.words, "batch=double"], asked.config_dir)
     _check_length(composed)
-    chosen = plan(composed.config, composed.given, load=load)
+    chosen = make_plan(composed.config, composed.given, load=load)
     samples, doubled = len(chosen.splits.train), chosen.batch.effective
     if doubled > samples:
         raise UsageError(
@@ -98,13 +98,13 @@ def _check_length(composed: Composed) -> None:
 
 
 def _until_oom(asked: Request, load: DataCache) -> int:
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
     from mprun.config import compose
     from mprun.experiments.batch_trials import BatchTrials
     from mprun.experiments.largest_batch import largest_that_fits
 
     composed = compose(asked.words, asked.config_dir)
-    chosen = plan(composed.config, composed.given, load=load)
+    chosen = make_plan(composed.config, composed.given, load=load)
     if chosen.device.type != "cuda":
         raise UsageError(
             "double.until_oom=true needs device=cuda: a CPU swaps, or is killed, before PyTorch "

@@ -138,13 +138,13 @@ def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
 def _plan(composed: Composed) -> Plan:
     import torch
 
-    from mprun.assemble import load_shapes, plan
+    from mprun.assemble import load_shapes, make_plan
 
     config = composed.config
     if config.device.name == "cuda" and not torch.cuda.is_available():
         raise UsageError(NO_CUDA)
     config = replace(config, train=replace(config.train, init_from=None))
-    return plan(config, composed.given, load=load_shapes)
+    return make_plan(config, composed.given, load=load_shapes)
 
 
 def _label(column: Column, chosen: Plan) -> str:

@@ -66,14 +66,14 @@ def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
 
 
 def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
     from mprun.console import QuietProgress
     from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
     from mprun.precision import backend_flags
     from mprun.records.run_record import new_folder
     from mprun.report.tables import say, stderr_console, stdout_console
 
-    chosen = plan(composed.config, composed.given)
+    chosen = make_plan(composed.config, composed.given)
     steps_to_inspect(chosen, settings)  # before a folder is made
     console, summary = stdout_console(), introduce(composed, chosen, "numerics")
     folder = new_folder(composed.config.run.dir)

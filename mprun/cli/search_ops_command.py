@@ -68,7 +68,7 @@ def _search(
     console: Console,
     errors: Console,
 ) -> int:
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
     from mprun.config import compose
     from mprun.experiments.proof import Margins, prove
     from mprun.experiments.search_ops import search_ops
@@ -86,7 +86,7 @@ def _search(
     folder = new_folder(low.config.run.dir)
     with errors.status("", spinner="line") as status:
         try:
-            reference = plan(float32.config, ())
+            reference = make_plan(float32.config, ())
             with faults_explained("search-ops", folder):
                 result, casts = search_ops(chosen, reference, settings.search_ops, status.update)
         except NotMeasurableError as error:
@@ -120,16 +120,16 @@ def _planned(
     overrides: list[str], config_dir: Path | None
 ) -> tuple[Composed, Plan, tuple[str, ...]]:
     """The configuration, its plan, and the override that holds validation data out for it."""
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
 
     low = _composed(overrides, config_dir)
-    chosen = plan(low.config, low.given)
+    chosen = make_plan(low.config, low.given)
     own = len(chosen.splits.validation) or HELD_OUT in low.given
     if own or HELD_OUT in chosen.recipe.ignores:
         return low, chosen, ()
     held_out = (f"{HELD_OUT}={SHARE}",)
     other = _composed([*overrides, *held_out], config_dir)
-    split = plan(other.config, other.given)
+    split = make_plan(other.config, other.given)
     return (other, split, held_out) if len(split.splits.validation) else (low, chosen, ())
 
 

@@ -149,9 +149,9 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
     Raises:
         UsageError: the run cannot be planned.
     """
-    from mprun.assemble import plan
+    from mprun.assemble import make_plan
 
-    chosen = plan(composed.config, composed.given, load=load)
+    chosen = make_plan(composed.config, composed.given, load=load)
     words = ["data.test=false"] if len(chosen.splits.test) else []
     takes_share = "data.validation_fraction" not in chosen.recipe.ignores
     if not len(chosen.splits.validation) and takes_share:

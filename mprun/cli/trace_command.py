@@ -41,14 +41,14 @@ def trace_command(words: Sequence[str]) -> int:
 
 
 def _trace(composed: Composed) -> int:
-    from mprun.assemble import build_arithmetic, plan
+    from mprun.assemble import build_arithmetic, make_plan
     from mprun.experiments.recipe_trace import TraceFailedError, trace_step
     from mprun.precision import backend_flags
     from mprun.records.run_record import new_folder
     from mprun.report.tables import say, stdout_console
     from mprun.report.trace_tables import chrome, step_table, totals
 
-    chosen = plan(composed.config, composed.given)
+    chosen = make_plan(composed.config, composed.given)
     console, summary = stdout_console(), introduce(composed, chosen, "trace")
     folder = new_folder(composed.config.run.dir)
     try:

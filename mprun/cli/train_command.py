@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,16 +89,24 @@ def _catching_signals(composed: Composed) -> int:
 
 
 def _run(composed: Composed, stop: StopSignals) -> int:
-    from mprun.assemble import plan
-    from mprun.report.tables import stdout_console, warn
+    from mprun.assemble import make_plan
+    from mprun.cli.run_view import RunView
+    from mprun.report import tables
     from mprun.run import run
     from mprun.train import checkpoint
 
     resume = composed.config.run.resume
     saved = checkpoint.load(Path(resume)) if resume is not None else None
-    chosen = plan(composed.config, composed.given, saved["choices"] if saved else None)
-    warn(chosen.warnings)
-    return run(chosen, composed.resolved, stop, stdout_console(), saved)
+    plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
+    tables.warn(plan.warnings)
+    console = tables.stdout_console()
+    summary, folder = run(plan, composed.resolved, stop, [RunView(console, plan)], saved)
+    console.print(tables.result(summary), highlight=False)
+    if summary.status == "completed":
+        return EXIT_OK
+    again = shlex.quote(f"run.resume={folder}")
+    tables.say(console, f"stopped by {stop.name}; resume with: mprun {again}")
+    return stop.exit_status
 
 
 def _sweep(arguments: Arguments) -> int:

@@ -5,8 +5,8 @@ A set is four files, laid out in the data folder as torchvision lays them:
     MNIST/raw/train-images-idx3-ubyte    MNIST/raw/t10k-images-idx3-ubyte
     MNIST/raw/train-labels-idx1-ubyte    MNIST/raw/t10k-labels-idx1-ubyte
 
-A file is good when its SHA-256 is the published one's. Its size decides nothing, but tells a
-download that broke off (truncated) from a disk or a copy that changed bytes (corrupt).
+A file is good when it has the published SHA-256. The size
+only distinguishes a download that broke off (truncated) from changed bytes (corrupt).
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ SIZE_BYTES = {
 
 @dataclass(frozen=True)
 class FileState:
-    """What was found where a file of a set belongs."""
+    """The state of one file of a set."""
 
     path: Path
     """Where it belongs."""
     state: Literal["ok", "missing", "damaged"]
     """ok is what has the published SHA-256."""
     detail: str = ""
-    """What was found and what was expected, in one line; empty for a good file."""
+    """Actual and expected content in one line; empty for a good file."""
 
 
 def find_root(root: str | None) -> Path:
-    """The one folder to look in: `root`, else MPRUN_DATA, else mprun's cache folder.
+    """The folder of the data sets: `root`, else MPRUN_DATA, else mprun's cache folder.
 
     Raises:
-        UsageError: it begins with `~` and there is no such home folder.
+        UsageError: it starts with `~` and there is no such home folder.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    chosen = root or os.environ.get("MPRUN_DATA") or f"{cache}/mprun"
+    folder = root or os.environ.get("MPRUN_DATA") or f"{cache}/mprun"
     try:
-        return Path(chosen).expanduser()
+        return Path(folder).expanduser()
     except RuntimeError:
         raise UsageError(
-            f"the data folder {chosen}: there is no such home folder; set data.root or MPRUN_DATA"
+            f"the data folder {folder}: there is no such home folder; set data.root or MPRUN_DATA"
         ) from None
 
 
@@ -79,7 +79,7 @@ def raw_folder(name: str, root: Path) -> Path:
 
 
 def is_complete(name: str, root: Path) -> bool:
-    """Whether all four files of the set are there; `check` tells whether they are good."""
+    """Whether all four files of the set exist; `check` says whether they are good."""
     return all((raw_folder(name, root) / file).is_file() for file in SHA256[name])
 
 
@@ -92,17 +92,19 @@ def check(name: str, root: Path) -> list[FileState]:
 
 
 def _check_file(path: Path, size: int, expected: str) -> FileState:
-    wanted = f"expected {size} bytes with SHA-256 {expected}"
+    published = f"expected {size} bytes with SHA-256 {expected}"
     try:
-        found, found_size = sha256(path), path.stat().st_size
+        actual, actual_size = sha256(path), path.stat().st_size
     except (FileNotFoundError, NotADirectoryError):
-        return FileState(path, "missing", wanted)
+        return FileState(path, "missing", published)
     except OSError as error:
-        return FileState(path, "damaged", f"cannot be read ({error.strerror}), {wanted}")
-    if found == expected:
+        return FileState(path, "damaged", f"cannot be read ({error.strerror}), {published}")
+    if actual == expected:
         return FileState(path, "ok")
-    kind = "truncated" if found_size < size else "too long" if found_size > size else "corrupt"
-    return FileState(path, "damaged", f"{kind}: {found_size} bytes with SHA-256 {found}, {wanted}")
+    kind = "truncated" if actual_size < size else "too long" if actual_size > size else "corrupt"
+    return FileState(
+        path, "damaged", f"{kind}: {actual_size} bytes with SHA-256 {actual}, {published}"
+    )
 
 
 def sha256(path: Path) -> str:
@@ -115,5 +117,5 @@ def sha256(path: Path) -> str:
 
 
 def fetch_command(names: Iterable[str], root: Path) -> str:
-    """The command that mends these sets, as a shell takes it."""
+    """The command that repairs these sets, quoted for a shell."""
     return shlex.join(["mprun", "data", "fetch", *names, f"data.root={root}"])

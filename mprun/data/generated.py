@@ -10,8 +10,8 @@ For the segment from a to b and a pixel p, with t = clamp((p - a).(b - a) / |b -
 distance is |p - (a + t (b - a))|. The random transform moves the strokes' ends, so widths stay
 round.
 
-It is for proving that a run works. Accuracies on it say nothing about MNIST, and every place that
-shows one says "generated".
+Its purpose is to show that a run works. Accuracies on it are not those of MNIST, and every place
+that shows one is labelled "generated".
 """
 
 from __future__ import annotations

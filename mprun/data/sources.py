@@ -1,8 +1,8 @@
-"""MNIST and FashionMNIST: found on disk, else downloaded, else (when asked) generated.
+"""MNIST and FashionMNIST: from disk, else downloaded, else (if asked for) generated.
 
-Files are looked for in one folder: `data.root`, else the environment's MPRUN_DATA, else mprun's
-cache. Every file is checked against the SHA-256 of the published one before it is used: a truncated
-download that trains to a worse accuracy would be taken for an effect of the precision.
+Files are read from one folder: `data.root`, else the environment's MPRUN_DATA, else mprun's cache.
+Each file's SHA-256 is compared with the published one before it is used. Otherwise a truncated
+download, which trains to a worse accuracy, could be mistaken for an effect of the precision.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def image_splits(name: str, request: DataRequest) -> Splits:
     """MNIST or FashionMNIST as bytes [N, 1, 28, 28] and class indices [N] (int64).
 
     Raises:
-        UsageError: a file is damaged, or nothing can be had and no fallback was asked for.
+        UsageError: a file is damaged, or none is available and no fallback was asked for.
     """
     train, test, source, notice = _load(name, request)
-    kept = len(train) - round(len(train) * request.validation_fraction)
-    if kept < 1:
+    held_in = len(train) - round(len(train) * request.validation_fraction)
+    if held_in < 1:
         raise UsageError(
             f"data.validation_fraction={request.validation_fraction} leaves no training sample"
         )
-    train, validation = train.split(kept)
+    train, validation = train.split(held_in)
     return Splits(
         name if source != "generated" else "generated glyphs",
         source,
@@ -117,26 +117,26 @@ def _load(name: str, request: DataRequest) -> tuple[TensorSet, TensorSet, str, s
         return *read(name, root), source, None
     except DownloadError as error:
         if request.source == "auto" and request.fallback:
-            notice = f"{name} could not be had ({error}); training on the GENERATED set instead"
+            notice = f"{name} is not available ({error}); training on the GENERATED set instead"
             return *draw(), "generated", notice
         raise UsageError(
             f"{name} is not in {root} and its download failed ({error}); "
-            f"try again by `{fetch_command([name], root)}`, put the files there as torchvision "
+            f"try again with `{fetch_command([name], root)}`, put the files there as torchvision "
             f"does ({name}/raw/...), set data.root or MPRUN_DATA, or take data.source=generated"
         ) from None
 
 
 class DownloadError(Exception):
-    """The set could not be downloaded; the text says why, in a few words."""
+    """The set could not be downloaded; the text is the reason."""
 
 
 def download(name: str, root: Path) -> str:
     """Bring what is missing or damaged of the set into `root`; one process at a time.
 
     Where a packed file (`train-images-idx3-ubyte.gz`) lies beside, it is unpacked, not downloaded.
-    Files appear in their place when all are whole and have the published SHA-256: whoever looks
-    without the lock, or after a download that broke off, meets what was there before or the
-    published files, never half of one. Good files are left alone.
+    Files appear in their place when all are whole and have the published SHA-256. A reader without
+    the lock, or after a download that broke off, sees the earlier files or the published ones,
+    never half of one. Good files are not touched.
 
     Returns:
         "download", or "local" where nothing had to be downloaded: another process completed the set
@@ -149,10 +149,10 @@ def download(name: str, root: Path) -> str:
     try:
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), _timeout():
-            wanted = [f.path.name for f in check(name, root) if f.state != "ok"]
+            missing = [f.path.name for f in check(name, root) if f.state != "ok"]
             with TemporaryDirectory(prefix=".download-", dir=raw) as folder:
-                downloaded = [_obtain(name, file, raw, Path(folder)) for file in wanted]
-                for file in wanted:
+                downloaded = [_obtain(name, file, raw, Path(folder)) for file in missing]
+                for file in missing:
                     (Path(folder) / file).replace(raw / file)
             return "download" if any(downloaded) else "local"
     except Timeout:
@@ -232,7 +232,7 @@ def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
         if file.state != "ok":
             raise UsageError(
                 f"{file.path} is {file.state}: {file.detail}; "
-                f"mend it by `{fetch_command([name], root)}`"
+                f"repair it with `{fetch_command([name], root)}`"
             )
     raw = raw_folder(name, root)
     return _read_part(raw, "train"), _read_part(raw, "t10k")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from mprun.assemble import DataCache, Plan, build_parts, plan
+from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.precision import backend_flags
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Trainer
 
 
@@ -34,7 +33,7 @@ class BatchTrials:
         """Whether `steps` steps with micro-batches of `batch` samples end without an overflow."""
         words = [*self._words, f"train.batch_size={batch}"]
         composed = compose(words, self._config_dir)
-        chosen = plan(composed.config, composed.given, load=self._load)
+        chosen = make_plan(composed.config, composed.given, load=self._load)
         torch.cuda.reset_peak_memory_stats(chosen.device)
         fits = self._steps(chosen, steps)
         peak = torch.cuda.max_memory_allocated(chosen.device) / 2**20
@@ -50,7 +49,7 @@ class BatchTrials:
         try:
             with backend_flags(chosen.policy, chosen.native_tf32):
                 limits = Limits(None, steps, None)
-                Trainer(build_parts(chosen), limits, NoObserver(), lambda: False).fit()
+                Trainer(build_parts(chosen), limits).fit()
         except torch.OutOfMemoryError:
             return False
         return True

@@ -7,12 +7,8 @@ from typing import Literal, cast
 
 import torch
 
-from mprun.assemble.machine_choices import (
-    build_policy,
-    choose_execution,
-    choose_fp32_fallback,
-    executions,
-)
+from mprun.assemble.dtype_choices import build_policy
+from mprun.assemble.machine_choices import choose_execution, choose_fp32_fallback, executions
 from mprun.assemble.precision_parts import arithmetic_for
 from mprun.config import Config, compose
 from mprun.config.validate import loss_scale_kind

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mprun.assemble import Plan, build_parts, plan
+from mprun.assemble import Plan, build_parts, make_plan
 from mprun.compare.pairs import Setting, evidence
 from mprun.compare.rows import Estimate, Interval, Verdict
 from mprun.compare.statistics import ALPHA, estimate, interval
@@ -32,7 +32,7 @@ from mprun.errors import RunFailedError
 from mprun.precision import OpLists, backend_flags
 from mprun.records.run_record import Epoch, number
 from mprun.records.search_ops_record import Proof
-from mprun.train.callbacks import NoObserver, StepLine
+from mprun.train.callbacks import Callback, StepLine
 from mprun.train.loop import Limits, Trainer
 
 WARMUP = 3
@@ -187,7 +187,7 @@ def weights_after(plan: Plan, steps: int) -> Mapping[str, Tensor]:
     with backend_flags(plan.policy, plan.native_tf32):
         parts = build_parts(replace(plan, splits=splits))
         if steps:
-            Trainer(parts, Limits(None, steps, None), NoObserver(), lambda: False).fit()
+            Trainer(parts, Limits(None, steps, None)).fit()
     state: Mapping[str, Tensor] = parts.model.state_dict()
     return state
 
@@ -205,25 +205,25 @@ def _plan(config: Config, seed: int, steps: int) -> Plan:
     config = copy.deepcopy(config)
     config.seed, config.train.max_steps = seed, steps
     config.train.epochs = config.train.max_time_s = None
-    return plan(config, ())
+    return make_plan(config, ())
 
 
 def _train(plan: Plan, weights: Mapping[str, Tensor], timed: bool) -> ProofTraining:
-    observer, values = _ProofObserver(plan.recipe.metric), []
+    observed, values = _ProofCallback(plan.recipe.metric), []
     with backend_flags(plan.policy, plan.native_tf32):
         parts = build_parts(plan)
         parts.model.load_state_dict(weights)
-        trainer = Trainer(parts, plan.limits, observer, lambda: False)
+        trainer = Trainer(parts, plan.limits, [observed])
         try:
             for stop in _stops(plan.limits.max_steps or 0):
                 trainer.limit(replace(plan.limits, max_steps=stop))
                 trainer.fit()
-                values.append(observer.value)
+                values.append(observed.value)
         except RunFailedError as error:
-            return ProofTraining(math.nan, observer.skipped, None, str(error))
-    times_ms = observer.times_ms[WARMUP:] if timed and plan.execution == "native" else []
+            return ProofTraining(math.nan, observed.skipped, None, str(error))
+    times_ms = observed.times_ms[WARMUP:] if timed and plan.execution == "native" else []
     step_time_ms = median(times_ms) if times_ms else None
-    return ProofTraining(fmean(values), observer.skipped, step_time_ms, None)
+    return ProofTraining(fmean(values), observed.skipped, step_time_ms, None)
 
 
 def _stops(steps: int) -> list[int]:
@@ -232,7 +232,7 @@ def _stops(steps: int) -> list[int]:
     return sorted({math.ceil(half + half * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)})
 
 
-class _ProofObserver(NoObserver):
+class _ProofCallback(Callback):
     """Keeps step times, the number of skipped steps, and the metric of the last epoch."""
 
     def __init__(self, metric: str) -> None:
@@ -241,11 +241,11 @@ class _ProofObserver(NoObserver):
         self.times_ms: list[float] = []
         self._metric = metric
 
-    def steps(self, lines: list[StepLine]) -> None:
+    def on_steps(self, lines: list[StepLine]) -> None:
         self.times_ms += [line.step_time_ms for line in lines if line.timed]
         self.skipped += sum(line.skipped for line in lines)
 
-    def epoch(self, epoch: Epoch) -> None:
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         held_out = epoch.validation
         scores = epoch.train if held_out.loss is None else held_out
         value = scores.accuracy if self._metric == "accuracy" else scores.loss

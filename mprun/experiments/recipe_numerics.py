@@ -48,7 +48,6 @@ from mprun.numerics.rounding_errors import (
 )
 from mprun.precision.formats import FP16
 from mprun.precision.policy import policy
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
 
 ATTEMPTS = 6
@@ -154,7 +153,7 @@ class _InspectingTrainer(Trainer):
         steps: Sequence[int],
         report: Callable[[str], None],
     ) -> None:
-        super().__init__(parts, limits, NoObserver(), stop)
+        super().__init__(parts, limits, stop=stop)
         self._inspector, self._steps, self._report = inspector, steps, report
 
     def optimizer_step(self, batch: Batch) -> StepResult:

@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from mprun.assemble.machine_choices import entries
+from mprun.assemble.dtype_choices import entries
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
@@ -21,7 +21,6 @@ from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Trainer
 
 WARMUP = 3
@@ -52,7 +51,7 @@ def trace_step(chosen: Plan) -> tuple[StepTrace, float]:
         chosen, _caster(chosen, calls), _arithmetic(build_arithmetic(chosen), recorder)
     )
     parts = build_parts(chosen, precision)
-    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    trainer = Trainer(parts, chosen.limits)
     batch = next(parts.train.epoch(parts.order.draw()))
     try:  # traced, so that a step that cannot run is shown as far as it goes
         with recorder.following(parts.model, parts.optimizer), recorder:

@@ -15,20 +15,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from mprun.assemble import DataCache, Plan, build_parts, plan
+from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
-from mprun.errors import EXIT_OK, MprunError
+from mprun.errors import MprunError
 from mprun.experiments.study_progress import StudyView
-from mprun.precision import backend_flags
 from mprun.records.run_record import Summary, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Trainer
+from mprun.train.progress import Progress
 from mprun.train.signals import StopSignals
 
 WARM_UP_STEPS = 5
@@ -146,14 +143,14 @@ class Trials:
     def _try(self, trial: Trial, folder: Path) -> str | None:
         """Run it; the error where it failed."""
         try:
-            status = self._carry_out(trial, folder)
+            summary = self._carry_out(trial, folder)
         except MprunError as error:
             return str(error)
-        if status != EXIT_OK:
-            raise StudyStoppedError(status)
+        if summary.status != "completed":
+            raise StudyStoppedError(self._stop.exit_status)
         return None
 
-    def _carry_out(self, trial: Trial, folder: Path) -> int:
+    def _carry_out(self, trial: Trial, folder: Path) -> Summary:
         saved = checkpoint.load(folder)
         if saved is not None:
             composed = compose([f"run.resume={quoted(folder)}"], self._config_dir)
@@ -161,37 +158,30 @@ class Trials:
             put_aside(folder)
             words = [*trial.words, f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
             composed = compose(words, self._config_dir)
-        chosen = plan(
-            composed.config, composed.given, saved["choices"] if saved else None, self._load
-        )
-        self._warn(chosen)
+        choices = saved["choices"] if saved else None
+        plan = make_plan(composed.config, composed.given, choices, self._load)
+        self._warn(plan)
         if not self._warm:
-            warm_up(chosen)
+            warm_up(plan)
             self._warm = True
-        return run(
-            chosen,
-            composed.resolved,
-            self._stop,
-            Console(quiet=True),
-            saved,
-            view=lambda epochs, steps: _Progress(self._view, epochs, steps),
-        )
+        view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
+        progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
+        return run(plan, composed.resolved, self._stop, [progress], saved).summary
 
-    def _warn(self, chosen: Plan) -> None:
-        for text in chosen.warnings:
+    def _warn(self, plan: Plan) -> None:
+        for text in plan.warnings:
             if text not in self._warnings:
                 self._warnings.add(text)
                 self._view.line(f"warning: {text}")
 
 
-def warm_up(chosen: Plan) -> None:
+def warm_up(plan: Plan) -> None:
     """A few steps that nobody records: a process's first ones find cold caches and no threads.
 
     What fails in them fails in the run that follows, which says so.
     """
-    with suppress(Exception), backend_flags(chosen.policy, chosen.native_tf32):
-        limits = Limits(None, WARM_UP_STEPS, None)
-        Trainer(build_parts(chosen), limits, NoObserver(), lambda: False).fit()
+    with suppress(Exception), plan.backend_flags():
+        Trainer(build_parts(plan), Limits(None, WARM_UP_STEPS, None)).fit()
 
 
 def put_aside(folder: Path) -> None:
@@ -212,7 +202,7 @@ def _summary(folder: Path) -> Summary | None:
 
 
 @dataclass(frozen=True)
-class _Progress(ProgressView):
+class _TrialView(ProgressView):
     """A run's progress as the study's view shows it."""
 
     view: StudyView

@@ -1,10 +1,19 @@
-"""What the loop tells, and whom."""
+"""Events of a run, and the callbacks that are notified of them.
+
+The loop (`Trainer`) and `mprun.run` emit events. Callbacks record, show and log them and save
+checkpoints; the loop knows none of them. Callbacks are called in the order of their list. They are
+called between two steps, so that their time is not part of a step's.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mprun.records.run_record import Epoch
+from torch import nn
+
+from mprun.records.run_record import Epoch, Scores, Status, Summary
 
 
 class StepLine(NamedTuple):
@@ -22,36 +31,69 @@ class StepLine(NamedTuple):
     """Whether it enters the statistics: a full-size batch."""
 
 
-class Observer(Protocol):
-    """Is told what happens, in order."""
+class Callback:
+    """Notified of a run's events. Every method does nothing until a subclass overrides it."""
 
-    def steps(self, lines: list[StepLine]) -> None:
-        """Steps that were taken since the last call."""
+    def on_start(self, summary: Summary, folder: Path) -> None:
+        """The run has its folder and its first summary; the model is not built yet."""
 
-    def event(self, row: dict[str, Any], warning: str | None = None) -> None:
-        """Something happened in a step: its line of metrics.jsonl, and what the user should know.
+    def on_message(self, text: str) -> None:
+        """A note or a warning for the user."""
 
-        It comes before the call of `steps` with that step.
+    def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
+        """The first step follows.
+
+        Args:
+            model: the prepared model.
+            elapsed_s: seconds the run took before it was resumed; 0 for a new run.
         """
 
-    def epoch(self, epoch: Epoch) -> None:
-        """An epoch ended and was validated."""
+    def on_steps(self, lines: list[StepLine]) -> None:
+        """Steps were taken since the last call."""
 
-    def checkpoint(self) -> None:
-        """A checkpoint is due; everything up to the last step was told."""
+    def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
+        """Something happened in a step. This comes before the call of `on_steps` with that step.
+
+        Args:
+            row: the event's line of metrics.jsonl.
+            warning: what the user should know of it.
+        """
+
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
+        """An epoch ended with this step, and was validated."""
+
+    def on_interrupt(self, scores: Scores) -> None:
+        """The run is stopped inside an epoch with these training scores; a checkpoint follows."""
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        """A checkpoint is due; `state` is the loop's, after the last step of `on_steps`."""
+
+    def on_test(self, scores: Scores, step: int) -> None:
+        """The model was tested after this step."""
+
+    def on_end(self, status: Status) -> None:
+        """Training and test ended. Called once after `on_train_start`, also where they failed."""
 
 
-class NoObserver:
-    """Tells nobody."""
+class Messages:
+    """Messages of a run for its user.
 
-    def steps(self, lines: list[StepLine]) -> None:
-        pass
+    Args:
+        summary: keeps the warnings.
+        callbacks: get every message.
+    """
 
-    def event(self, row: dict[str, Any], warning: str | None = None) -> None:
-        pass
+    def __init__(self, summary: Summary, callbacks: Sequence[Callback]) -> None:
+        self._summary, self._callbacks = summary, callbacks
 
-    def epoch(self, epoch: Epoch) -> None:
-        pass
+    def report(self, text: str) -> None:
+        """Show a line."""
+        for callback in self._callbacks:
+            callback.on_message(text)
 
-    def checkpoint(self) -> None:
-        pass
+    def warn(self, text: str | None) -> None:
+        """Show and record a warning; nothing happens for None."""
+        if text is not None:
+            self.report(f"warning: {text}")
+            if text not in self._summary.warnings:
+                self._summary.warnings.append(text)

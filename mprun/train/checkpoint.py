@@ -1,28 +1,31 @@
 """Checkpoints: the state of a run between two steps, in one file.
 
-Written whole or not at all (a temporary file, synced, renamed), and loaded with
+A file is written whole or not at all (a temporary file, synced, then renamed). It is loaded with
 `weights_only=True`: reading someone else's checkpoint never runs code.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from mprun.errors import UsageError
-from mprun.records.run_record import write_atomic
+from mprun.errors import UsageError, first_line
+from mprun.records.run_record import Summary, write_atomic
+from mprun.train.callbacks import Callback
 
 FORMAT_VERSION = 1
 NAME = "last.pt"
 PARTS = ("choices", "trainer", "journal")
-"""What a run goes on from."""
+"""What a run is resumed from. `journal` is the recorder's state."""
 
 
 def path_in(run: Path) -> Path:
-    """Where a run's last checkpoint lies."""
+    """The path of a run's last checkpoint."""
     return run / "checkpoints" / NAME
 
 
@@ -30,7 +33,7 @@ def save(run: Path, state: dict[str, Any]) -> None:
     """Write `state` (tensors and plain values) as the last checkpoint of `run`.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; an earlier file is kept.
+        OSError: the disk is full or the folder cannot be written; an earlier file stays.
     """
     buffer = io.BytesIO()
     torch.save({"format_version": FORMAT_VERSION, **state}, buffer)
@@ -47,23 +50,23 @@ def load(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling a damaged file raises almost anything
         raise _no_checkpoint(path, error) from None
-    return checked(found, path)
+    return checked(content, path)
 
 
-def checked(found: Any, path: Path) -> dict[str, Any]:
-    """What was read from `path` as a checkpoint that a run can go on from.
+def checked(content: Any, path: Path) -> dict[str, Any]:
+    """The content of the file `path` as a checkpoint that a run can be resumed from.
 
     Raises:
-        UsageError: it is none, or a later version of mprun wrote it.
+        UsageError: it is not one, or a later version of mprun wrote it.
     """
     try:
-        state: dict[str, Any] = dict(found)
+        state: dict[str, Any] = dict(content)
         later = state["format_version"] > FORMAT_VERSION
         missing = [] if later else [key for key in PARTS if key not in state]
-    except Exception as error:  # it can be anything
+    except Exception as error:  # the content can be of any type
         raise _no_checkpoint(path, error) from None
     if later:
         version = state["format_version"]
@@ -74,5 +77,38 @@ def checked(found: Any, path: Path) -> dict[str, Any]:
 
 
 def _no_checkpoint(path: Path, error: Exception) -> UsageError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error) if str(error).strip() else type(error).__name__
     return UsageError(f"{path} is no checkpoint of mprun ({reason})")
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` continues from."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+
+
+class Checkpointer(Callback):
+    """Saves a checkpoint whenever the loop emits its state.
+
+    Args:
+        run: the run's folder.
+        parts: what is saved beside the loop, by its key in the file.
+        facts: plain values about the run, by key.
+    """
+
+    def __init__(self, run: Path, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
+        self._run, self._parts, self._facts = run, parts, facts
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        save(self._run, {"trainer": state, **parts, **self._facts})
+
+
+def run_facts(summary: Summary) -> dict[str, Any]:
+    """The values of a summary that identify the run a checkpoint is from."""
+    keys = ("recipe", "seed", "precision", "effective", "variant_hash", "mprun_version")
+    return {key: value for key, value in asdict(summary).items() if key in keys}

@@ -2,7 +2,7 @@
 
 A step's time runs from "batch ready" to "parameters updated". The wait for the batch is measured
 apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch train but are
-not timed, and the first timed steps of a run are warm-up: allocators fill, kernels are chosen and
+not timed, and the first timed steps of a run are warm-up: allocators fill, kernels are selected and
 caches warm, so they are dropped, and counted.
 
 On CUDA a step's kernels still run when the call that launched them returns. Waiting for them each
@@ -82,7 +82,7 @@ class CudaClock:
         taken, self._pairs = self._pairs, []
         if taken:
             taken[-1][1].synchronize()
-        return [begin.elapsed_time(end) for begin, end in taken]
+        return [start.elapsed_time(end) for start, end in taken]
 
     def pause(self) -> None:
         self._previous = None

@@ -1,39 +1,39 @@
-"""A run's floating-point exceptions: on screen, in metrics.jsonl, in a file of their own."""
+"""Records a run's floating-point exceptions: counts, lines of metrics.jsonl, fp_exceptions.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from mprun.numerics.nonfinite import FpException, NonfiniteReport, StepOutcome, finding_lines
-from mprun.records.run_record import RunFolder, Summary
-from mprun.train.recorder import Journal
+from mprun.numerics.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
+from mprun.records.run_record import FpExceptionsRow, RunFolder, Status
+from mprun.train.callbacks import Callback
 
 SCHEMA_VERSION = 1
 EVENTS = 1000
 """Findings and expected exceptions after which no more events are written; counting continues."""
 
 
-class ExceptionLog:
+class ExceptionLog(Callback):
     """Records the exceptions of each step.
 
     Args:
-        summary: its row of counts is updated; None there: the run inspects nothing.
-        report: the exceptions so far.
+        exceptions: the run's; its report has all of them so far.
+        row: the summary's counts, which are updated; None where the run inspects nothing.
         folder: the run's folder.
-        journal: the run's journal.
+        recorder: gets an event for each exception.
         show: prints a line.
     """
 
     def __init__(
         self,
-        summary: Summary,
-        report: NonfiniteReport,
+        exceptions: RunExceptions,
+        row: FpExceptionsRow | None,
         folder: RunFolder,
-        journal: Journal,
+        recorder: Callback,
         show: Callable[[str], None],
     ) -> None:
-        self._summary, self._report = summary, report
-        self._folder, self._journal, self._show = folder, journal, show
+        self._report, self._row = exceptions.report, row
+        self._folder, self._recorder, self._show = folder, recorder, show
 
     def on_step_end(self, outcome: StepOutcome) -> None:
         """Write events, and show new findings; an error that ends the run shows them itself."""
@@ -41,15 +41,18 @@ class ExceptionLog:
         if counts["finding"] + counts["expected"] <= EVENTS:
             for exception in outcome.exceptions:
                 if exception.verdict != "absorbed":
-                    self._journal.event(event_row(exception))
+                    self._recorder.on_event(event_row(exception))
         if outcome.new_findings and outcome.stop_reason is None:
             for line in finding_lines(outcome.new_findings):
                 self._show(line)
-            self.write()
+            self._write()
 
-    def write(self) -> None:
+    def on_end(self, status: Status) -> None:
+        self._write()
+
+    def _write(self) -> None:
         """Update the summary and the file, if the run inspects its steps."""
-        row = self._summary.fp_exceptions
+        row = self._row
         if row is not None:
             counts = self._report.counts
             row.finding, row.expected = counts["finding"], counts["expected"]

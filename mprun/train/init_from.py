@@ -1,15 +1,14 @@
 """Weights a run starts from instead of drawing its own: `train.init_from`.
 
-They come from a run's folder, from one of mprun's checkpoint files, or from what
-`torch.save(model.state_dict(), path)` wrote, and only they: optimizer, step and order of the data
-begin anew, so this is a new run, not the old one resumed.
+They come from a run's folder, from one of mprun's checkpoint files, or from a file that
+`torch.save(model.state_dict(), path)` wrote. Only weights are taken: optimizer, step and order of
+the data start from zero. So this is a new run, not the old one resumed.
 
-The precision they were trained in does not bind the new run. Everything floating is brought to
-float32, which holds every float16 and bfloat16 value exactly, and goes into the model before the
-mode casts its parameters: between the two runs lies one rounding at most. What that rounding can
-cost is said beforehand (`range_warning`).
+The new run may have another precision. Floating weights are converted to float32, which holds every
+float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So at most one
+rounding lies between the two runs. If that rounding can cost much, `range_warning` says so.
 
-Files load with `weights_only=True`: reading someone else's never runs code.
+Files are loaded with `weights_only=True`: reading someone else's file never runs code.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.errors import UsageError
+from mprun.errors import UsageError, first_line
 from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
 from mprun.precision.float16_range import float16_range
@@ -36,8 +35,8 @@ LEGAL = (
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ZERO_SHARE = 1e-3
-"""Of the weights: float16's zero begins at 2^-25, where weights drawn as usual are one in a million
-(uniform within 0.03: 2^-25 / 0.03), so more than this is a property of the weights."""
+"""float16 rounds to zero below 2^-25. Of weights drawn as usual, one in a million is that small
+(uniform within 0.03: 2^-25 / 0.03). A larger share is a property of the weights."""
 NAMED = 3
 """How many names a message lists before it counts the rest."""
 
@@ -51,7 +50,7 @@ class Weights:
     parameters: tuple[str, ...]
     """Names of those that are parameters; the others are buffers."""
     dtypes: frozenset[str]
-    """What the run they are from kept and computed in; of a plain file, the tensors' dtypes."""
+    """What their run stored and computed in; for a plain file, the tensors' dtypes."""
 
     def load_into(self, model: nn.Module) -> None:
         """Replace the values of `model`'s parameters and buffers."""
@@ -60,17 +59,17 @@ class Weights:
 
 
 DRAWN = Weights({}, (), frozenset())
-"""No weights: the model keeps those it drew."""
+"""No weights: the model has those it drew."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """What a file holds, as far as it is of use here."""
+    """The part of a file that is used here."""
 
     state: dict[str, Tensor]
     dtypes: frozenset[str]
     recipe: str | None
-    """The recipe of the run that wrote it, where it says so."""
+    """The recipe of the run that wrote it, if known."""
 
 
 def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
@@ -97,9 +96,9 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
 
 
 def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -> str | None:
-    """What float16 does to the weights, where the run stores them in it or computes in it.
+    """A sentence on what a float16 mode does to the weights, or None where it does no harm.
 
-    Of weights trained in bfloat16 it is always said. Of others where a weight becomes infinite, or
+    Weights trained in bfloat16 always get one. Others get one where a weight becomes infinite, or
     more than `ZERO_SHARE` of them zero.
 
     Args:
@@ -143,19 +142,19 @@ def _file_at(path: Path) -> Path:
 
 
 def _read(path: Path) -> _Source:
-    """What `path` holds, a checkpoint of mprun told from a plain state_dict."""
+    """The content of `path`: a checkpoint of mprun, or a plain state_dict."""
     file = _file_at(path)
     try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
+        content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(
             f"train.init_from={path}: {file} is damaged, or holds more than tensors and plain "
             f"values, which is not loaded; {LEGAL}"
         ) from None
-    if not isinstance(found, Mapping) or "format_version" not in found:
-        state = _state(found, path)
+    if not isinstance(content, Mapping) or "format_version" not in content:
+        state = _state(content, path)
         return _Source(state, _dtypes(state), None)
-    saved = checkpoint.checked(found, file)
+    saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
     state = _state(trainer.get("model") if isinstance(trainer, dict) else None, path)
     row = effective if isinstance(effective, dict) else {}
@@ -163,11 +162,11 @@ def _read(path: Path) -> _Source:
     return _Source(state, _dtypes(state) | trained_in, saved.get("recipe"))
 
 
-def _state(found: Any, path: Path) -> dict[str, Tensor]:
-    known = isinstance(found, Mapping) and len(found) > 0
-    if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in found.items()):
+def _state(content: Any, path: Path) -> dict[str, Tensor]:
+    known = isinstance(content, Mapping) and len(content) > 0
+    if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in content.items()):
         raise UsageError(f"train.init_from={path} holds no weights by name; {LEGAL}")
-    return {key: tensor.detach() for key, tensor in found.items()}
+    return {key: tensor.detach() for key, tensor in content.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -180,31 +179,31 @@ def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def _model_of(recipe: Recipe) -> nn.Module:
-    """A model of the recipe to compare with; the run draws its own, from its seed."""
+    """A model of the recipe to compare with; the run draws its own from its seed."""
     try:
         with torch.random.fork_rng(devices=[]):
             return recipe.model()
     except Exception as error:  # the recipe is the user's: anything can be wrong with it
-        reason = (str(error).strip() or "no message").splitlines()[0]
         raise UsageError(
-            f"the model of {type(recipe).__name__} cannot be made: {type(error).__name__}: {reason}"
+            f"the model of {type(recipe).__name__} cannot be made: {type(error).__name__}: "
+            f"{first_line(error)}"
         ) from None
 
 
-def _misfits(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
-    """What keeps `found` from being loaded where `wanted` is; empty where nothing does."""
-    missing = [key for key in wanted if key not in found]
-    unexpected = [key for key in found if key not in wanted]
-    both = [key for key in wanted if key in found]
+def _misfits(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[str]:
+    """The reasons why `loaded` cannot replace the state of the model; empty where it can."""
+    missing = [key for key in model if key not in loaded]
+    unexpected = [key for key in loaded if key not in model]
+    both = [key for key in model if key in loaded]
     shapes = [
-        f"{key} is {_size(found[key])}, not {_size(wanted[key])}"
+        f"{key} is {_size(loaded[key])}, not {_size(model[key])}"
         for key in both
-        if found[key].shape != wanted[key].shape
+        if loaded[key].shape != model[key].shape
     ]
     dtypes = [
-        f"{key} is {found[key].dtype}, not {wanted[key].dtype}"
+        f"{key} is {loaded[key].dtype}, not {model[key].dtype}"
         for key in both
-        if found[key].dtype not in _legal(wanted[key].dtype)
+        if loaded[key].dtype not in _legal(model[key].dtype)
     ]
     named = {"missing ": missing, "unexpected ": unexpected, "": shapes + dtypes}
     return [f"{what}{_first(items)}" for what, items in named.items() if items]

@@ -1,56 +1,24 @@
-"""Further sinks for a run's scalars, beside the record, which is always written.
+"""Loggers: further sinks for a run's scalars. The record is always written.
 
-A logger is told between steps, when losses are read anyway, and has written everything when its
-call returns: a thread that still wrote while the next step ran would be timed with it.
+A logger writes between steps, when losses are read anyway, and has written everything when its
+method returns. A thread that still writes while the next step runs would be timed with it.
+
+To add one, write a callback with its class method `check`, put it into `LOGGERS`, and add
+conf/logger/NAME.yaml.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from mprun.errors import UsageError, hint
-from mprun.records.run_record import Epoch, Scores, number
-from mprun.train.callbacks import StepLine
-
-LOGGERS = ("none", "tensorboard")
-"""What logger.name may be."""
+from mprun.errors import UsageError, first_line, hint
+from mprun.records.run_record import Epoch, Scores, Status, number
+from mprun.train.callbacks import Callback, StepLine
 
 
-class Logger(Protocol):
-    """Is told a run's scalars, in order; `step` counts optimizer steps from the run's start."""
-
-    def steps(self, lines: list[StepLine]) -> None:
-        """Steps that were taken since the last call."""
-
-    def epoch(self, epoch: Epoch, step: int) -> None:
-        """An epoch ended with this step, and was validated."""
-
-    def test(self, scores: Scores, step: int) -> None:
-        """The run was tested after this step."""
-
-    def close(self) -> None:
-        """Nothing more comes."""
-
-
-class NoLogger:
-    """Keeps nothing."""
-
-    def steps(self, lines: list[StepLine]) -> None:
-        pass
-
-    def epoch(self, epoch: Epoch, step: int) -> None:
-        pass
-
-    def test(self, scores: Scores, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class TensorBoardLogger:
+class TensorBoardLogger(Callback):
     """Event files for TensorBoard: `tensorboard --logdir outputs`.
 
     The horizontal axis of every curve is the optimizer step. A loss that is NaN or infinite is
@@ -58,19 +26,30 @@ class TensorBoardLogger:
     `add_scalar`, which makes one for each, takes several times as long.
 
     Args:
-        folder: where the event files go; it may hold those of the run's part before a resume.
-        first_step: for a resumed run the first step that follows: TensorBoard drops what older
-            files hold from there on, which the run does again. None for a new run.
+        run: the run's folder; the event files go into its folder `tensorboard`.
+        first_step: for a resumed run, its first step: TensorBoard drops what older files hold from
+            this step on, as these steps are taken again. None for a new run.
     """
 
-    def __init__(self, folder: Path, first_step: int | None = None) -> None:
+    def __init__(self, run: Path, first_step: int | None = None) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary: Any = Summary
-        self._writer: Any = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer: Any = SummaryWriter(str(run / "tensorboard"), purge_step=first_step)
 
-    def steps(self, lines: list[StepLine]) -> None:
+    @classmethod
+    def check(cls) -> None:
+        """Raise `UsageError` unless TensorBoard can be imported."""
+        try:
+            import torch.utils.tensorboard  # noqa: F401
+        except Exception as error:  # not installed, or in conflict with another package
+            raise UsageError(
+                "logger=tensorboard needs TensorBoard, which cannot be imported "
+                f"({first_line(error)}); pip install 'mprun[tensorboard]'"
+            ) from None
+
+    def on_steps(self, lines: list[StepLine]) -> None:
         for line in lines:
             self._add(
                 {
@@ -84,16 +63,16 @@ class TensorBoardLogger:
             )
         self._writer.flush()
 
-    def epoch(self, epoch: Epoch, step: int) -> None:
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         train = _named("train/epoch_", epoch.train)
         self._add({**train, **_named("validation/", epoch.validation)}, step)
         self._writer.flush()
 
-    def test(self, scores: Scores, step: int) -> None:
+    def on_test(self, scores: Scores, step: int) -> None:
         self._add(_named("test/", scores), step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def on_end(self, status: Status) -> None:
         self._writer.close()
 
     def _add(self, scalars: Mapping[str, float], step: int) -> None:
@@ -107,25 +86,30 @@ def _named(prefix: str, scores: Scores) -> dict[str, float]:
     return {prefix + name: number(value) for name, value in known.items() if value is not None}
 
 
+LOGGERS: dict[str, type[TensorBoardLogger] | None] = {
+    "none": None,
+    "tensorboard": TensorBoardLogger,
+}
+"""What logger.name may be; each class takes a run's folder and the first step of a resumed run."""
+
+
 def check_logger(name: str) -> None:
-    """Raise `UsageError` unless `build_logger` can make this one here."""
+    """Raise `UsageError` unless `build_loggers` can make this logger here."""
     if name not in LOGGERS:
         legal = ", ".join(LOGGERS)
         raise UsageError(f"logger.name={name}: legal: {legal}{hint(name, LOGGERS)}")
-    if name == "tensorboard":
-        try:
-            import torch.utils.tensorboard  # noqa: F401
-        except Exception as error:  # not installed, or at odds with what else is installed
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UsageError(
-                f"logger=tensorboard needs TensorBoard, which cannot be imported ({reason}); "
-                "pip install 'mprun[tensorboard]'"
-            ) from None
+    if (logger := LOGGERS[name]) is not None:
+        logger.check()
 
 
-def build_logger(name: str, folder: Path, first_step: int | None = None) -> Logger:
-    """The logger of this name for the run in `folder`; `first_step` where the run is resumed."""
+def build_loggers(name: str, run: Path, first_step: int | None = None) -> list[Callback]:
+    """The callbacks for `logger.name`.
+
+    Args:
+        name: a key of `LOGGERS`.
+        run: the run's folder.
+        first_step: of a resumed run; None for a new one.
+    """
     check_logger(name)
-    if name == "tensorboard":
-        return TensorBoardLogger(folder / "tensorboard", first_step)
-    return NoLogger()
+    logger = LOGGERS[name]
+    return [] if logger is None else [logger(run, first_step)]

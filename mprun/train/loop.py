@@ -1,8 +1,8 @@
 """The training loop, and nothing else.
 
-It knows no precision mode, no file and no terminal: a `Precision` says how to go forward, backward
-and step, a `Clock` times the step, an `Observer` is told what happened. Losses stay on the device
-and are read a fraction of a second late, in one go, so that logging every step costs a CUDA run no
+It knows no precision mode, no file and no terminal. A `Precision` goes forward, backward and steps,
+a `Clock` times the step, callbacks are notified of what happens. Losses stay on the device and are
+read a fraction of a second late, many at once: logging every step costs a CUDA run no
 synchronization.
 """
 
@@ -12,9 +12,9 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,10 @@ from mprun.precision import Precision
 from mprun.precision.forward_backward import forward_backward
 from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
-from mprun.train.callbacks import Observer, StepLine
+from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
-from mprun.train.metric_readback import Reading, Readings, Scalars, readings_for
-from mprun.train.metrics import NO_SCORES, Sums, not_a_count
+from mprun.train.metric_readback import MetricReadback, Scalars, StepMetrics, readback_for
+from mprun.train.metrics import NO_SCORES, Sums, count_correct
 from mprun.train.schedule import Schedule
 
 FLUSH_EVERY_S = 0.25
@@ -70,7 +70,7 @@ class Parts:
     micro_batch: int
     """Samples per forward pass; a batch of `train` is cut into pieces of this size."""
     clock: Clock
-    readings: Readings
+    readback: MetricReadback
 
 
 class _Pending(NamedTuple):
@@ -100,24 +100,24 @@ class Trainer:
     Args:
         parts: model, optimizer, data and the rest.
         limits: when to end.
-        observer: who is told.
+        callbacks: notified of what happens, in this order.
         stop: asked between steps whether to end at once.
-        checkpoint_every_steps: how often the observer is asked to save; None for at the end alone.
+        checkpoint_every_steps: how often a checkpoint is due; None for one at the end only.
     """
 
     def __init__(
         self,
         parts: Parts,
         limits: Limits,
-        observer: Observer,
-        stop: Callable[[], bool],
+        callbacks: Sequence[Callback] = (),
+        stop: Callable[[], bool] = lambda: False,
         checkpoint_every_steps: int | None = None,
     ) -> None:
         self.parts = parts
         self.step = 0
         self.epoch = 0
         self.limit(limits)
-        self._observer = observer
+        self._callbacks = callbacks
         self._stop = stop
         self._checkpoint_every = checkpoint_every_steps or sys.maxsize
         self._pending: list[_Pending] = []
@@ -139,10 +139,11 @@ class Trainer:
         self._planned = limits.planned_steps(len(self.parts.train))
 
     def fit(self) -> None:
-        """Train until a limit, validating after each epoch; goes on where a state was loaded.
+        """Train until a limit, validating after each epoch; continues a state that was loaded.
 
         Raises:
-            StopRequestedError: `stop` said so; everything up to the last step was reported.
+            StopRequestedError: `stop` returned true; everything up to the last step was reported
+                and saved.
             RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
         """
         self._flushed_at = self._began_at = time.perf_counter()
@@ -151,6 +152,11 @@ class Trainer:
         try:
             while self._in_epoch or not self._finished():
                 self._one_epoch()
+        except StopRequestedError:
+            for callback in self._callbacks:
+                callback.on_interrupt(self.train_scores())
+            self._save()
+            raise
         except Exception:
             with contextlib.suppress(Exception):  # the fault may have left nothing to read
                 self._flush()
@@ -158,7 +164,7 @@ class Trainer:
         self._flush()
         self._save_once()
         if self._sums.epoch:
-            self._observer.epoch(self._close_epoch(NO_SCORES))
+            self._end_epoch(NO_SCORES)
 
     def _one_epoch(self) -> None:
         if not self._in_epoch:
@@ -167,28 +173,33 @@ class Trainer:
             self._in_epoch = True
         self._train_epoch()
         if self._finished():
-            # Saved inside the epoch, so that a run given more steps goes on inside it.
+            # Saved inside the epoch, so that a run given more steps continues inside it.
             self._flush()
             self._save_once()
         if len(self.parts.validation.data):
             self._flush()
             self.parts.clock.pause()
-            self._observer.epoch(self._close_epoch(self.evaluate(self.parts.validation)))
+            self._end_epoch(self.evaluate(self.parts.validation))
         self._in_epoch = False
 
     def _save_once(self) -> None:
-        """Ask for a checkpoint, unless the last one is of this very step."""
+        """Save a checkpoint, unless the last one is of this very step."""
         if self._saved_step != self.step:
-            self._saved_step = self.step
-            self._observer.checkpoint()
-            self.parts.clock.pause()
+            self._save()
+
+    def _save(self) -> None:
+        self._saved_step = self.step
+        state = self.state_dict()
+        for callback in self._callbacks:
+            callback.on_checkpoint(state)
+        self.parts.clock.pause()
 
     def train_scores(self) -> Scores:
         """Means over the samples of the current epoch so far, or of the one that just ended."""
         return self._sums.scores() if self._sums.epoch else self._last_scores
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the loop needs to go on exactly where it is, between two steps."""
+        """Everything the loop needs to continue exactly from here, between two steps."""
         parts = self.parts
         elapsed_s = time.perf_counter() - self._began_at
         return {
@@ -248,7 +259,7 @@ class Trainer:
             self.step += 1
             self._batches_done += 1
             correct = self._correct(result.outputs, batch.targets)
-            parts.readings.put(Scalars(result.loss, correct, scale, result.skipped))
+            parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
             waited_ms = (ready_at - asked_at) * 1e3
             self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
             self._between_steps()
@@ -257,7 +268,7 @@ class Trainer:
     def _between_steps(self) -> None:
         late_s = time.perf_counter() - self._flushed_at
         stop, save = self._stop(), self.step % self._checkpoint_every == 0
-        if late_s > FLUSH_EVERY_S or stop or save or self.parts.readings.full:
+        if late_s > FLUSH_EVERY_S or stop or save or self.parts.readback.full:
             self._flush()
         if stop:
             raise StopRequestedError
@@ -293,24 +304,25 @@ class Trainer:
         return count_correct(self.parts.recipe, output, targets)
 
     def _flush(self) -> None:
-        """Read what is pending off the device, report it, stop where going on is pointless."""
+        """Read what is pending off the device and emit it; raise where training on is pointless."""
         pending, self._pending = self._pending, []
         self._flushed_at = time.perf_counter()
         if not pending:
             return
-        readings, times = self.parts.readings.take(), self.parts.clock.take()
+        metrics, times = self.parts.readback.take(), self.parts.clock.take()
         lines, closed = [], []
-        for p, reading, ms in zip(pending, readings, times, strict=True):
-            lines.append(self._line(p, reading, ms))
+        for p, step_metrics, ms in zip(pending, metrics, times, strict=True):
+            lines.append(self._line(p, step_metrics, ms))
             if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended unseen
                 closed.append(self._close_epoch(NO_SCORES))
             self._sums.epoch = p.epoch
-            self._sums.add(reading, p.size)
+            self._sums.add(step_metrics, p.size)
         self._report_buffers({line.step: line.epoch for line in lines})
-        self._observer.steps(lines)
+        for callback in self._callbacks:
+            callback.on_steps(lines)
         for epoch in closed:
-            self._observer.epoch(epoch)
-        self.parts.clock.pause()  # telling is not part of the next step
+            self._notify_epoch(epoch)
+        self.parts.clock.pause()  # the callbacks' time is not part of the next step
         for line in lines:
             self._check(line)
 
@@ -319,16 +331,17 @@ class Trainer:
         for overflow in self.parts.precision.buffer_overflows():
             row = {"kind": "event", "event": "buffer_overflow", **overflow._asdict()}
             epoch = epochs.get(overflow.step, self.epoch)  # a step that broke off has no line
-            self._observer.event({**row, "epoch": epoch}, overflow.text)
+            for callback in self._callbacks:
+                callback.on_event({**row, "epoch": epoch}, overflow.text)
 
-    def _line(self, p: _Pending, reading: Reading, ms: float) -> StepLine:
+    def _line(self, p: _Pending, metrics: StepMetrics, ms: float) -> StepLine:
         return StepLine(
             step=p.step,
             epoch=p.epoch,
-            loss=reading.loss,
+            loss=metrics.loss,
             lr=p.lr,
-            loss_scale=reading.loss_scale,
-            skipped=reading.skipped,
+            loss_scale=metrics.loss_scale,
+            skipped=metrics.skipped,
             step_time_ms=ms,
             data_time_ms=p.data_time_ms,
             timed=p.size == self.parts.train.batch_size,
@@ -338,14 +351,14 @@ class Trainer:
         """Raise where a loss is broken beyond what skipping its step mends."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if line.skipped else 0
         loss_scale, mode = self.parts.precision.loss_scale, self.parts.precision.policy.name
-        trouble = loss_scale.failure_reason(line.loss_scale, self._skipped_in_a_row)
-        if trouble is not None:
-            raise RunFailedError(f"at step {line.step} in precision={mode}: {trouble}")
+        reason = loss_scale.failure_reason(line.loss_scale, self._skipped_in_a_row)
+        if reason is not None:
+            raise RunFailedError(f"at step {line.step} in precision={mode}: {reason}")
         if not line.skipped and not math.isfinite(line.loss):
             raise RunFailedError(
                 f"the loss became {line.loss} at step {line.step} in precision={mode} "
                 f"(lr {line.lr:g}); try a smaller train.lr, train.clip_norm, or precision=fp32 "
-                "to tell the model from the precision; debug.fp_exceptions=halt names the op"
+                "to see whether the precision is the cause; debug.fp_exceptions=halt names the op"
             )
 
     def _close_epoch(self, validation: Scores) -> Epoch:
@@ -354,48 +367,39 @@ class Trainer:
         self._last_scores = ended.scores()
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
+    def _end_epoch(self, validation: Scores) -> None:
+        self._notify_epoch(self._close_epoch(validation))
+
+    def _notify_epoch(self, epoch: Epoch) -> None:
+        for callback in self._callbacks:
+            callback.on_epoch_end(epoch, self.step)
+
+    def test(self) -> None:
+        """Score the test set.
+
+        Raises:
+            StopRequestedError: `stop` returned true.
+        """
+        scores = self.evaluate(self.parts.test)
+        for callback in self._callbacks:
+            callback.on_test(scores, self.step)
+
     def evaluate(self, batches: Batches) -> Scores:
         """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""
         parts, sums = self.parts, Sums()
         if not len(batches.data):
             return sums.scores()
-        readings, sizes = readings_for(batches.device), []
+        readback, sizes = readback_for(batches.device), []
         parts.model.eval()
         with torch.no_grad():
             for batch in batches:
                 output = parts.precision.forward(parts.model, batch.inputs)
                 loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
-                readings.put(Scalars(loss, count_correct(parts.recipe, output, batch.targets)))
+                readback.put(Scalars(loss, count_correct(parts.recipe, output, batch.targets)))
                 sizes.append(batch.size)
-                if readings.full:
-                    sums.add_all(readings.take(), sizes)
+                if readback.full:
+                    sums.add_all(readback.take(), sizes)
                 if self._stop():
                     raise StopRequestedError
-        sums.add_all(readings.take(), sizes)
+        sums.add_all(readback.take(), sizes)
         return sums.scores()
-
-
-def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
-    """What `recipe.correct` returns for a batch: an integer scalar, or None for a regression.
-
-    Raises:
-        RunFailedError: it returns something else. Whether the count is one of samples is seen when
-            it is read (`Sums.add`), which waits for no device.
-    """
-    correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
-    if correct is None:
-        return None
-    is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
-    if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
-        return cast(Tensor, correct)
-    raise RunFailedError(not_a_count(_shown(correct), len(targets)))
-
-
-def _shown(value: object) -> str:
-    """A value in a few words: a scalar's number, a tensor's shape."""
-    if not isinstance(value, Tensor):
-        return f"{value!r} ({type(value).__name__})"
-    dtype = str(value.dtype).removeprefix("torch.")
-    if value.numel() == 1:
-        return f"{value.item():g} ({dtype})"
-    return f"a tensor of shape {list(value.shape)} ({dtype})"

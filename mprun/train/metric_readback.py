@@ -1,23 +1,23 @@
-"""Losses and counts of steps, read when it costs nothing.
+"""Metric readback: losses and counts of steps are read when reading them costs nothing.
 
-On the CPU a scalar is there when its step is done, so it is read at once; keeping thousands of tiny
+On the CPU a scalar is there when its step is done, so it is read at once. Keeping thousands of tiny
 tensors alive between the large ones instead makes the allocator give memory back and fault it in
-again at every step (measured: 30 to 50 page faults a step on `linear`). On CUDA reading a scalar
-makes the host wait for the step, so scalars are copied into a buffer on the device and read
+again at every step (measured: 30 to 50 page faults a step on `linear`). On CUDA, reading a scalar
+makes the host wait for the step. So scalars are copied into a buffer on the device and read
 together, a fraction of a second late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 
-class Reading(NamedTuple):
-    """What a step computed."""
+class StepMetrics(NamedTuple):
+    """What a step or an evaluated batch computed."""
 
     loss: float
     correct: int | None = None
@@ -34,58 +34,50 @@ class Scalars(NamedTuple):
     skipped: Tensor | None = None
 
 
-class Readings(Protocol):
-    """Collects a reading per step."""
+class MetricReadback(Protocol):
+    """Collects the scalars of each step, and reads them."""
 
     @property
     def full(self) -> bool:
-        """Whether the readings must be taken before the next step."""
+        """Whether `take` must be called before the next step."""
 
     def put(self, scalars: Scalars) -> None:
-        """What a step computed."""
+        """Add what a step computed."""
 
-    def take(self) -> list[Reading]:
-        """The readings since the last call, in order."""
+    def take(self) -> list[StepMetrics]:
+        """The metrics of the steps since the last call, in order."""
 
 
-def _reading(values: Sequence[float | None]) -> Reading:
+def _metrics(values: Iterable[float | None]) -> StepMetrics:
     """The numbers of a `Scalars`, in its order."""
     loss, correct, loss_scale, skipped = values
     assert loss is not None
     count = None if correct is None else int(correct)
-    return Reading(loss, count, 1.0 if loss_scale is None else loss_scale, bool(skipped))
+    return StepMetrics(loss, count, 1.0 if loss_scale is None else loss_scale, bool(skipped))
 
 
-class HostReadings:
+class HostReadback:
     """For the CPU: read at once."""
 
     full = False
 
     def __init__(self) -> None:
-        self._found: list[Reading] = []
+        self._metrics: list[StepMetrics] = []
 
     def put(self, scalars: Scalars) -> None:
-        loss, correct, scale, skipped = scalars
-        self._found.append(
-            Reading(
-                loss.item(),
-                None if correct is None else int(correct.item()),
-                1.0 if scale is None else scale.item(),
-                skipped is not None and bool(skipped.item()),
-            )
-        )
+        self._metrics.append(_metrics(None if x is None else x.item() for x in scalars))
 
-    def take(self) -> list[Reading]:
-        taken, self._found = self._found, []
+    def take(self) -> list[StepMetrics]:
+        taken, self._metrics = self._metrics, []
         return taken
 
 
-class DeviceReadings:
-    """For CUDA: kept on the device, read together.
+class DeviceReadback:
+    """For CUDA: collected on the device, read together.
 
     Args:
         device: where the scalars are.
-        capacity: steps after which the readings must be taken.
+        capacity: after this many steps they must be read.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
@@ -105,15 +97,15 @@ class DeviceReadings:
                 slot.copy_(value.detach())
         self._present.append(tuple(x is not None for x in scalars))
 
-    def take(self) -> list[Reading]:
+    def take(self) -> list[StepMetrics]:
         present, self._present = self._present, []
         rows = self._buffer[: len(present)].tolist()
         return [
-            _reading([x if there else None for x, there in zip(row, is_there, strict=True)])
+            _metrics(x if there else None for x, there in zip(row, is_there, strict=True))
             for row, is_there in zip(rows, present, strict=True)
         ]
 
 
-def readings_for(device: torch.device) -> Readings:
+def readback_for(device: torch.device) -> MetricReadback:
     """The kind that fits a device."""
-    return DeviceReadings(device) if device.type == "cuda" else HostReadings()
+    return DeviceReadback(device) if device.type == "cuda" else HostReadback()

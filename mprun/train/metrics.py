@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
-from mprun.errors import RunFailedError
-from mprun.records.run_record import Scores
-from mprun.train.metric_readback import Reading
+from typing import Any, cast
 
-NO_SCORES: Scores = Scores(loss=None, accuracy=None)
+from torch import Tensor
+
+from mprun.errors import RunFailedError
+from mprun.recipe import Recipe
+from mprun.records.run_record import Scores
+from mprun.train.metric_readback import StepMetrics
+
+NO_SCORES = Scores(loss=None, accuracy=None)
+
+
+def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
+    """What `recipe.correct` returns for a batch: an integer scalar, or None for a regression.
+
+    Raises:
+        RunFailedError: it returns something else. Whether the number is one of samples is checked
+            when it is read (`Sums.add`), which waits for no device.
+    """
+    correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
+    if correct is None:
+        return None
+    is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
+    if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
+        return cast(Tensor, correct)
+    raise RunFailedError(not_a_count(_shown(correct), len(targets)))
+
+
+def _shown(value: object) -> str:
+    """A short text for a value: a scalar's number, a tensor's shape."""
+    if not isinstance(value, Tensor):
+        return f"{value!r} ({type(value).__name__})"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if value.numel() == 1:
+        return f"{value.item():g} ({dtype})"
+    return f"a tensor of shape {list(value.shape)} ({dtype})"
 
 
 def not_a_count(received: str, size: int) -> str:
     """The message about a recipe's `correct` that does not count samples.
 
     Args:
-        received: what it returned.
+        received: what it returned, as text.
         size: samples in the batch.
     """
     return (
@@ -33,26 +64,26 @@ class Sums:
         self.correct: int | None = None
         self.samples = 0
 
-    def add_all(self, readings: list[Reading], sizes: list[int]) -> None:
-        """Add the readings of batches of these sizes; empties `sizes`."""
-        for reading, size in zip(readings, sizes, strict=True):
-            self.add(reading, size)
+    def add_all(self, metrics: list[StepMetrics], sizes: list[int]) -> None:
+        """Add batches of these sizes; empties `sizes`."""
+        for batch, size in zip(metrics, sizes, strict=True):
+            self.add(batch, size)
         sizes.clear()
 
-    def add(self, reading: Reading, size: int) -> None:
+    def add(self, metrics: StepMetrics, size: int) -> None:
         """Add a batch; one whose step was skipped trained nothing and does not count.
 
         Raises:
             RunFailedError: more samples are right than there are, or fewer than none.
         """
-        if reading.skipped:
+        if metrics.skipped:
             return
-        self.loss += reading.loss * size
+        self.loss += metrics.loss * size
         self.samples += size
-        if reading.correct is not None:
-            if not 0 <= reading.correct <= size:
-                raise RunFailedError(not_a_count(f"{reading.correct:,}", size))
-            self.correct = (self.correct or 0) + reading.correct
+        if metrics.correct is not None:
+            if not 0 <= metrics.correct <= size:
+                raise RunFailedError(not_a_count(f"{metrics.correct:,}", size))
+            self.correct = (self.correct or 0) + metrics.correct
 
     def scores(self) -> Scores:
         """The means."""

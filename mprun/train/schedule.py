@@ -1,7 +1,7 @@
 """Learning-rate schedules: torch's own, and the no-op.
 
-A schedule moves with the steps the optimizer takes. A step that dynamic loss scaling skips moves
-nothing, or a run that begins with a few overflows would warm up without training.
+A schedule moves with the steps that the optimizer takes, not with those that dynamic loss scaling
+skips. Otherwise a run whose first steps overflow would warm up without training.
 """
 
 from __future__ import annotations

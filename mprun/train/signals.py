@@ -1,9 +1,9 @@
 """Ctrl-C and SIGTERM: end between two steps, with everything recorded.
 
-Where PyTorch computes a signal only sets a flag, which the loop looks at after each step:
-parameters are never half updated, and no exception passes through C++ code that ends the process at
-one. Anywhere else, or at the second signal, it raises at once, so that a slow download or a user in
-a hurry is not kept waiting.
+While PyTorch computes, a signal only sets a flag, which the loop checks after each step. So
+parameters are never half updated, and no exception passes through C++ code, which would end the
+process. Anywhere else, and at the second signal, it raises at once: nobody has to wait for a slow
+download.
 """
 
 from __future__ import annotations

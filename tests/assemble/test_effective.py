@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.assemble.effective import effective, planned
 from mprun.cli.main import main
 from mprun.config import compose
@@ -146,7 +146,7 @@ def seen_dtypes(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], d
     Returns:
         Columns as a probe sees them, `effective` of the built objects, and of those planned.
     """
-    chosen = plan(compose([*LINEAR, *words]).config, ())
+    chosen = make_plan(compose([*LINEAR, *words]).config, ())
     seen: dict[str, str] = {"momentum_dtype": "float32", "variance_dtype": "float32"}
     with backend_flags(chosen.policy, chosen.native_tf32):
         parts = build_parts(chosen)

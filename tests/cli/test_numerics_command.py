@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.config.settings import NumericsSettings, take
@@ -26,7 +26,6 @@ from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.records.numerics_record import NumericsResult
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -320,7 +319,7 @@ def test_a_loss_in_float16_bounds_the_scale() -> None:
 
 def inspected(*words: str) -> list[int]:
     settings, rest = take(words, "numerics")
-    chosen = plan(compose([*LINEAR, *rest]).config, ())
+    chosen = make_plan(compose([*LINEAR, *rest]).config, ())
     return steps_to_inspect(chosen, settings.numerics)
 
 
@@ -368,7 +367,7 @@ def test_weights_are_bit_equal_with_and_without(
     words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path("conf") if words[0].startswith("--") else None
-    chosen = plan(compose([w for w in words if not w.startswith("--")], folder).config, ())
+    chosen = make_plan(compose([w for w in words if not w.startswith("--")], folder).config, ())
     made: list[Parts] = []
 
     def kept(*args: Any) -> Parts:
@@ -382,7 +381,7 @@ def test_weights_are_bit_equal_with_and_without(
         watched = weights_of(made[0])
         none = chosen.splits.train.first(0)
         parts = build_parts(replace(chosen, splits=replace(chosen.splits, validation=none)))
-        Trainer(parts, Limits(None, 6, None), NoObserver(), lambda: False).fit()
+        Trainer(parts, Limits(None, 6, None)).fit()
     alone = weights_of(parts)
     assert watched.keys() == alone.keys()
     for name, x in alone.items():
@@ -467,7 +466,7 @@ def test_a_run_that_fails_before_has_nothing_to_show(capsys: pytest.CaptureFixtu
 
 
 def inspecting(stop: Callable[[], bool], **settings: Any) -> Any:
-    chosen = plan(compose(LINEAR).config, ())
+    chosen = make_plan(compose(LINEAR).config, ())
     return inspect_steps(chosen, NumericsSettings(**{"warmup": 0, "span": 9, **settings}), stop)
 
 
@@ -490,13 +489,13 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_each_inspected_step_is_reported() -> None:
     texts: list[str] = []
-    chosen = plan(compose(LINEAR).config, ())
+    chosen = make_plan(compose(LINEAR).config, ())
     inspect_steps(chosen, NumericsSettings(steps=2, span=9), lambda: False, texts.append)
     assert texts == ["inspected step 4 of 9, 1 of 2", "inspected step 9 of 9, 2 of 2"]
 
 
 def test_time_that_runs_out_before_the_first_look_is_said() -> None:
-    chosen = plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
+    chosen = make_plan(compose([*LINEAR, "train.max_time_s=1e-9"]).config, ())
     with pytest.raises(RunFailedError, match=r"train.max_time_s=1e-09 ended the run before step 4"):
         inspect_steps(chosen, NumericsSettings(), lambda: False)
 

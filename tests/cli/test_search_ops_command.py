@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from mprun.assemble import plan
+from mprun.assemble import make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import op_lists
@@ -157,7 +157,7 @@ def test_the_files_read_back_give_the_lists_that_were_measured() -> None:
     composed = compose(
         words("exp", "op_lists=hmp", *files, "op_lists.strict=true")[2:], Path("conf")
     )
-    read_back = plan(composed.config, ()).op_lists
+    read_back = make_plan(composed.config, ()).op_lists
     assert read_back is not None
     promote = compose(["recipe=mnist", "op_lists=hmp"]).config.op_lists.promote
     lower = [name for name in found["lower"] if name != "exp"]

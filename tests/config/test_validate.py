@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mprun.assemble import build_optimizer
-from mprun.assemble.machine_choices import build_policy
+from mprun.assemble.dtype_choices import build_policy
 from mprun.config import Config, compose
 from mprun.config.reference import leaves
 from mprun.config.schema import OptimizerConfig, OptimizerName

@@ -73,7 +73,7 @@ def test_a_damaged_file_is_named_with_both_checksums_and_the_command_that_mends_
     kind = "corrupt" if len(damaged) == size else "truncated"
     assert message == (
         f"{path} is damaged: {kind}: {len(damaged)} bytes with SHA-256 {found}, expected {size} "
-        f"bytes with SHA-256 {sha256(published[file]).hexdigest()}; mend it by "
+        f"bytes with SHA-256 {sha256(published[file]).hexdigest()}; repair it with "
         f"`mprun data fetch MNIST data.root={root}`"
     )
 
@@ -302,7 +302,7 @@ def test_without_network_the_ways_on_are_named(
     with pytest.raises(UsageError) as caught:
         image_splits("MNIST", request_)
     assert str(caught.value) == (
-        f"MNIST is not in {tmp_path} and its download failed (Connection refused); try again by "
+        f"MNIST is not in {tmp_path} and its download failed (Connection refused); try again with "
         f"`mprun data fetch MNIST data.root={tmp_path}`, put the files there as torchvision does "
         "(MNIST/raw/...), set data.root or MPRUN_DATA, or take data.source=generated"
     )
@@ -321,7 +321,7 @@ def test_auto_with_fallback_ends_with_the_generated_set_and_says_so(
     splits = image_splits("MNIST", DataRequest(root=str(tmp_path), fallback=True))
     assert (splits.name, splits.source) == ("generated glyphs", "generated")
     assert splits.notice == (
-        "MNIST could not be had (Connection refused); training on the GENERATED set instead"
+        "MNIST is not available (Connection refused); training on the GENERATED set instead"
     )
     assert torch.equal(splits.train.inputs, tiny_generated.inputs)
 

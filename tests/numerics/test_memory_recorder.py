@@ -22,14 +22,13 @@ from mprun.assemble import (
     build_parts,
     footprint,
     load_shapes,
-    plan,
+    make_plan,
     step_memory,
     with_batch_size,
 )
 from mprun.config import compose
 from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -49,7 +48,7 @@ def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(*words: str) -> Plan:
     """A plan on the CPU that loads nothing."""
-    return plan(compose(("device=cpu", *words)).config, (), load=load_shapes)
+    return make_plan(compose(("device=cpu", *words)).config, (), load=load_shapes)
 
 
 def measured(*words: str) -> dict[str, int]:
@@ -208,7 +207,9 @@ def test_measuring_leaves_the_random_numbers_of_the_run_alone() -> None:
 def test_a_plan_of_shapes_counts_what_a_plan_with_data_counts() -> None:
     for words in (("recipe=mnist", *GENERATED, "train.batch_size=100"), ("recipe=linear",)):
         config = compose(("device=cpu", "precision=bf16_sr", *words)).config
-        assert footprint(plan(config, ())) == footprint(plan(config, (), load=load_shapes))
+        assert footprint(make_plan(config, ())) == footprint(
+            make_plan(config, (), load=load_shapes)
+        )
 
 
 # ---- against real tensors, and PyTorch's own tracker ---------------------------------------------
@@ -227,12 +228,12 @@ REAL = [
 
 @pytest.mark.parametrize(("words", "tolerance"), REAL, ids=str)
 def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) -> None:
-    chosen = plan(compose(("device=cpu", *words, *GENERATED)).config, ())
+    chosen = make_plan(compose(("device=cpu", *words, *GENERATED)).config, ())
     chosen = replace(chosen, fp32_fallback="none")  # the kernels fake tensors stand for
 
     def real() -> tuple[Any, Any, Trainer]:
         parts = build_parts(chosen)
-        trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+        trainer = Trainer(parts, chosen.limits)
         return parts, next(parts.train.epoch(parts.order.draw())), trainer
 
     parts, batch, trainer = real()

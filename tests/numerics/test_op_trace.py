@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import mprun.experiments.recipe_trace
-from mprun.assemble import Plan, build_arithmetic, build_parts, plan
+from mprun.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.config import compose
 from mprun.experiments.recipe_trace import shipped_op_lists, trace_step
 from mprun.numerics.op_trace import (
@@ -39,7 +39,6 @@ from mprun.precision import (
     disable_casts,
     op_lists,
 )
-from mprun.train.callbacks import NoObserver
 from mprun.train.loop import Parts, Trainer
 from tests.precision.test_policy import policy
 
@@ -66,7 +65,7 @@ MODES = {
 
 
 def planned(recipe: str, *words: str) -> Plan:
-    return plan(compose([*RECIPES[recipe], "device=cpu", *words]).config, ())
+    return make_plan(compose([*RECIPES[recipe], "device=cpu", *words]).config, ())
 
 
 @pytest.fixture
@@ -82,7 +81,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
 def stepping(chosen: Plan) -> tuple[Parts, Callable[[], object]]:
     """What a plan runs on, and its step on the first batch, not traced."""
     parts = build_parts(chosen)
-    trainer = Trainer(parts, chosen.limits, NoObserver(), lambda: False)
+    trainer = Trainer(parts, chosen.limits)
     batch = next(parts.train.epoch(parts.order.draw()))
     return parts, lambda: trainer.optimizer_step(batch)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mprun.assemble.machine_choices import build_policy
+from mprun.assemble.dtype_choices import build_policy
 from mprun.config import compose
 from mprun.precision import Policy
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble import Plan, build_loss_scale, build_parts, plan
+from mprun.assemble import Plan, build_loss_scale, build_parts, make_plan
 from mprun.assemble.plan import data_request
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
@@ -40,7 +40,7 @@ RECIPES = {"linear": LINEAR, "mnist": MNIST, "fashion_mnist": FASHION}
 
 def planned(*words: str) -> Plan:
     composed = compose(words)
-    return plan(composed.config, composed.given)
+    return make_plan(composed.config, composed.given)
 
 
 def refusal(*words: str) -> str:
@@ -376,7 +376,7 @@ def test_a_tied_parameter_in_two_dtypes_is_refused_before_the_run(
     own = ["recipe=tied", "precision=bf16_sr"]
     composed = compose([*own, "precision.layers={last: fp32}"], Path("conf"))
     with pytest.raises(UsageError, match=r"'last\.weight' is tied to a parameter of another dtype"):
-        plan(composed.config, composed.given)
+        make_plan(composed.config, composed.given)
 
 
 def test_a_float16_layer_in_bf16_mixed_computes_in_float16() -> None:

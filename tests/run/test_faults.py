@@ -95,7 +95,7 @@ def test_a_disk_full_from_the_start(monkeypatch: pytest.MonkeyPatch, stderr: Std
     with monkeypatch.context() as patch:
         patch.setattr(record, "write_atomic", full)
         assert main(RUN) == 1
-    assert stderr().endswith("make room, then: begin again in another folder")
+    assert stderr().endswith("make room, then: start again in another folder")
 
 
 def test_a_disk_full_where_the_run_fails_anyway(

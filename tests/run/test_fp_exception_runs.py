@@ -139,10 +139,10 @@ def fault(kind: str, *calls: int) -> list[str]:
 
 def test_off_nothing_is_different() -> None:
     """Not even the class of what the loop runs on, so there is nothing that could cost."""
-    from mprun.assemble import build_exceptions, build_precision, plan
+    from mprun.assemble import build_exceptions, build_precision, make_plan
 
-    chosen = plan(compose(["recipe=linear"]).config, ())
-    off = build_exceptions(chosen, lambda *_: None)
+    chosen = make_plan(compose(["recipe=linear"]).config, ())
+    off = build_exceptions(chosen)
     assert type(build_precision(chosen, make=off.precision)) is Precision
     summary = run("run")
     assert summary.fp_exceptions is None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.recipe import Recipe
@@ -70,7 +70,7 @@ def sent(kind: type[Stored], stored: str, mode: str) -> tuple[list[torch.dtype],
     words += [f"recipe.target={__name__}.{kind.__name__}", "recipe.name=stored"]
     config = compose([*words, "train.batch_size=8", "train.eval_batch_size=8"]).config
     config.recipe.model = {"dtype": stored}
-    chosen = replace(plan(config, ()), device=AWAY)
+    chosen = replace(make_plan(config, ()), device=AWAY)
     parts, found = build_parts(chosen), []
     for batches in (parts.train, parts.validation, parts.test):
         with Sent() as seen:
@@ -107,6 +107,6 @@ def test_samples_are_prepared_in_float32_and_rounded_once() -> None:
     words += [f"recipe.target={__name__}.Prepared", "recipe.name=stored"]
     config = compose(words).config
     config.recipe.model = {"dtype": "float32"}
-    batch = next(build_parts(plan(config, ())).train.epoch(None))
+    batch = next(build_parts(make_plan(config, ())).train.epoch(None))
     expected = (torch.arange(32).reshape(8, 4).float() / 3).half()
     assert torch.equal(batch.inputs, expected)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.records.run_record import Summary, read_lines, read_summary
@@ -311,7 +311,7 @@ def test_lists_of_one_s_own_are_a_config() -> None:
 def dtypes_of_layers(*words: str) -> dict[str, torch.dtype]:
     """The dtype each layer of `mnist` computes in, one forward pass."""
     composed = compose([*MNIST, "op_lists=hmp", *words])
-    parts = build_parts(plan(composed.config, composed.given))
+    parts = build_parts(make_plan(composed.config, composed.given))
     seen: dict[str, torch.dtype] = {}
 
     def remember(name: str) -> Callable[..., None]:
@@ -430,7 +430,7 @@ def test_a_sweep_over_lists_has_a_run_for_each() -> None:
 
 def planned(*words: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """The rules of a run of these words, by canonical name, and its warnings."""
-    made = plan(compose([*MNIST, *words]).config, ())
+    made = make_plan(compose([*MNIST, *words]).config, ())
     assert made.op_lists is not None
     return dict(made.op_lists.rules), made.warnings
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD
@@ -226,7 +226,7 @@ def test_d13_float32_accumulation_without_a_loss_scale() -> None:
 @pytest.mark.parametrize("mode", ["fp16_true", "half_sr"])
 def test_d14_floating_inputs_are_converted_before_they_travel(mode: str) -> None:
     composed = compose([*LINEAR, f"precision={mode}"])
-    away = replace(plan(composed.config, composed.given), device=torch.device("meta"))
+    away = replace(make_plan(composed.config, composed.given), device=torch.device("meta"))
     with Sent() as sent:
         batch = next(build_parts(away).train.epoch(None))
     assert batch.inputs.device.type == "meta"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mprun.assemble import build_parts, plan
+from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.data import Batch
@@ -44,7 +44,7 @@ def final_weights(run: str) -> dict[str, Tensor]:
 
 def first_weights(*words: str) -> dict[str, Tensor]:
     """The weights a run of these words would begin with."""
-    parts = build_parts(plan(compose(words).config, {}))
+    parts = build_parts(make_plan(compose(words).config, {}))
     return {key: x.clone() for key, x in parts.model.state_dict().items()}
 
 
@@ -173,7 +173,7 @@ def test_buffers_and_counters_come_along() -> None:
 
 def test_random_numbers_and_order_are_those_of_a_run_without(linear: str) -> None:
     def state(*words: str) -> tuple[Tensor, Tensor | None]:
-        chosen = plan(compose([*MNIST, *words]).config, {})
+        chosen = make_plan(compose([*MNIST, *words]).config, {})
         parts = build_parts(chosen)
         return torch.get_rng_state(), parts.order.draw()
 
@@ -188,7 +188,7 @@ def test_random_numbers_and_order_are_those_of_a_run_without(linear: str) -> Non
 def test_planning_leaves_random_numbers_alone(linear: str) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
+    make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -201,7 +201,7 @@ def test_its_own_drawn_weights_change_nothing() -> None:
 
 
 def test_a_source_is_not_changed_by_training(linear: str) -> None:
-    chosen = plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
+    chosen = make_plan(compose([*LINEAR, f"train.init_from={linear}"]).config, {})
     for _ in range(2):
         parts = build_parts(chosen)
         assert_same_bits(dict(parts.model.state_dict()), final_weights(linear))
@@ -469,7 +469,7 @@ def test_planted_weights_are_counted(
     state["trainer"]["model"]["2.weight"][0, :6] = torch.tensor([1e5, 1e-9, -1e-9, 1e-5, 3e-6, 0])
     checkpoint.save(path, state)
     words = [*MNIST, "precision=fp16_mixed", "train.init_from=source"]
-    (found,) = plan(compose(words).config, {}).warnings
+    (found,) = make_plan(compose(words).config, {}).warnings
     assert found.removeprefix(WARNING.removeprefix("warning: ")) == (
         f"1 of {PARAMETERS:,} overflow (0.008 %), 2 become zero (0.015 %), "
         "2 become subnormal, with fewer bits (0.015 %); precision=bf16_mixed or bf16_true keeps it"
@@ -479,7 +479,7 @@ def test_planted_weights_are_counted(
 def test_all_zero_counts_are_said_too() -> None:
     torch.save(nn.Linear(8, 4).to(torch.bfloat16).apply(_fill).state_dict(), "plain.pt")
     words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
-    (found,) = plan(compose(words).config, {}).warnings
+    (found,) = make_plan(compose(words).config, {}).warnings
     assert "0 of 36 overflow (0 %), 0 become zero (0 %), 0 become subnormal" in found
 
 
@@ -493,7 +493,7 @@ def _fill(module: nn.Module) -> None:
 def test_a_plain_file_says_its_dtype_by_its_tensors(dtype: torch.dtype) -> None:
     torch.save(nn.Linear(8, 4).to(dtype).state_dict(), "plain.pt")
     words = [*LINEAR, "precision=fp16_mixed", "train.init_from=plain.pt"]
-    assert bool(plan(compose(words).config, {}).warnings) == (dtype is torch.bfloat16)
+    assert bool(make_plan(compose(words).config, {}).warnings) == (dtype is torch.bfloat16)
 
 
 def policy(param_dtype: str, compute_dtype: str) -> Policy:
@@ -504,7 +504,7 @@ def policy(param_dtype: str, compute_dtype: str) -> Policy:
     return found
 
 
-ROW = plan(compose(LINEAR).config, {}).policy
+ROW = make_plan(compose(LINEAR).config, {}).policy
 
 
 def test_the_rule_in_the_small() -> None:
@@ -559,7 +559,7 @@ def test_float32_weights_outside_of_float16_are_warned_about(
     weight = torch.full((2000,), 0.5)
     weight[:count] = value
     precision, _, layers = mode.partition(" ")
-    row = plan(compose([*LINEAR, f"precision={precision}"]).config, {}).policy
+    row = make_plan(compose([*LINEAR, f"precision={precision}"]).config, {}).policy
     weights = Weights({"a.weight": weight}, ("a.weight",), frozenset({"float32"}))
     found = range_warning(weights, row, {"a": "fp16"} if layers else {})
     with np.errstate(over="ignore"):

@@ -1,4 +1,4 @@
-"""Loggers: what TensorBoard reads is what the loop told; a logger that cannot be had is refused."""
+"""Loggers: TensorBoard reads what the loop reported; a logger that is not available is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
 from mprun.train.callbacks import StepLine
-from mprun.train.loggers import LOGGERS, NoLogger, TensorBoardLogger, build_logger, check_logger
+from mprun.train.loggers import LOGGERS, TensorBoardLogger, build_loggers, check_logger
 
 NONE = Scores(loss=None, accuracy=None)
 
@@ -50,17 +50,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
-    logger = build_logger("tensorboard", folder)
-    logger.steps([step_line(1, 0.75), step_line(2, 0.5)])
-    logger.steps([step_line(3, 0.25)])
+    (logger,) = build_loggers("tensorboard", folder)
+    logger.on_steps([step_line(1, 0.75), step_line(2, 0.5)])
+    logger.on_steps([step_line(3, 0.25)])
     epoch = Epoch(
         epoch=1,
         train=Scores(loss=0.5, accuracy=0.125),
         validation=Scores(loss=0.375, accuracy=0.25),
     )
-    logger.epoch(epoch, 3)
-    logger.test(Scores(loss=1.5, accuracy=0.75), 3)
-    logger.close()
+    logger.on_epoch_end(epoch, 3)
+    logger.on_test(Scores(loss=1.5, accuracy=0.75), 3)
+    logger.on_end("completed")
     assert curves(folder / "tensorboard") == {
         "train/loss": [(1, 0.75), (2, 0.5), (3, 0.25)],
         # float32 is what an event holds
@@ -79,67 +79,63 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
 
 def test_what_does_not_apply_is_left_out(folder: Path) -> None:
     logger = TensorBoardLogger(folder)
-    logger.epoch(Epoch(epoch=1, train=Scores(loss=0.5, accuracy=None), validation=NONE), 7)
-    logger.test(NONE, 7)
-    logger.close()
-    assert curves(folder) == {"train/epoch_loss": [(7, 0.5)]}
+    train = Scores(loss=0.5, accuracy=None)
+    logger.on_epoch_end(Epoch(epoch=1, train=train, validation=NONE), 7)
+    logger.on_test(NONE, 7)
+    logger.on_end("completed")
+    assert curves(folder / "tensorboard") == {"train/epoch_loss": [(7, 0.5)]}
 
 
 def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
     logger = TensorBoardLogger(folder)
-    logger.steps([step_line(1, math.nan), step_line(2, math.inf), step_line(3, -math.inf)])
-    logger.epoch(Epoch(epoch=1, train=Scores(loss="nan", accuracy=0.0), validation=NONE), 3)
-    logger.test(Scores(loss="inf", accuracy=0.0), 3)
-    logger.close()
-    found = curves(folder)
-    first, *others = [value for _, value in found["train/loss"]]
+    logger.on_steps([step_line(1, math.nan), step_line(2, math.inf), step_line(3, -math.inf)])
+    train = Scores(loss="nan", accuracy=0.0)
+    logger.on_epoch_end(Epoch(epoch=1, train=train, validation=NONE), 3)
+    logger.on_test(Scores(loss="inf", accuracy=0.0), 3)
+    logger.on_end("completed")
+    written = curves(folder / "tensorboard")
+    first, *others = [value for _, value in written["train/loss"]]
     assert math.isnan(first)
     assert others == [math.inf, -math.inf]
-    assert math.isnan(found["train/epoch_loss"][0][1])
-    assert found["test/loss"] == [(3, math.inf)]
+    assert math.isnan(written["train/epoch_loss"][0][1])
+    assert written["test/loss"] == [(3, math.inf)]
 
 
 def test_all_is_written_when_a_call_returns(folder: Path) -> None:
     """So that nothing is left to a thread that would run beside the next step."""
     logger = TensorBoardLogger(folder)
-    logger.steps([step_line(n) for n in range(1, 201)])
-    assert len(curves(folder)["train/loss"]) == 200
-    logger.test(Scores(loss=1.0, accuracy=None), 200)
-    assert curves(folder)["test/loss"] == [(200, 1.0)]
-    logger.close()
+    logger.on_steps([step_line(n) for n in range(1, 201)])
+    assert len(curves(folder / "tensorboard")["train/loss"]) == 200
+    logger.on_test(Scores(loss=1.0, accuracy=None), 200)
+    assert curves(folder / "tensorboard")["test/loss"] == [(200, 1.0)]
+    logger.on_end("completed")
 
 
 def test_closing_leaves_no_thread(folder: Path) -> None:
     before = threading.active_count()
-    TensorBoardLogger(folder).close()
+    TensorBoardLogger(folder).on_end("completed")
     assert threading.active_count() == before
 
 
 def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
-    logger = build_logger("tensorboard", folder)
-    logger.steps([step_line(n, 1.0) for n in range(1, 6)])  # killed here; checkpoint at step 3
-    logger.close()
+    (logger,) = build_loggers("tensorboard", folder)
+    logger.on_steps([step_line(n, 1.0) for n in range(1, 6)])  # killed here; checkpoint at step 3
+    logger.on_end("completed")
     time.sleep(1.01)  # TensorBoard orders files by their names, which hold the second
-    logger = build_logger("tensorboard", folder, first_step=4)
-    logger.steps([step_line(n, 2.0) for n in range(4, 7)])
-    logger.close()
+    (logger,) = build_loggers("tensorboard", folder, first_step=4)
+    logger.on_steps([step_line(n, 2.0) for n in range(4, 7)])
+    logger.on_end("completed")
     assert curves(folder / "tensorboard")["train/loss"] == [
         *[(n, 1.0) for n in (1, 2, 3)],
         *[(n, 2.0) for n in (4, 5, 6)],
     ]
 
 
-def test_none_keeps_nothing(tmp_path: Path) -> None:
-    logger = build_logger("none", tmp_path / "run")
-    assert isinstance(logger, NoLogger)
-    logger.steps([step_line(1)])
-    logger.epoch(Epoch(epoch=1, train=NONE, validation=NONE), 1)
-    logger.test(NONE, 1)
-    logger.close()
-    assert not (tmp_path / "run").exists()
+def test_none_is_no_callback(tmp_path: Path) -> None:
+    assert build_loggers("none", tmp_path / "run") == []
 
 
-# What cannot be had
+# What is not available
 
 
 @pytest.fixture
@@ -169,7 +165,7 @@ def test_an_unknown_logger_is_refused() -> None:
         "logger.name=tensorbord: legal: none, tensorboard; did you mean 'tensorboard'?"
     )
     with pytest.raises(UsageError, match=r"legal: none, tensorboard$"):
-        build_logger("", Path("run"))
+        build_loggers("", Path("run"))
 
 
 def test_each_has_its_file_of_the_group() -> None:
@@ -186,7 +182,7 @@ LINEAR = ["recipe=linear", "train.max_steps=12", "run.dir=run"]
 def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LINEAR, "logger=tensorboard"]) == 0
     assert capsys.readouterr().err == ""
-    found = curves(Path("run/tensorboard"))
+    written = curves(Path("run/tensorboard"))
     lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert len(lines) == 12
     for tag, key in [
@@ -197,9 +193,11 @@ def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) 
         ("time/data_ms", "data_time_ms"),
     ]:
         # float32 is what an event holds
-        assert found[tag] == [(x["step"], pytest.approx(x[key], rel=1e-6)) for x in lines]
+        assert written[tag] == [(x["step"], pytest.approx(x[key], rel=1e-6)) for x in lines]
     losses = [float(e.train.loss or math.nan) for e in read_summary(Path("run")).history]
-    assert [v for _, v in found["train/epoch_loss"]] == [pytest.approx(x, rel=1e-6) for x in losses]
+    assert [v for _, v in written["train/epoch_loss"]] == [
+        pytest.approx(x, rel=1e-6) for x in losses
+    ]
 
 
 @pytest.mark.usefixtures("no_tensorboard")

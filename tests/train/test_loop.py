@@ -1,4 +1,4 @@
-"""The loop: limits, accumulation, what is timed and told, broken losses."""
+"""The loop: limits, accumulation, what is timed and reported, broken losses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from mprun.errors import RunFailedError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
 from mprun.records.run_record import Epoch
-from mprun.train.callbacks import StepLine
+from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import HostClock
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
-from mprun.train.metric_readback import HostReadings
+from mprun.train.metric_readback import HostReadback
 from mprun.train.schedule import NoSchedule
 from tests.precision.test_policy import policy
 
@@ -40,21 +41,21 @@ class Tiny(Classification):
         return nn.functional.cross_entropy(output, target)
 
 
-class Log:
-    """Keeps what it is told."""
+class Log(Callback):
+    """Keeps the events."""
 
     def __init__(self) -> None:
         self.lines: list[StepLine] = []
         self.epochs: list[Epoch] = []
         self.checkpoints = 0
 
-    def steps(self, lines: list[StepLine]) -> None:
+    def on_steps(self, lines: list[StepLine]) -> None:
         self.lines += lines
 
-    def epoch(self, epoch: Epoch) -> None:
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         self.epochs.append(epoch)
 
-    def checkpoint(self) -> None:
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
         self.checkpoints += 1
 
 
@@ -92,7 +93,7 @@ def trainer(
         test=batches(samples(10), 4),
         micro_batch=micro or batch,
         clock=HostClock(),
-        readings=HostReadings(),
+        readback=HostReadback(),
     )
     log = Log()
     asked = [0]
@@ -101,7 +102,7 @@ def trainer(
         asked[0] += 1
         return stop_at is not None and asked[0] >= stop_at
 
-    return Trainer(parts, limits or Limits(2, None, None), log, stop), log
+    return Trainer(parts, limits or Limits(2, None, None), [log], stop), log
 
 
 class Watched(NativeArithmetic):

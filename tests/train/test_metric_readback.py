@@ -1,4 +1,4 @@
-"""Readings come back in order and as they were, whichever way they are kept."""
+"""Metrics are read back in order and unchanged, on the host and from a device."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import pytest
 import torch
 
 from mprun.train.metric_readback import (
-    DeviceReadings,
-    HostReadings,
-    Reading,
-    Readings,
+    DeviceReadback,
+    HostReadback,
+    MetricReadback,
     Scalars,
-    readings_for,
+    StepMetrics,
+    readback_for,
 )
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("readings", [HostReadings(), DeviceReadings(CPU, capacity=8)])
-def test_readings_come_back_in_order(readings: Readings) -> None:
+@pytest.mark.parametrize("readback", [HostReadback(), DeviceReadback(CPU, capacity=8)])
+def test_metrics_are_read_back_in_order(readback: MetricReadback) -> None:
     weight = torch.tensor(2.0, requires_grad=True)
     for i in range(5):
-        readings.put(Scalars(*map(torch.tensor, (2.0 * i, i, 2.0**i, i % 2.0))))
-    assert readings.take() == [Reading(2.0 * i, i, 2.0**i, i % 2 == 1) for i in range(5)]
-    assert readings.take() == []
-    readings.put(Scalars(weight))
-    assert readings.take() == [Reading(2.0, None)]
+        readback.put(Scalars(*map(torch.tensor, (2.0 * i, i, 2.0**i, i % 2.0))))
+    assert readback.take() == [StepMetrics(2.0 * i, i, 2.0**i, i % 2 == 1) for i in range(5)]
+    assert readback.take() == []
+    readback.put(Scalars(weight))
+    assert readback.take() == [StepMetrics(2.0, None)]
 
 
 def test_a_device_buffer_says_when_it_is_full() -> None:
-    readings = DeviceReadings(CPU, capacity=2)
-    readings.put(Scalars(torch.tensor(1.0)))
-    assert not readings.full
-    readings.put(Scalars(torch.tensor(2.0)))
-    assert readings.full
-    readings.take()
-    assert not readings.full
+    readback = DeviceReadback(CPU, capacity=2)
+    readback.put(Scalars(torch.tensor(1.0)))
+    assert not readback.full
+    readback.put(Scalars(torch.tensor(2.0)))
+    assert readback.full
+    readback.take()
+    assert not readback.full
 
 
 def test_the_kind_follows_the_device() -> None:
-    assert isinstance(readings_for(CPU), HostReadings)
+    assert isinstance(readback_for(CPU), HostReadback)

@@ -40,6 +40,8 @@ from mprun.precision.update import ScaledOptimizer
 
 logger = logging.getLogger("mprun")
 
+OnStepEnd = Callable[[StepOutcome], None]
+
 SLOW = "debug.fp_exceptions inspects every op of a training step: steps are not timed"
 
 
@@ -180,8 +182,16 @@ class RunExceptions:
         """What carries a policy out; the arguments are those of `Precision`."""
         return Precision(*args, **kwargs)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
-        """These train from now on; notices for the user."""
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
+    ) -> Sequence[str]:
+        """These train from now on; notices for the user.
+
+        Args:
+            model: the model.
+            optimizer: of its parameters.
+            on_step_end: called with the outcome of each inspected step.
+        """
         return ()
 
     def state_dict(self) -> dict[str, Any]:
@@ -199,25 +209,20 @@ class WatchedRunExceptions(RunExceptions):
         action: log, halt or skip.
         halt_after: steps lost in a row that end halt and skip.
         saturates: whether 16-bit results clamped to the largest number count.
-        on_step_end: is called with the outcome of each step.
     """
 
-    def __init__(
-        self,
-        action: str,
-        halt_after: int,
-        saturates: bool,
-        on_step_end: Callable[[StepOutcome], None],
-    ) -> None:
+    def __init__(self, action: str, halt_after: int, saturates: bool) -> None:
         super().__init__()
         self.response = Response(action, halt_after)
-        self.on_step_end = on_step_end
         self._saturates = saturates
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return WatchedPrecision(self, *args, **kwargs)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer) -> Sequence[str]:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
+    ) -> Sequence[str]:
+        self.on_step_end = on_step_end
         self.monitor = StepMonitor(model, [optimizer], self.response, self._saturates, self.report)
         self.following = partial(self.monitor.watcher.following, model, optimizer)
         compiled = any(map(is_compiled, model.modules()))

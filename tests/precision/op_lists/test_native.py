@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mprun.assemble.machine_choices import choose_op_lists
+from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision.op_lists.names import name_of, spelled

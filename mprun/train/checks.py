@@ -1,0 +1,127 @@
+"""Checks of a run: a slow dtype, steps taken, a falling loss, the dtype of accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mprun.errors import RunFailedError
+from mprun.precision.accumulation import TERMS, sum_of_ones
+from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.products import op_name
+from mprun.records.run_record import PrecisionRow, Status, Summary
+from mprun.train.callbacks import Callback
+
+SKIPPED_SHARE = 0.1
+"""More skipped steps are warned of: so much of the data trained nothing."""
+
+
+def slow_dtype_warning(summary: Summary) -> str | None:
+    """A sentence where float32 is faster than the mode's dtype on this machine, or None."""
+    dtype = summary.requested.compute_dtype
+    if summary.hardware.accelerated.get(dtype, True):
+        return None
+    return (
+        f"{dtype} matmuls are slower than float32 on this machine: "
+        "this run shows accuracy, not speed (mprun doctor says why)"
+    )
+
+
+def check_steps_taken(summary: Summary) -> None:
+    """Raise `RunFailedError` where a run ended without a single optimizer step.
+
+    Its weights are those it started with; to test them makes no sense.
+    """
+    steps, skipped = summary.steps, summary.skipped_steps
+    if steps > skipped:
+        return
+    if not steps:
+        raise RunFailedError(
+            "no step was taken: train.max_time_s ended the run before the first one; give it more "
+            "time"
+        )
+    raise RunFailedError(
+        f"no step was taken: all {steps} were skipped, {_why_skipped(summary)}; the weights are "
+        f"those the run started with; {_against_skipping(summary)}"
+    )
+
+
+def skipped_warning(summary: Summary) -> str | None:
+    """A sentence where more than a tenth of the steps were skipped, or None."""
+    steps, skipped = summary.steps, summary.skipped_steps
+    if skipped <= steps * SKIPPED_SHARE:
+        return None
+    return (
+        f"{skipped} of {steps} steps ({skipped / steps:.0%}) were skipped and trained nothing, "
+        f"{_why_skipped(summary)}; {_against_skipping(summary)}"
+    )
+
+
+def _why_skipped(summary: Summary) -> str:
+    scale, exceptions = summary.loss_scale, summary.fp_exceptions
+    if exceptions is not None and exceptions.action == "skip":
+        return "dropped by debug.fp_exceptions=skip or with gradients that were not finite"
+    return (
+        f"because gradients were not finite at the {scale.kind} loss scale "
+        f"({scale.initial:g} at first, {scale.final:g} at the last step)"
+    )
+
+
+def _against_skipping(summary: Summary) -> str:
+    """What to try, by the kind of loss scale."""
+    remedies = {
+        "dynamic": "start from a smaller loss_scale.value, or train for more steps, since each "
+        "skipped one lowers the scale; ",
+        "static": "take a smaller loss_scale.value, or loss_scale=dynamic; ",
+    }
+    remedy = remedies.get(summary.loss_scale.kind, "")
+    return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
+
+
+def check_loss_falls(losses: list[float]) -> None:
+    """Raise `RunFailedError` unless the last third's mean loss is below the first third's."""
+    third = len(losses) // 3
+    if third == 0:
+        raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")
+    first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
+    if not last < first:
+        raise RunFailedError(
+            f"the loss does not fall: mean {first:.4f} over the first {third} steps, "
+            f"{last:.4f} over the last {third}"
+        )
+
+
+class AccumulationCheck(Callback):
+    """Records in which dtype the run's own kernels added products up, where not in float32.
+
+    Args:
+        row: the summary's effective precision; its `partials_dtype` is set.
+        arithmetic: the run's; it knows which products it computed.
+        device: where.
+        warn: prints and records a warning.
+    """
+
+    def __init__(
+        self,
+        row: PrecisionRow,
+        arithmetic: Arithmetic,
+        device: torch.device,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._row, self._arithmetic, self._device, self._warn = row, arithmetic, device, warn
+
+    def on_end(self, status: Status) -> None:
+        if status == "failed":  # a kernel may not run any more
+            return
+        lowest = float(TERMS)
+        for op, dtype in sorted(self._arithmetic.products, key=str):
+            reached = sum_of_ones(op, dtype, self._device)
+            short = str(dtype).removeprefix("torch.")
+            if reached < TERMS:
+                self._warn(
+                    f"{op_name(op)} adds up in {short} on this machine, not in float32: a sum "
+                    f"that should be {TERMS:,} comes out as {reached:,.0f}"
+                )
+            if reached < lowest:
+                lowest, self._row.partials_dtype = reached, short

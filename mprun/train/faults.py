@@ -1,0 +1,81 @@
+"""Errors that end a run: the record gets the reason, the user gets one line with a remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import traceback
+from collections.abc import Iterator
+
+import torch
+
+from mprun.errors import MprunError, RunFailedError, first_line
+from mprun.records.run_record import RunFolder, Summary
+
+CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+@contextlib.contextmanager
+def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
+    """Record an error that is raised inside, and turn it into one line for the user.
+
+    Raises:
+        MprunError: the one raised inside.
+        RunFailedError: in place of any other exception. A full disk and a lack of memory are
+            explained. For all others the traceback is written to traceback.txt.
+    """
+    try:
+        yield
+    except MprunError as error:
+        _record(summary, folder, str(error))
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
+            reason, text = _disk_full(error, summary, folder)
+        elif _is_out_of_memory(error):
+            reason = text = (
+                f"out of memory on {summary.hardware.device} with "
+                f"{summary.batch.micro} samples a micro-batch; try a smaller "
+                "train.batch_size with train.accumulate"
+            )
+        else:
+            reason = f"{type(error).__name__}: {error}"
+            text = (
+                f"the run failed: {type(error).__name__}: {first_line(error)} "
+                f"({_write_traceback(folder)})"
+            )
+        _record(summary, folder, reason)
+        raise RunFailedError(text) from None
+
+
+def _record(summary: Summary, folder: RunFolder, reason: str) -> None:
+    """Write the last summary, if the disk takes it."""
+    summary.status, summary.error = "failed", reason
+    with contextlib.suppress(OSError):
+        folder.summary(summary)
+
+
+def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str, str]:
+    """The reason for the record, and the line for the user."""
+    can_resume = (folder.path / "config.yaml").exists()
+    command = f"mprun run.resume={folder.path}" if can_resume else "start again in another folder"
+    return f"the record cannot be written: {error.strerror}", (
+        f"the record cannot be written ({error.strerror}): the run ended at step {summary.steps}; "
+        f"what was recorded is in {folder.path}; make room, then: {command}"
+    )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _write_traceback(folder: RunFolder) -> str:
+    """Write the traceback of the current exception; a text about where it is."""
+    path = folder.path / "traceback.txt"
+    try:
+        path.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        return "its traceback could not be written"
+    return f"the traceback is in {path}"
