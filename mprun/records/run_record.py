@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -381,26 +381,6 @@ def new_folder(wanted: str | None) -> Path:
     return folder
 
 
-class Recorder(Protocol):
-    """Where a run's lines and summary go."""
-
-    def lines(self, lines: list[dict[str, Any]]) -> None:
-        """Append lines to metrics.jsonl; they are on disk when this returns."""
-
-    def summary(self, summary: Summary) -> None:
-        """Replace summary.json."""
-
-
-class NoRecorder:
-    """Keeps nothing."""
-
-    def lines(self, lines: list[dict[str, Any]]) -> None:
-        pass
-
-    def summary(self, summary: Summary) -> None:
-        pass
-
-
 class RunFolder:
     """A run's folder, owned by one process at a time.
 
@@ -453,11 +433,13 @@ class RunFolder:
         write_atomic(self.path / "config.yaml", yaml_text.encode())
 
     def lines(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines to metrics.jsonl; they are on disk when this returns."""
         assert self._metrics is not None
         self._metrics.write(_as_text(lines))
         self._metrics.flush()
 
     def summary(self, summary: Summary) -> None:
+        """Replace summary.json."""
         text = json.dumps(jsonable(asdict(summary)), indent=1, allow_nan=False)
         write_atomic(self.path / "summary.json", f"{text}\n".encode())
 

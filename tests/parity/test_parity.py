@@ -63,11 +63,6 @@ def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None
         assert torch.equal(value, ours[key]), f"{key} differs"
 
 
-def test_the_raw_loop_is_short() -> None:
-    lines = Path(raw_loop.__file__).read_text(encoding="utf-8").splitlines()
-    assert len([x for x in lines if x.strip()]) < 30
-
-
 def fp16_raw_loop(
     recipe: Mnist, splits: Splits, batch_size: int, steps: int, initial: float, planted: set[int]
 ) -> tuple[torch.nn.Module, list[bool], float]:

@@ -218,13 +218,6 @@ def test_a_summary_of_another_version(tmp_path: Path, text: str, message: str) -
         record.read_summary(tmp_path)
 
 
-def test_nothing_is_kept_by_the_recorder_of_nothing(in_empty_folder: Path) -> None:
-    recorder = record.NoRecorder()
-    recorder.lines([{"step": 1}])
-    recorder.summary(example())
-    assert list(in_empty_folder.iterdir()) == []
-
-
 # Which runs are of one variant
 
 
