@@ -37,10 +37,10 @@ def step_line(step: int, loss: float = 0.5) -> StepLine:
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard shows of a folder: by tag the points (step, value)."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found: Any = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    found.Reload()
-    tags = found.Tags()["scalars"]
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in tags}
+    accumulated: Any = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulated.Reload()
+    tags = accumulated.Tags()["scalars"]
+    return {tag: [(e.step, e.value) for e in accumulated.Scalars(tag)] for tag in tags}
 
 
 @pytest.fixture
@@ -195,9 +195,8 @@ def test_a_run_writes_what_its_record_holds(capsys: pytest.CaptureFixture[str]) 
         # float32 is what an event holds
         assert written[tag] == [(x["step"], pytest.approx(x[key], rel=1e-6)) for x in lines]
     losses = [float(e.train.loss or math.nan) for e in read_summary(Path("run")).history]
-    assert [v for _, v in written["train/epoch_loss"]] == [
-        pytest.approx(x, rel=1e-6) for x in losses
-    ]
+    epoch_losses = [value for _, value in written["train/epoch_loss"]]
+    assert epoch_losses == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.usefixtures("no_tensorboard")
