@@ -37,14 +37,9 @@ from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.layers import layer_rows
 from mprun.precision.op_lists import CastLog
 from mprun.precision.products import op_name
-from mprun.records.run_record import (
-    RunFolder,
-    Status,
-    Summary,
-    TrainScore,
-    dated_folder,
-    read_summary,
-)
+from mprun.records.files import dated_folder
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Status, Summary, TrainScore, read_summary
 from mprun.report import tables
 from mprun.train import checkpoint
 from mprun.train.exception_log import ExceptionLog

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mprun.errors import UsageError
-from mprun.records.run_record import write_atomic
+from mprun.records.files import write_atomic
 
 FORMAT_VERSION = 1
 NAME = "last.pt"

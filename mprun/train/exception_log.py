@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mprun.numerics.nonfinite import FpException, NonfiniteReport, StepOutcome, finding_lines
-from mprun.records.run_record import RunFolder, Summary
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Summary
 from mprun.train.recorder import Journal
 
 SCHEMA_VERSION = 1

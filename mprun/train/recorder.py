@@ -16,10 +16,10 @@ import torch
 from mprun.assemble import Plan
 from mprun.console import Moment, ProgressView
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
+from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
     Epoch,
     LossScaleRow,
-    RunFolder,
     Scores,
     Status,
     Substitution,
