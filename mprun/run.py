@@ -18,7 +18,9 @@ from mprun.assemble import Plan, build_run, footprint
 from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
 from mprun.errors import MprunError, first_line
-from mprun.records.run_record import RunFolder, Status, Summary, dated_folder, read_summary
+from mprun.records.files import dated_folder
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.callbacks import Callback, Messages
 from mprun.train.checkpoint import Checkpointer, Stateful, run_facts
 from mprun.train.checks import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mprun.records.run_record import jsonable
+from mprun.records.files import jsonable
 
 
 def conforms(record: Any, kind: type) -> bool:

@@ -25,8 +25,8 @@ from mprun.records.run_record import (
     StepTimes,
     Summary,
     TrainScore,
-    variant_hash,
 )
+from mprun.records.variant_hash import variant_hash
 
 
 def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:

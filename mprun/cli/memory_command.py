@@ -103,7 +103,7 @@ def _of_a_mode(key: str) -> bool:
 
 def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
     from mprun.experiments.memory_by_mode import side_by_side
-    from mprun.records.run_record import new_folder
+    from mprun.records.files import new_folder
     from mprun.report import tables
     from mprun.report.memory_plot import draw
     from mprun.report.memory_tables import category_table, module_table

@@ -70,7 +70,7 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     from mprun.console import QuietProgress
     from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
     from mprun.precision import backend_flags
-    from mprun.records.run_record import new_folder
+    from mprun.records.files import new_folder
     from mprun.report.tables import say, stderr_console, stdout_console
 
     chosen = make_plan(composed.config, composed.given)
@@ -115,7 +115,7 @@ def _show(found: dict[str, Any], top: int, console: Console) -> None:
 
 def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:
     """Write numerics.json and the pictures; the files' names."""
-    from mprun.records.run_record import jsonable
+    from mprun.records.files import jsonable
 
     text = json.dumps(jsonable(found), indent=1, allow_nan=False)
     (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")

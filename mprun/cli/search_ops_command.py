@@ -73,7 +73,7 @@ def _search(
     from mprun.experiments.proof import Margins, prove
     from mprun.experiments.search_ops import search_ops
     from mprun.numerics.passes import NotMeasurableError
-    from mprun.records.run_record import new_folder
+    from mprun.records.files import new_folder
     from mprun.report.tables import say, warn
 
     low, chosen, held_out = _planned(overrides, config_dir)
@@ -181,7 +181,7 @@ def _notes(low: Composed, chosen: Plan, held_out: Sequence[str]) -> Iterator[str
 
 
 def _write(folder: Path, found: Mapping[str, Any]) -> None:
-    from mprun.records.run_record import jsonable
+    from mprun.records.files import jsonable
     from mprun.report.op_list_text import texts
 
     text = json.dumps(jsonable(found), indent=1, allow_nan=False)

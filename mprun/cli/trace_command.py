@@ -44,7 +44,7 @@ def _trace(composed: Composed) -> int:
     from mprun.assemble import build_arithmetic, make_plan
     from mprun.experiments.recipe_trace import TraceFailedError, trace_step
     from mprun.precision import backend_flags
-    from mprun.records.run_record import new_folder
+    from mprun.records.files import new_folder
     from mprun.report.tables import say, stdout_console
     from mprun.report.trace_tables import chrome, step_table, totals
 

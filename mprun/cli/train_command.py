@@ -111,7 +111,7 @@ def _run(composed: Composed, stop: StopSignals) -> int:
 
 def _sweep(arguments: Arguments) -> int:
     from mprun.config.multirun import sweep
-    from mprun.records.run_record import dated_folder_if_used
+    from mprun.records.files import dated_folder_if_used
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     with StopSignals() as stop:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mprun.compare.load import readable
-from mprun.records.run_record import variant_config
+from mprun.records.variant_hash import variant_config
 
 MOST_FIELDS = 3
 """How many fields a label names."""

@@ -11,7 +11,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mprun.config.compose import parse
 from mprun.config.reference import GROUPS
-from mprun.records.run_record import write_atomic
+from mprun.records.files import write_atomic
 
 
 def preset_text(name: str, words: Sequence[str], comments: Sequence[str]) -> str:

@@ -1,22 +1,21 @@
-"""A sweep: every variant with every seed, kept in one folder, to be stopped and gone on with.
+"""A sweep: every variant with every seed, in one folder, interruptible and resumable.
 
 The folder holds `sweep.json` (the plan) and a run's folder for each trial.
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from mprun.errors import UsageError
 from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
-from mprun.records.run_record import dated_folder, write_atomic
+from mprun.records.files import dated_folder, write_json
+from mprun.records.reader import read_json
+from mprun.records.sweep_plan import SCHEMA_VERSION, SweepPlan
 
-SCHEMA_VERSION = 1
 PLAN = "sweep.json"
 
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
@@ -76,18 +75,25 @@ def new_sweep(
     sweep = Sweep(
         command, path, words, tuple(seeds), config_dir, tuple(of_trials), dict(not_tried or {})
     )
-    kept = asdict(sweep) | {"folder": None, "config_dir": config_dir and str(config_dir.resolve())}
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **kept}, indent=1)
+    plan = SweepPlan(
+        schema_version=SCHEMA_VERSION,
+        command=command,
+        variants={name: list(overrides) for name, overrides in variants.items()},
+        seeds=list(seeds),
+        of_trials=list(of_trials),
+        config_dir=str(config_dir.resolve()) if config_dir else None,
+        not_tried=dict(not_tried or {}),
+    )
     try:
         path.mkdir(parents=True, exist_ok=True)
         taken = next(path.iterdir(), None)
         if taken is None:
-            write_atomic(path / PLAN, text.encode())
+            write_json(path / PLAN, asdict(plan))
     except OSError as error:
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
     if taken is not None:
         raise UsageError(
-            f"run.dir={path} holds {taken.name} already; choose another folder, or go on with a "
+            f"run.dir={path} holds {taken.name} already; choose another folder, or resume the "
             f"sweep that is there: run.resume={path}"
         )
     return sweep
@@ -101,26 +107,23 @@ def read_sweep(command: str, folder: Path) -> Sweep:
     """
     path = folder / PLAN
     try:
-        kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        version, of = int(kept["schema_version"]), str(kept["command"])
-        variants = {str(k): tuple(map(str, v)) for k, v in kept["variants"].items()}
-        seeds = tuple(int(seed) for seed in kept["seeds"])
-        of_trials = tuple(map(str, kept["of_trials"]))
-        config_dir = kept["config_dir"] and Path(kept["config_dir"])
-        not_tried = {str(k): str(v) for k, v in kept.get("not_tried", {}).items()}
-    except OSError as error:
+        plan = read_json(path, SweepPlan, SCHEMA_VERSION)
+    except FileNotFoundError as error:
         raise UsageError(
             f"run.resume={folder}: {path} cannot be read ({error.strerror}); is it a sweep?"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"run.resume={folder}: {path} is no plan of a sweep") from None
-    if version > SCHEMA_VERSION:
+    if plan.command != command:  # another study has other samples, and another question
         raise UsageError(
-            f"{path} has schema_version {version}, this mprun reads up to {SCHEMA_VERSION}"
-        )
-    if of != command:  # another study has other samples, and another question
-        raise UsageError(
-            f"run.resume={folder}: this is a study of mprun {of}; go on with: mprun {of} "
+            f"run.resume={folder}: this is a study of mprun {plan.command}; resume it with: "
+            f"mprun {plan.command} "
             f"run.resume={shlex.quote(str(folder))}"
         )
-    return Sweep(command, folder, variants, seeds, config_dir, of_trials, not_tried)
+    return Sweep(
+        command,
+        folder,
+        {name: tuple(overrides) for name, overrides in plan.variants.items()},
+        tuple(plan.seeds),
+        Path(plan.config_dir) if plan.config_dir else None,
+        tuple(plan.of_trials),
+        plan.not_tried,
+    )

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from mprun.compare.rows import Comparison
 from mprun.errors import UsageError
-from mprun.records.run_record import write_atomic
+from mprun.records.files import write_atomic
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain

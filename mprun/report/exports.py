@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.rows import Comparison, Estimate, Interval, Variant
-from mprun.records.run_record import MEMORY_CATEGORIES, jsonable
+from mprun.records.files import jsonable
+from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from mprun.errors import UsageError, first_line
-from mprun.records.run_record import Summary, write_atomic
+from mprun.records.files import write_atomic
+from mprun.records.run_record import Summary
 from mprun.train.callbacks import Callback
 
 FORMAT_VERSION = 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mprun.numerics.nonfinite import FpException, RunExceptions, StepOutcome, finding_lines
-from mprun.records.run_record import FpExceptionsRow, RunFolder, Status
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import FpExceptionsRow, Status
 from mprun.train.callbacks import Callback
 
 SCHEMA_VERSION = 1

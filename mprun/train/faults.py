@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 
 from mprun.errors import MprunError, RunFailedError, first_line
-from mprun.records.run_record import RunFolder, Summary
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Summary
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

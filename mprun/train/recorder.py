@@ -15,10 +15,10 @@ import msgspec
 import torch
 
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
+from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
     Epoch,
     LossScaleRow,
-    RunFolder,
     Scores,
     Status,
     Substitution,

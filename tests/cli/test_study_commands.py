@@ -247,7 +247,7 @@ def test_a_study_is_gone_on_with_by_its_own_command(capsys: pytest.CaptureFixtur
     assert main(words) == 0
     assert runs("it's") == ["bf16_mixed-seed0", "fp32-seed0"]
     assert main(["advise", r"run.resume='it\'s'"]) == 2
-    assert "a study of mprun sweep; go on with: mprun sweep" in capsys.readouterr().err
+    assert "a study of mprun sweep; resume it with: mprun sweep" in capsys.readouterr().err
 
 
 def test_a_study_is_run_by_one_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.rows import Run
-from mprun.records.run_record import Summary, jsonable
+from mprun.records.files import jsonable
+from mprun.records.run_record import Summary
 from tests.summaries import example, set_fields
 
 FIRST = datetime(2024, 3, 1, tzinfo=timezone.utc)
@@ -55,7 +56,10 @@ def summary_of(variant: str = "fp32", seed: int = 0, **changes: Any) -> Summary:
         place: Any = summary
         for part in path:
             place = getattr(place, part)
-        set_fields(place, **{last: value})
+        if isinstance(place, dict):
+            place[last] = value
+        else:
+            set_fields(place, **{last: value})
     return summary
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mprun.compare.evaluate import compare
 from mprun.compare.load import expand, find_runs, latest, readable
 from tests.compare.folders import run_of, write_run
 
@@ -118,8 +119,11 @@ def test_the_folder_of_an_earlier_comparison_is_no_news() -> None:
             "summary.json has schema_version 99, this mprun reads up to 1",
         ),
         ({"metric__name": "bleu"}, "summary.json is damaged: metric.name is 'bleu'"),
-        ({"seed": None}, "summary.json is damaged: seed is 'None'"),
-        ({"data__test_samples": "1"}, "summary.json is damaged: data.test_samples is '1'"),
+        ({"seed": None}, "summary.json is damaged: Expected `int`, got `null` - at `$.seed`"),
+        (
+            {"data__test_samples": "1"},
+            "summary.json is damaged: Expected `int`, got `str` - at `$.data.test_samples`",
+        ),
     ],
     ids=str,
 )
@@ -134,13 +138,13 @@ def test_runs_that_cannot_count_are_skipped_with_the_reason(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "summary.json is no JSON"),
-        (b'{"schema_version": 1, "status": "comp', "summary.json is no JSON"),
-        (b"\xff\xfe\x00", "summary.json is no JSON"),
-        (b"[]", "has schema_version None"),
-        (b'{"name": "another program\'s"}', "has schema_version None"),
-        (b'{"schema_version": 1}', "is damaged: status is missing"),
-        (b"[" * 100_000, "is damaged: is nested too deeply"),
+        (b"", "summary.json is not valid JSON"),
+        (b'{"schema_version": 1, "status": "comp', "summary.json is not valid JSON"),
+        (b"\xff\xfe\x00", "summary.json is not valid JSON"),
+        (b"[]", "is damaged: Expected `object`"),
+        (b'{"name": "another program\'s"}', "is damaged: Object missing required field"),
+        (b'{"schema_version": 1}', "is damaged: Object missing required field `status`"),
+        (b'{"schema_version": ' + b"[" * 100_000, "is damaged: "),
         (b'{"schema_version": 1' + b"0" * 5000 + b"}", "summary.json"),
     ],
     ids=["empty", "cut", "no text", "list", "foreign", "bare", "deep", "long number"],
@@ -211,3 +215,15 @@ def test_text_of_others_is_shown_in_one_harmless_line() -> None:
     assert readable("") == ""
     assert readable("x" * 50, 10) == "xxxxxxx..."
     json.dumps(readable("\ud800"))
+
+
+def test_a_record_of_version_0_1_0_is_compared_beside_a_new_one(tmp_path: Path) -> None:
+    """Version 0.1.0 did not write `fp_exceptions` and `warnings`."""
+    old = write_run(tmp_path / "old", "fp32")
+    new = write_run(tmp_path / "new", "bf16_mixed")
+    summary = json.loads((old / "summary.json").read_text(encoding="utf-8"))
+    del summary["fp_exceptions"], summary["warnings"]
+    (old / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    runs = find_runs([old, new]).runs
+    comparison = compare(runs, margin=0.005, relative_margin=0.02)
+    assert [v.label for v in comparison.variants] == ["fp32", "bf16_mixed"]

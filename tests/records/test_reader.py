@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mprun.errors import UsageError
-from mprun.records.run_record import Summary, jsonable, read_summary
+from mprun.records.files import jsonable
+from mprun.records.run_record import Summary, read_summary
 from tests.compare.folders import summary_of
 
 OPEN = ("versions", "accelerated", "layers")  # mappings from any name

@@ -17,8 +17,11 @@ import pytest
 
 from mprun.config import compose
 from mprun.errors import UsageError
+from mprun.records import files
 from mprun.records import run_record as record
-from mprun.records.run_record import RunFolder, Summary, TrainScore
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Summary, TrainScore
+from mprun.records.variant_hash import variant_hash
 from tests.schema import conforms
 from tests.summaries import example
 
@@ -41,7 +44,7 @@ def test_numbers_json_cannot_write_become_strings() -> None:
         "c": -math.inf,
         "d": {"e": None, "f": True, "g": "x", "h": 0},
     }
-    found = record.jsonable(value)
+    found = files.jsonable(value)
     assert found == {
         "a": ["nan", 1.5, {"b": ["inf", 2]}],
         "c": "-inf",
@@ -52,7 +55,7 @@ def test_numbers_json_cannot_write_become_strings() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.1, -0.0, 5e-324])
 def test_a_number_survives_the_record(value: float) -> None:
-    read = record.number(json.loads(json.dumps(record.jsonable(value))))
+    read = record.number(json.loads(json.dumps(files.jsonable(value))))
     assert read == value or (math.isnan(read) and math.isnan(value))
 
 
@@ -62,7 +65,7 @@ def test_a_number_survives_the_record(value: float) -> None:
 def test_a_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "file"
     for data in (b"old", b"new and longer", b""):
-        record.write_atomic(path, data)
+        files.write_atomic(path, data)
         assert path.read_bytes() == data
         assert list(tmp_path.glob(".*")) == []
 
@@ -71,7 +74,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"
-    record.write_atomic(path, b"old")
+    files.write_atomic(path, b"old")
     before = set(tmp_path.iterdir())
 
     def full(_: int) -> None:
@@ -79,7 +82,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        record.write_atomic(path, b"new")
+        files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert set(tmp_path.iterdir()) == before
 
@@ -89,7 +92,7 @@ def test_the_data_are_on_disk_before_the_name_is(
 ) -> None:
     path, seen = tmp_path / "file", []
     monkeypatch.setattr(os, "fsync", lambda _: seen.append(path.exists()))
-    record.write_atomic(path, b"new")
+    files.write_atomic(path, b"new")
     assert seen == [False]
     assert path.exists()
 
@@ -176,7 +179,7 @@ def test_a_file_cut_anywhere_gives_its_whole_lines(folder: RunFolder) -> None:
     for cut in range(len(data) + 1):
         (folder.path / "metrics.jsonl").write_bytes(data[:cut])
         whole = data[:cut].count(b"\n")
-        assert record.read_lines(folder.path) == record.jsonable(lines)[:whole]
+        assert record.read_lines(folder.path) == files.jsonable(lines)[:whole]
 
 
 # The summary
@@ -228,7 +231,7 @@ def resolved(*overrides: str) -> dict[str, Any]:
 def test_a_hash_is_twelve_hex_digits_and_leaves_the_configuration_alone() -> None:
     config = resolved()
     before = copy.deepcopy(config)
-    text = record.variant_hash(config)
+    text = variant_hash(config)
     assert len(text) == 12
     assert int(text, 16) >= 0
     assert config == before
@@ -239,14 +242,12 @@ def test_a_hash_is_twelve_hex_digits_and_leaves_the_configuration_alone() -> Non
 )
 def test_what_does_not_make_a_variant(override: str) -> None:
     assert resolved(override) != resolved()
-    assert record.variant_hash(resolved(override)) == record.variant_hash(resolved())
+    assert variant_hash(resolved(override)) == variant_hash(resolved())
 
 
 def test_a_logger_does_not_make_a_variant() -> None:
     config = resolved()
-    assert record.variant_hash({**config, "logger": {"name": "other"}}) == record.variant_hash(
-        config
-    )
+    assert variant_hash({**config, "logger": {"name": "other"}}) == variant_hash(config)
 
 
 def test_what_makes_a_variant() -> None:
@@ -259,7 +260,7 @@ def test_what_makes_a_variant() -> None:
         ("recipe.model.units=64",),
         ("data.source=generated",),
     ]
-    assert len({record.variant_hash(resolved(*o)) for o in overrides}) == len(overrides)
+    assert len({variant_hash(resolved(*o)) for o in overrides}) == len(overrides)
 
 
 def test_a_hash_does_not_depend_on_the_order_of_keys() -> None:
@@ -270,4 +271,4 @@ def test_a_hash_does_not_depend_on_the_order_of_keys() -> None:
 
     config = resolved()
     assert list(reverse(config)) != list(config)
-    assert record.variant_hash(reverse(config)) == record.variant_hash(config)
+    assert variant_hash(reverse(config)) == variant_hash(config)

@@ -20,7 +20,8 @@ from mprun.compare.rows import (
     Verdict,
     Word,
 )
-from mprun.records.run_record import LossScaleRow, StepTimes, Substitution, Summary, jsonable
+from mprun.records.files import jsonable
+from mprun.records.run_record import LossScaleRow, StepTimes, Substitution, Summary
 from tests.summaries import example, set_fields
 
 MODES = (

@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mprun.cli.main import main
 from mprun.precision import Precision
-from mprun.records import run_record as record
-from mprun.records.run_record import RunFolder, Summary, read_lines, read_summary
+from mprun.records import run_folder
+from mprun.records.files import write_atomic
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
 from tests.schema import conforms
 
@@ -73,7 +75,7 @@ def goes_on_like_a_whole_run() -> None:
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str, n: int) -> None:
     with monkeypatch.context() as patch:
         if what == "checkpoint":
-            patch.setattr(checkpoint, "write_atomic", fails_after(n, record.write_atomic, full))
+            patch.setattr(checkpoint, "write_atomic", fails_after(n, write_atomic, full))
         else:
             patch.setattr(RunFolder, what, fails_after(n, getattr(RunFolder, what), full))
             patch.setattr("mprun.train.loop.FLUSH_EVERY_S", 0.0)
@@ -93,7 +95,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str,
 
 def test_a_disk_full_from_the_start(monkeypatch: pytest.MonkeyPatch, stderr: Stderr) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(record, "write_atomic", full)
+        patch.setattr(run_folder, "write_atomic", full)
         assert main(RUN) == 1
     assert stderr().endswith("make room, then: start again in another folder")
 

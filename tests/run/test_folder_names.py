@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import UsageError
-from mprun.records import run_record as record
-from mprun.records.run_record import Summary, read_summary
+from mprun.records import files
+from mprun.records.run_record import Summary, read_lines, read_summary
 from tests.schema import conforms
 
 TOGETHER = """
 import json, math, multiprocessing, os, sys, time, traceback
-import mprun.records.run_record as record
+import mprun.records.files as files
 
 words = json.loads(sys.argv[1])
 fork = multiprocessing.get_context("fork")
@@ -59,7 +59,8 @@ def begin():
 """
 
 TAKES_NAMES = """
-from mprun.records.run_record import RunFolder, dated_folder, new_folder
+from mprun.records.files import dated_folder, new_folder
+from mprun.records.run_folder import RunFolder
 from mprun.experiments.sweep import new_sweep
 
 def run_folder():
@@ -85,13 +86,13 @@ RUNS = """
 import mprun.run
 from mprun.cli.main import main
 
-taken = record.dated_folder
+taken = files.dated_folder
 
 def held():
     together()
     return taken()
 
-record.dated_folder = mprun.run.dated_folder = held
+files.dated_folder = mprun.run.dated_folder = held
 body = main
 begin()
 """
@@ -152,7 +153,7 @@ def check_sweeps(processes: int) -> int:
             assert (run.status, run.steps) == ("completed", 2)
             kept = (sweep / str(n) / "config.yaml").read_text(encoding="utf-8")
             assert f"\nseed: {run.seed}\n" in f"\n{kept}"
-            lines = record.read_lines(sweep / str(n))
+            lines = read_lines(sweep / str(n))
             assert [x["step"] for x in lines if x["kind"] == "step"] == [1, 2]
         first, second = (run.seed for run in runs)
         assert second == first + 10  # both are of the same process
@@ -183,10 +184,10 @@ def test_64_runs_begun_at_once_leave_64_records() -> None:
 
 
 def test_a_folder_that_was_not_used_is_removed() -> None:
-    with record.dated_folder_if_used() as folder:
+    with files.dated_folder_if_used() as folder:
         assert folder.is_dir()
     assert not Path("outputs").exists()
-    with record.dated_folder_if_used() as folder:
+    with files.dated_folder_if_used() as folder:
         (folder / "x").touch()
     assert (folder / "x").exists()
 
@@ -196,4 +197,4 @@ def test_where_no_folder_can_be_made_one_line_says_so() -> None:
     with pytest.raises(
         UsageError, match=r"outputs/.* cannot be made \(.*; start mprun in a folder"
     ):
-        record.dated_folder()
+        files.dated_folder()

@@ -1,0 +1,93 @@
+"""The folder of a run, while the run writes it. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from filelock import FileLock, Timeout
+
+from mprun.errors import UsageError
+from mprun.records.files import jsonable, write_atomic, write_json
+from mprun.records.run_record import Summary, read_lines
+
+
+class RunFolder:
+    """A run's folder, owned by one process at a time.
+
+    Args:
+        path: the folder; a new run needs one that holds no run yet.
+        keep: for a run being resumed, which lines of metrics.jsonl stay; None for a new run.
+
+    Raises:
+        UsageError: it holds a run already, another process runs there, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+        self.path = path
+        self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
+        self._metrics: TextIO | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "checkpoints").mkdir(exist_ok=True)
+            self._lock.acquire()
+            self._metrics = self._open(keep)
+        except FileExistsError:
+            self.close()
+            raise UsageError(
+                f"run.dir={path} holds a run already (or is a file); choose another folder, "
+                f"or continue that run with run.resume={path}"
+            ) from None
+        except Timeout:
+            raise UsageError(
+                f"run.dir={path}: another mprun is running there; choose another folder"
+            ) from None
+        except ValueError as error:  # no JSON, or no text at all: only where a run is resumed
+            self.close()
+            raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
+        except OSError as error:
+            self.close()
+            raise UsageError(
+                f"run.dir={path} cannot be written ({error.strerror}); choose another folder"
+            ) from None
+
+    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> TextIO:
+        file = self.path / "metrics.jsonl"
+        if keep is None:
+            return file.open("x", encoding="utf-8")
+        lines = [x for x in read_lines(self.path) if keep(x)] if file.exists() else []
+        write_atomic(file, _as_text(lines).encode())
+        return file.open("a", encoding="utf-8")
+
+    def config(self, yaml_text: str) -> None:
+        """Write config.yaml."""
+        write_atomic(self.path / "config.yaml", yaml_text.encode())
+
+    def lines(self, lines: list[dict[str, Any]]) -> None:
+        """Append lines to metrics.jsonl; they are on disk when this returns."""
+        assert self._metrics is not None
+        self._metrics.write(_as_text(lines))
+        self._metrics.flush()
+
+    def summary(self, summary: Summary) -> None:
+        """Replace summary.json."""
+        write_json(self.path / "summary.json", asdict(summary))
+
+    def fp_exceptions(self, content: dict[str, Any]) -> None:
+        """Replace fp_exceptions.json."""
+        write_json(self.path / "fp_exceptions.json", content)
+
+    def close(self) -> None:
+        """Close metrics.jsonl and let others have the folder."""
+        if self._metrics is not None:
+            with contextlib.suppress(OSError):  # a full disk was reported when it was met
+                self._metrics.close()
+        self._lock.release()
+
+
+def _as_text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(jsonable(x), separators=(",", ":")) + "\n" for x in lines)
