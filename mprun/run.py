@@ -29,7 +29,7 @@ from mprun.assemble import (
 )
 from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
-from mprun.console import ProgressView, view_for
+from mprun.console import ProgressView, RunProgress, print_line
 from mprun.errors import EXIT_OK, MprunError, RunFailedError, first_line
 from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Arithmetic, NativeArithmetic, Precision, backend_flags
@@ -90,7 +90,7 @@ def run(
             both = [*earlier.warnings, *summary.warnings]
             summary.warnings = list(dict.fromkeys(both))
             summary.effective.partials_dtype = earlier.effective.partials_dtype
-    made = view or (lambda epochs, steps: view_for(console, epochs, steps))
+    made = view or (lambda epochs, steps: RunProgress(console, epochs, steps))
     session = _Session(chosen, summary, folder, console, made)
     try:
         with _faults_explained(session), backend_flags(chosen.policy, chosen.native_tf32):
@@ -106,7 +106,7 @@ def run(
     console.print(tables.result(summary), highlight=False)
     if summary.status == "interrupted":
         again = shlex.quote(f"run.resume={folder.path}")
-        tables.say(console, f"stopped by {stop.name}; go on with: mprun {again}")
+        print_line(console, f"stopped by {stop.name}; go on with: mprun {again}")
         return stop.exit_status
     return EXIT_OK
 
@@ -237,7 +237,7 @@ class _Session:
                 lowest, self.summary.effective.partials_dtype = reached, short
 
     def _say(self, text: str) -> None:
-        tables.say(self._console, text)
+        print_line(self._console, text)
 
     def _warn(self, text: str) -> None:
         """Print a warning and keep it in the record."""

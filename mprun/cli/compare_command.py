@@ -123,18 +123,18 @@ def default_folder(paths: Sequence[Path]) -> Path:
 
 
 def _show(comparison: Comparison) -> None:
+    from mprun.console import print_line, stdout_console
     from mprun.report.comparison_report import comparison_table, footer
-    from mprun.report.tables import say, stdout_console
 
     console = stdout_console()
     console.print(comparison_table(comparison), highlight=False)
     for line in footer(comparison):  # names of folders among it, which may hold anything
-        say(console, printable(line))
+        print_line(console, printable(line))
 
 
 def _write(comparison: Comparison, folder: Path) -> None:
+    from mprun.console import print_line, stdout_console
     from mprun.report.comparison_report import write_report
-    from mprun.report.tables import say, stdout_console
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +145,7 @@ def _write(comparison: Comparison, folder: Path) -> None:
             "with compare.dir=FOLDER, or leave it out with compare.report=false"
         ) from None
     names = ", ".join(os.path.relpath(path, folder) for path in written)
-    say(stdout_console(), f"written to {folder}: {names}")
+    print_line(stdout_console(), f"written to {folder}: {names}")
 
 
 def check(comparison: Comparison, condition: str) -> None:

@@ -39,16 +39,16 @@ def doctor_command(words: Sequence[str]) -> int:
     wanted = compose(rest).config.device.name
 
     from mprun.assemble.machine_choices import choose_device
+    from mprun.console import stderr_console, stdout_console
     from mprun.experiments.examine import examine
-    from mprun.report import tables
     from mprun.report.doctor_tables import renderables
 
     device, budget_s = choose_device(wanted), settings.doctor.budget_s
     if settings.doctor.json:
         print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
         return EXIT_OK
-    tables.stderr_console().print(f"measuring for about {budget_s:g} s ...", highlight=False)
-    console = tables.stdout_console()
+    stderr_console().print(f"measuring for about {budget_s:g} s ...", highlight=False)
+    console = stdout_console()
     for part in renderables(examine(device, budget_s)):
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
     return EXIT_OK

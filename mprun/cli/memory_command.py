@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mprun.cli.step_commands import without_effect
 from mprun.cli.train_command import parse as parse_words
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mprun.assemble import Plan
     from mprun.config import Composed
     from mprun.config.settings import MemorySettings
+    from mprun.records.memory_record import MemoryRecord
 
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
 """First parts of keys that belong to one mode, and are not asked of the one it is set against."""
@@ -102,36 +103,38 @@ def _of_a_mode(key: str) -> bool:
 
 
 def _show(columns: Sequence[Column], settings: MemorySettings) -> int:
+    from mprun.console import print_line, stdout_console, warn
     from mprun.experiments.memory_by_mode import side_by_side
     from mprun.records.run_record import new_folder
-    from mprun.report import tables
-    from mprun.report.memory_plot import draw
     from mprun.report.memory_tables import category_table, module_table
 
     plans = [_plan(column.composed) for column in columns]
-    console = tables.stdout_console()
-    tables.warn(_warnings(columns, plans))
+    console = stdout_console()
+    warn(_warnings(columns, plans))
     folder = new_folder(columns[0].composed.config.run.dir)
-    tables.say(console, _header(plans[0]))
+    print_line(console, _header(plans[0]))
     named = [_label(column, chosen) for column, chosen in zip(columns, plans, strict=True)]
     given = [key for column in columns for key in column.composed.given]
     try:
-        found = side_by_side(list(zip(named, plans, strict=True)), given, settings.fits)
+        record = side_by_side(list(zip(named, plans, strict=True)), given, settings.fits)
     except RunFailedError as error:
         path = folder / "traceback.txt"
         path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise RunFailedError(f"{error} (the traceback is in {path})") from None
-    text = json.dumps(found, indent=1)
+    text = json.dumps(asdict(record), indent=1)
     (folder / "memory.json").write_text(text, encoding="utf-8")
-    console.print(category_table(found), highlight=False)
-    for mode in found["modes"]:
-        table = module_table(mode, found["modes"][0], settings.depth)
+    console.print(category_table(record), highlight=False)
+    for mode in record.modes:
+        table = module_table(mode, record.modes[0], settings.depth)
         console.print(table, highlight=False)
-    for note in _notes(found):
-        tables.say(console, note)
-    drawn = draw(found, folder) if settings.picture else []
-    written = ", ".join(["memory.json", *(path.name for path in drawn)])
-    tables.say(console, f"written: {folder}/{written}")
+    for note in _notes(record):
+        print_line(console, note)
+    names = ["memory.json"]
+    if settings.picture:
+        from mprun.report.plots.memory_plots import save_memory_plot
+
+        names += [path.name for path in save_memory_plot(record, folder)]
+    print_line(console, f"written: {folder}/{', '.join(names)}")
     return EXIT_OK
 
 
@@ -173,19 +176,19 @@ def _header(chosen: Plan) -> str:
     )
 
 
-def _notes(found: dict[str, Any]) -> Iterator[str]:
+def _notes(record: MemoryRecord) -> Iterator[str]:
     from mprun.report.memory_tables import percent
 
-    published = found["published"]
+    published = record.published
     if published is not None:
         yield (
-            f"published for {published['precision']} against {published['against']} at batch "
-            f"{published['batch_size']}: {percent(published['ratio'])} ({published['source']}); "
-            f"here {percent(published['ratio_here'])}"
+            f"published for {published.precision} against {published.against} at batch "
+            f"{published.batch_size}: {percent(published.ratio)} ({published.source}); "
+            f"here {percent(published.ratio_here)}"
         )
-    for mode in found["modes"]:
-        if mode["fits"] is not None and not mode["fits"]["grows"]:
+    for mode in record.modes:
+        if mode.fits is not None and not mode.fits.grows:
             yield (
-                f"note: the peak of {mode['label']} does not grow with every sample: larger "
+                f"note: the peak of {mode.label} does not grow with every sample: larger "
                 "batches than the one found may fit"
             )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
+    from mprun.records.numerics_record import NumericsResult
     from mprun.train.signals import StopSignals
 
 SCHEMA_VERSION = 1
@@ -66,12 +67,14 @@ def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
 
 
 def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
+    import msgspec
+
     from mprun.assemble import plan
-    from mprun.console import QuietProgress
+    from mprun.console import ProgressDisplay, print_line, stderr_console, stdout_console
     from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
     from mprun.precision import backend_flags
+    from mprun.records.numerics_record import NumericsResult
     from mprun.records.run_record import new_folder
-    from mprun.report.tables import say, stderr_console, stdout_console
 
     chosen = plan(composed.config, composed.given)
     steps_to_inspect(chosen, settings)  # before a folder is made
@@ -79,9 +82,7 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
     folder = new_folder(composed.config.run.dir)
     flags = backend_flags(chosen.policy, chosen.native_tf32)
     with faults_explained("numerics", folder), flags, stop.deferred():
-        inspected = inspect_steps(
-            chosen, settings, stop.requested, QuietProgress(console, None, None).now
-        )
+        inspected = inspect_steps(chosen, settings, stop.requested, ProgressDisplay(console).status)
     found: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         **{key: value for key, value in asdict(summary).items() if key in KEPT},
@@ -90,30 +91,33 @@ def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals)
         "ended": inspected.ended,
         **inspected.findings.as_dict(),
     }
-    names = _leave(found, folder, settings.plots)
-    _show(found, settings.top, console)
-    say(
+    result = msgspec.convert(found, NumericsResult)
+    names = _leave(found, result, folder, settings.plots)
+    _show(result, settings.top, console)
+    print_line(
         console,
         f"inspected {len(inspected.steps)} of {inspected.steps[-1]} steps, "
         f"{len(inspected.skipped)} of them skipped; written: {folder}/{', '.join(names)}",
     )
     if inspected.ended is not None:
-        say(stderr_console(), f"the run ended early, what was seen is above: {inspected.ended}")
+        print_line(
+            stderr_console(), f"the run ended early, its results are above: {inspected.ended}"
+        )
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
 
 
-def _show(found: dict[str, Any], top: int, console: Console) -> None:
+def _show(result: NumericsResult, top: int, console: Console) -> None:
+    from mprun.console import print_line
     from mprun.report.numerics_tables import lost_table, rows_table, scales_table, sentences
-    from mprun.report.tables import say
 
-    for line in sentences(found):
-        say(console, line)
-    for table in (scales_table(found), rows_table(found, top), lost_table(found, top // 2)):
+    for line in sentences(result):
+        print_line(console, line)
+    for table in (scales_table(result), rows_table(result, top), lost_table(result, top // 2)):
         console.print(table, highlight=False)
 
 
-def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:
+def _leave(found: dict[str, Any], result: NumericsResult, folder: Path, plots: bool) -> list[str]:
     """Write numerics.json and the pictures; the files' names."""
     from mprun.records.run_record import jsonable
 
@@ -121,6 +125,9 @@ def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:
     (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")
     if not plots:
         return ["numerics.json"]
-    from mprun.report.numerics_plots import save_plots
+    from mprun.report.plots.numerics_plots import save_plots
 
-    return ["numerics.json", *save_plots(found, folder)]
+    data = found["data"]
+    title = f"{found['recipe']} in {found['variant']}, {data['name']} ({data['source']}), "
+    title += f"{len(found['steps'])} steps measured"
+    return ["numerics.json", *save_plots(result, title, folder)]

@@ -49,7 +49,7 @@ def search_ops_command(words: Sequence[str]) -> int:
     if arguments.multirun or arguments.show_config:
         raise UsageError("mprun search-ops takes one configuration; leave out the option")
     from mprun.config.settings import take
-    from mprun.report.tables import stderr_console, stdout_console
+    from mprun.console import stderr_console, stdout_console
 
     settings, overrides = take(arguments.overrides, "search_ops", "seeds")
     if not any(_key(w) in ("precision", "op_lists") for w in overrides):
@@ -70,11 +70,11 @@ def _search(
 ) -> int:
     from mprun.assemble import plan
     from mprun.config import compose
+    from mprun.console import print_line, warn
     from mprun.experiments.proof import Margins, prove
     from mprun.experiments.search_ops import search_ops
     from mprun.numerics.passes import NotMeasurableError
     from mprun.records.run_record import new_folder
-    from mprun.report.tables import say, warn
 
     low, chosen, held_out = _planned(overrides, config_dir)
     warn((*chosen.warnings, *without_effect(low, "search-ops")))
@@ -82,7 +82,7 @@ def _search(
     float32 = compose([*shared, "precision=fp32"], config_dir)
     found = _opening(low, chosen, settings)
     for line in _notes(low, chosen, held_out):
-        say(console, line)
+        print_line(console, line)
     folder = new_folder(low.config.run.dir)
     with errors.status("", spinner="line") as status:
         try:
@@ -110,9 +110,9 @@ def _search(
         found["proof"] = asdict(proof)
         _write(folder, found)
     for line in _closing(found, folder):
-        say(console, line)
+        print_line(console, line)
     at = [] if config_dir is None else ["--config-dir", str(config_dir)]
-    say(console, f"use it: {shlex.join(['mprun', *at, *_using(found, folder, overrides)])}")
+    print_line(console, f"use it: {shlex.join(['mprun', *at, *_using(found, folder, overrides)])}")
     return EXIT_OK
 
 
@@ -180,38 +180,54 @@ def _notes(low: Composed, chosen: Plan, held_out: Sequence[str]) -> Iterator[str
         yield "note: times of emulated arithmetic say nothing of the hardware: none are taken"
 
 
+def _files(found: Mapping[str, Any]) -> dict[str, str]:
+    """Name to content of the op-list files."""
+    import msgspec
+
+    from mprun.records.search_ops_record import OpSearch
+    from mprun.report.op_list_text import texts
+
+    config = f"recipe {found['recipe']}, precision {found['precision']}"
+    return texts(msgspec.convert(found, OpSearch), config)
+
+
 def _write(folder: Path, found: Mapping[str, Any]) -> None:
     from mprun.records.run_record import jsonable
-    from mprun.report.op_list_text import texts
 
     text = json.dumps(jsonable(found), indent=1, allow_nan=False)
     (folder / "search_ops.json").write_text(text, encoding="utf-8")
-    for name, content in texts(found).items():
+    for name, content in _files(found).items():
         (folder / name).write_text(content, encoding="utf-8")
 
 
 def _show(console: Console, found: Mapping[str, Any]) -> None:
+    import msgspec
+
+    from mprun.console import print_line
+    from mprun.records.search_ops_record import OpSearch
     from mprun.report.numerics_tables import unjudged
     from mprun.report.search_ops_tables import outcome_table, rows_table
-    from mprun.report.tables import say
 
+    search = msgspec.convert(found, OpSearch)
     for what in ("ops", "modules"):
         if found[what]:
-            console.print(rows_table(found, what), highlight=False)
-    console.print(outcome_table(found), highlight=False)
-    for line in unjudged(found["unjudged_parameters"], found["zero_gradients"], found["reference"]):
-        say(console, line)
+            console.print(rows_table(search, what), highlight=False)
+    console.print(outcome_table(search), highlight=False)
+    for line in unjudged(search.unjudged_parameters, search.zero_gradients, search.reference):
+        print_line(console, line)
 
 
 def _closing(found: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    from mprun.report.op_list_text import texts
+    import msgspec
+
+    from mprun.records.search_ops_record import Proof
     from mprun.report.search_ops_tables import proof_lines
 
     if not found["search"]["ops"]["is_within"]:
         yield "warning: even with every op in float32 the difference is more than is tolerated"
     if found["proof"] is not None:
-        yield from proof_lines(found["proof"])
-    yield f"written: {folder}/{', '.join(('search_ops.json', *texts(found)))}"
+        yield from proof_lines(msgspec.convert(found["proof"], Proof))
+    yield f"written: {folder}/{', '.join(('search_ops.json', *_files(found)))}"
 
 
 def _using(found: Mapping[str, Any], folder: Path, overrides: Sequence[str]) -> Iterator[str]:

@@ -59,10 +59,11 @@ def faults_explained(command: str, folder: Path) -> Iterator[None]:
 def introduce(composed: Composed, chosen: Plan, command: str) -> Summary:
     """Print warnings and what is about to be looked at; the summary of such a run."""
     from mprun.assemble.initial_summary import initial_summary
-    from mprun.report.tables import header, say, stdout_console, warn
+    from mprun.console import print_line, stdout_console, warn
+    from mprun.report.tables import header
 
     warn((*chosen.warnings, *without_effect(composed, command)))
     summary = initial_summary(chosen, composed.resolved)
     for line in header(summary):
-        say(stdout_console(), line)
+        print_line(stdout_console(), line)
     return summary

@@ -106,9 +106,9 @@ def seeds_of(asked: Request, default: int) -> range:
 
 def tell(text: str, error: bool = False) -> None:
     """Print a line as it is."""
-    from mprun.report.tables import say, stderr_console, stdout_console
+    from mprun.console import print_line, stderr_console, stdout_console
 
-    say(stderr_console() if error else stdout_console(), text)
+    print_line(stderr_console() if error else stdout_console(), text)
 
 
 def carry_out(
@@ -116,12 +116,12 @@ def carry_out(
 ) -> tuple[list[Outcome], int | None]:
     """Run a study's trials; their outcomes, and an exit status where it ends here."""
     from mprun.assemble import DataCache
-    from mprun.experiments.study_progress import study_view
+    from mprun.console import stdout_console
+    from mprun.experiments.study_progress import StudyProgress
     from mprun.experiments.trials import StudyStoppedError, Trials
-    from mprun.report.tables import stdout_console
     from mprun.train.signals import SignalReceivedError, StopSignals
 
-    view = study_view(stdout_console(), list(sweep.variants), len(sweep.seeds))
+    view = StudyProgress(stdout_console(), list(sweep.variants), len(sweep.seeds))
     view.line(f"{command}: {len(sweep.trials)} runs in {sweep.folder}")
     with _alone(sweep.folder), StopSignals() as stop:
         trials = Trials(sweep.folder, sweep.config_dir, stop, view, load or DataCache())

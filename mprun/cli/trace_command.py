@@ -41,11 +41,14 @@ def trace_command(words: Sequence[str]) -> int:
 
 
 def _trace(composed: Composed) -> int:
+    import msgspec
+
     from mprun.assemble import build_arithmetic, plan
+    from mprun.console import print_line, stdout_console
     from mprun.experiments.recipe_trace import TraceFailedError, trace_step
     from mprun.precision import backend_flags
     from mprun.records.run_record import new_folder
-    from mprun.report.tables import say, stdout_console
+    from mprun.records.trace_record import TraceRecord, TraceRow
     from mprun.report.trace_tables import chrome, step_table, totals
 
     chosen = plan(composed.config, composed.given)
@@ -62,7 +65,8 @@ def _trace(composed: Composed) -> int:
         text = json.dumps({"schema_version": SCHEMA_VERSION, "error": str(failed), **rows})
         (folder / "trace.json").write_text(text, encoding="utf-8")
         if failed.trace.rows:
-            console.print(step_table(rows), highlight=False)
+            table = step_table(msgspec.convert(rows["rows"], list[TraceRow]))
+            console.print(table, highlight=False)
         raise RunFailedError(
             f"the step cannot run, what was traced up to there is above: {failed} (the traceback "
             f"is in {folder}/traceback.txt)"
@@ -74,15 +78,16 @@ def _trace(composed: Composed) -> int:
         "step_time_ms": step_time_s * 1e3,
         **step.as_dict(step_time_s),
     }
-    for name, data in (("trace.json", found), ("trace.chrome.json", chrome(found))):
+    record = msgspec.convert(found, TraceRecord)
+    for name, data in (("trace.json", found), ("trace.chrome.json", chrome(record.rows))):
         (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
-    console.print(step_table(found), highlight=False)
-    console.print(totals(found), highlight=False)
+    console.print(step_table(record.rows), highlight=False)
+    console.print(totals(record), highlight=False)
     if chosen.execution == "emulated" or build_arithmetic(chosen).substitutions:
-        say(
+        print_line(
             console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "
             "has them; casts inside them are not counted",
         )
-    say(console, f"written: {folder}/trace.json, trace.chrome.json")
+    print_line(console, f"written: {folder}/trace.json, trace.chrome.json")
     return EXIT_OK

@@ -89,7 +89,7 @@ def _catching_signals(composed: Composed) -> int:
 
 def _run(composed: Composed, stop: StopSignals) -> int:
     from mprun.assemble import plan
-    from mprun.report.tables import stdout_console, warn
+    from mprun.console import stdout_console, warn
     from mprun.run import run
     from mprun.train import checkpoint
 
@@ -137,8 +137,9 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 
 
 def _show_sweep(folder: Path) -> int:
+    from mprun.console import stdout_console
     from mprun.records.run_record import read_summary
-    from mprun.report.tables import stdout_console, sweep_table
+    from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
     runs = [path for path in folder.iterdir() if path.is_dir()]

@@ -16,10 +16,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from mprun.compare.digits import counted
 from mprun.compare.rows import Advice, Comparison, Estimate, Variant
 from mprun.experiments.trials import Outcome
 from mprun.records.run_record import Summary
-from mprun.report.cells import counted
 
 Objective = Literal["time", "memory"]
 SAME_MEMORY = 1.01
@@ -101,7 +101,8 @@ def _no_gain(variant: Variant, objective: Objective) -> str:
     """What was measured of a mode that is not shown to need less."""
     ratio = variant.step_time_ratio
     if objective == "memory" or ratio is None:
-        return f"not less: {_ratio_text(variant, objective)}"
+        gain = "not smaller" if objective == "memory" else "not faster"
+        return f"{gain}: {_ratio_text(variant, objective)}"
     interval = ratio.interval
     if interval is not None and interval.low > 1:
         return f"slower: {_ratio_text(variant, objective)}"
@@ -161,7 +162,7 @@ def _doubts(
             seeds, fresh = len(v.runs) + (v.verdict.more_seeds or 0), _fresh_seed(v)
             found.append(
                 f"{v.label} needs {_ratio_text(v, objective)}, and its metric is undecided: "
-                f"a study with seeds={seeds} first_seed={fresh} would probably tell"
+                f"a study with seeds={seeds} first_seed={fresh} would likely settle it"
             )
     return found
 

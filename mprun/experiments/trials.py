@@ -22,7 +22,7 @@ from mprun.config import compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
 from mprun.errors import EXIT_OK, MprunError
-from mprun.experiments.study_progress import StudyView
+from mprun.experiments.study_progress import StudyProgress
 from mprun.precision import backend_flags
 from mprun.records.run_record import Summary, read_summary
 from mprun.run import run
@@ -104,7 +104,7 @@ class Trials:
         folder: the study's folder; each run gets one inside.
         config_dir: a further folder of configs, or None.
         stop: the signals, entered.
-        view: is told how each goes.
+        view: shows the progress of the trials.
         load: gives the samples, and keeps them.
     """
 
@@ -113,7 +113,7 @@ class Trials:
         folder: Path,
         config_dir: Path | None,
         stop: StopSignals,
-        view: StudyView,
+        view: StudyProgress,
         load: DataCache,
     ) -> None:
         self._folder, self._config_dir = folder, config_dir
@@ -215,7 +215,7 @@ def _summary(folder: Path) -> Summary | None:
 class _Progress(ProgressView):
     """A run's progress as the study's view shows it."""
 
-    view: StudyView
+    view: StudyProgress
     epochs: int | None
     steps: int | None
 
@@ -223,7 +223,7 @@ class _Progress(ProgressView):
         pass
 
     def update(self, moment: Moment) -> None:
-        self.view.moment(moment.text(self.epochs, self.steps), moment.fraction)
+        self.view.update(moment.text(self.epochs, self.steps), moment.fraction)
 
     def line(self, text: str) -> None:
         pass

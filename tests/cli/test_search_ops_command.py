@@ -313,7 +313,7 @@ def test_the_terminal_shows_rows_outcome_proof_and_files(
     for text in (
         *("ops, one at a time", "modules, one at a time", "outcome", "harmful", "not finite"),
         *("as in autocast", "ops: exp <-", "everything"),
-        "proof: 2 pairs of trainings of 5 steps, validation accuracy less float32's:",
+        "proof: 2 pairs of trainings of 5 steps, validation accuracy minus float32's:",
         f"{found['proof']['verdict']}",
         "step time in these trainings:",
         "written: found/search_ops.json, ops.yaml",
@@ -326,7 +326,7 @@ def test_the_terminal_shows_rows_outcome_proof_and_files(
 def test_the_file_gives_its_reasons() -> None:
     searched("exp", "search_ops.steps=0", "search_ops.always=[F.relu]")
     lines = Path("found/ops.yaml").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "# Found by mprun search-ops: recipe planted, precision fp16_mixed."
+    assert lines[0] == "# Written by mprun search-ops: recipe planted, precision fp16_mixed."
     assert "on 2 batches of 8 samples (validation)" in lines[1]
     assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 20 dB."
     assert lines[3].startswith("# Weights of float16's precision alone: loss ")

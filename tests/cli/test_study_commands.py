@@ -63,16 +63,16 @@ def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]
 def test_a_stopped_sweep_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mprun.experiments.study_progress import QuietStudy
+    from mprun.experiments.study_progress import StudyProgress
 
-    shown = QuietStudy.end
+    shown = StudyProgress.end
 
-    def stopping(self: QuietStudy, *arguments: object) -> None:
+    def stopping(self: StudyProgress, *arguments: object) -> None:
         shown(self, *arguments)  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(QuietStudy, "end", stopping)
+        patch.setattr(StudyProgress, "end", stopping)
         words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
         assert main(words) == 130
     assert runs("s") == ["fp32-seed0"]

@@ -109,16 +109,16 @@ def simulated(study: Study, rng: np.random.Generator) -> Comparison:
 NUMBER = r"([+-]?[\d.]+(?:e[+-]\d+)?)"
 METRIC = re.compile(
     rf"(?P<verb>keeps|improves|worsens|not settled whether it keeps) the (?:accuracy|loss)"
-    rf"(?: \(about (?P<more>\d+) more seeds? would tell\))?: {NUMBER} (?:points|%), "
+    rf"(?: \(about (?P<more>\d+) more seeds? would settle it\))?: {NUMBER} (?:points|%), "
     rf"(?P<level>[\d.]+) % interval {NUMBER} to {NUMBER}$"
 )
 SPEED = re.compile(
     rf"(?P<words>trains {NUMBER} times as fast|trains as fast within 5 %|leaves speed open|"
-    rf"has too few runs to tell speed|trains (?:faster|slower), with too few runs to tell by how "
-    rf"much|has no verdict on speed) "
+    rf"has too few runs to judge speed|trains (?:faster|slower), with too few runs to estimate by "
+    rf"how much|has no verdict on speed) "
     rf"\((?:ratio of samples per s|measured (?P<ratio>{NUMBER})x the samples per s)"
     rf"(?:, 95 % interval (?P<low>{NUMBER}) to (?P<high>{NUMBER}), n=(?P<n>\d+))?"
-    rf"(?:; about (?P<more>\d+) more seeds? would tell)?(?:; (?P<why>[a-z ,]+))?\)$"
+    rf"(?:; about (?P<more>\d+) more seeds? would settle it)?(?:; (?P<why>[a-z ,]+))?\)$"
 )
 
 
@@ -308,8 +308,8 @@ def check_many(studies: int, seed: int) -> Counter[str]:
 EVERY_WORD = {
     *("equivalent", "better", "worse", "inconclusive"),
     *("trains r times as fast", "trains as fast within 5 %", "leaves speed open"),
-    *("has too few runs to tell speed", "has no verdict on speed"),
-    *(f"trains {word}, with too few runs to tell by how much" for word in ("faster", "slower")),
+    *("has too few runs to judge speed", "has no verdict on speed"),
+    *(f"trains {word}, with too few runs to estimate by how much" for word in ("faster", "slower")),
 }
 
 

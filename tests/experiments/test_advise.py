@@ -64,7 +64,7 @@ def test_a_better_metric_may_be_taken_too() -> None:
         ),
         (variant("x", time=(1.4, 1.3, 1.5)), "slower: 1.40 [1.30, 1.50] of the baseline's step"),
         (variant("x", execution="emulated", time=None), "emulated here"),
-        (variant("x", time=None), "not less: an unknown share of the baseline's step time"),
+        (variant("x", time=None), "not faster: an unknown share of the baseline's step time"),
     ],
 )
 def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
@@ -103,7 +103,7 @@ def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
     found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
     (doubt,) = found.notes
     assert doubt.endswith(
-        "undecided: a study with seeds=5 first_seed=8 would probably tell"
+        "undecided: a study with seeds=5 first_seed=8 would likely settle it"
     )  # 1 run + 4
     slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
     assert advise(comparison(slower), {}, "time").notes == ()
@@ -121,7 +121,7 @@ def test_memory_is_another_objective() -> None:
     found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, "memory")
     assert found.label == "half_sr"
     assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
-    assert found.rejected["bf16_mixed"] == "not less: 1.05 of the baseline's peak memory"
+    assert found.rejected["bf16_mixed"] == "not smaller: 1.05 of the baseline's peak memory"
 
 
 def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
