@@ -180,9 +180,8 @@ def check_speed_clause(clause: str, found: Variant) -> None:
 
 def check(found: Comparison) -> None:
     """Every sentence and cell of a comparison against what it shows."""
-    rows = cells.rows(found)
-    for finding in answer.findings(found):
-        variant = found.variants[finding.place]
+    findings = zip(found.variants[1:], cells.rows(found)[1:], answer.findings(found), strict=True)
+    for variant, row, finding in findings:
         clauses = split_clauses(finding.sentence)
         check_metric_clause(clauses[0], found, variant.verdict.word)
         check_speed_clause(clauses[1], variant)
@@ -191,8 +190,8 @@ def check(found: Comparison) -> None:
         printed = METRIC.match(clauses[0])
         assert printed is not None
         low, high = printed.groups()[-2:]
-        assert rows[finding.place].difference[1].startswith(f"{low} to {high} ("), clauses[0]
-        assert f"({printed['level']}%)" in rows[finding.place].difference[1]
+        assert row.difference[1].startswith(f"{low} to {high} ("), clauses[0]
+        assert f"({printed['level']}%)" in row.difference[1]
         assert variant.verdict.level is not None
         assert printed["level"] == f"{100 * variant.verdict.level:.4g}"
     for sentence in answer.headline(found):
