@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import msgspec
+import torch
 
-from mprun.assemble import Plan, step_memory, with_batch_size
+from mprun.assemble import Plan, load_shapes, plan, step_memory, with_batch_size
+from mprun.assemble.initial_summary import variant_label
+from mprun.config import Composed, compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
 from mprun.config.sizes import parse_size
 from mprun.doctor.environment import versions
-from mprun.errors import RunFailedError, first_line
+from mprun.errors import RunFailedError, UsageError, first_line
+from mprun.experiments.batch_search import largest_size
+from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.fault import DtypeMismatchError
-from mprun.numerics.fit import largest
 from mprun.numerics.step_memory import StepMemory
 from mprun.records.memory_record import LargestBatch, MemoryRecord, ModeMemory, PublishedMemory
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
@@ -96,12 +103,12 @@ def _fit(label: str, plan: Plan, limit: int) -> LargestBatch:
     def peak(size: int) -> int:
         return _counted(label, with_batch_size(plan, size)).peak_bytes
 
-    fit = largest(peak, limit, plan.batch.base)
+    fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
     return LargestBatch(
         batch_size=fit.size,
         peak_bytes=fit.tried.get(fit.size),
         next_peak_bytes=fit.tried.get(fit.size + 1),
-        tried={str(size): fit.tried[size] for size in sorted(fit.tried)},
+        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
         grows=fit.grows,
     )
 
@@ -139,3 +146,80 @@ def _published(
                 ratio_here=mode.ratio,
             )
     return None
+
+
+# ---- the modes that are planned ------------------------------------------------------------------
+
+OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
+"""First parts of keys that belong to one mode, and that the first mode does not share."""
+
+NO_CUDA = (
+    "device=cuda: PyTorch finds no CUDA device here, and autograd needs one even on fake tensors; "
+    "legal here: device=cpu, which plans the same tensors with the CPU's choice of optimizer "
+    "kernels and op lists"
+)
+
+
+@dataclass(frozen=True)
+class PlannedMode:
+    """A mode, with a plan on fake tensors."""
+
+    composed: Composed
+    plan: Plan
+    label: str
+
+
+def plan_modes(
+    overrides: Sequence[str], config_dir: Path | None, against: str | None
+) -> list[PlannedMode]:
+    """A mode for each combination of the listed values, the one to compare with first.
+
+    Args:
+        overrides: those of a run; each list of values makes columns.
+        config_dir: a further folder of configs, or None.
+        against: the mode to compare with; None: the first of several, else fp32.
+
+    Raises:
+        UsageError: an override is not legal, or a mode cannot be planned.
+    """
+    parsed = [parse(text) for text in overrides]
+    listed = [
+        n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
+    ]
+    all_overrides = combinations(parsed)
+    composed = [compose(texts, config_dir) for texts in all_overrides]
+    extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
+    if any(c.config.run.resume is not None for c in composed):
+        raise UsageError("mprun memory plans a new run: leave out run.resume")
+    if against is not None or (len(composed) == 1 and composed[0].config.precision.name != "fp32"):
+        pairs = zip(all_overrides[0], parsed, strict=True)
+        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
+        try:
+            first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
+        except UsageError as error:
+            raise error if against is None else UsageError(f"memory.against: {error}") from None
+        others = [n for n, c in enumerate(composed) if c.resolved != first.resolved]
+        composed = [first, *(composed[n] for n in others)]
+        extras = [extras[0], *(extras[n] for n in others)]
+    return [_planned(c, extra) for c, extra in zip(composed, extras, strict=True)]
+
+
+def _planned(composed: Composed, extra: str) -> PlannedMode:
+    config = composed.config
+    if config.device.name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(NO_CUDA)
+    config = replace(config, train=replace(config.train, init_from=None))
+    planned = plan(config, composed.given, load=load_shapes)
+    return PlannedMode(composed, planned, f"{variant_label(planned)} {extra}".rstrip())
+
+
+def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
+    """The warnings of all modes, each once."""
+    return list(dict.fromkeys(text for mode in modes for text in _warnings(mode)))
+
+
+def _warnings(mode: PlannedMode) -> Iterator[str]:
+    yield from mode.plan.warnings
+    yield from unused_fields(mode.composed, "memory")
+    if mode.composed.config.train.init_from is not None:
+        yield "train.init_from has no effect: memory depends on shapes, not on values"

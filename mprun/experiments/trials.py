@@ -1,11 +1,11 @@
-"""Runs that belong together, carried out one after the other in this process.
+"""Trials: the runs of a study, carried out one after the other in this process.
 
 Times of runs are compared in pairs of equal seed. A machine drifts: it warms up, others use it. So
-the order goes seed by seed over all variants, and each seed begins with another variant: whatever
-drifts slowly meets all of them alike (a Latin square over seeds and places in the order).
+the order goes seed by seed over all variants, and each seed starts with another variant. A slow
+drift then affects all variants equally (a Latin square over seeds and positions in the order).
 
-A study can be stopped and gone on with: what is completed is kept, what was stopped goes on from
-its checkpoint, and what left none begins anew, its remains put aside.
+A study is interruptible and resumable. Completed trials stay. An interrupted one resumes from its
+checkpoint. One without a checkpoint starts again, and its old folder is renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mprun.assemble import DataCache, Plan, build_parts, plan
 from mprun.config import compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
-from mprun.errors import EXIT_OK, MprunError
+from mprun.errors import EXIT_OK, MprunError, StoppedError
 from mprun.experiments.study_progress import StudyProgress
 from mprun.precision import backend_flags
 from mprun.records.run_record import Summary, read_summary
@@ -32,6 +32,7 @@ from mprun.train.loop import Limits, Trainer
 from mprun.train.signals import StopSignals
 
 WARM_UP_STEPS = 5
+"""Steps without a record: the first steps of a process run with cold caches."""
 LONGEST = 100
 """Characters of a variant's name in a folder's."""
 
@@ -43,10 +44,10 @@ class Trial:
     variant: str
     """The variant's name in the study."""
     seed: int
-    words: tuple[str, ...]
-    """Overrides, without the seed and the folder."""
+    overrides: tuple[str, ...]
+    """Without the seed and the folder."""
     slug: str = ""
-    """The variant's name as part of a file's; empty where the name itself will do."""
+    """The variant's name as part of a file name; empty: the name itself."""
 
     @property
     def name(self) -> str:
@@ -56,25 +57,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     summary: Summary | None
-    """The run's record; None where it could not begin."""
+    """The run's record; None where it failed to start."""
     error: str | None
     """Why it failed, or None."""
 
 
-class StudyStoppedError(BaseException):
-    """A signal ended a trial, and with it the study; `status` is the exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Trial]:
-    """Seed by seed over all variants, each seed beginning one variant later than the last."""
+    """Seed by seed over all variants, each seed starting one variant later than the one before."""
     names, slugs = list(variants), file_names(variants)
     trials: list[Trial] = []
     for i, seed in enumerate(seeds):
@@ -85,16 +78,16 @@ def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> 
 
 
 def file_names(variants: Iterable[str]) -> dict[str, str]:
-    """A name for each variant that any file system takes, and no two share."""
-    found: dict[str, str] = {}
+    """A unique name for each variant that every file system accepts."""
+    slugs: dict[str, str] = {}
     for variant in variants:
         safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
         name, n = safe, 1
-        while name in found.values():
+        while name in slugs.values():
             n += 1
             name = f"{safe}~{n}"
-        found[variant] = name
-    return found
+        slugs[variant] = name
+    return slugs
 
 
 class Trials:
@@ -104,8 +97,8 @@ class Trials:
         folder: the study's folder; each run gets one inside.
         config_dir: a further folder of configs, or None.
         stop: the signals, entered.
-        view: shows the progress of the trials.
-        load: gives the samples, and keeps them.
+        view: shows the progress of each trial.
+        load: loads the samples once.
     """
 
     def __init__(
@@ -122,35 +115,35 @@ class Trials:
         self._warm = False
 
     def run(self, trial: Trial) -> Outcome:
-        """Carry a trial out, or find that it was.
+        """Carry out a trial, unless an earlier process did.
 
         Raises:
-            StudyStoppedError: a signal ended it; what was recorded stays.
+            StoppedError: a signal ended it; its record stays.
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name
-        outcome = self._kept(trial, folder)
+        outcome = self._finished(trial, folder)
         if outcome is None:
             error = self._try(trial, folder)
             outcome = Outcome(trial, _summary(folder), error)
         self._view.end(trial.variant, outcome.summary, outcome.error)
         return outcome
 
-    def _kept(self, trial: Trial, folder: Path) -> Outcome | None:
-        """The outcome of a trial that ended before this process began."""
-        found = _summary(folder)
-        if found is None or found.status not in ("completed", "failed"):
+    def _finished(self, trial: Trial, folder: Path) -> Outcome | None:
+        """The outcome of a trial that an earlier process finished."""
+        summary = _summary(folder)
+        if summary is None or summary.status not in ("completed", "failed"):
             return None
-        return Outcome(trial, found, found.error)
+        return Outcome(trial, summary, summary.error)
 
     def _try(self, trial: Trial, folder: Path) -> str | None:
-        """Run it; the error where it failed."""
+        """Run it; the reason where it failed."""
         try:
             status = self._carry_out(trial, folder)
         except MprunError as error:
             return str(error)
         if status != EXIT_OK:
-            raise StudyStoppedError(status)
+            raise StoppedError(status)
         return None
 
     def _carry_out(self, trial: Trial, folder: Path) -> int:
@@ -159,17 +152,18 @@ class Trials:
             composed = compose([f"run.resume={quoted(folder)}"], self._config_dir)
         else:
             put_aside(folder)
-            words = [*trial.words, f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
-            composed = compose(words, self._config_dir)
-        chosen = plan(
+            own = [f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
+            composed = compose([*trial.overrides, *own], self._config_dir)
+        planned = plan(
             composed.config, composed.given, saved["choices"] if saved else None, self._load
         )
-        self._warn(chosen)
+        self._warn(planned)
         if not self._warm:
-            warm_up(chosen)
+            with suppress(Exception):  # the run below fails in the same way, and reports it
+                run_steps(planned, WARM_UP_STEPS)
             self._warm = True
         return run(
-            chosen,
+            planned,
             composed.resolved,
             self._stop,
             Console(quiet=True),
@@ -177,25 +171,22 @@ class Trials:
             view=lambda epochs, steps: _Progress(self._view, epochs, steps),
         )
 
-    def _warn(self, chosen: Plan) -> None:
-        for text in chosen.warnings:
+    def _warn(self, planned: Plan) -> None:
+        for text in planned.warnings:
             if text not in self._warnings:
                 self._warnings.add(text)
                 self._view.line(f"warning: {text}")
 
 
-def warm_up(chosen: Plan) -> None:
-    """A few steps that nobody records: a process's first ones find cold caches and no threads.
-
-    What fails in them fails in the run that follows, which says so.
-    """
-    with suppress(Exception), backend_flags(chosen.policy, chosen.native_tf32):
-        limits = Limits(None, WARM_UP_STEPS, None)
-        Trainer(build_parts(chosen), limits, NoObserver(), lambda: False).fit()
+def run_steps(planned: Plan, steps: int) -> None:
+    """Train for some steps without a record."""
+    with backend_flags(planned.policy, planned.native_tf32):
+        limits = Limits(None, steps, None)
+        Trainer(build_parts(planned), limits, NoObserver(), lambda: False).fit()
 
 
 def put_aside(folder: Path) -> None:
-    """Rename what a killed run left in `folder`, if anything, so that it can begin anew."""
+    """Rename `folder`, which a killed run may have left, so that the trial can start again."""
     if not folder.exists():
         return
     n = 1

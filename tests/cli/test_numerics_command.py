@@ -484,7 +484,7 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
     assert capsys.readouterr().err.splitlines() == [
         "warning: data.root has no effect: recipe=linear does not use it",
-        "warning: debug.fp_exceptions has no effect: mprun numerics looks for no exceptions",
+        "warning: debug.fp_exceptions has no effect: mprun numerics does not look for exceptions",
     ]
 
 
@@ -514,8 +514,8 @@ def test_time_that_runs_out_before_the_first_look_is_said() -> None:
         (["numerics.try_scales=maybe"], ["numerics.try_scales is true or false"]),
         (["numerics=3"], ["no field 'numerics'"]),
         (["precision=fp17_mixed"], ["did you mean 'fp16_mixed'?"]),
-        (["-m"], ["mprun numerics looks at one run"]),
-        (["--show-config"], ["mprun numerics looks at one run"]),
+        (["-m"], ["mprun numerics has no option '-m'"]),
+        (["--show-config"], ["mprun numerics has no option '--show-config'"]),
         (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
     ],
     ids=str,

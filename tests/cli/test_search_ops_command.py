@@ -280,7 +280,7 @@ def test_a_recipe_that_holds_nothing_out_is_made_to_and_that_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = searched("none", "search_ops.steps=0")
-    said = "note: recipe=planted holds no validation data out; data.validation_fraction=0.1 is set"
+    said = "note: recipe=planted has no validation data of its own; data.validation_fraction=0.1"
     assert said in capsys.readouterr().out
     assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 8}
     assert found["data"]["validation_samples"] == 16
@@ -358,8 +358,8 @@ def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
         (["precision=half_sr"], ["precision=half_sr casts no op"]),
         (["precision.layers={first: fp32}"], ["leave out precision.layers"]),
         (["run.resume=x"], ["run.resume"]),
-        (["-m"], ["mprun search-ops takes one configuration"]),
-        (["--show-config"], ["mprun search-ops takes one configuration"]),
+        (["-m"], ["mprun search-ops has no option '-m'"]),
+        (["--show-config"], ["mprun search-ops has no option '--show-config'"]),
         (["search_ops.tolerance=0"], ["search_ops.tolerance=0", "legal is above 0"]),
         (["search_ops.tolerence=1"], ["did you mean 'search_ops.tolerance'?"]),
         (["search_ops.batches=none"], ["search_ops.batches is a whole number"]),

@@ -14,8 +14,9 @@ from rich.console import Console
 from mprun import data
 from mprun.assemble import DataCache, load_recipe
 from mprun.data import DataRequest
+from mprun.errors import StoppedError
 from mprun.experiments.study_progress import StudyProgress, score_of
-from mprun.experiments.trials import StudyStoppedError, Trial, Trials
+from mprun.experiments.trials import Trial, Trials
 from mprun.records.run_record import Scores, Summary, read_lines, read_summary
 from mprun.train.signals import StopSignals
 from tests.summaries import example
@@ -88,7 +89,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
         def update(self, text: str, fraction: float) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(StudyStoppedError) as stopped:
+    with pytest.raises(StoppedError) as stopped:
         carry_out(Stopping(), Trial("a", 0, long))
     assert stopped.value.status == 143
     stopped_at = read_summary(Path("study/a-seed0")).steps
