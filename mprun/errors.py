@@ -34,25 +34,32 @@ class RunFailedError(MprunError):
 
 
 class ConditionMetError(MprunError):
-    """What the user wanted to be told of by the exit status, `fail_if`, is so (status 3)."""
+    """The condition of `compare.fail_if` is true (status 3)."""
 
     status = EXIT_CONDITION
 
 
+class StoppedError(BaseException):
+    """A signal ended a run, and with it the sweep or study; `status` is the exit status."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` closest in spelling to `word`, or None where nothing is close."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
 
 
 def hint(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the nearest known word, or an empty string."""
-    found = nearest(word, known)
-    return f"; did you mean '{found}'?" if found else ""
+    near = nearest(word, known)
+    return f"; did you mean '{near}'?" if near else ""
 
 
 def printable(text: str) -> str:
-    """`text` as one line that cannot steer a terminal, whatever words or files it is from."""
+    """`text` as one line that cannot steer a terminal, whatever its source."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

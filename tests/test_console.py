@@ -1,4 +1,4 @@
-"""Progress: a redrawn line on a terminal, a plain one now and then elsewhere."""
+"""The terminal: streams, and progress as a bar or as a plain line now and then."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mprun import console as progress
-from mprun.console import LiveProgress, Moment, QuietProgress, duration, view_for
+from mprun.console import Moment, RunProgress, duration, stderr_console, stdout_console
 
 MOMENT = Moment(epoch=2, step=30, loss=0.12345, step_time_ms=4.567, fraction=0.25, elapsed_s=41.0)
 COLOUR = re.compile(r"\x1b\[[\d;]*\b(3[0-8]|4[0-8]|9[0-7]|10[0-7])\b[\d;]*m")
@@ -57,7 +57,7 @@ def written(console: Console) -> str:
         (360_000, "100:00:00"),
     ],
 )
-def test_durations_in_words(seconds: float, text: str) -> None:
+def test_durations_as_text(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -67,7 +67,7 @@ def test_a_duration_says_the_second(seconds: float) -> None:
     assert sum(p * 60**i for i, p in enumerate(reversed(parts))) == round(seconds)
 
 
-def test_the_time_left_goes_on_as_before() -> None:
+def test_the_time_left_assumes_the_same_rate() -> None:
     assert MOMENT.eta_s == 123.0
     assert Moment(1, 1, 0.0, 0.0, fraction=1.0, elapsed_s=5.0).eta_s == 0
     assert Moment(1, 1, 0.0, 0.0, fraction=0.0, elapsed_s=5.0).eta_s is None
@@ -97,7 +97,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_quiet_lines_come_at_most_every_ten_seconds(clock: SimpleNamespace) -> None:
     console = file()
-    view = QuietProgress(console, 5, 120)
+    view = RunProgress(console, 5, 120)
     view.start()
     shown_at = []
     for _ in range(1000):
@@ -116,7 +116,7 @@ def test_quiet_lines_come_at_most_every_ten_seconds(clock: SimpleNamespace) -> N
 
 def test_quiet_lines_have_no_control_characters(clock: SimpleNamespace) -> None:
     console = file()
-    view = QuietProgress(console, 5, 120)
+    view = RunProgress(console, 5, 120)
     view.start()
     clock.now += 10
     view.update(MOMENT)
@@ -129,18 +129,18 @@ def test_quiet_lines_have_no_control_characters(clock: SimpleNamespace) -> None:
     assert all(c.isprintable() for line in lines for c in line)
 
 
-def test_a_line_worth_keeping_is_always_shown_and_postpones_the_next(
+def test_a_line_is_always_printed_and_postpones_the_next_status(
     clock: SimpleNamespace,
 ) -> None:
     console = file()
-    view = QuietProgress(console, 5, 120)
+    view = RunProgress(console, 5, 120)
     view.start()
     clock.now += 9
-    view.line("kept 1")
-    view.line("kept 2")
+    view.line("line 1")
+    view.line("line 2")
     clock.now += 9
     view.update(MOMENT)
-    assert written(console) == "kept 1\nkept 2\n"
+    assert written(console) == "line 1\nline 2\n"
     clock.now += 1
     view.update(MOMENT)
     assert MOMENT.text(5, 120) in written(console)
@@ -150,7 +150,7 @@ def test_a_line_worth_keeping_is_always_shown_and_postpones_the_next(
 
 
 def drawn(console: Console, moment: Moment = MOMENT, steps: int = 120) -> str:
-    view = LiveProgress(console, 5, steps)
+    view = RunProgress(console, 5, steps)
     view.start()
     view.update(moment)
     view.line("epoch 1: [not markup]")
@@ -179,8 +179,19 @@ def test_no_color_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MOMENT.text(5, 120) in text
 
 
-def test_the_view_fits_where_it_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(view_for(terminal(), 5, 120), LiveProgress)
-    assert isinstance(view_for(file(), 5, 120), QuietProgress)
+def test_the_bar_is_shown_only_where_a_line_can_be_redrawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "\x1b" in drawn(terminal())
+    assert drawn(file()) == "epoch 1: [not markup]\n"
     monkeypatch.setenv("TERM", "dumb")  # a terminal that cannot redraw a line
-    assert isinstance(view_for(terminal(), 5, 120), QuietProgress)
+    assert drawn(terminal()) == "epoch 1: [not markup]\n"
+
+
+# Streams
+
+
+def test_results_go_to_stdout_and_warnings_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    stdout_console().print("result")
+    stderr_console().print("warning")
+    assert capsys.readouterr() == ("result\n", "warning\n")

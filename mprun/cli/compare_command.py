@@ -1,9 +1,9 @@
-"""`mprun compare`: what many runs say together.
+"""`mprun compare`: what many runs show together.
 
-    mprun compare outputs/2026-11-21/10-00-00 [compare.margin=0.01 ...]
+    mprun compare outputs/DATE/TIME [compare.margin=0.01 ...]
 
-Takes folders of runs, folders with runs below and globs. Prints a row for each variant, and leaves
-a report in a folder. A word that is a path or matches some is never read as a setting. No torch.
+Takes folders of runs, folders with runs below and globs. Prints a row for each variant, and writes
+a report into a folder. An argument that is a path, or that matches some, is never a setting.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 
 if TYPE_CHECKING:
@@ -20,27 +21,28 @@ if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
 
 EXAMPLE = "mprun compare outputs/DATE/TIME"
-PASSES = {
+ACCEPTED = {
     "worse": ("equivalent", "better", "inconclusive"),
     "not_equivalent": ("equivalent", "better"),
 }
-"""The verdicts with which each `compare.fail_if` is content."""
+"""The verdicts that each `compare.fail_if` accepts."""
 
 
-def compare_command(words: Sequence[str]) -> int:
-    """Run `mprun compare` with what follows these words; the exit status.
+def compare_command(args: Sequence[str]) -> int:
+    """Run `mprun compare`; the exit status.
 
     Raises:
-        UsageError: a word or a value that is not legal, or runs that cannot be compared.
-        ConditionMetError: a variant is what `compare.fail_if` names (status 3).
+        UsageError: an argument is neither a path nor a legal setting, or the runs cannot be
+            compared.
+        ConditionMetError: a variant has a verdict that `compare.fail_if` names (status 3).
     """
-    paths, settings = parse(words)
+    paths, settings = parse(args)
     conclude(compared(paths, settings), settings, default_folder(paths))
     return EXIT_OK
 
 
 def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
-    """What the runs in these folders say.
+    """The comparison of the runs in these folders.
 
     Raises:
         UsageError: there is none, or they cannot be compared.
@@ -59,83 +61,26 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
 
 
 def conclude(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
-    """Print a comparison, leave its report in `compare.dir` or `folder`, check `compare.fail_if`.
-
-    Raises:
-        UsageError: the report cannot be written.
-        ConditionMetError: a variant is what `compare.fail_if` names (status 3).
-    """
+    """`report`, then `check`."""
     report(comparison, settings, folder)
     check(comparison, settings.fail_if.value)
 
 
 def report(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
-    """Print a comparison, and leave its report in `compare.dir` or `folder`."""
-    _show(comparison)
-    if settings.report:
-        _write(comparison, Path(settings.dir) if settings.dir else folder)
-
-
-def parse(words: Sequence[str]) -> tuple[list[Path], CompareSettings]:
-    """Separate the runs from the settings.
+    """Print a comparison, and write its report into `compare.dir` or `folder`.
 
     Raises:
-        UsageError: a word is neither, or there is no run.
+        UsageError: the report cannot be written.
     """
-    from mprun.compare.load import expand
-    from mprun.config.settings import fields, take
-
-    paths, rest = [], []
-    for word in words:
-        found = expand(word)
-        paths += found
-        if not found:
-            rest.append(word)
-    legal = fields(["compare"])
-    for word in rest:
-        name, is_setting, _ = word.partition("=")
-        if not is_setting:
-            said = (
-                f"there is no option '{word}'"
-                if word.startswith("-")
-                else f"there is no folder '{word}', nor one that it matches"
-            )
-            raise UsageError(f"{said}; write {EXAMPLE}, see mprun --help")
-        if name.lstrip("+").partition(".")[0] != "compare":
-            near = nearest(f"compare.{name}", legal)
-            meant = f"; did you mean '{near}=...'?" if near else ""
-            raise UsageError(
-                f"'{word}' is neither a path nor a setting; legal: {', '.join(legal)}{meant}"
-            )
-    settings = take(rest, "compare")[0].compare
-    if settings.dir is not None and (not settings.dir.strip() or "\0" in settings.dir):
-        raise UsageError(f"compare.dir={settings.dir!r}: the name of a folder, or null")
-    if not paths:
-        raise UsageError(f"mprun compare needs folders of runs: {EXAMPLE}")
-    return paths, settings
-
-
-def default_folder(paths: Sequence[Path]) -> Path:
-    """Where the report goes: to the one folder named, if it is no run, else `comparison`."""
-    if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists():
-        return paths[0]
-    return Path("comparison")
-
-
-def _show(comparison: Comparison) -> None:
-    from mprun.report.comparison_report import comparison_table, footer
-    from mprun.report.tables import say, stdout_console
+    from mprun.report.comparison_report import comparison_table, footer, write_report
 
     console = stdout_console()
     console.print(comparison_table(comparison), highlight=False)
-    for line in footer(comparison):  # names of folders among it, which may hold anything
-        say(console, printable(line))
-
-
-def _write(comparison: Comparison, folder: Path) -> None:
-    from mprun.report.comparison_report import write_report
-    from mprun.report.tables import say, stdout_console
-
+    for line in footer(comparison):  # it has names of folders, which may hold anything
+        print_line(console, printable(line))
+    if not settings.report:
+        return
+    folder = Path(settings.dir) if settings.dir else folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         written = write_report(comparison, folder)
@@ -145,20 +90,71 @@ def _write(comparison: Comparison, folder: Path) -> None:
             "with compare.dir=FOLDER, or leave it out with compare.report=false"
         ) from None
     names = ", ".join(os.path.relpath(path, folder) for path in written)
-    say(stdout_console(), f"written to {folder}: {names}")
+    print_line(console, f"written to {folder}: {names}")
+
+
+def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
+    """Separate the runs from the settings.
+
+    Raises:
+        UsageError: an argument is neither, or there is no run.
+    """
+    from mprun.compare.load import expand
+    from mprun.config.settings import fields, take
+
+    paths, rest = [], []
+    for text in args:
+        matches = expand(text)
+        paths += matches
+        if not matches:
+            rest.append(text)
+    legal = fields(["compare"])
+    for text in rest:
+        name, is_setting, _ = text.partition("=")
+        if not is_setting:
+            problem = (
+                f"mprun compare has no option '{text}'"
+                if text.startswith("-")
+                else f"there is no folder '{text}', and no folder matches it"
+            )
+            raise UsageError(f"{problem}; write {EXAMPLE}, see mprun compare --help")
+        if name.lstrip("+").partition(".")[0] != "compare":
+            near = nearest(f"compare.{name}", legal)
+            meant = f"; did you mean '{near}=...'?" if near else ""
+            raise UsageError(
+                f"'{text}' is neither a path nor a setting; legal: {', '.join(legal)}{meant}"
+            )
+    settings = take(rest, "compare")[0].compare
+    if settings.dir is not None and (not settings.dir.strip() or "\0" in settings.dir):
+        raise UsageError(f"compare.dir={settings.dir!r}: legal is the name of a folder, or null")
+    if not paths:
+        raise UsageError(f"mprun compare needs folders of runs: {EXAMPLE}")
+    return paths, settings
+
+
+def default_folder(paths: Sequence[Path]) -> Path:
+    """The report's folder: the only one named, if it is not a run, else `comparison`."""
+    if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists():
+        return paths[0]
+    return Path("comparison")
 
 
 def check(comparison: Comparison, condition: str) -> None:
-    """Raise `ConditionMetError` for variants whose verdict `compare.fail_if` does not accept."""
+    """Compare the verdicts with `compare.fail_if`.
+
+    Raises:
+        ConditionMetError: a variant has a verdict that `condition` does not accept (status 3).
+        UsageError: there is only one variant.
+    """
     if condition == "none":
         return
     others = comparison.variants[1:]
     if not others:
         raise UsageError(
             f"compare.fail_if={condition}: all runs are of one variant, {comparison.baseline}; "
-            "name the runs of another"
+            "name runs of another one"
         )
-    met = [v for v in others if v.verdict.word not in PASSES[condition]]
-    if met:
-        listed = "; ".join(f"{v.label} is {v.verdict} ({v.verdict.reason})" for v in met)
+    failing = [v for v in others if v.verdict.word not in ACCEPTED[condition]]
+    if failing:
+        listed = "; ".join(f"{v.label} is {v.verdict} ({v.verdict.reason})" for v in failing)
         raise ConditionMetError(f"compare.fail_if={condition}: {listed}")

@@ -1,4 +1,4 @@
-"""`mprun doctor`: what this machine does natively, how fast, and what that means for each mode.
+"""`mprun doctor`: what this machine runs natively, how fast, and what follows for each mode.
 
     mprun doctor [device=auto|cpu|cuda] [doctor.budget_s=5] [doctor.json=true]
 
@@ -12,43 +12,39 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mprun.cli.train_command import parse
+from mprun.cli.arguments import parse_arguments
+from mprun.console import print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_OK, UsageError, hint
 
 
-def doctor_command(words: Sequence[str]) -> int:
-    """Run `mprun doctor` with what follows these words; the exit status.
+def doctor_command(args: Sequence[str]) -> int:
+    """Run `mprun doctor`; the exit status.
 
     Raises:
-        UsageError: anything wrong with the words.
+        UsageError: anything wrong with the arguments.
     """
     from mprun.config import compose
     from mprun.config.settings import fields, take
 
-    arguments = parse(words)
-    if arguments.multirun or arguments.show_config or arguments.config_dir:
-        raise UsageError("mprun doctor takes no options; legal: device=..., doctor.json=true")
-    settings, rest = take(arguments.overrides, "doctor")
-    for word in rest:
-        if word.lstrip("+").partition("=")[0] != "device":
+    settings, rest = take(parse_arguments("doctor", args).overrides, "doctor")
+    for text in rest:
+        if text.lstrip("+").partition("=")[0] != "device":
             legal = ["device", *fields(["doctor"])]
-            near = hint(word.partition("=")[0], legal)
+            near = hint(text.partition("=")[0], legal)
             raise UsageError(
-                f"'{word}' means nothing to mprun doctor{near}; legal: {', '.join(legal)}"
+                f"mprun doctor does not take '{text}'{near}; legal: {', '.join(legal)}"
             )
-    wanted = compose(rest).config.device.name
-
-    from mprun.assemble.machine_choices import choose_device
-    from mprun.experiments.examine import examine
-    from mprun.report import tables
+    device = compose(rest).config.device.name
+    from mprun.experiments.examine import examine_device
     from mprun.report.doctor_tables import renderables
 
-    device, budget_s = choose_device(wanted), settings.doctor.budget_s
+    if not settings.doctor.json:
+        print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
+    examination = examine_device(device, settings.doctor.budget_s)
     if settings.doctor.json:
-        print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
+        print(json.dumps(asdict(examination), indent=1, allow_nan=False))
         return EXIT_OK
-    tables.stderr_console().print(f"measuring for about {budget_s:g} s ...", highlight=False)
-    console = tables.stdout_console()
-    for part in renderables(examine(device, budget_s)):
+    console = stdout_console()
+    for part in renderables(examination):
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""`mprun --help`, made from the commands, the files in conf/ and the schema's own texts."""
+"""`mprun --help`, made from the commands, the files in conf/ and the texts of the schema."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ COMMON = (
 )
 
 INTRO = """\
-mprun: train a model in a chosen numerical precision and see what it costs and
-what it buys.
+mprun: train a model in a numerical precision, and measure what it costs and
+what it saves.
 
   mprun recipe=fashion_mnist precision=bf16_mixed
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
@@ -55,7 +55,7 @@ what it buys.
   mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
   mprun memory precision=fp32,half_sr       (where a step's memory goes)
   mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
-  mprun run.resume=outputs/DATE/TIME        (go on where a run stopped)
+  mprun run.resume=outputs/DATE/TIME        (resume a run)
 """
 
 OUTRO = """\
@@ -72,7 +72,7 @@ Every field: docs/reference/configuration.md
 def show_help(commands: Sequence[tuple[str, str]]) -> None:
     """Print the help to standard output."""
     print(INTRO)
-    print(_section("Commands (the first word; mprun COMMAND --help)", commands))
+    print(_section("Commands (the first argument; mprun COMMAND --help)", commands))
     for group in GROUPS:
         print(_section(f"{group}=", list(options(group).items())))
     fields = leaves()
@@ -84,15 +84,15 @@ def show_help(commands: Sequence[tuple[str, str]]) -> None:
 def show_command(text: str, sections: Sequence[str]) -> None:
     """Print the help of one command: its module's text and its settings."""
     print(text, end="\n\n")
-    found = settings.fields(sections) if sections else {}
-    rows = [(f"{key} = {field.default_text}", field.doc) for key, field in found.items()]
+    fields = settings.fields(sections) if sections else {}
+    rows = [(f"{key} = {field.default_text}", field.doc) for key, field in fields.items()]
     if rows:
         print(_section("Settings and their defaults", rows))
     print("Overrides of a run: mprun --help", end="\n")
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """A title over two columns; the second is wrapped to the terminal, the first kept whole."""
+    """A title over two columns; the second is wrapped to the terminal, the first is not."""
     column = max(14, *(len(name) for name, _ in rows)) + 4
     width = max(column + 30, get_terminal_size().columns)
     wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)

@@ -1,9 +1,9 @@
-"""`mprun numerics`: what formats make of a run's numbers, and which loss scale to take.
+"""`mprun numerics`: what 16-bit formats do to a run's numbers, and which loss scale to take.
 
-    mprun numerics recipe=mnist precision=fp16_mixed numerics.steps=20
+    mprun numerics recipe=mnist precision=fp16_mixed
 
-Takes the overrides of a run, and settings of its own: `numerics.*`. Trains, looks at some steps,
-prints what it found, and leaves in the run's folder `numerics.json`, the same whole, and pictures.
+Takes the overrides of a run, and `numerics.*` settings. Trains, collects statistics at some steps
+and prints them. Writes `numerics.json` with everything, and plots, into the run's folder.
 """
 
 from __future__ import annotations
@@ -11,116 +11,95 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mprun.cli.step_commands import faults_explained, introduce, refuse_resume
-from mprun.cli.train_command import parse
-from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
+from mprun.cli.arguments import parse_arguments
+from mprun.cli.step_commands import introduce, traceback_in
+from mprun.console import ProgressDisplay, print_line, stderr_console, stdout_console
+from mprun.errors import EXIT_FAILED, EXIT_OK
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
+    from mprun.experiments.recipe_numerics import RecipeNumerics
+    from mprun.records.numerics_record import NumericsResult
     from mprun.train.signals import StopSignals
 
-SCHEMA_VERSION = 1
-KEPT = (
-    *("recipe", "seed", "precision", "variant", "effective", "execution"),
-    *("data", "batch", "hardware", "versions"),
-)
-"""What numerics.json has of a summary."""
 
-
-def numerics_command(words: Sequence[str]) -> int:
-    """Run `mprun numerics` with what follows these words; the exit status.
+def numerics_command(args: Sequence[str]) -> int:
+    """Run `mprun numerics`; the exit status.
 
     Raises:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
-        RunFailedError: the run failed before the first step to look at.
+        RunFailedError: the run failed before the first step that is inspected.
     """
     from mprun.config import compose
     from mprun.config.settings import take
 
-    arguments = parse(words)
-    if arguments.multirun or arguments.show_config:
-        raise UsageError("mprun numerics looks at one run; leave out the option")
-    settings, overrides = take(arguments.overrides, "numerics")
-    composed = compose(overrides, arguments.config_dir)
-    refuse_resume(composed, "numerics")
-    return _catching_signals(composed, settings.numerics)
-
-
-def _catching_signals(composed: Composed, settings: NumericsSettings) -> int:
-    from mprun.train.loop import StopRequestedError
+    known = parse_arguments("numerics", args)
+    settings, overrides = take(known.overrides, "numerics")
+    composed = compose(overrides, known.config_dir)
     from mprun.train.signals import SignalReceivedError, StopSignals
 
     with StopSignals() as stop:
         try:
-            return _numerics(composed, settings, stop)
-        except (SignalReceivedError, StopRequestedError):
-            print(f"mprun: stopped by {stop.name} before anything was found", file=sys.stderr)
+            return _inspect(composed, settings.numerics, stop)
+        except SignalReceivedError:
+            print(f"mprun: stopped by {stop.name} before the first result", file=sys.stderr)
             return stop.exit_status
 
 
-def _numerics(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
-    from mprun.assemble import make_plan
-    from mprun.console import QuietProgress
-    from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
-    from mprun.precision import backend_flags
+def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
+    from mprun.experiments.planned_run import plan_run
+    from mprun.experiments.recipe_numerics import recipe_numerics, steps_to_inspect
     from mprun.records.files import new_folder
-    from mprun.report.tables import say, stderr_console, stdout_console
 
-    chosen = make_plan(composed.config, composed.given)
-    steps_to_inspect(chosen, settings)  # before a folder is made
-    console, summary = stdout_console(), introduce(composed, chosen, "numerics")
-    folder = new_folder(composed.config.run.dir)
-    flags = backend_flags(chosen.policy, chosen.native_tf32)
-    with faults_explained("numerics", folder), flags, stop.deferred():
-        inspected = inspect_steps(
-            chosen, settings, stop.requested, QuietProgress(console, None, None).now
-        )
-    found: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION,
-        **{key: value for key, value in asdict(summary).items() if key in KEPT},
-        "steps": list(inspected.steps),
-        "skipped": list(inspected.skipped),
-        "ended": inspected.ended,
-        **inspected.findings.as_dict(),
-    }
-    names = _leave(found, folder, settings.plots)
-    _show(found, settings.top, console)
-    say(
+    planned = plan_run(composed, "numerics")
+    steps_to_inspect(planned.plan, settings)  # an error comes before a folder is made
+    introduce(planned)
+    console, folder = stdout_console(), new_folder(composed.config.run.dir)
+    with traceback_in(folder):
+        numerics = recipe_numerics(planned, settings, stop, ProgressDisplay(console).status)
+    names = _write(numerics, folder, settings.plots)
+    steps, skipped = numerics.inspected.steps, numerics.inspected.skipped
+    _print(numerics.result, settings.top)
+    print_line(
         console,
-        f"inspected {len(inspected.steps)} of {inspected.steps[-1]} steps, "
-        f"{len(inspected.skipped)} of them skipped; written: {folder}/{', '.join(names)}",
+        f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped; "
+        f"written: {folder}/{', '.join(names)}",
     )
-    if inspected.ended is not None:
-        say(stderr_console(), f"the run ended early, what was seen is above: {inspected.ended}")
+    if (ended := numerics.inspected.ended) is not None:
+        print_line(
+            stderr_console(),
+            f"the run ended early, its results are above: {ended}",
+        )
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
 
 
-def _show(found: dict[str, Any], top: int, console: Console) -> None:
+def _print(result: NumericsResult, top: int) -> None:
     from mprun.report.numerics_tables import lost_table, rows_table, scales_table, sentences
-    from mprun.report.tables import say
 
-    for line in sentences(found):
-        say(console, line)
-    for table in (scales_table(found), rows_table(found, top), lost_table(found, top // 2)):
+    console = stdout_console()
+    for line in sentences(result):
+        print_line(console, line)
+    for table in (scales_table(result), rows_table(result, top), lost_table(result, top // 2)):
         console.print(table, highlight=False)
 
 
-def _leave(found: dict[str, Any], folder: Path, plots: bool) -> list[str]:
-    """Write numerics.json and the pictures; the files' names."""
+def _write(numerics: RecipeNumerics, folder: Path, plots: bool) -> list[str]:
+    """Write numerics.json and the plots; the files' names."""
     from mprun.records.files import jsonable
 
-    text = json.dumps(jsonable(found), indent=1, allow_nan=False)
+    text = json.dumps(jsonable(numerics.content), indent=1, allow_nan=False)
     (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")
     if not plots:
         return ["numerics.json"]
-    from mprun.report.numerics_plots import save_plots
+    from mprun.report.plots.numerics_plots import save_plots
 
-    return ["numerics.json", *save_plots(found, folder)]
+    content = numerics.content
+    data = content["data"]
+    title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
+    title += f"{len(numerics.inspected.steps)} steps measured"
+    return ["numerics.json", *save_plots(numerics.result, title, folder)]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mprun.console import view_for
+from mprun.console import RunProgress, print_line
 from mprun.records.run_record import Summary
 from mprun.report import tables
 from mprun.train.progress import Progress
@@ -23,15 +23,15 @@ class RunView(Progress):
 
     def __init__(self, console: Console, plan: Plan) -> None:
         limits = plan.limits
-        progress = view_for(console, limits.epochs, plan.planned_steps)
+        progress = RunProgress(console, limits.epochs, plan.planned_steps)
         super().__init__(progress, plan.planned_steps, limits.max_time_s)
         self._console, self._plan = console, plan
 
     def on_start(self, summary: Summary, folder: Path) -> None:
         for line in (*tables.header(summary), f"record: {folder}"):
-            tables.say(self._console, line)
+            print_line(self._console, line)
         if self._plan.weights.state:
-            tables.say(self._console, f"weights: {self._plan.config.train.init_from}")
+            print_line(self._console, f"weights: {self._plan.config.train.init_from}")
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
         if rows := self._plan.layer_rows(model):
@@ -39,4 +39,4 @@ class RunView(Progress):
         super().on_train_start(model, elapsed_s)
 
     def on_message(self, text: str) -> None:
-        tables.say(self._console, text)
+        print_line(self._console, text)

@@ -1,75 +1,45 @@
-"""`mprun [train]`: one run, or with -m one for every combination of the values listed."""
+"""`mprun [train]`: train one recipe in one precision; the default command.
+
+    mprun recipe=fashion_mnist precision=bf16_mixed
+
+With `-m` it trains once for every combination of the values that are listed.
+"""
 
 from __future__ import annotations
 
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, hint
+from mprun.cli.arguments import parse_arguments
+from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 
 if TYPE_CHECKING:
+    from mprun.cli.arguments import Arguments
     from mprun.config import Composed
     from mprun.records.run_record import Summary
     from mprun.train.signals import StopSignals
 
-OPTIONS = ("--config-dir", "--multirun", "--show-config", "--help", "--version")
 
-
-@dataclass(frozen=True)
-class Arguments:
-    """The command's words, taken apart."""
-
-    overrides: tuple[str, ...]
-    config_dir: Path | None = None
-    show_config: bool = False
-    multirun: bool = False
-
-
-def parse(words: Sequence[str]) -> Arguments:
-    """Separate overrides from the options.
+def train_command(args: Sequence[str]) -> int:
+    """Run `mprun train`; the exit status.
 
     Raises:
-        UsageError: an option that is not known, or lacks its value.
+        UsageError: anything wrong with the overrides, or a folder that holds a run already.
+        RunFailedError: the run failed.
+        StoppedError: a signal ended a sweep.
     """
-    overrides, config_dir, flags = [], None, set()
-    rest = iter(words)
-    for word in rest:
-        name, has_value, value = word.partition("=")
-        if name == "--config-dir":
-            config_dir = value if has_value else next(rest, None)
-            if not config_dir:
-                raise UsageError("--config-dir needs a folder")
-        elif word in ("-m", "--multirun", "--show-config"):
-            flags.add("--multirun" if word == "-m" else word)
-        elif word.startswith("-"):
-            raise UsageError(
-                f"there is no option '{word}'; legal: {', '.join(OPTIONS)}{hint(word, OPTIONS)}"
-            )
-        else:
-            overrides.append(word)
-    return Arguments(
-        tuple(overrides),
-        Path(config_dir) if config_dir else None,
-        "--show-config" in flags,
-        "--multirun" in flags,
-    )
-
-
-def train(words: list[str]) -> int:
-    """Compose, check, plan and run."""
     from mprun.config import compose
 
-    arguments = parse(words)
-    if arguments.multirun and arguments.show_config:
+    known = parse_arguments("train", args)
+    if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
-    if arguments.multirun:
-        return _sweep(arguments)
-    composed = compose(arguments.overrides, arguments.config_dir)
-    if arguments.show_config:
+    if known.multirun:
+        return _sweep(known)
+    composed = compose(known.overrides, known.config_dir)
+    if known.show_config:
         from omegaconf import OmegaConf
 
         print(OmegaConf.to_yaml(composed.resolved), end="")
@@ -84,28 +54,26 @@ def _catching_signals(composed: Composed) -> int:
         try:
             return _run(composed, stop)
         except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name} before the run began", file=sys.stderr)
+            print(f"mprun: stopped by {stop.name} before the run started", file=sys.stderr)
             return stop.exit_status
 
 
 def _run(composed: Composed, stop: StopSignals) -> int:
-    from mprun.assemble import make_plan
     from mprun.cli.run_view import RunView
-    from mprun.report import tables
+    from mprun.console import print_line, stdout_console, warn
+    from mprun.experiments.planned_run import plan_or_resume
+    from mprun.report.tables import result
     from mprun.run import run
-    from mprun.train import checkpoint
 
-    resume = composed.config.run.resume
-    saved = checkpoint.load(Path(resume)) if resume is not None else None
-    plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
-    tables.warn(plan.warnings)
-    console = tables.stdout_console()
+    plan, saved = plan_or_resume(composed)
+    warn(plan.warnings)
+    console = stdout_console()
     summary, folder = run(plan, composed.resolved, stop, [RunView(console, plan)], saved)
-    console.print(tables.result(summary), highlight=False)
+    console.print(result(summary), highlight=False)
     if summary.status == "completed":
         return EXIT_OK
     again = shlex.quote(f"run.resume={folder}")
-    tables.say(console, f"stopped by {stop.name}; resume with: mprun {again}")
+    print_line(console, f"stopped by {stop.name}; resume with: mprun {again}")
     return stop.exit_status
 
 
@@ -125,29 +93,22 @@ def _sweep(arguments: Arguments) -> int:
     return _show_sweep(folder)
 
 
-class SweepStoppedError(BaseException):
-    """A signal ended a run of a sweep, and with it the sweep; `status` is the exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def sweep_job(composed: Composed, folder: Path) -> int:
-    """One run of a sweep. What fails in it is said, and leaves the other runs alone."""
+    """One run of a sweep. Its failure is printed, and the other runs continue."""
     try:
         status = _catching_signals(composed)
     except MprunError as error:
         print(f"mprun: run {folder.name}: {error}", file=sys.stderr)
         return error.status
     if status not in (EXIT_OK, EXIT_FAILED):
-        raise SweepStoppedError(status)
+        raise StoppedError(status)
     return status
 
 
 def _show_sweep(folder: Path) -> int:
+    from mprun.console import stdout_console
     from mprun.records.run_record import read_summary
-    from mprun.report.tables import stdout_console, sweep_table
+    from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
     runs = [path for path in folder.iterdir() if path.is_dir()]

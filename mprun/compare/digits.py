@@ -1,7 +1,7 @@
-"""Figures with as many digits as it takes to see on which side of a limit they are.
+"""Figures as text: counts, levels, and numbers with enough digits to compare them with a limit.
 
-An interval of +0.4996 beside a margin of 0.5 must not be shown as +0.50: a reader would see another
-answer than the one that is given.
+An interval end of +0.4996 must not be shown as +0.50 beside a margin of 0.5: the reader would see
+another answer than the one that is given.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ def distinct_form(values: Sequence[float], limits: Iterable[float], forms: Seque
 
 def _side(value: float, limit: float) -> int:
     return int(value > limit) - int(value < limit)
+
+
+def counted(count: int, thing: str = "run") -> str:
+    """`1 run`, `3 runs`."""
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def percent(level: float) -> str:

@@ -79,11 +79,6 @@ def readable(text: str, length: int = 120) -> str:
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
 
-def counted(n: int) -> str:
-    """`1 run`, `2 runs`."""
-    return "1 run" if n == 1 else f"{n} runs"
-
-
 class _Search:
     def __init__(self) -> None:
         self.runs: list[Run] = []

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mprun.compare.load import counted, readable
+from mprun.compare.digits import counted
+from mprun.compare.load import readable
 from mprun.compare.rows import Run
 from mprun.errors import UsageError
 from mprun.records.run_record import Summary

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mprun.compare import measures, substitutions
+from mprun.compare.digits import counted
 from mprun.compare.interleaving import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
-from mprun.compare.load import counted
 from mprun.compare.measures import Group
 from mprun.compare.rows import Variant
 

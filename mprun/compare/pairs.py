@@ -8,7 +8,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from mprun.compare import measures
-from mprun.compare.load import counted, readable
+from mprun.compare.digits import counted
+from mprun.compare.load import readable
 from mprun.compare.measures import Group
 from mprun.compare.rows import Run
 from mprun.compare.statistics import summarise

@@ -30,8 +30,8 @@ class Size(NamedTuple):
     is_wide: bool
     """Whether the interval, if there is one, reaches beyond `WIDE`."""
     more_seeds: int | None
-    """About how many further seeds would tell what is left open: whether it differs from 1, else
-    its size. None where nothing is, and where no number can be given."""
+    """About how many further seeds would settle what is open: whether it differs from 1, else its
+    size. None if nothing is open, or if no number can be given."""
 
 
 def size(ratio: Estimate) -> Size:

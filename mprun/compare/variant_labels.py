@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from mprun.compare.load import readable
+from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.records.variant_hash import variant_config
 
 MOST_FIELDS = 3
@@ -50,10 +49,8 @@ def distinguish(
 def _fields(folder: Path, execution: str) -> dict[str, str]:
     """The run's execution and the fields of its configuration that make a variant."""
     try:
-        text = (folder / "config.yaml").read_text(encoding="utf-8")
-        loaded = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        config = variant_config(loaded)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+        config = variant_config(read_config(folder)[1])
+    except (UnreadableConfigError, ValueError, TypeError, AttributeError, RecursionError):
         config = {}  # the record is whole without it, and the label can do without, too
     return {**_flat(config), "execution": execution}  # which "auto" in the file does not tell
 

@@ -1,7 +1,7 @@
 """The configuration: its schema, how it is composed from files and overrides, and its checks.
 
-With `cli.py` this is the only part of mprun that knows Hydra; `build/` turns the `Config` made
-here into plain typed objects. Nothing here imports torch, so a mistake is reported at once.
+Only this package uses Hydra. `assemble/` turns a `Config` into plain typed objects. Nothing here
+imports torch, so a mistake is reported at once.
 """
 
 from mprun.config.compose import Composed, compose

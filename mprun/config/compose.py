@@ -1,9 +1,9 @@
 """From command-line overrides to a checked `Config`, or one clear line about what is wrong.
 
-Hydra's own messages name the override but neither the legal values nor the nearest match, and
-some mistakes reach the user as tracebacks of its internals. So each override is looked at first
-(does the field exist, is the group's option there?), Hydra composes, and what it still refuses is
-put in the words of the schema.
+Hydra's messages name the override, but not the legal values or the nearest match, and some mistakes
+reach the user as tracebacks of its internals. So each override is checked first (is there such a
+field, or such an option of the group?), then Hydra composes, and its remaining errors are explained
+with the texts of the schema.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
 from mprun.records.op_list_files import KINDS, read_list
 
+CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
 OPEN_MAPPINGS = ("recipe.model.", "precision.layers.")
-"""Where users bring keys of their own: a recipe's parameters, names of modules."""
+"""Mappings whose keys are the user's: a recipe's parameters, names of modules."""
 
 NOISE = ("full_key:", "reference_type=", "object_type=", "Config search path", "provider=")
-"""How lines of Hydra's and OmegaConf's messages begin that tell a user nothing."""
+"""Starts of lines in messages of Hydra and OmegaConf that do not help a user."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ SPELLINGS = {
     "debug.fp_exceptions=true": "debug.fp_exceptions=log",
     "debug.fp_exceptions=false": "debug.fp_exceptions=off",
 }
-"""Overrides that people write as a switch, and what they mean."""
+"""Overrides that people write as a switch, and their meaning."""
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
@@ -69,14 +70,14 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 
     Args:
         overrides: Hydra overrides, `name=value`.
-        config_dir: a further folder of configs (a user's own recipes), or None.
+        config_dir: a further folder of configs (the user's recipes), or None.
 
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
     """
     ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
-    extra = [] if config_dir is None else [f"hydra.searchpath=[{search_path(config_dir)}]"]
-    with initialize_config_module("mprun.conf", version_base="1.3"):
+    extra = search_path(config_dir)
+    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
         parsed = [parse(text) for text in overrides]
         for override in parsed:
             _check_override(override, config_dir)
@@ -89,12 +90,12 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 
 
 def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = True) -> Composed:
-    """What Hydra composed as a checked configuration.
+    """A composed configuration, typed and checked.
 
     Args:
-        raw: what it composed.
-        parsed: the overrides behind it.
-        new: whether op-list files are read; a run that goes on has their names in its own.
+        raw: Hydra's result.
+        parsed: its overrides.
+        new: whether op-list files are read; a resumed run has their names in its configuration.
     """
     config, resolved = _to_config(raw, list(parsed))
     given = tuple(o.key_or_group for o in parsed)
@@ -105,7 +106,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
 
 
 def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
-    """Put the names in the user's files in the place of the shipped ones, on every device."""
+    """Replace the shipped op lists by those in the user's files, on every device."""
     for kind in KINDS:
         path = getattr(config.op_lists, f"{kind}_file")
         if path is None:
@@ -120,28 +121,30 @@ def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
 
 
 def quoted(value: object) -> str:
-    """A value as the grammar of overrides takes it, whatever it holds."""
+    """Any text as a quoted value of an override."""
     text = str(value)
     inner = text.replace("'", "\\'")
     end = "\\" * (len(inner) - len(inner.rstrip("\\")))  # a backslash would hide the last quote
     return f"'{inner}{end}'"
 
 
-def search_path(folder: Path) -> str:
+def search_path(folder: Path | None) -> list[str]:
+    """The override that adds a folder of configs, or none."""
+    if folder is None:
+        return []
     try:
         next(folder.iterdir(), None)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--config-dir {folder} cannot be read: {reason}") from None
-    quoted = str(folder.resolve()).replace("'", "\\'")
-    return f"'file://{quoted}'"
+    return [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
 
 
 def parse(text: str) -> Override:
-    """One override, read.
+    """An override, parsed.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: it is not valid.
     """
     name = text.split("=", 1)[0]
     if "=" not in text and not text.startswith("~"):
@@ -185,13 +188,13 @@ def _check_override(override: Override, config_dir: Path | None) -> None:
 
 
 def _is_unknown(key: str) -> bool:
-    """Whether nothing has this name; a recipe's own parameters are for its class to judge."""
+    """Whether nothing has this name; the class of a recipe checks its own parameters."""
     known = (*GROUPS, *sections(), *leaves())
     return key not in known and not key.startswith(OPEN_MAPPINGS)
 
 
 def _or_legal(key: str) -> str:
-    """The nearest known key; else, where the section exists, its fields; else where to look."""
+    """The nearest known key, else the fields of the section, else the help."""
     near = hint(key, [*GROUPS, *leaves()])
     section = key.rpartition(".")[0]
     if near:
@@ -204,12 +207,11 @@ def _below(section: str) -> str:
 
 
 def for_hydra(override: Override) -> str:
-    """The override without `+`, which means nothing where every field exists.
+    """The override without `+`, which has no meaning because every field exists.
 
-    Mappings with keys of the user's own are the exception: whether a key exists is for the recipe's
-    class or its model to say, so Hydra is told to add it.
+    In the mappings with the user's keys, Hydra has to add the key, so `++` stands before it.
     """
-    add = "++" if override.key_or_group.startswith(("recipe.model", "precision.layers")) else ""
+    add = "++" if f"{override.key_or_group}.".startswith(OPEN_MAPPINGS) else ""
     return add + str(override.input_line).lstrip("+")
 
 
@@ -249,25 +251,25 @@ def _to_config(raw: DictConfig, parsed: list[Override]) -> tuple[Config, dict[st
 
 
 def _explain(error: Exception, parsed: list[Override]) -> str:
-    """A refusal of Hydra's in one line, with the field's legal values where a field is named."""
+    """An error of Hydra in one line, with the legal values if it names a field."""
     cause = error.__cause__ or error
     named = re.search(r"full_key: (\S+)", str(cause))
     key = named[1] if named else ""
-    found = leaves().get(key)
-    if found is None and key.startswith(OPEN_MAPPINGS):  # an entry of a mapping
+    field = leaves().get(key)
+    if field is None and key.startswith(OPEN_MAPPINGS):  # an entry of a mapping
         key = key.rpartition(".")[0]
-        found = leaves()[".".join(key.split(".")[:2])]
-    if found is None:
+        field = leaves()[".".join(key.split(".")[:2])]
+    if field is None:
         given = " ".join(str(o.input_line) for o in parsed)
         legal = _or_legal(key) if key and _is_unknown(key) else ""
         return f"cannot compose '{given}': {one_line(error)}{legal}"
-    setting = [o for o in parsed if o.key_or_group.startswith(found.key)]
+    setting = [o for o in parsed if o.key_or_group.startswith(field.key)]
     refused = [o for o in setting if str(error).endswith(for_hydra(o))]
     override = next(iter([*refused, *reversed(setting)]), None)
     received = f"'{override.input_line}': " if override else ""
-    near = hint(str(override.value()), found.choices) if override else ""
+    near = hint(str(override.value()), field.choices) if override else ""
     reason = "" if refused else f" ({one_line(cause)})"
-    return f"{received}{key} is {found.legal}{near}{reason}"
+    return f"{received}{key} is {field.legal}{near}{reason}"
 
 
 def one_line(error: BaseException) -> str:

@@ -1,8 +1,8 @@
 """Sweeps: one run for every combination of the values listed in the overrides, by Hydra's multirun.
 
-Every combination is composed and checked before the first run begins. Hydra's launchers decide
-where runs happen (`hydra/launcher=joblib` runs several at once); a run that fails leaves the others
-alone.
+Every combination is composed and checked before the first run starts. Hydra's launchers decide
+where runs execute (`hydra/launcher=joblib` runs several at once). After a failed run the others
+continue.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import (
+    CONF,
     CONFIG_NAME,
+    HYDRA_VERSION,
     Composed,
     compose,
     for_hydra,
     one_line,
     parse,
+    quoted,
     search_path,
     to_composed,
 )
@@ -49,9 +52,9 @@ def sweep(
     Args:
         overrides: Hydra overrides; `name=a,b` lists values. `hydra.*` ones go to Hydra.
         config_dir: a further folder of configs, or None.
-        new_folder: makes the folder for the runs' folders, which no other process has; called
-            after every combination was checked.
-        job: gets a checked configuration and the run's folder; importable, since a launcher may
+        new_folder: makes the sweep's folder, which no other process uses; called after every
+            combination was checked.
+        job: takes a checked configuration and the run's folder; importable, since a launcher may
             call it in another process.
 
     Raises:
@@ -61,21 +64,21 @@ def sweep(
     for override in parsed:
         if override.key_or_group in NAMED_BY_SWEEP:
             raise UsageError(
-                f"{override.key_or_group} with -m: a sweep names its runs' folders itself"
+                f"{override.key_or_group} with -m: a sweep sets the folders of its runs itself"
             )
     ours = [o for o in parsed if not o.key_or_group.startswith(("hydra.", "hydra/"))]
     for_launcher = [str(o.input_line) for o in parsed if o not in ours]
     for combination in combinations(ours):
         compose(combination, config_dir)
-    extra = [] if config_dir is None else [f"hydra.searchpath=[{search_path(config_dir)}]"]
-    with new_folder() as folder, initialize_config_module("mprun.conf", version_base="1.3"):
-        # Hydra's own name, the time to the second, is shared by sweeps that begin at once.
-        at = f"hydra.sweep.dir='{folder}'"
-        words = [*map(_expanded, ours), *QUIET, at, *for_launcher, *extra]
+    extra = search_path(config_dir)
+    with new_folder() as folder, initialize_config_module(CONF, version_base=HYDRA_VERSION):
+        # Hydra's own name, the time to the second, is not unique: sweeps may start together.
+        own = [*QUIET, f"hydra.sweep.dir={quoted(folder)}"]
+        for_sweep = [*map(_expanded, ours), *own, *for_launcher, *extra]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
-            hydra.multirun(CONFIG_NAME, _Task(job), words, with_log_configuration=False)
+            hydra.multirun(CONFIG_NAME, _Task(job), for_sweep, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
     return folder
@@ -83,18 +86,18 @@ def sweep(
 
 def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
     """Every combination of the values that overrides list, as overrides with one value each."""
-    with initialize_config_module("mprun.conf", version_base="1.3"):
+    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
         return list(product(*(_values(o) for o in parsed)))
 
 
 def _values(override: Override) -> list[str]:
-    """The overrides, each with one value, that an override with a list stands for."""
+    """An override with a list as overrides with one value each."""
     text = str(override.input_line)
     if not override.is_sweep_override():
         return [text]
     if not override.is_discrete_sweep():
         raise UsageError(f"'{text}': an interval has no end of values; list some: name=a,b")
-    loader = GlobalHydra.instance().config_loader()  # knows the options a glob(*) stands for
+    loader = GlobalHydra.instance().config_loader()  # knows the options that glob(*) matches
     with_options = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     key = override.key_or_group
     values = [str(x) for x in with_options.sweep_string_iterator()]
@@ -112,7 +115,7 @@ def _expanded(override: Override) -> str:
 
 
 class _Task:
-    """A job as Hydra calls it: with a composed configuration."""
+    """A job in the form that Hydra calls."""
 
     __name__ = "mprun"
 

@@ -1,4 +1,4 @@
-"""What each field is called, may hold and means, read off the schema.
+"""Each field's name, legal values and meaning, read from the schema.
 
 One source for three readers: error messages, `mprun --help`, and docs/reference/configuration.md.
 """
@@ -37,12 +37,12 @@ class Field:
 
     @property
     def legal(self) -> str:
-        """The legal values in words, for example "a whole number, or null"."""
+        """The legal values as text, for example "a whole number, or null"."""
         return describe_type(self.type)
 
     @property
     def choices(self) -> list[str]:
-        """The legal words where the field holds one of a few, else an empty list."""
+        """The names of an enum's members; empty for other types."""
         return enum_names(self.type) if isinstance(self.type, EnumMeta) else []
 
     @property
@@ -63,7 +63,7 @@ def enum_names(kind: EnumMeta) -> list[str]:
 
 
 def describe_type(kind: Any) -> str:
-    """The values of a field's type, in words."""
+    """The values of a field's type, as text."""
     if get_origin(kind) in (Union, UnionType):
         inner = [describe_type(a) for a in get_args(kind) if a is not NoneType]
         return " or ".join(inner) + (", or null" if NoneType in get_args(kind) else "")
@@ -75,8 +75,8 @@ def describe_type(kind: Any) -> str:
         return f"a list [name, ...]{of}"
     if get_origin(kind) is dict:
         return f"a mapping {{name: {describe_type(get_args(kind)[1])}, ...}}"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-    return "value" if kind is Any else words.get(kind, str(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return "value" if kind is Any else names.get(kind, str(kind))
 
 
 @cache
@@ -84,7 +84,7 @@ def docs_of(cls: type) -> dict[str, str]:
     """Field name to the string literal that follows the field in the class's source."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-    found = {}
+    docs = {}
     for node, following in pairwise(body):
         if (
             isinstance(node, ast.AnnAssign)
@@ -92,8 +92,8 @@ def docs_of(cls: type) -> dict[str, str]:
             and isinstance(following, ast.Expr)
             and isinstance(following.value, ast.Constant)
         ):
-            found[node.target.id] = str(following.value.value)
-    return found
+            docs[node.target.id] = str(following.value.value)
+    return docs
 
 
 def walk(cls: type = Config, prefix: str = "") -> Iterator[Field]:
@@ -118,23 +118,23 @@ def leaves() -> dict[str, Field]:
 @cache
 def sections() -> tuple[str, ...]:
     """Keys that hold other fields: `train`, `train.optimizer`, ..."""
-    found = []
+    keys = []
     for key in leaves():
         parts = key.split(".")
-        found += [".".join(parts[:n]) for n in range(1, len(parts))]
-    return tuple(dict.fromkeys(found))
+        keys += [".".join(parts[:n]) for n in range(1, len(parts))]
+    return tuple(dict.fromkeys(keys))
 
 
 def options(group: str) -> dict[str, str]:
-    """The shipped options of a group with the comment that opens each file, for the help."""
+    """The shipped options of a group, with the first comment of each file."""
     folder = files("mprun.conf") / group
-    found = {}
+    comment_of = {}
     for entry in sorted(folder.iterdir(), key=lambda e: e.name):
         if entry.name.endswith(".yaml"):
             lines = entry.read_text(encoding="utf-8").splitlines()
             comments = [x[1:].strip() for x in lines if x.startswith("# ") and "@package" not in x]
-            found[entry.name.removesuffix(".yaml")] = comments[0] if comments else ""
-    return found
+            comment_of[entry.name.removesuffix(".yaml")] = comments[0] if comments else ""
+    return comment_of
 
 
 @cache

@@ -1,7 +1,7 @@
-"""The configuration of a run that goes on: its own, with the few fields that may change.
+"""The configuration of a resumed run: its own, with the few fields that may change.
 
-A run is continued bit for bit, so it keeps everything that decides its bits. What only decides when
-it ends, what it writes, or where files lie may be given anew.
+A run is resumed bit for bit, so it keeps every field that decides its bits. Fields that only decide
+when it ends, what it writes, or where files are may change.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ LENGTH = ("train.epochs", "train.max_steps")
 
 
 def resumed(folder: str, parsed: list[Override]) -> DictConfig:
-    """The configuration kept in `folder` with the overrides that are allowed.
+    """The configuration of the run in `folder`, with the overrides that are allowed.
 
     Raises:
-        UsageError: no run is there, or an override would change what is being continued.
+        UsageError: there is no run, or an override would change its bits.
     """
-    config = _kept(Path(folder))
+    config = _saved(Path(folder))
     for override in parsed:
         key, value = override.key_or_group, override.value()
         if key == "run.resume":
@@ -56,7 +56,7 @@ def resumed(folder: str, parsed: list[Override]) -> DictConfig:
     return config
 
 
-def _kept(folder: Path) -> DictConfig:
+def _saved(folder: Path) -> DictConfig:
     path = folder / "config.yaml"
     try:
         config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
@@ -67,7 +67,9 @@ def _kept(folder: Path) -> DictConfig:
         ) from None
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UsageError(f"run.resume={folder}: {path} is no configuration ({reason})") from None
+        raise UsageError(
+            f"run.resume={folder}: {path} is not a valid configuration ({reason})"
+        ) from None
     assert isinstance(config, DictConfig)
     return config
 
@@ -82,11 +84,11 @@ def _check_length(config: DictConfig, key: str, value: Any) -> None:
 
 
 def _check_skip(config: DictConfig, key: str, value: Any) -> None:
-    """Dropping steps is part of what is being continued; looking on is not."""
-    kept = config.debug.fp_exceptions.name
-    if key == "debug.fp_exceptions" and value != kept and "skip" in (value, kept):
+    """Dropping steps changes the run's bits; reporting exceptions does not."""
+    saved = config.debug.fp_exceptions.name
+    if key == "debug.fp_exceptions" and value != saved and "skip" in (value, saved):
         raise UsageError(
-            f"{key}={value}: skip decides what is computed, and the run has {kept}; "
+            f"{key}={value}: skip decides what is computed, and the run has {saved}; "
             "legal changes: between off, log and halt"
         )
 
@@ -99,8 +101,8 @@ def _update(config: DictConfig, key: str, value: Any, text: str) -> None:
 
 
 def _is_same(config: DictConfig, key: str, value: Any) -> bool:
-    """Whether the override repeats what the run has."""
-    if key in GROUPS and "name" not in config[key]:  # an option known by its fields alone
+    """Whether the override repeats the run's value."""
+    if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
         return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
-    kept = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
-    return bool(kept == value) or str(getattr(kept, "name", kept)) == str(value)
+    saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)
+    return bool(saved == value) or str(getattr(saved, "name", saved)) == str(value)

@@ -32,14 +32,14 @@ class Casting(Enum):
 
 
 class Unlisted(Enum):
-    """How an op on no list runs: in the dtype of its first input, or as PyTorch promotes."""
+    """The dtype of an op on no list: that of its first input, or PyTorch's own promotion."""
 
     first_input = "first_input"
     as_it_is = "as_it_is"
 
 
 class Rounding(Enum):
-    """How a result is brought to a narrower dtype; kahan keeps what nearest cuts off."""
+    """How a result is rounded to a narrower dtype; kahan keeps the rounding error of nearest."""
 
     nearest = "nearest"
     stochastic = "stochastic"
@@ -54,14 +54,14 @@ class RoundingScope(Enum):
 
 
 class Overflow(Enum):
-    """What rounding makes of finite numbers beyond a dtype's largest."""
+    """The result of rounding a finite number beyond a dtype's largest."""
 
     infinity = "infinity"
     saturate = "saturate"
 
 
 class Device(Enum):
-    """Where a run computes. `auto` takes CUDA where there is one."""
+    """Where a run computes. `auto` takes CUDA if there is a CUDA device."""
 
     auto = "auto"
     cpu = "cpu"
@@ -69,7 +69,7 @@ class Device(Enum):
 
 
 class Execution(Enum):
-    """Whose arithmetic: PyTorch's kernels, or mprun's rounding around float32."""
+    """PyTorch's kernels, or mprun's rounding around float32 arithmetic."""
 
     auto = "auto"
     native = "native"
@@ -77,7 +77,7 @@ class Execution(Enum):
 
 
 class Speed(Enum):
-    """`plain`: the unadorned loop. `auto`: the table of choices measured to be faster."""
+    """`plain`: the simple loop. `auto`: the choices that were measured to be faster."""
 
     plain = "plain"
     auto = "auto"
@@ -92,7 +92,7 @@ class DataSource(Enum):
 
 
 class DataFallback(Enum):
-    """What `data.source=auto` does when there is neither a local file nor a download."""
+    """What `data.source=auto` uses if there is neither a local file nor a download."""
 
     none = "none"
     generated = "generated"
@@ -107,7 +107,7 @@ class OptimizerName(Enum):
 
 
 class LossScaleKind(Enum):
-    """How the loss is scaled; `auto` is what the mode needs."""
+    """How the loss is scaled; `auto` takes the kind that the mode needs."""
 
     auto = "auto"
     none = "none"
@@ -116,7 +116,7 @@ class LossScaleKind(Enum):
 
 
 class LayerDType(Enum):
-    """What a module can be kept in: a dtype, or a mode's name."""
+    """A module's own precision: a dtype, or a mode's name."""
 
     fp32 = "fp32"
     fp16 = "fp16"
@@ -138,7 +138,7 @@ LAYERS_STORED_LOW = {"fp16_true", "bf16_true", "half_sr", "bf16_sr", "half_sr_fu
 
 
 class FpExceptions(Enum):
-    """What is done about ops that make numbers that are not finite."""
+    """The action after an op that produces a number that is not finite."""
 
     off = "off"
     log = "log"
@@ -155,7 +155,7 @@ class Scheduler(Enum):
 
 
 class LrRule(Enum):
-    """How the learning rate follows a batch that `batch.factor` made larger."""
+    """How the learning rate grows with a batch that `batch.factor` multiplies."""
 
     none = "none"
     linear = "linear"
@@ -169,7 +169,7 @@ class RecipeConfig:
     name: str = MISSING
     """The recipe's name in records and tables."""
     target: str = MISSING
-    """Import path of the recipe's class. Loading it runs its code, so trust where it is from."""
+    """Import path of the recipe's class. Loading it runs its code: only load code you trust."""
     model: dict[str, Any] = field(default_factory=dict)
     """The recipe's own parameters, typed by its class (for example recipe.model.units=64)."""
 
@@ -191,9 +191,9 @@ class PrecisionConfig:
     rounding: Rounding = MISSING
     """Rounding of parameters and optimizer state kept in 16 bits: nearest, stochastic or kahan."""
     rounding_scope: RoundingScope = MISSING
-    """What is rounded so: update, parameters and state as they are written; all, every result."""
+    """What is rounded like this: update, parameters and state when written; all, every result."""
     overflow: Overflow = Overflow.infinity
-    """What rounding makes of finite numbers beyond the largest: infinity, or saturate."""
+    """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
     accum_dtype: DType = MISSING
     """Dtype gradients are accumulated and kept in (PopTorch: accum_type)."""
     momentum_dtype: DType = MISSING
@@ -215,7 +215,7 @@ class OpListsConfig:
     """Which ops are cast by name."""
 
     name: str = MISSING
-    """The chosen lists."""
+    """The name of the lists."""
     lower: list[str] = field(default_factory=list)
     """Ops that compute in the mode's 16-bit dtype."""
     fp32: list[str] = field(default_factory=list)
@@ -249,7 +249,7 @@ class LossScaleConfig:
     name: LossScaleKind = MISSING
     """The kind of loss scale: auto, none, static or dynamic."""
     value: float | None = None
-    """The static factor, or the one a dynamic scale begins with; null for 1024 and 65536."""
+    """The static factor, or the initial dynamic one; null for 1024 and 65536."""
     growth_factor: float = 2.0
     """A dynamic scale is multiplied by this after growth_interval steps without overflow."""
     backoff_factor: float = 0.5
@@ -262,7 +262,7 @@ class LossScaleConfig:
 
 @dataclass
 class BatchConfig:
-    """How the batch follows the precision (half-size tensors leave room)."""
+    """The batch size; half-size tensors leave room for a larger one."""
 
     factor: int = MISSING
     """The base batch, train.batch_size, is multiplied by this."""
@@ -272,10 +272,10 @@ class BatchConfig:
 
 @dataclass
 class LoggerConfig:
-    """Extra sinks for scalars; the record is always written."""
+    """Extra outputs for scalars; the record is always written."""
 
     name: str = MISSING
-    """The chosen logger."""
+    """The name of the logger."""
 
 
 @dataclass
@@ -283,7 +283,7 @@ class PresetConfig:
     """A named bundle of overrides."""
 
     name: str = MISSING
-    """The chosen preset."""
+    """The name of the preset."""
     max_batch_size: int | None = None
     """Cap on train.batch_size that the preset sets."""
     loss_must_fall: bool = False
@@ -337,7 +337,7 @@ class TrainConfig:
     log_every: int = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
     init_from: str | None = None
-    """Begin with the weights in a run's folder, checkpoint or state_dict file; null: drawn."""
+    """Start from the weights in a run's folder, checkpoint or state_dict file; null: drawn."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
 
@@ -351,7 +351,7 @@ class DataConfig:
     root: str | None = None
     """Folder of the data sets in torchvision's layout; else MPRUN_DATA, else the cache folder."""
     fallback: DataFallback = DataFallback.none
-    """generated: use the generated set where neither files nor a download can be had."""
+    """generated: use the generated set if there are neither files nor a download."""
     validation_fraction: float = 0.0
     """Share of the training set, its last part, held out for validation."""
     train_limit: int | None = None
@@ -359,27 +359,27 @@ class DataConfig:
     eval_limit: int | None = None
     """Use only the first n validation and n test samples; null for all."""
     test: bool = True
-    """Whether the test set is used, once, at the end; false while something is being chosen."""
+    """Whether the test set is used, once, at the end; false in a study that selects something."""
 
 
 @dataclass
 class DebugConfig:
-    """Looking for faults; the run computes the same meanwhile (with skip: until it finds one)."""
+    """Debugging; it does not change the run's results (with skip: until an exception occurs)."""
 
     fp_exceptions: FpExceptions = FpExceptions.off
-    """Find the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
+    """Report the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
     halt_after: int = 20
-    """Steps lost in a row, skipped by a dynamic loss scale or dropped, that end halt and skip."""
+    """halt and skip end the run after this many lost steps (skipped or dropped) in a row."""
 
 
 @dataclass
 class RunConfig:
-    """Where a run leaves its record."""
+    """Where a run writes its record."""
 
     dir: str | None = None
     """The run's folder, which must hold no run yet; default outputs/<date>/<time>."""
     resume: str | None = None
-    """Continue the run in this folder from its last checkpoint; its own configuration is used."""
+    """Resume the run in this folder from its last checkpoint, with its own configuration."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""What the commands around runs are told: `compare.margin=0.01`, `seeds=5`.
+"""The settings of commands: `compare.margin=0.01`, `seeds=5`.
 
-Not part of a run's configuration: a run is the same whoever started it, and its variant must be.
+They are not part of a run's configuration, so they do not change its variant.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from mprun.config.reference import Field, walk
 from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, hint
 
+MARGIN, RELATIVE_MARGIN = 0.005, 0.02
+"""Differences inside plus and minus these do not matter: of accuracies; of losses, as a share."""
+SEEDS = {"sweep": 5, "advise": 10, "double": 10, "search-ops": 5}
+"""Runs of each variant, where `seeds` is null."""
+
 
 class FailIf(Enum):
     """Which verdict on any variant makes `mprun compare` end with status 3."""
@@ -28,7 +33,7 @@ class FailIf(Enum):
 
 
 class Split(Enum):
-    """Which samples a metric is of; auto: test, else validation, else training."""
+    """Which samples the metric is computed on; auto: test, else validation, else training."""
 
     auto = "auto"
     test = "test"
@@ -37,7 +42,7 @@ class Split(Enum):
 
 
 class Mix(Enum):
-    """What runs of one comparison may differ in besides the variant."""
+    """What runs of one comparison may differ in, besides the variant."""
 
     recipes = "recipes"
     data = "data"
@@ -49,41 +54,41 @@ class Mix(Enum):
 class CompareSettings:
     """How runs are compared."""
 
-    margin: float = 0.005
+    margin: float = MARGIN
     """Differences of accuracy inside plus and minus this do not matter (0.005 is half a point)."""
-    relative_margin: float = 0.02
+    relative_margin: float = RELATIVE_MARGIN
     """The same for losses, as a share of the baseline's."""
     baseline: str | None = None
-    """Label or hash of the variant the others are set against; null for fp32."""
+    """Label or hash of the variant the others are compared with; null for fp32."""
     split: Split = Split.auto
-    """Which samples the metric is of: auto, test, validation or train."""
+    """Which samples the metric is computed on: auto, test, validation or train."""
     mix: list[Mix] = field(default_factory=list)
     """What may differ between runs: [recipes, data, hardware, code]; by default nothing."""
     fail_if: FailIf = FailIf.none
     """End with status 3 where a variant is worse, or not shown to be equivalent or better."""
     dir: str | None = None
-    """Folder of report.html and the rest; null: the one folder compared, or comparison/ here."""
+    """Folder of the report; null: the one folder compared, or comparison/ here."""
     report: bool = True
-    """Whether files are written, or the table is only printed."""
+    """Whether the report is written, beside the table that is printed."""
 
 
 class Objective(Enum):
-    """What the advised mode is to need least of."""
+    """What the advised mode minimizes."""
 
-    time = "time"
-    memory = "memory"
+    time = "step time"
+    memory = "peak memory"
 
 
 @dataclass
 class AdviseSettings:
-    """How a mode is chosen."""
+    """How a mode is recommended."""
 
     objective: Objective = Objective.time
-    """What is to be small: time (of a step) or memory (at its peak)."""
+    """What is minimized: time (of a step) or memory (at its peak)."""
     max_steps: int = 500
-    """Steps of a trial, where train.max_steps does not say."""
+    """Steps of a trial, if train.max_steps is null."""
     screen: int = 2
-    """Pairs after which a mode that was slower in every one is tried no more."""
+    """After this many pairs, a mode that was slower in every one is dropped."""
 
 
 @dataclass
@@ -91,9 +96,9 @@ class DoubleSettings:
     """How a doubled batch is judged."""
 
     until_oom: bool = False
-    """Look for the largest batch that fits instead (CUDA)."""
+    """Search the largest batch that fits instead (CUDA)."""
     headroom: float = 0.1
-    """Share taken off the largest batch found."""
+    """Share taken off the largest batch that fits."""
 
 
 @dataclass
@@ -101,9 +106,9 @@ class DoctorSettings:
     """How a machine is examined."""
 
     json: bool = False
-    """Whether one JSON object is printed, and nothing else, instead of tables."""
+    """Whether one JSON object is printed instead of tables."""
     budget_s: float = 5.0
-    """About how long rates are measured, in seconds; six rounds are made even beyond."""
+    """About how long rates are measured, in seconds; at least six rounds are made."""
 
 
 @dataclass
@@ -111,71 +116,71 @@ class MemorySettings:
     """What `mprun memory` shows."""
 
     against: str | None = None
-    """Precision mode the others are set against; null: the first of several, else fp32."""
+    """Precision mode the others are compared with; null: the first of several, else fp32."""
     fits: str | None = None
-    """Look for the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
+    """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
     depth: int | None = None
-    """Modules are shown down to this depth, what is inside added to them; null for all."""
+    """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
-    """Whether the pictures are drawn."""
+    """Whether the plots are drawn."""
 
 
 @dataclass
 class NumericsSettings:
-    """Which steps are looked at, and what is asked of their numbers."""
+    """Which steps are inspected, and what their numbers must keep."""
 
     steps: int = 20
-    """Steps looked at, evenly spread over the span."""
+    """Steps that are inspected, evenly spread over the span."""
     warmup: int = 3
-    """Steps before the first one that may be looked at."""
+    """Steps before the first one that may be inspected."""
     span: int = 200
-    """The last step that may be looked at; a shorter run's own last step where that comes first."""
+    """The last step that may be inspected; at most the run's last step."""
     headroom: float = 2.0
     """How many times larger gradients may become before one overflows at the recommended scale."""
     needed_db: float = 20.0
-    """Signal over noise, in dB, that numbers have to keep in a format for it to do."""
+    """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
     try_scales: bool = False
-    """Whether every power of two is tried as loss scale: some thirty passes more at each step."""
+    """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
     top: int = 20
     """Rows of the table, the worst first; all are in numerics.json."""
     plots: bool = True
-    """Whether the pictures are drawn."""
+    """Whether the plots are drawn."""
 
 
 @dataclass
 class SearchOpsSettings:
-    """How ops that must stay in float32 are searched, and what is tolerated of the others."""
+    """How ops that must stay in float32 are searched, and the tolerance for the others."""
 
     tolerance: float = 0.01
     """Relative difference of the loss from float32's that is tolerated."""
     gradient_db: float | None = 20.0
     """Least SQNR of any parameter's gradient against float32's, in dB; null: the loss alone."""
     batches: int = 4
-    """Batches of validation data that are measured on."""
+    """Batches of validation data used for the measurements."""
     warmup_steps: int = 20
-    """Steps trained in float32 before; 0 measures the weights as they begin."""
+    """Steps trained in float32 before; 0 measures the initial weights."""
     always: list[str] = field(default_factory=list)
-    """Ops that stay in float32 whatever is measured: [softmax, log]."""
+    """Ops that always stay in float32: [softmax, log]."""
     modules: bool = True
-    """Whether modules are measured, and suggested where they are the better answer."""
+    """Whether modules are measured, and suggested if they are the better answer."""
     timed_steps: int = 10
-    """Forward and backward passes timed of each op and module, in turn; 0 for no times."""
+    """Timed forward and backward passes for each op and module; 0 for no times."""
     steps: int = 100
     """Optimizer steps of each training of the proof; 0 for no proof."""
-    margin: float = 0.005
+    margin: float = MARGIN
     """Differences of the proof's accuracies inside plus and minus this do not matter."""
-    relative_margin: float = 0.02
+    relative_margin: float = RELATIVE_MARGIN
     """The same for losses, as a share of float32's."""
 
 
 @dataclass
 class Settings:
-    """Everything that is said to a command and not to a run."""
+    """The settings of all commands."""
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
-    """How a mode is chosen."""
+    """How a mode is recommended."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
     """How a doubled batch is judged."""
     doctor: DoctorSettings = field(default_factory=DoctorSettings)
@@ -183,17 +188,17 @@ class Settings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     """What `mprun memory` shows."""
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
-    """Which steps `mprun numerics` looks at, and what it asks of their numbers."""
+    """Which steps `mprun numerics` inspects, and what their numbers must keep."""
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
     """How ops that must stay in float32 are searched."""
     seeds: int | None = None
     """Runs of each variant; null for 5, in advise and double 10."""
     first_seed: int = 0
-    """The first seed; the others follow. Another one makes a study of fresh seeds."""
+    """The first seed; the others follow. A higher one makes a study with fresh seeds."""
 
 
 RANGES = {
-    # 0.5 for half a point would find anything equivalent.
+    # 0.5, written for half a point, would make everything equivalent.
     "compare.margin": Range(0, 0.1, low_open=True),
     "compare.relative_margin": Range(0, 1, low_open=True),
     "advise.max_steps": COUNT,
@@ -221,42 +226,42 @@ RANGES = {
 
 
 def fields(sections: Sequence[str] = ()) -> dict[str, Field]:
-    """Key to field, for those whose first part is in `sections`; all without any."""
-    found = {f.key: f for f in walk(Settings)}
-    return {k: f for k, f in found.items() if not sections or k.partition(".")[0] in sections}
+    """Key to field, if its first part is in `sections`; all fields without any."""
+    known = {f.key: f for f in walk(Settings)}
+    return {k: f for k, f in known.items() if not sections or k.partition(".")[0] in sections}
 
 
-def take(words: Sequence[str], *sections: str) -> tuple[Settings, list[str]]:
-    """The settings among `words`, and the words that are left.
+def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]:
+    """The settings among the overrides, and the other overrides.
 
     Args:
-        words: overrides, `name=value`.
-        sections: first parts of the keys this command knows, for example "compare", "seeds".
+        overrides: `name=value`.
+        sections: first parts of the keys this command takes, for example "compare", "seeds".
 
     Raises:
-        UsageError: a setting that is not known, or a value that is not legal.
+        UsageError: there is no such setting, or its value is not legal.
     """
     settings, rest = OmegaConf.structured(Settings), []
     known = fields(sections)
-    for word in words:
-        if word.lstrip("+").partition("=")[0].partition(".")[0] not in sections:
-            rest.append(word)
+    for text in overrides:
+        if text.lstrip("+").partition("=")[0].partition(".")[0] not in sections:
+            rest.append(text)
             continue
-        override = parse(word)
+        override = parse(text)
         key, value = override.key_or_group, override.value()
         if key not in known:
             raise UsageError(
-                f"'{word}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
+                f"'{text}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
             )
-        _set(settings, known[key], value, word)
+        _set(settings, known[key], value, text)
     return cast(Settings, OmegaConf.to_object(settings)), rest
 
 
-def _set(settings: Any, found: Field, value: Any, word: str) -> None:
+def _set(settings: Any, field: Field, value: Any, text: str) -> None:
     try:
-        OmegaConf.update(settings, found.key, value)
+        OmegaConf.update(settings, field.key, value)
     except (OmegaConfBaseException, ValueError):
-        near = hint(str(value), found.choices)
-        raise UsageError(f"'{word}': {found.key} is {found.legal}{near}") from None
-    if found.key in RANGES:
-        RANGES[found.key].check(found.key, value)
+        near = hint(str(value), field.choices)
+        raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
+    if field.key in RANGES:
+        RANGES[field.key].check(field.key, value)

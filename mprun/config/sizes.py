@@ -15,16 +15,16 @@ UNITS = {
 
 
 def parse_size(text: str, key: str) -> int:
-    """The bytes that `text`, the value of the setting `key`, stands for.
+    """The bytes in `text`, the value of the setting `key`.
 
     Raises:
-        UsageError: it is no amount of memory above zero.
+        UsageError: it is not an amount of memory above zero.
     """
     by_name = {name.lower(): factor for name, factor in UNITS.items()}
-    found = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
-    factor = by_name.get(found[2].lower() or "b") if found else None
+    match = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
+    factor = by_name.get(match[2].lower() or "b") if match else None
     try:
-        size = float(found[1]) * factor if found and factor else math.nan
+        size = float(match[1]) * factor if match and factor else math.nan
     except ValueError:
         size = math.nan
     if not 1 <= size < 2**63:

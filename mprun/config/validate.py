@@ -1,7 +1,7 @@
-"""Checks the types cannot express: ranges, combinations, and fields without effect.
+"""Checks that types cannot express: ranges, combinations, and fields without effect.
 
-Ranges are data; a combination is a small function that raises. Legal values that depend on the
-machine or on a recipe's class are checked where those are known (`build/`).
+Legal values that depend on the machine or on a recipe's class are checked in `assemble/`, where
+those are known.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mprun.errors import UsageError
 
 @dataclass(frozen=True)
 class Range:
-    """A closed or half-open interval a number must lie in; infinities and NaN never do."""
+    """An interval that a number must lie in; infinities and NaN never do."""
 
     low: float
     high: float = math.inf
@@ -53,7 +53,7 @@ class Range:
         return math.isfinite(value) and above and below
 
     def check(self, key: str, value: float | None) -> None:
-        """Raise `UsageError` unless `value` lies inside, or is none."""
+        """Raise `UsageError` unless `value` lies inside or is None."""
         if value is not None and not self.holds(value):
             raise UsageError(f"{key}={value}: legal is {self}")
 
@@ -150,7 +150,7 @@ def check(config: Config) -> None:
     for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
-            raise UsageError(f"{key}={value!r}: the name of {kind}, or null for the default")
+            raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
 
 
 def _check_op_lists(config: Config) -> None:
@@ -175,8 +175,8 @@ def _check_op_lists(config: Config) -> None:
     given = [key for key in ("lower_file", "fp32_file", "promote_file") if getattr(lists, key)]
     if given and not by_lists:
         raise UsageError(
-            f"op_lists.{given[0]} with op_lists=none: a file takes the place of one of several "
-            "lists; choose the others, for example op_lists=hmp"
+            f"op_lists.{given[0]} with op_lists=none: a file replaces one of several lists; "
+            "name the others, for example op_lists=hmp"
         )
 
 
@@ -195,7 +195,7 @@ def _check_length(config: Config) -> None:
 
 
 def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
-    """none, static or dynamic: `auto` is dynamic where the mode or a layer computes in float16.
+    """none, static or dynamic; `auto` is dynamic if the mode or a layer computes in float16.
 
     Args:
         config: the configuration.
@@ -223,36 +223,36 @@ NEUTRAL = {
     "precision.variance_dtype": "float32",
     "batch.lr_rule": "none",
 }
-"""Values of fields that have no default in the schema, where they have no effect."""
+"""The values of fields without effect that have no default in the schema."""
 
 
 def without_inert(
     config: Config, resolved: Mapping[str, Any], unused: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The configuration with one value for each field that has no effect: what makes a variant.
+    """The configuration with a fixed value in each field without effect: it identifies a variant.
 
     Args:
         config: the configuration.
         resolved: the same as plain values.
-        unused: fields that have no effect beside those that `without_effect` knows.
+        unused: further fields that have no effect.
 
     Returns:
-        `resolved` with the schema's default, or that of `NEUTRAL`, in such fields.
+        `resolved` with the default of the schema or of `NEUTRAL` in such fields.
     """
-    made: dict[str, Any] = copy.deepcopy(dict(resolved))
+    normalized: dict[str, Any] = copy.deepcopy(dict(resolved))
     default = Config()
     for key in {**dict(_reasons(config)), **dict.fromkeys(unused)}:
         value = NEUTRAL.get(key, get(default, key))
         if key == "train.eval_batch_size":  # nothing is evaluated; each recipe states its own
             value = config.train.batch_size
         section, _, name = key.rpartition(".")
-        place = reduce(lambda node, part: node[part], section.split("."), made)
+        fields = reduce(lambda node, part: node[part], section.split("."), normalized)
         if value != MISSING:
-            place[name] = value.name if isinstance(value, Enum) else value
+            fields[name] = value.name if isinstance(value, Enum) else value
     low = stored_low(config)
     if config.precision.rounding is Rounding.kahan and low == {"momentum"}:
-        made["precision"]["rounding"] = "stochastic"  # a moment has no remainder
-    return made
+        normalized["precision"]["rounding"] = "stochastic"  # a moment has no remainder
+    return normalized
 
 
 def _reasons(config: Config) -> Iterator[tuple[str, str]]:
@@ -290,12 +290,12 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     for name in ("growth_factor", "backoff_factor", "growth_interval", "floor", "value"):
         if kind == "none" or (kind == "static" and name != "value"):
             yield f"loss_scale.{name}", f"the loss scale of this run is {kind}"
-    optimizer, kept = config.train.optimizer, stored_low(config)
+    optimizer, low = config.train.optimizer, stored_low(config)
     nothing = f"precision={config.precision.name} keeps nothing in 16 bits"
-    if config.precision.rounding_scope is RoundingScope.update and kept <= {"variance"}:
+    if config.precision.rounding_scope is RoundingScope.update and low <= {"variance"}:
         always = "a second moment in 16 bits is always rounded stochastically"
-        yield "precision.rounding", always if kept else nothing
-    if not kept and not _may_emulate_low(config):
+        yield "precision.rounding", always if low else nothing
+    if not low and not _may_emulate_low(config):
         yield "precision.overflow", f"{nothing}, and native kernels never saturate"
     moments = kept_moments(optimizer)
     if "momentum" not in moments:
@@ -313,9 +313,9 @@ def kept_moments(optimizer: OptimizerConfig) -> set[str]:
 
 
 def stored_low(config: Config) -> set[str]:
-    """What is kept in 16 bits between steps, of "parameters", "momentum" and "variance".
+    """Which of "parameters", "momentum" and "variance" are kept in 16 bits between steps.
 
-    What a file of layers says is not known here: it may keep parameters so.
+    The content of `precision.layers_file` is not known here: it may keep parameters in 16 bits.
     """
     row = config.precision
     low = {m for m in kept_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
@@ -329,7 +329,7 @@ def stored_low(config: Config) -> set[str]:
 
 
 def _may_emulate_low(config: Config) -> bool:
-    """Whether 16-bit arithmetic is emulated; for float16 partials that depends on the device."""
+    """Whether 16-bit arithmetic may be emulated: float16 partials depend on the device."""
     row = config.precision
     partials = config.execution is Execution.auto and row.partials_dtype is DType.float16
     wanted = config.execution is Execution.emulated or row.rounding_scope is RoundingScope.all

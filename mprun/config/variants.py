@@ -1,16 +1,16 @@
-"""Which variants overrides stand for: every mode, or every combination of what is listed.
+"""Which variants a study has: every mode, or every combination of the values that are listed.
 
-`precision=fp32,bf16_mixed op_lists=none,hmp` are four combinations, one of which cannot be: op
-lists have no meaning in float32. A combination that cannot be is left out, and said; a value that
-can be in none at all is a mistake. A combination that differs from an earlier one only in fields
-without effect is that variant once more, and left out too.
+`precision=fp32,bf16_mixed op_lists=none,hmp` are four combinations, and one is invalid: op lists
+have no meaning in float32. Invalid combinations are left out and reported. A value that is invalid
+in every combination is an error. A combination that differs from an earlier one only in fields
+without effect is the same variant, so it is left out too.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mprun.config.compose import compose, parse
@@ -21,74 +21,73 @@ from mprun.errors import UsageError
 
 BASELINE = "fp32"
 NEUTRAL = ("none", "base")
-"""Options that change nothing, and stand in no name."""
-NOT_HERE = ("run.dir", "run.resume", "seed")
+"""Options that change nothing. They are not part of a name."""
+SET_BY_STUDY = ("run.dir", "run.resume", "seed")
 
 
 @dataclass(frozen=True)
 class Variants:
-    """What a study runs, and what it does not."""
+    """The variants of a study."""
 
-    words: dict[str, tuple[str, ...]]
-    """A variant's name to its overrides."""
-    left_out: dict[str, str]
-    """A combination's name to why it cannot be, or which other one it is."""
+    overrides: dict[str, tuple[str, ...]]
+    """By name."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """The reason why a combination is invalid, or which variant it repeats; by name."""
 
 
 def modes(config_dir: Path | None = None) -> list[str]:
-    """Every precision mode, the user's own among them, float32 first."""
+    """Every precision mode, those in `config_dir` included, float32 first."""
     own = () if config_dir is None else (config_dir / "precision").glob("*.yaml")
-    found = {*options("precision"), *(path.stem for path in own)} - {*aliases("precision")}
-    return sorted(found, key=lambda name: (name != BASELINE, name))
+    names = {*options("precision"), *(path.stem for path in own)} - {*aliases("precision")}
+    return sorted(names, key=lambda name: (name != BASELINE, name))
 
 
-def variants(words: Sequence[str], config_dir: Path | None = None) -> Variants:
-    """The variants that overrides stand for.
+def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Variants:
+    """The variants of a study.
 
     Args:
-        words: overrides; without `precision`, every mode is meant.
+        overrides: those of its runs; without `precision`, every mode is included.
         config_dir: a further folder of configs, or None.
 
     Raises:
-        UsageError: an override that is wrong in every combination, or in the only one.
+        UsageError: an override is invalid in every combination, or in the only one.
     """
-    parsed = [parse(word) for word in words]
+    parsed = [parse(text) for text in overrides]
     for override in parsed:
-        if override.key_or_group in NOT_HERE:
+        if override.key_or_group in SET_BY_STUDY:
             raise UsageError(
-                f"'{override.input_line}': a study names seeds and folders itself; "
+                f"'{override.input_line}': a study sets seeds and folders itself; "
                 "seeds=5 runs seeds 0 to 4"
             )
-    named = any(o.key_or_group == "precision" for o in parsed)
-    if not named:
+    has_precision = any(o.key_or_group == "precision" for o in parsed)
+    if not has_precision:
         parsed = [parse(f"precision={','.join(modes(config_dir))}"), *parsed]
     varied = [i for i, o in enumerate(parsed) if o.is_sweep_override()]
     varied = varied or [i for i, o in enumerate(parsed) if o.key_or_group == "precision"]
-    found: dict[str, tuple[str, ...]] = {}
+    valid: dict[str, tuple[str, ...]] = {}
     left_out: dict[str, str] = {}
-    failed: list[tuple[tuple[str, ...], UsageError]] = []
-    names: dict[str, str] = {}
-    repeated: set[str] = set()
+    errors: list[tuple[tuple[str, ...], UsageError]] = []
+    names: dict[str, str] = {}  # configuration without inert fields, to the first variant's name
+    accepted: set[str] = set()  # overrides that are valid in some combination
     for combination in combinations(parsed):
         name = _name(combination, varied)
         try:
             composed = compose([*combination, "seed=0"], config_dir)
         except UsageError as error:
-            failed.append((combination, error))
+            errors.append((combination, error))
             left_out[name] = str(error)
+            continue
+        accepted.update(combination)
+        effect = json.dumps(without_inert(composed.config, composed.resolved), sort_keys=True)
+        if (first := names.setdefault(effect, name)) == name:
+            valid[name] = combination
         else:
-            effect = json.dumps(without_inert(composed.config, composed.resolved), sort_keys=True)
-            if (first := names.setdefault(effect, name)) == name:
-                found[name] = combination
-            else:
-                left_out[name] = "; ".join([f"the same as {first}", *composed.warnings])
-                repeated.update(combination)
-    used = {word for combination in found.values() for word in combination} | repeated
-    for combination, refusal in failed:
-        exempt = combination[:1] if not named else ()
-        if not used.issuperset(set(combination) - set(exempt)):
+            left_out[name] = "; ".join([f"the same as {first}", *composed.warnings])
+    for combination, refusal in errors:
+        checked = combination if has_precision else combination[1:]
+        if not accepted.issuperset(checked):
             raise refusal
-    return Variants(found, left_out)
+    return Variants(valid, left_out)
 
 
 def _name(combination: Sequence[str], varied: Sequence[int]) -> str:
@@ -99,5 +98,5 @@ def _name(combination: Sequence[str], varied: Sequence[int]) -> str:
         if key in GROUPS and value in NEUTRAL:
             continue
         parts.append(value if key in GROUPS else f"{key.lstrip('+')}={value}")
-    precision = [w.partition("=")[2] for w in combination if w.startswith("precision=")]
+    precision = [x.partition("=")[2] for x in combination if x.startswith("precision=")]
     return "+".join(parts) or precision[-1]

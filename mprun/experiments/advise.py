@@ -1,35 +1,78 @@
-"""Which mode to take: a decision over a comparison, with a reason for every mode that lost.
+"""Which mode to take: a decision over a comparison, with a reason for every rejected mode.
 
-A mode may be taken where all of this holds:
+A mode is a candidate where all of this holds:
 
     its metric is shown to be equivalent to the baseline's within the margin, or better
     no run of it failed, and none shows a numerical alarm
     its step time (or its memory) is smaller than the baseline's: the ratio's interval lies below 1
 
-Of those that may, the one with the smallest ratio is taken; where none may, the baseline. A mode
-about which the trials cannot tell is not taken: not shown to be worse is not shown to be as good.
+The candidate with the smallest ratio is taken, and without a candidate the baseline. A mode whose
+result is inconclusive is no candidate: it was not shown to be worse, nor to be equivalent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from mprun.assemble import DataCache, make_plan
+from mprun.compare.digits import counted
 from mprun.compare.rows import Advice, Comparison, Estimate, Variant
+from mprun.config import compose
+from mprun.config.settings import Objective
+from mprun.config.study_request import StudyRequest
+from mprun.config.variants import BASELINE, variants
+from mprun.errors import UsageError
+from mprun.experiments.study import Study, held_out, new_study
 from mprun.experiments.trials import Outcome
-from mprun.records.run_record import Summary
-from mprun.report.cells import counted
+from mprun.records.run_record import Summary, number, read_lines
 
-Objective = Literal["time", "memory"]
 SAME_MEMORY = 1.01
 """Peaks within this factor are the same."""
-NOUN = {"time": "step time", "memory": "peak memory"}
+SKIPPED_SHARE = 0.05
+"""Share of skipped steps in the second half of a run. A dynamic loss scale has settled by then."""
+
+
+def new_advise_study(request: StudyRequest) -> Study:
+    """Short trials of the modes that run natively, on validation data.
+
+    Raises:
+        UsageError: anything wrong with the overrides or the folder, or only one mode can be tried.
+    """
+    listed, load = variants(request.overrides, request.config_dir), DataCache()
+    not_tried = dict(listed.left_out)
+    native: dict[str, tuple[str, ...]] = {}
+    of_trials: list[str] = []
+    baselines: list[str] = []
+    for name, overrides in listed.overrides.items():
+        composed = compose(overrides, request.config_dir)
+        try:
+            planned = make_plan(composed.config, composed.given, load=load)
+        except UsageError as error:
+            not_tried[name] = str(error)
+            continue
+        if planned.execution == "emulated":
+            not_tried[name] = "emulated here: its cost on hardware that supports it is unknown"
+            continue
+        if not native:
+            of_trials = held_out(composed, load)
+            if composed.config.train.max_steps is None:
+                of_trials.append(f"train.max_steps={request.settings.advise.max_steps}")
+        native[name] = overrides
+        if planned.policy.name == BASELINE:
+            baselines.append(name)
+    if not native:
+        raise UsageError(next(iter(not_tried.values())))
+    if len(native) == 1:
+        raise UsageError(f"there is nothing to choose from: only {next(iter(native))} can be tried")
+    ordered = {name: native[name] for name in sorted(native, key=lambda n: n not in baselines)}
+    return new_study(request, ordered, of_trials=of_trials, not_tried=not_tried, load=load)
 
 
 def advise(
     comparison: Comparison,
-    alarms: Mapping[str, Sequence[str]],
+    alarms_of: Mapping[str, Sequence[str]],
     objective: Objective,
     screened_out: Mapping[str, str] | None = None,
     not_tried: Mapping[str, str] | None = None,
@@ -38,70 +81,72 @@ def advise(
 
     Args:
         comparison: the trials', on validation data.
-        alarms: a variant's label to what is alarming about its runs.
-        objective: what is to be small.
+        alarms_of: a variant's label to the alarms of its runs, see `alarms`.
+        objective: what is minimized.
         screened_out: modes whose trials ended early and are not in the comparison, to the reason.
         not_tried: modes that had no trial, to the reason.
     """
     baseline, *others = comparison.variants
-    refused = {v.label: _refusal(v, alarms.get(v.label, ()), objective) for v in others}
-    may = [v for v in others if refused[v.label] is None]
-    best = _best(may, objective) if may else baseline
-    lost = dict(screened_out or {})
-    lost |= {label: reason for label, reason in refused.items() if reason is not None}
-    for v in may:
+    refused = {v.label: _refusal(v, alarms_of.get(v.label, ()), objective) for v in others}
+    candidates = [v for v in others if refused[v.label] is None]
+    best = _best(candidates, objective) if candidates else baseline
+    rejected = dict(screened_out or {})
+    rejected |= {label: reason for label, reason in refused.items() if reason is not None}
+    for v in candidates:
         if v is not best:
-            less = "is faster with as little" if _is_tie(v, best, objective) else "needs less"
-            lost[v.label] = f"{_ratio_text(v, objective)}; {best.label} {less}"
+            tie = _is_tie(v, best, objective)
+            gain = "is faster with the same memory" if tie else "needs less"
+            rejected[v.label] = f"{_ratio_text(v, objective)}; {best.label} {gain}"
     if best is baseline:
-        reason = f"no other mode was shown to need less {NOUN[objective]} at an equal metric"
+        reason = f"no other mode was shown to need less {objective.value} at an equal metric"
     else:
-        lost[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
+        rejected[baseline.label] = f"{best.label} needs {_ratio_text(best, objective)}"
         reason = f"{_ratio_text(best, objective)}, {comparison.metric} {best.verdict.word}"
-    notes = tuple(_doubts(may, best, others, objective))
-    return Advice(best.label, reason, lost, dict(not_tried or {}), notes)
+    notes = tuple(_notes(candidates, best, others, objective))
+    return Advice(best.label, reason, rejected, dict(not_tried or {}), notes)
 
 
-def _best(may: Sequence[Variant], objective: Objective) -> Variant:
-    """The smallest; of those whose memory is as small, the fastest."""
-    least = min(may, key=lambda v: _value(v, objective))
-    if objective == "time":
+def _best(candidates: Sequence[Variant], objective: Objective) -> Variant:
+    """The smallest; among equal peaks of memory, the fastest."""
+    least = min(candidates, key=lambda v: _value(v, objective))
+    if objective is Objective.time:
         return least
-    equal = [v for v in may if _is_tie(v, least, objective)]
+    equal = [v for v in candidates if _is_tie(v, least, objective)]
     return min(equal, key=lambda v: v.step_time_ratio.value if v.step_time_ratio else math.inf)
 
 
 def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
-    """Whether two peaks differ by a hundredth at most: a few bytes choose nothing."""
-    if objective == "time":
+    """Whether two peaks differ by 1 % at most: a few bytes decide nothing."""
+    if objective is Objective.time:
         return False
     ratio = _value(variant, objective) / _value(best, objective)
     return 1 / SAME_MEMORY <= ratio <= SAME_MEMORY
 
 
-def _refusal(variant: Variant, alarms: Sequence[str], objective: Objective) -> str | None:
-    """Why a mode cannot be taken, or None."""
+def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective) -> str | None:
+    """Why a mode is no candidate, or None."""
     if variant.execution == "emulated":
         return (
-            "emulated here: what its own arithmetic would cost on hardware that has it cannot "
-            "be measured on this machine"
+            "emulated here: its cost on hardware that supports it cannot be measured on this "
+            "machine"
         )
     if variant.verdict.word not in ("equivalent", "better"):
         return f"{variant.verdict}: {variant.verdict.reason}"
-    if alarms:
-        return f"numerical alarm: {alarms[0]}"
+    if alarm_texts:
+        return f"numerical alarm: {alarm_texts[0]}"
     if not _is_smaller(variant, objective):
         return _no_gain(variant, objective)
-    if objective == "time" and variant.substituted:
+    if objective is Objective.time and variant.substituted:
         return f"{variant.substituted}: {_ratio_text(variant, objective)}, no gain of float16"
     return None
 
 
 def _no_gain(variant: Variant, objective: Objective) -> str:
-    """What was measured of a mode that is not shown to need less."""
+    """What was measured of a mode that was not shown to need less."""
     ratio = variant.step_time_ratio
-    if objective == "memory" or ratio is None:
-        return f"not less: {_ratio_text(variant, objective)}"
+    if objective is Objective.memory or ratio is None:
+        smaller = "smaller" if objective is Objective.memory else "faster"
+        return f"not {smaller}: {_ratio_text(variant, objective)}"
     interval = ratio.interval
     if interval is not None and interval.low > 1:
         return f"slower: {_ratio_text(variant, objective)}"
@@ -113,14 +158,14 @@ def _no_gain(variant: Variant, objective: Objective) -> str:
 
 
 def _is_smaller(variant: Variant, objective: Objective) -> bool:
-    if objective == "memory":
+    if objective is Objective.memory:
         return variant.memory_ratio is not None and variant.memory_ratio < 1 / SAME_MEMORY
     ratio = variant.step_time_ratio
     return ratio is not None and ratio.interval is not None and ratio.interval.high < 1
 
 
 def _value(variant: Variant, objective: Objective) -> float:
-    if objective == "memory":
+    if objective is Objective.memory:
         assert variant.memory_ratio is not None
         return variant.memory_ratio
     assert variant.step_time_ratio is not None
@@ -129,11 +174,14 @@ def _value(variant: Variant, objective: Objective) -> float:
 
 def _ratio_text(variant: Variant, objective: Objective) -> str:
     """`0.61 of the baseline's step time [0.59, 0.63]`."""
-    noun = NOUN[objective]
-    if objective == "memory":
+    if objective is Objective.memory:
         known = variant.memory_ratio is not None
-        return f"{variant.memory_ratio:.2f} of the baseline's {noun}" if known else f"no {noun}"
-    return f"{ratio_figure(variant.step_time_ratio)} of the baseline's {noun}"
+        return (
+            f"{variant.memory_ratio:.2f} of the baseline's {objective.value}"
+            if known
+            else f"no {objective.value}"
+        )
+    return f"{ratio_figure(variant.step_time_ratio)} of the baseline's {objective.value}"
 
 
 def ratio_figure(ratio: Estimate | None) -> str:
@@ -145,30 +193,24 @@ def ratio_figure(ratio: Estimate | None) -> str:
     return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
 
 
-def _doubts(
-    may: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: Objective
-) -> list[str]:
-    found = []
-    if objective == "time" and best.step_time_ratio and best.step_time_ratio.interval:
+def _notes(
+    candidates: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: Objective
+) -> Iterator[str]:
+    if objective is Objective.time and best.step_time_ratio and best.step_time_ratio.interval:
         high = best.step_time_ratio.interval.high
-        for v in may:
+        for v in candidates:
             if v is not best and _value(v, objective) < high:
-                found.append(f"{v.label} is as fast as {best.label} within the noise{_memory(v)}")
+                yield f"{v.label} is as fast as {best.label} within the noise{_memory(v)}"
     for v in others:
         undecided = v.verdict.word == "inconclusive" and v.verdict.more_seeds
-        counts = objective == "memory" or v.has_own_times
+        counts = objective is Objective.memory or v.has_own_times
         if undecided and counts and _is_smaller(v, objective):
-            seeds, fresh = len(v.runs) + (v.verdict.more_seeds or 0), _fresh_seed(v)
-            found.append(
-                f"{v.label} needs {_ratio_text(v, objective)}, and its metric is undecided: "
-                f"a study with seeds={seeds} first_seed={fresh} would probably tell"
+            seeds = len(v.runs) + (v.verdict.more_seeds or 0)
+            fresh = 1 + max(run.summary.seed for run in v.runs)
+            yield (
+                f"{v.label} needs {_ratio_text(v, objective)}, and its metric is inconclusive: "
+                f"a study with seeds={seeds} first_seed={fresh} would likely settle it"
             )
-    return found
-
-
-def _fresh_seed(variant: Variant) -> int:
-    """The first seed after those that were looked at."""
-    return 1 + max(run.summary.seed for run in variant.runs)
 
 
 def _memory(variant: Variant) -> str:
@@ -180,15 +222,15 @@ def _memory(variant: Variant) -> str:
 def screened(
     outcomes: Sequence[Outcome], baseline: str, objective: Objective, pairs: int
 ) -> dict[str, str]:
-    """Variants that cannot win, with why: they failed, or needed more in every one of the pairs.
+    """Variants that cannot win, to the reason: they failed, or needed more in every pair.
 
     Args:
         outcomes: of the trials so far.
-        baseline: the variant the others are set against.
-        objective: what is to be small.
-        pairs: how many pairs it takes.
+        baseline: the variant that the others are compared with.
+        objective: what is minimized.
+        pairs: how many pairs are needed for that.
     """
-    found = {
+    dropped = {
         o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
         for o in outcomes
         if o.error is not None and o.trial.variant != baseline
@@ -203,17 +245,69 @@ def screened(
         ratios = [need / base[seed] for seed, need in by_seed.items() if seed in base]
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            found.setdefault(
+            dropped.setdefault(
                 variant,
                 f"screened out after {counted(len(ratios), 'pair')}: {figures} of {baseline}'s "
-                f"{NOUN[objective]}",
+                f"{objective.value}",
             )
-    return found
+    return dropped
 
 
 def _need(summary: Summary | None, objective: Objective) -> float | None:
     if summary is None:
         return None
-    if objective == "memory":
+    if objective is Objective.memory:
         return summary.memory_bytes.peak
     return summary.step_time_ms.median
+
+
+def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
+    """Signs of a numerical problem in a run's record, whatever its final metric, a sentence each.
+
+    A short trial may end with a good metric although steps are skipped again and again, or the loss
+    scale falls without end.
+
+    Args:
+        summary: the run's summary.
+        lines: those of its metrics.jsonl.
+    """
+    return [*_skipped(summary, lines), *_scale(summary), *_losses(summary)]
+
+
+def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
+    """A variant's label to the alarms of its runs."""
+    return {
+        v.label: [
+            f"seed {run.summary.seed}: {text}"
+            for run in v.runs
+            for text in alarms(run.summary, read_lines(run.path))
+        ]
+        for v in comparison.variants
+    }
+
+
+def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    # Every skipped step has a line, whatever train.log_every is; others may have none.
+    half = summary.steps // 2
+    late = summary.steps - half
+    is_step = (line for line in lines if line.get("kind") == "step" and line["step"] > half)
+    skipped = sum(bool(line.get("skipped")) for line in is_step)
+    if skipped > SKIPPED_SHARE * late:
+        yield f"{skipped} of the last {late} steps were skipped: gradients overflow"
+
+
+def _scale(summary: Summary) -> Iterator[str]:
+    row = summary.loss_scale
+    if row.kind == "dynamic" and row.final < 1:
+        yield f"the loss scale fell to {row.final:g}: gradients overflow even unscaled"
+
+
+def _losses(summary: Summary) -> Iterator[str]:
+    losses_of = {
+        "training": [summary.train.loss, *(e.train.loss for e in summary.history)],
+        "validation": [e.validation.loss for e in summary.history],
+        "test": [summary.test.loss],
+    }
+    for name, losses in losses_of.items():
+        if any(x is not None and not math.isfinite(number(x)) for x in losses):
+            yield f"a {name} loss was not finite"

@@ -1,8 +1,8 @@
 """Is a doubled batch worth it? A decision over a comparison of the base batch with twice its size.
 
-Half-size tensors leave room for twice the batch. More samples per step use wide hardware better,
-and each epoch takes half the steps, which may cost accuracy unless the learning rate follows:
-unchanged, times the root of two, or doubled. All are compared after equal epochs.
+Half-size tensors leave room for twice the batch. More samples per step use wide hardware better.
+But an epoch then has half the steps, which may cost accuracy unless the learning rate grows too:
+unchanged, times the square root of two, or doubled. All are compared after equal epochs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,59 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from mprun.assemble import DataCache, make_plan
 from mprun.compare.rows import Comparison, Variant
+from mprun.config import Composed, compose
+from mprun.config.study_request import StudyRequest
+from mprun.errors import UsageError
 from mprun.experiments.advise import ratio_figure
+from mprun.experiments.study import Study, held_out, new_study
 
 Answer = Literal["double it", "don't", "inconclusive"]
 
 RULES = ("none", "linear", "sqrt")
-"""What the learning rate is multiplied by: 1, 2, or the root of 2."""
+"""The learning rate is multiplied by 1, 2, or the square root of 2."""
+
+
+def new_double_study(request: StudyRequest) -> Study:
+    """The base batch, and twice its size with each learning-rate rule.
+
+    Raises:
+        UsageError: anything wrong with the overrides or the folder, or too few samples.
+    """
+    overrides, config_dir, load = request.overrides, request.config_dir, DataCache()
+    for text in overrides:
+        if text.lstrip("+").startswith("batch"):
+            raise UsageError(
+                f"'{text}': mprun double sets the batch itself; train.batch_size is its base"
+            )
+    composed = compose([*overrides, "batch=double"], config_dir)
+    _check_length(composed)
+    planned = make_plan(composed.config, composed.given, load=load)
+    samples, doubled = len(planned.splits.train), planned.batch.effective
+    if doubled > samples:
+        raise UsageError(
+            f"the training set has {samples} samples, less than a batch of {doubled}; legal: "
+            f"train.batch_size up to {samples // 2}"
+        )
+    listed = {"base": [*overrides, "batch=base"]} | {
+        f"double-{rule}": [*overrides, "batch=double", f"batch.lr_rule={rule}"] for rule in RULES
+    }
+    of_trials = held_out(composed, load)
+    return new_study(request, listed, of_trials=of_trials, load=load)
+
+
+def _check_length(composed: Composed) -> None:
+    train = composed.config.train
+    limits = {"train.max_steps": train.max_steps, "train.max_time_s": train.max_time_s}
+    wrong = [f"{key}={value}" for key, value in limits.items() if value is not None]
+    if train.epochs is None:
+        wrong.append("train.epochs=null")
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}: mprun double compares after equal epochs; legal: train.epochs=N with "
+            "train.max_steps=null and train.max_time_s=null"
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +101,7 @@ def double(comparison: Comparison) -> Doubling:
         return Doubling("don't", "; ".join(against), None)
     if any(v.execution == "emulated" for v in comparison.variants):
         return Doubling(
-            "inconclusive", "the runs are emulated: their times say nothing of this hardware", None
+            "inconclusive", "the runs are emulated: their times do not describe this hardware", None
         )
     if all(v.throughput_ratio is None for v in doubled):
         return Doubling("inconclusive", "no step was timed, the runs are too short", None)

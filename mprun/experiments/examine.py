@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 import torch
 
 from mprun import __version__
+from mprun.assemble.machine_choices import choose_device
 from mprun.doctor import environment
 from mprun.doctor.findings import findings
 from mprun.doctor.machine import examine_machine, threads_to_measure
@@ -17,6 +18,15 @@ from mprun.errors import MprunError
 from mprun.experiments.machine_modes import examine_modes
 from mprun.precision.rates import in_threads
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
+
+
+def examine_device(name: str, budget_s: float) -> Examination:
+    """`examine` of a device by its name: auto, cpu or cuda.
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    return examine(choose_device(name), budget_s)
 
 
 def examine(device: torch.device, budget_s: float) -> Examination:

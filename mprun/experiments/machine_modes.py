@@ -1,4 +1,4 @@
-"""What each mode of `conf/precision/` is on a machine: what a run in it would choose."""
+"""What each mode of `conf/precision/` is on a machine: what a run in it would use."""
 
 from __future__ import annotations
 

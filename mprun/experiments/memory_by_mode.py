@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-from mprun.assemble import Plan, step_memory, with_batch_size
+import msgspec
+import torch
+
+from mprun.assemble import Plan, load_shapes, make_plan, step_memory, with_batch_size
+from mprun.assemble.initial_summary import variant_label
+from mprun.config import Composed, compose
+from mprun.config.compose import parse
+from mprun.config.multirun import combinations
 from mprun.config.sizes import parse_size
 from mprun.doctor.environment import versions
-from mprun.errors import RunFailedError, first_line
+from mprun.errors import RunFailedError, UsageError, first_line
+from mprun.experiments.batch_search import largest_size
+from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.fault import DtypeMismatchError
-from mprun.numerics.fit import largest
 from mprun.numerics.step_memory import StepMemory
+from mprun.records.memory_record import LargestBatch, MemoryRecord, ModeMemory, PublishedMemory
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 
 SCHEMA_VERSION = 1
 
-PUBLISHED = {
-    "recipe": MEMORY_OF_HALF_SR.recipe,
-    "precision": MEMORY_OF_HALF_SR.precisions[0],
-    "against": "fp32",
-    "batch_size": MEMORY_OF_HALF_SR.batch_size,
-    "ratio": MEMORY_OF_HALF_SR.value,
-    "source": f"{MEMORY_OF_HALF_SR.source}, on an {MEMORY_OF_HALF_SR.hardware}",
-}
-"""What others measured for a step of a recipe."""
+AGAINST = "fp32"
+"""The mode that the published figure is relative to."""
 
 CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "precision.", "preset")
-"""How keys begin that make a step another than the published one."""
-
-T = TypeVar("T")
+"""First parts of keys that change the published step."""
 
 
 def side_by_side(
     plans: Sequence[tuple[str, Plan]], given: Sequence[str] = (), limit: str | None = None
-) -> dict[str, Any]:
+) -> MemoryRecord:
     """Count a step of each plan and compare it with the first.
 
     Args:
-        plans: label and plan, made with `load_shapes`; the others are set against the first.
+        plans: label and plan, made with `load_shapes`; the others are compared with the first.
         given: keys the user set.
         limit: what the largest batch is to fit in, as `parse_size` takes it, or None.
 
@@ -47,84 +48,178 @@ def side_by_side(
         RunFailedError: a model's code does not run on fake tensors.
     """
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
-    modes = [_mode(label, chosen, limit_bytes) for label, chosen in plans]
-    for mode in modes:
-        mode["ratio"] = _ratio(mode, modes[0], lambda m: m["bytes"]["peak"])
-        if limit is not None:
-            mode["fits"]["ratio"] = _ratio(mode, modes[0], lambda m: m["fits"]["batch_size"])
+    modes = [_mode(label, plan, limit_bytes) for label, plan in plans]
+    modes = [_compared(mode, modes[0]) for mode in modes]
     first = plans[0][1]
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "recipe": first.config.recipe.name,
-        "device": first.device.type,
-        "versions": versions(),
-        "against": modes[0]["label"],
-        "limit": limit,
-        "limit_bytes": limit_bytes,
-        "published": _published(plans, modes, given),
-        "modes": modes,
-    }
+    return MemoryRecord(
+        schema_version=SCHEMA_VERSION,
+        recipe=first.config.recipe.name,
+        device=first.device.type,
+        versions=versions(),
+        against=modes[0].label,
+        limit=limit,
+        limit_bytes=limit_bytes,
+        published=_published([plan.config.recipe.name for _, plan in plans], modes, given),
+        modes=modes,
+    )
 
 
-def _mode(label: str, chosen: Plan, limit: int | None) -> dict[str, Any]:
-    """A mode's part, but for what compares it with the first."""
-    return {
+def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
+    """A mode's part, without the ratios to the first mode."""
+    config = plan.config
+    row = {
         "label": label,
-        "precision": chosen.policy.name,
+        "precision": plan.policy.name,
         "policy": {
-            **chosen.policy.columns(),
-            "op_lists": chosen.config.op_lists.name,
-            "layers": chosen.layers,
+            **plan.policy.columns(),
+            "op_lists": config.op_lists.name,
+            "layers": plan.layers,
         },
-        "batch": chosen.batch,
+        "batch": asdict(plan.batch),
         "optimizer": {
-            "name": chosen.config.train.optimizer.name.name,
-            "impl": chosen.speed.optimizer_impl,
+            "name": config.train.optimizer.name.name,
+            "impl": plan.speed.optimizer_impl,
         },
-        "memory_format": chosen.speed.memory_format,
-        **_counted(label, chosen).as_dict(),
-        "fits": None if limit is None else _fit(label, chosen, limit),
+        "memory_format": plan.speed.memory_format,
+        **_counted(label, plan).as_dict(),
+        "fits": None if limit is None else asdict(_fit(label, plan, limit)),
     }
+    return msgspec.convert(row, ModeMemory)
 
 
-def _counted(label: str, chosen: Plan) -> StepMemory:
+def _counted(label: str, plan: Plan) -> StepMemory:
     try:
-        return step_memory(chosen)
+        return step_memory(plan)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
-    except Exception as error:  # the model is the user's: it may look at values, or refuse a batch
+    except Exception as error:  # a user's model may read values, or refuse a batch
         raise RunFailedError(
-            f"a step of {label} with {chosen.batch.micro} samples cannot be planned on fake "
+            f"a step of {label} with {plan.batch.micro} samples cannot be planned on fake "
             f"tensors, which have no values: {type(error).__name__}: {first_line(error)}"
         ) from error
 
 
-def _fit(label: str, chosen: Plan, limit: int) -> dict[str, Any]:
+def _fit(label: str, plan: Plan, limit: int) -> LargestBatch:
     def peak(size: int) -> int:
-        return _counted(label, with_batch_size(chosen, size)).peak_bytes
+        return _counted(label, with_batch_size(plan, size)).peak_bytes
 
-    fit = largest(peak, limit, chosen.batch.base)
-    return {
-        "batch_size": fit.size,
-        "peak_bytes": fit.tried.get(fit.size),
-        "next_peak_bytes": fit.tried.get(fit.size + 1),
-        "tried": {str(size): fit.tried[size] for size in sorted(fit.tried)},
-        "grows": fit.grows,
-    }
+    fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
+    return LargestBatch(
+        batch_size=fit.size,
+        peak_bytes=fit.tried.get(fit.size),
+        next_peak_bytes=fit.tried.get(fit.size + 1),
+        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+        grows=fit.grows,
+    )
 
 
-def _ratio(mode: T, first: T, figure: Callable[[T], int]) -> float | None:
-    return figure(mode) / figure(first) if figure(first) else None
+def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
+    """The mode with its ratios to the first."""
+    fits = mode.fits
+    if fits is not None and first.fits is not None:
+        fits = replace(fits, ratio=_ratio(fits.batch_size, first.fits.batch_size))
+    return replace(mode, fits=fits, ratio=_ratio(mode.bytes["peak"], first.bytes["peak"]))
+
+
+def _ratio(value: int, first: int) -> float | None:
+    return value / first if first else None
 
 
 def _published(
-    plans: Sequence[tuple[str, Plan]], modes: Sequence[dict[str, Any]], given: Sequence[str]
-) -> dict[str, Any] | None:
-    """The published figure beside ours, where the published step is among them."""
-    if modes[0]["precision"] != PUBLISHED["against"] or any(k.startswith(CHANGED) for k in given):
+    recipes: Sequence[str], modes: Sequence[ModeMemory], given: Sequence[str]
+) -> PublishedMemory | None:
+    """The published figure beside ours, if the published step is among the modes."""
+    figure = MEMORY_OF_HALF_SR
+    if modes[0].precision != AGAINST or any(key.startswith(CHANGED) for key in given):
         return None
-    for (_, chosen), mode in zip(plans, modes, strict=True):
-        have = (chosen.config.recipe.name, mode["precision"], mode["batch"]["effective"])
-        if have == (PUBLISHED["recipe"], PUBLISHED["precision"], PUBLISHED["batch_size"]):
-            return {**PUBLISHED, "ratio_here": mode["ratio"]}
+    for recipe, mode in zip(recipes, modes, strict=True):
+        have = (recipe, mode.precision, mode.batch.effective)
+        step = (figure.recipe, figure.precisions[0], figure.batch_size)
+        if have == step and figure.value is not None and mode.ratio is not None:
+            return PublishedMemory(
+                recipe=recipe,
+                precision=mode.precision,
+                against=AGAINST,
+                batch_size=mode.batch.effective,
+                ratio=figure.value,
+                source=f"{figure.source}, on an {figure.hardware}",
+                ratio_here=mode.ratio,
+            )
     return None
+
+
+# ---- the modes that are planned ------------------------------------------------------------------
+
+OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
+"""First parts of keys that belong to one mode, and that the first mode does not share."""
+
+NO_CUDA = (
+    "device=cuda: PyTorch finds no CUDA device here, and autograd needs one even on fake tensors; "
+    "legal here: device=cpu, which plans the same tensors with the CPU's choice of optimizer "
+    "kernels and op lists"
+)
+
+
+@dataclass(frozen=True)
+class PlannedMode:
+    """A mode, with a plan on fake tensors."""
+
+    composed: Composed
+    plan: Plan
+    label: str
+
+
+def plan_modes(
+    overrides: Sequence[str], config_dir: Path | None, against: str | None
+) -> list[PlannedMode]:
+    """A mode for each combination of the listed values, the one to compare with first.
+
+    Args:
+        overrides: those of a run; each list of values makes columns.
+        config_dir: a further folder of configs, or None.
+        against: the mode to compare with; None: the first of several, else fp32.
+
+    Raises:
+        UsageError: an override is not legal, or a mode cannot be planned.
+    """
+    parsed = [parse(text) for text in overrides]
+    listed = [
+        n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
+    ]
+    all_overrides = combinations(parsed)
+    composed = [compose(texts, config_dir) for texts in all_overrides]
+    extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
+    if any(c.config.run.resume is not None for c in composed):
+        raise UsageError("mprun memory plans a new run: leave out run.resume")
+    if against is not None or (len(composed) == 1 and composed[0].config.precision.name != "fp32"):
+        pairs = zip(all_overrides[0], parsed, strict=True)
+        shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
+        try:
+            first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
+        except UsageError as error:
+            raise error if against is None else UsageError(f"memory.against: {error}") from None
+        others = [n for n, c in enumerate(composed) if c.resolved != first.resolved]
+        composed = [first, *(composed[n] for n in others)]
+        extras = [extras[0], *(extras[n] for n in others)]
+    return [_planned(c, extra) for c, extra in zip(composed, extras, strict=True)]
+
+
+def _planned(composed: Composed, extra: str) -> PlannedMode:
+    config = composed.config
+    if config.device.name == "cuda" and not torch.cuda.is_available():
+        raise UsageError(NO_CUDA)
+    config = replace(config, train=replace(config.train, init_from=None))
+    planned = make_plan(config, composed.given, load=load_shapes)
+    return PlannedMode(composed, planned, f"{variant_label(planned)} {extra}".rstrip())
+
+
+def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
+    """The warnings of all modes, each once."""
+    return list(dict.fromkeys(text for mode in modes for text in _warnings(mode)))
+
+
+def _warnings(mode: PlannedMode) -> Iterator[str]:
+    yield from mode.plan.warnings
+    yield from unused_fields(mode.composed, "memory")
+    if mode.composed.config.train.init_from is not None:
+        yield "train.init_from has no effect: memory depends on shapes, not on values"

@@ -1,4 +1,4 @@
-"""Overrides as a preset: a YAML file that says the same, for `preset=NAME --config-dir FOLDER`."""
+"""Overrides as a preset: a YAML file with the same values; `preset=NAME` applies it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mprun.config.reference import GROUPS
 from mprun.records.files import write_atomic
 
 
-def preset_text(name: str, words: Sequence[str], comments: Sequence[str]) -> str:
+def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) -> str:
     """The file's text.
 
     Args:
         name: the preset's.
-        words: overrides with one value each; another preset among them is left out.
-        comments: lines that say where it is from; the first is shown as the option's help.
+        overrides: with one value each; another preset among them is left out.
+        comments: lines about its origin; the first is shown as the option's help.
     """
     groups: list[dict[str, str]] = []
     fields: dict[str, Any] = {"preset": {"name": name}}
-    for word in words:
-        override = parse(word)
+    for text in overrides:
+        override = parse(text)
         key, value = override.key_or_group, override.value()
         if key == "preset":
-            continue  # this file takes its place
+            continue  # this file replaces it
         if key in GROUPS:
             groups.append({f"override /{key}": str(value)})
         else:
             _put(fields, key.split("."), value.name if isinstance(value, Enum) else value)
-    said = "".join(f"# {' '.join(line.split())}\n" for line in comments)
+    comment = "".join(f"# {' '.join(line.split())}\n" for line in comments)
     body = yaml.safe_dump({"defaults": groups, **fields}, sort_keys=False, allow_unicode=True)
-    return f"# @package _global_\n{said}{body}"
+    return f"# @package _global_\n{comment}{body}"
 
 
 def write_preset(folder: Path, name: str, text: str) -> Path:
@@ -46,12 +46,12 @@ def write_preset(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def copy_options(words: Sequence[str], config_dir: Path | None, folder: Path) -> None:
-    """Copy the user's own options that `words` choose beside a preset, which needs them there."""
+def copy_options(overrides: Sequence[str], config_dir: Path | None, folder: Path) -> None:
+    """Copy the user's own options that the overrides name into the folder of a preset."""
     if config_dir is None:
         return
-    for word in words:
-        group, _, name = word.lstrip("+").partition("=")
+    for text in overrides:
+        group, _, name = text.lstrip("+").partition("=")
         source = config_dir / group / f"{name}.yaml"
         if group in GROUPS and source.is_file():
             (folder / group).mkdir(exist_ok=True)

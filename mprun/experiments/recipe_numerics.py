@@ -17,7 +17,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from mprun.assemble.plan import Plan
 from mprun.config.settings import NumericsSettings
 from mprun.data import Batch
 from mprun.errors import RunFailedError, UsageError
+from mprun.experiments.planned_run import PlannedRun
 from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in, unchanged
 from mprun.numerics.collect import GRADIENTS, Statistics
 from mprun.numerics.findings import FROM_THE_RUN, Findings
@@ -48,8 +51,11 @@ from mprun.numerics.rounding_errors import (
 )
 from mprun.precision.formats import FP16
 from mprun.precision.policy import policy
+from mprun.records.numerics_record import NumericsResult
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
+from mprun.train.signals import StopSignals
 
+SCHEMA_VERSION = 1
 ATTEMPTS = 6
 """How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it."""
 LOWER = 16.0
@@ -139,6 +145,46 @@ def inspect_steps(
     return InspectedSteps(
         inspector.findings(), tuple(inspector.steps), tuple(inspector.skipped), ended
     )
+
+
+@dataclass(frozen=True)
+class RecipeNumerics:
+    """The numerics of a recipe's steps."""
+
+    content: dict[str, Any]
+    """What numerics.json holds."""
+    result: NumericsResult
+    """Its measurements, typed."""
+    inspected: InspectedSteps
+
+
+def recipe_numerics(
+    planned: PlannedRun,
+    settings: NumericsSettings,
+    stop: StopSignals,
+    report: Callable[[str], None],
+) -> RecipeNumerics:
+    """Train a planned run and inspect some steps; see `inspect_steps`.
+
+    Raises:
+        RunFailedError: the run failed before the first of them.
+        SignalReceivedError: a signal ended it before the first of them.
+    """
+    with planned.executing(), stop.deferred():
+        inspected = inspect_steps(planned.plan, settings, stop.requested, report)
+    findings = inspected.findings.as_dict()
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        **planned.described(
+            *("recipe", "seed", "precision", "variant", "effective", "execution"),
+            *("data", "batch", "hardware", "versions"),
+        ),
+        "steps": list(inspected.steps),
+        "skipped": list(inspected.skipped),
+        "ended": inspected.ended,
+        **findings,
+    }
+    return RecipeNumerics(content, msgspec.convert(findings, NumericsResult), inspected)
 
 
 class _InspectingTrainer(Trainer):

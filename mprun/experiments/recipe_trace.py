@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
+from typing import Any
 
+import msgspec
 import torch
 import yaml  # type: ignore[import-untyped]
 
@@ -15,14 +18,17 @@ from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
 from mprun.config.schema import OpListsConfig
 from mprun.data import Batch
-from mprun.errors import first_line
+from mprun.errors import RunFailedError, first_line
+from mprun.experiments.planned_run import PlannedRun
 from mprun.numerics.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
+from mprun.records.trace_record import TraceRecord, TraceRow
 from mprun.train.loop import Trainer
 
+SCHEMA_VERSION = 1
 WARMUP = 3
 """Steps before the first traced one: optimizer state and kernels are made in them."""
 
@@ -30,12 +36,57 @@ REPEATS = 5
 """Steps traced; times are their medians."""
 
 
-class TraceFailedError(Exception):
+class TraceFailedError(RunFailedError):
     """A step that raised; `trace` holds the rows up to there, `text` says where and why."""
 
     def __init__(self, trace: StepTrace, text: str) -> None:
         super().__init__(text)
         self.trace = trace
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What trace.json holds of it."""
+        traced = self.trace.as_dict(self.trace.time_s or 1.0)
+        return {"schema_version": SCHEMA_VERSION, "error": str(self), **traced}
+
+    @property
+    def rows(self) -> list[TraceRow]:
+        """The ops before the failure."""
+        return msgspec.convert(self.content["rows"], list[TraceRow])
+
+
+@dataclass(frozen=True)
+class RecipeTrace:
+    """A traced step."""
+
+    content: dict[str, Any]
+    """What trace.json holds."""
+    record: TraceRecord
+    """The same, typed."""
+    is_computed_by_mprun: bool
+    """Whether some ops are emulated or substituted; the casts inside them are not counted."""
+
+
+def trace_recipe(planned: PlannedRun) -> RecipeTrace:
+    """A training step of a planned run.
+
+    Raises:
+        TraceFailedError: the step cannot run.
+    """
+    plan = planned.plan
+    with planned.executing():
+        step, step_time_s = trace_step(plan)
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        **planned.described(
+            *("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
+        ),
+        "step_time_ms": step_time_s * 1e3,
+        **step.as_dict(step_time_s),
+    }
+    substituted = bool(build_arithmetic(plan).substitutions)
+    record = msgspec.convert(content, TraceRecord)
+    return RecipeTrace(content, record, plan.execution == "emulated" or substituted)
 
 
 def trace_step(chosen: Plan) -> tuple[StepTrace, float]:

@@ -1,4 +1,4 @@
-"""A study while it goes: a live table on a terminal, a line per run anywhere else."""
+"""The progress of a study: a live table on a terminal, a line for each run anywhere else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -14,41 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from mprun.compare import substitutions
-from mprun.console import duration
+from mprun.console import ProgressDisplay, duration
 from mprun.records.run_record import Summary, number
 
 
-class StudyView(Protocol):
-    """Shows how far a study is."""
-
-    def start(self) -> None:
-        """The first run is about to begin."""
-
-    def begin(self, variant: str, seed: int) -> None:
-        """A run begins."""
-
-    def moment(self, text: str, fraction: float) -> None:
-        """Where the run stands; `fraction` of it is done."""
-
-    def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        """The run ended."""
-
-    def line(self, text: str) -> None:
-        """Something worth keeping on screen."""
-
-    def stop(self) -> None:
-        """The last run ended, or the study was stopped."""
-
-
 @dataclass
-class _Row:
-    """What is known of a variant."""
+class _VariantRuns:
+    """The results of a variant's runs so far."""
 
     step_ms: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     metric: str = ""
-    mark: str = ""
-    """What its times are marked with: EMULATED, or what was computed in float32."""
+    label: str = ""
+    """What stands beside its times: EMULATED, or what was computed in float32."""
     ended: int = 0
     failed: int = 0
 
@@ -58,7 +35,7 @@ class _Row:
         if summary is None or error is not None:
             return
         emulated = summary.execution == "emulated"
-        self.mark = "EMULATED" if emulated else substitutions.label([summary])
+        self.label = "EMULATED" if emulated else substitutions.label([summary])
         if (ms := summary.step_time_ms.median) is not None:
             self.step_ms.append(ms)
         self.metric, score = score_of(summary)
@@ -67,13 +44,13 @@ class _Row:
 
     def cells(self, seeds: int) -> list[str]:
         runs = f"{self.ended}/{seeds}" + (f", {self.failed} failed" if self.failed else "")
-        ms = f"{median(self.step_ms):.2f} ms" if self.step_ms else "-"
+        ms = f"{median(self.step_ms):.2f} ms {self.label}".rstrip() if self.step_ms else "-"
         score = f"{self.metric} {fmean(self.scores):.4f}" if self.scores else "-"
-        return [runs, f"{ms} {self.mark}".rstrip() if self.step_ms else ms, score]
+        return [runs, ms, score]
 
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
-    """What a run is judged by, and its value: of the test set, else validation, else training."""
+    """A run's metric and its value: on the test set, else on validation, else on training data."""
     name = summary.metric.name
     last = summary.history[-1] if summary.history else None
     for scores in (summary.test, *((last.validation, last.train) if last else ())):
@@ -83,101 +60,54 @@ def score_of(summary: Summary) -> tuple[str, float | None]:
     return name, None
 
 
-class _Study:
-    """What both views keep."""
+class StudyProgress(ProgressDisplay):
+    """The progress of a study's runs.
+
+    Args:
+        console: where it is shown.
+        variants: the names of the variants.
+        seeds: how many runs each variant has.
+    """
 
     def __init__(self, console: Console, variants: Sequence[str], seeds: int) -> None:
-        self._console, self._seeds = console, seeds
-        self._rows = {name: _Row() for name in variants}
-        self._began_s = time.monotonic()
-        self._run_began_s = self._began_s
+        self._seeds = seeds
+        self._variants = {name: _VariantRuns() for name in variants}
         self._run_s: list[float] = []
-        self._now = ""
-        self._fraction = 0.0
-
-    def start(self) -> None:
-        self._began_s = time.monotonic()
+        self._run, self._text, self._fraction = "", "", 0.0
+        live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
+        super().__init__(console, live)
 
     def begin(self, variant: str, seed: int) -> None:
-        self._now, self._fraction = f"{variant} seed {seed}", 0.0
-        self._run_began_s = time.monotonic()
+        """A run starts."""
+        self._run, self._text, self._fraction = f"{variant} seed {seed}", "", 0.0
+        self._run_started_s = time.monotonic()
 
-    def moment(self, text: str, fraction: float) -> None:
-        self._fraction = fraction
+    def update(self, text: str, fraction: float) -> None:
+        """The current run took steps; `fraction` of it is done."""
+        self._text, self._fraction = text, fraction
 
-    def _end(self, variant: str, summary: Summary | None, error: str | None) -> _Row:
-        self._run_s.append(time.monotonic() - self._run_began_s)
-        self._rows[variant].add(summary, error)
-        return self._rows[variant]
+    def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
+        """A run ended."""
+        self._run_s.append(time.monotonic() - self._run_started_s)
+        runs = self._variants[variant]
+        runs.add(summary, error)
+        if error is not None:
+            self.line(f"{self._run} failed: {error}")
+        elif self._live is None:
+            _, ms, score = runs.cells(self._seeds)
+            self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
 
-    def _standing(self) -> str:
-        """How many runs are done, and how long the rest may take."""
-        done, total = sum(r.ended for r in self._rows.values()), len(self._rows) * self._seeds
+    def _remaining(self) -> str:
+        """How many runs are done, and an estimate of the time left."""
+        done = sum(runs.ended for runs in self._variants.values())
+        total = len(self._variants) * self._seeds
         left = ""
         if self._run_s and done < total:
             left = f", about {duration(fmean(self._run_s) * (total - done - self._fraction))} left"
         return f"{done} of {total} runs{left}"
 
-
-class LiveStudy(_Study):
-    """A table that redraws itself."""
-
-    def __init__(self, console: Console, variants: Sequence[str], seeds: int) -> None:
-        super().__init__(console, variants, seeds)
-        self._text = ""
-        self._live = Live(console=console, get_renderable=self._drawn, refresh_per_second=1)
-
-    def start(self) -> None:
-        super().start()
-        self._live.start()
-
-    def begin(self, variant: str, seed: int) -> None:
-        super().begin(variant, seed)
-        self._text = ""
-
-    def moment(self, text: str, fraction: float) -> None:
-        super().moment(text, fraction)
-        self._text = text
-
-    def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        self._end(variant, summary, error)
-        if error is not None:
-            self.line(f"{self._now} failed: {error}")
-
-    def line(self, text: str) -> None:
-        self._live.console.print(text, highlight=False, markup=False)
-
-    def stop(self) -> None:
-        self._live.stop()
-
-    def _drawn(self) -> RenderableType:
-        table = Table()
-        for column in ("variant", "runs", "step time", "mean so far"):
-            table.add_column(column)
-        for name, row in self._rows.items():
-            table.add_row(name, *row.cells(self._seeds))
-        return Group(table, Text(f"{self._standing()}; now {self._now}  {self._text}"))
-
-
-class QuietStudy(_Study):
-    """A line for each run."""
-
-    def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        row = self._end(variant, summary, error)
-        if error is not None:
-            self.line(f"{self._now} failed: {error}")
-            return
-        _, ms, score = row.cells(self._seeds)
-        self.line(f"{self._now}: so far {ms}, {score}; {self._standing()}")
-
-    def line(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def stop(self) -> None:
-        pass
-
-
-def study_view(console: Console, variants: Sequence[str], seeds: int) -> StudyView:
-    """The live table on a terminal that can redraw it, lines elsewhere."""
-    kind = LiveStudy if console.is_interactive else QuietStudy
-    return kind(console, variants, seeds)
+    def _table(self) -> RenderableType:
+        table = Table("variant", "runs", "step time", "mean so far")
+        for name, runs in self._variants.items():
+            table.add_row(name, *runs.cells(self._seeds))
+        return Group(table, Text(f"{self._remaining()}; now {self._run}  {self._text}"))

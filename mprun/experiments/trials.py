@@ -1,11 +1,11 @@
-"""Runs that belong together, carried out one after the other in this process.
+"""Trials: the runs of a study, carried out one after the other in this process.
 
 Times of runs are compared in pairs of equal seed. A machine drifts: it warms up, others use it. So
-the order goes seed by seed over all variants, and each seed begins with another variant: whatever
-drifts slowly meets all of them alike (a Latin square over seeds and places in the order).
+the order goes seed by seed over all variants, and each seed starts with another variant. A slow
+drift then affects all variants equally (a Latin square over seeds and positions in the order).
 
-A study can be stopped and gone on with: what is completed is kept, what was stopped goes on from
-its checkpoint, and what left none begins anew, its remains put aside.
+A study is interruptible and resumable. Completed trials stay. An interrupted one resumes from its
+checkpoint. One without a checkpoint starts again, and its old folder is renamed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
-from mprun.errors import MprunError
-from mprun.experiments.study_progress import StudyView
+from mprun.errors import MprunError, StoppedError
+from mprun.experiments.study_progress import StudyProgress
 from mprun.records.run_record import Summary, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
@@ -29,6 +29,7 @@ from mprun.train.progress import Progress
 from mprun.train.signals import StopSignals
 
 WARM_UP_STEPS = 5
+"""Steps without a record: the first steps of a process run with cold caches."""
 LONGEST = 100
 """Characters of a variant's name in a folder's."""
 
@@ -40,10 +41,10 @@ class Trial:
     variant: str
     """The variant's name in the study."""
     seed: int
-    words: tuple[str, ...]
-    """Overrides, without the seed and the folder."""
+    overrides: tuple[str, ...]
+    """Without the seed and the folder."""
     slug: str = ""
-    """The variant's name as part of a file's; empty where the name itself will do."""
+    """The variant's name as part of a file name; empty: the name itself."""
 
     @property
     def name(self) -> str:
@@ -53,25 +54,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     summary: Summary | None
-    """The run's record; None where it could not begin."""
+    """The run's record; None where it failed to start."""
     error: str | None
     """Why it failed, or None."""
 
 
-class StudyStoppedError(BaseException):
-    """A signal ended a trial, and with it the study; `status` is the exit status."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
-
-
 def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Trial]:
-    """Seed by seed over all variants, each seed beginning one variant later than the last."""
+    """Seed by seed over all variants, each seed starting one variant later than the one before."""
     names, slugs = list(variants), file_names(variants)
     trials: list[Trial] = []
     for i, seed in enumerate(seeds):
@@ -82,16 +75,16 @@ def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> 
 
 
 def file_names(variants: Iterable[str]) -> dict[str, str]:
-    """A name for each variant that any file system takes, and no two share."""
-    found: dict[str, str] = {}
+    """A unique name for each variant that every file system accepts."""
+    slugs: dict[str, str] = {}
     for variant in variants:
         safe = "".join(c if c.isalnum() or c in "._+=-" else "_" for c in variant)[:LONGEST]
         name, n = safe, 1
-        while name in found.values():
+        while name in slugs.values():
             n += 1
             name = f"{safe}~{n}"
-        found[variant] = name
-    return found
+        slugs[variant] = name
+    return slugs
 
 
 class Trials:
@@ -101,8 +94,8 @@ class Trials:
         folder: the study's folder; each run gets one inside.
         config_dir: a further folder of configs, or None.
         stop: the signals, entered.
-        view: is told how each goes.
-        load: gives the samples, and keeps them.
+        view: shows the progress of each trial.
+        load: loads the samples once.
     """
 
     def __init__(
@@ -110,7 +103,7 @@ class Trials:
         folder: Path,
         config_dir: Path | None,
         stop: StopSignals,
-        view: StudyView,
+        view: StudyProgress,
         load: DataCache,
     ) -> None:
         self._folder, self._config_dir = folder, config_dir
@@ -119,35 +112,35 @@ class Trials:
         self._warm = False
 
     def run(self, trial: Trial) -> Outcome:
-        """Carry a trial out, or find that it was.
+        """Carry out a trial, unless an earlier process did.
 
         Raises:
-            StudyStoppedError: a signal ended it; what was recorded stays.
+            StoppedError: a signal ended it; its record stays.
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name
-        outcome = self._kept(trial, folder)
+        outcome = self._finished(trial, folder)
         if outcome is None:
             error = self._try(trial, folder)
             outcome = Outcome(trial, _summary(folder), error)
         self._view.end(trial.variant, outcome.summary, outcome.error)
         return outcome
 
-    def _kept(self, trial: Trial, folder: Path) -> Outcome | None:
-        """The outcome of a trial that ended before this process began."""
-        found = _summary(folder)
-        if found is None or found.status not in ("completed", "failed"):
+    def _finished(self, trial: Trial, folder: Path) -> Outcome | None:
+        """The outcome of a trial that an earlier process finished."""
+        summary = _summary(folder)
+        if summary is None or summary.status not in ("completed", "failed"):
             return None
-        return Outcome(trial, found, found.error)
+        return Outcome(trial, summary, summary.error)
 
     def _try(self, trial: Trial, folder: Path) -> str | None:
-        """Run it; the error where it failed."""
+        """Run it; the reason where it failed."""
         try:
             summary = self._carry_out(trial, folder)
         except MprunError as error:
             return str(error)
         if summary.status != "completed":
-            raise StudyStoppedError(self._stop.exit_status)
+            raise StoppedError(self._stop.exit_status)
         return None
 
     def _carry_out(self, trial: Trial, folder: Path) -> Summary:
@@ -156,13 +149,14 @@ class Trials:
             composed = compose([f"run.resume={quoted(folder)}"], self._config_dir)
         else:
             put_aside(folder)
-            words = [*trial.words, f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
-            composed = compose(words, self._config_dir)
+            own = [f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
+            composed = compose([*trial.overrides, *own], self._config_dir)
         choices = saved["choices"] if saved else None
         plan = make_plan(composed.config, composed.given, choices, self._load)
         self._warn(plan)
         if not self._warm:
-            warm_up(plan)
+            with suppress(Exception):  # the run below fails in the same way, and reports it
+                run_steps(plan, WARM_UP_STEPS)
             self._warm = True
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
@@ -175,17 +169,14 @@ class Trials:
                 self._view.line(f"warning: {text}")
 
 
-def warm_up(plan: Plan) -> None:
-    """A few steps that nobody records: a process's first ones find cold caches and no threads.
-
-    What fails in them fails in the run that follows, which says so.
-    """
-    with suppress(Exception), plan.backend_flags():
-        Trainer(build_parts(plan), Limits(None, WARM_UP_STEPS, None)).fit()
+def run_steps(plan: Plan, steps: int) -> None:
+    """Train for some steps without a record."""
+    with plan.backend_flags():
+        Trainer(build_parts(plan), Limits(None, steps, None)).fit()
 
 
 def put_aside(folder: Path) -> None:
-    """Rename what a killed run left in `folder`, if anything, so that it can begin anew."""
+    """Rename `folder`, which a killed run may have left, so that the trial can start again."""
     if not folder.exists():
         return
     n = 1
@@ -205,7 +196,7 @@ def _summary(folder: Path) -> Summary | None:
 class _TrialView(ProgressView):
     """A run's progress as the study's view shows it."""
 
-    view: StudyView
+    view: StudyProgress
     epochs: int | None
     steps: int | None
 
@@ -213,7 +204,7 @@ class _TrialView(ProgressView):
         pass
 
     def update(self, moment: Moment) -> None:
-        self.view.moment(moment.text(self.epochs, self.steps), moment.fraction)
+        self.view.update(moment.text(self.epochs, self.steps), moment.fraction)
 
     def line(self, text: str) -> None:
         pass

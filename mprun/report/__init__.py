@@ -1,1 +1,1 @@
-"""What a user sees: progress while a run goes, tables when it is done. No torch."""
+"""Tables, plots and pages of results: they take the dataclasses of `mprun.records`. No torch."""

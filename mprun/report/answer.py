@@ -1,9 +1,9 @@
-"""What a comparison comes to, in sentences: who keeps the metric, and what that buys.
+"""The result of a comparison in sentences: which variants keep the metric, and what they gain.
 
-Speed is samples per second, not time per step: a doubled batch takes longer steps and may be faster
-all the same. It is called faster or slower only where the 95 % interval of the throughput ratio
-leaves out 1, and the same only where that interval lies within `speed.SAME`; else the sentence says
-that it cannot be told. Peak memory is counted, not sampled, so it has no interval.
+Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
+faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
+excludes 1, and equally fast only if that interval lies within `speed.SAME`. Otherwise the sentence
+says that the speed is open. Peak memory is counted, not sampled, so it has no interval.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mprun.compare import speed_ratios as speed
+from mprun.compare.digits import counted
 from mprun.compare.rows import Comparison, Variant
 from mprun.report.cells import (
-    counted,
     deciding,
     difference_span,
     difference_text,
@@ -26,44 +26,41 @@ from mprun.report.cells import (
 
 KEEPS = ("equivalent", "better")
 SAME_MEMORY = 0.02
-"""Peaks nearer than this share to the baseline's are called the same."""
+"""Peaks that differ from the baseline's by less than this share are called the same."""
 
 
-class Finding(NamedTuple):
-    """What is said of one variant."""
+class VariantSentence(NamedTuple):
+    """The result of one variant."""
 
-    place: int
-    """Its place among the comparison's variants."""
     label: str
-    word: str
     sentence: str
     """Without the label: `keeps the accuracy: ...; trains 1.35 times as fast (...).`"""
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in a sentence or two: the fastest variant that keeps the metric, the smallest.
+    """The answer in one or two sentences: the fastest variant that keeps the metric, the smallest.
 
-    Of a study that advises a mode it is the advice, so that a page has one answer.
+    If a study advises a mode, the advice is the answer, so that a page has one answer.
     """
     if comparison.advice is not None:
         return [plain(comparison.advice.sentence)]
     others, name = comparison.variants[1:], plain(comparison.baseline)
     if not others:
-        return [f"There is nothing to set {name} against: all runs are of one variant."]
+        return [f"There is nothing to compare {name} with: all runs are of one variant."]
     keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
     faster = [v for v in keeping if v.has_own_times and _speed(v) > 0]
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
-    said = []
+    sentences = []
     if faster:
         best = max(faster, key=_throughput)
         clauses = (_kept(comparison, best), _speed_clause(best, name))
-        said.append(_sentence(best, *clauses, _memory_clause(best)))
+        sentences.append(_sentence(best, *clauses, _memory_clause(best)))
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
-        said.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
-    return said or [
+        sentences.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
+    return sentences or [
         f"No variant was shown to keep the {comparison.metric} of {name} and to be faster or "
         "smaller."
     ]
@@ -75,19 +72,18 @@ def _sentence(variant: Variant, *clauses: str) -> str:
     return f"{plain(variant.label)} {', '.join(first)}{' and ' if first else ''}{last}."
 
 
-def findings(comparison: Comparison) -> list[Finding]:
+def findings(comparison: Comparison) -> list[VariantSentence]:
     """A sentence for each variant but the baseline, in the table's order."""
     return [
-        Finding(index, plain(variant.label), variant.verdict.word, _in_full(comparison, variant))
-        for index, variant in enumerate(comparison.variants)
-        if index > 0
+        VariantSentence(plain(variant.label), _in_full(comparison, variant))
+        for variant in comparison.variants[1:]
     ]
 
 
 def _in_full(comparison: Comparison, variant: Variant) -> str:
     clauses = [_metric_clause(comparison, variant)]
     if is_emulated(variant):
-        clauses.append("emulated on this machine, so nothing is said of its speed and memory")
+        clauses.append("emulated on this machine, so its speed and memory are not judged")
     else:
         clauses += [_speed_clause(variant), _memory_clause(variant)]
     if variant.substituted:
@@ -103,37 +99,37 @@ def _kept(comparison: Comparison, variant: Variant) -> str:
 
 
 def _metric_clause(comparison: Comparison, variant: Variant) -> str:
-    """What happens to the metric, with the difference and the interval that decided."""
-    word, found = variant.verdict.word, variant.difference
+    """The effect on the metric, with the difference and the interval that decided."""
+    word, difference = variant.verdict.word, variant.difference
     if word == "worse" and not _lost_metric(comparison, variant):
         return f"is worse: {plain(variant.verdict.reason)}"
     if word == "inconclusive":
         more = variant.verdict.more_seeds
         text = f"not settled whether it keeps the {comparison.metric}"
-        text += "" if more is None else f" (about {counted(more, 'more seed')} would tell)"
+        text += "" if more is None else f" ({_would_settle(more)})"
     else:
         text = _kept(comparison, variant)
-    if found is None:
+    if difference is None:
         return text
     interval, level = deciding(variant)
-    text += f": {difference_text(comparison, found.value)}"
+    text += f": {difference_text(comparison, difference.value)}"
     if interval is None:
         return text
     return f"{text}, {level} interval {difference_span(comparison, interval)}"
 
 
 def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
-    """Whether the metric itself made a variant worse, and not runs that failed."""
-    found = variant.difference
+    """Whether the metric itself made a variant worse, not failed runs."""
+    difference = variant.difference
     return (
         not variant.failed
-        and found is not None
-        and ((found.value < 0) == comparison.higher_is_better)
+        and difference is not None
+        and ((difference.value < 0) == comparison.higher_is_better)
     )
 
 
 def _speed(variant: Variant) -> int:
-    """1 where it is faster, -1 where slower, 0 where that is not shown."""
+    """1 if it is faster, -1 if it is slower, 0 if neither is shown."""
     ratio = variant.throughput_ratio
     return 0 if ratio is None else {"higher": 1, "lower": -1}.get(speed.size(ratio).word, 0)
 
@@ -143,11 +139,11 @@ def _throughput(variant: Variant) -> float:
 
 
 def _speed_clause(variant: Variant, than: str = "") -> str:
-    """What is shown about the speed, with the ratio of samples per second that the table has.
+    """The result on speed, with the table's ratio of samples per second.
 
     Args:
         variant: what is compared with the baseline.
-        than: the baseline's name, where the sentence does not tell it.
+        than: the baseline's name, if the sentence needs it.
     """
     ratio = variant.throughput_ratio
     if ratio is None:
@@ -156,34 +152,30 @@ def _speed_clause(variant: Variant, than: str = "") -> str:
     if ratio.interval is None:
         if variant.no_time_verdict:
             return f"has no verdict on speed ({measured}; {variant.no_time_verdict})"
-        return f"has too few runs to tell speed ({measured}; one seed, so without an interval)"
-    found = speed.size(ratio)
+        return f"has too few runs to judge speed ({measured}; one seed, so without an interval)"
+    size = speed.size(ratio)
     interval = f"95 % interval {ratio_span(ratio.interval)}, n={ratio.n}"
-    more = "" if found.more_seeds is None else _would_tell(found.more_seeds)
-    if found.word == "same":
-        return f"trains as fast within {_same_share()} ({measured}, {interval})"
-    if found.word == "open":
-        few = "has too few runs to tell speed" if found.is_wide else "leaves speed open"
+    more = "" if size.more_seeds is None else f"; {_would_settle(size.more_seeds)}"
+    if size.word == "same":
+        return f"trains as fast within {100 * (speed.SAME - 1):.0f} % ({measured}, {interval})"
+    if size.word == "open":
+        few = "has too few runs to judge speed" if size.is_wide else "leaves speed open"
         return f"{few} ({measured}, {interval}{more})"
-    word = "faster" if found.word == "higher" else "slower"
-    if found.is_wide:
+    word = "faster" if size.word == "higher" else "slower"
+    if size.is_wide:
         than = f" than {than}" if than else ""
-        how_much = f"too few runs to tell by how much ({measured}, {interval}{more})"
+        how_much = f"too few runs to estimate by how much ({measured}, {interval}{more})"
         return f"trains {word}{than}, with {how_much}"
     than = f" as {than}" if than else ""
     return f"trains {ratio.value:.2f} times as fast{than} (ratio of samples per s, {interval})"
 
 
-def _would_tell(seeds: int) -> str:
-    return f"; about {counted(seeds, 'more seed')} would tell"
-
-
-def _same_share() -> str:
-    return f"{100 * (speed.SAME - 1):.0f} %"
+def _would_settle(seeds: int) -> str:
+    return f"about {counted(seeds, 'more seed')} would settle it"
 
 
 def _memory(variant: Variant) -> float:
-    """Peak memory over the baseline's; 1 where it is not known."""
+    """Peak memory over the baseline's; 1 if it is not known."""
     return variant.memory_ratio or 1.0
 
 
@@ -199,12 +191,12 @@ def _memory_clause(variant: Variant) -> str:
 
 
 def advice_lines(comparison: Comparison) -> list[str]:
-    """The advice in full, a line for each mode; nothing of a comparison without one."""
+    """The advice in full, a line for each mode; none without advice."""
     return [] if comparison.advice is None else [plain(line) for line in comparison.advice.lines]
 
 
 def terms(comparison: Comparison) -> list[str]:
-    """What is compared with what, and where it ran."""
+    """What is compared, and on what hardware."""
     margin = difference_text(comparison, comparison.margin, signed=False)
     return [
         f"baseline {plain(comparison.baseline)}; differences of "
@@ -216,7 +208,7 @@ def terms(comparison: Comparison) -> list[str]:
 
 
 def failures(comparison: Comparison) -> list[str]:
-    """The runs that failed, with what they said."""
+    """The runs that failed, with their errors."""
     return [
         f"{plain(variant.label)}, seed {run.summary.seed}: "
         f"{plain(run.summary.error or 'no reason recorded', 160)}"

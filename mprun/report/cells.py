@@ -1,7 +1,7 @@
-"""Figures as texts: what the table, the page and the sentences call a number.
+"""Figures as text, the same in the table, on the page and in the sentences.
 
-Accuracies are shown in per cent and their differences in points, losses as they are and their
-differences in per cent of the baseline's, times in milliseconds, memory in one binary unit for the
+Accuracies are in per cent, their differences in points. Losses have no unit, their differences are
+in per cent of the baseline's loss. Times are in milliseconds, memory is in one binary unit for the
 whole table. Files for programs hold the plain numbers (`exports.py`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mprun.compare.digits import distinct_form, percent
+from mprun.compare.digits import counted, distinct_form, percent
 from mprun.compare.rows import Comparison, Estimate, Interval, Variant
 from mprun.compare.speed_ratios import SAME
 from mprun.compare.statistics import CONFIDENCE
@@ -31,7 +31,7 @@ DIFFERENCE_FORMS = (
 
 
 def plain(text: str, longest: int | None = None) -> str:
-    """`text` of a record in one line without control characters, its middle cut out if too long."""
+    """`text` in one line without control characters, its middle cut out if it is too long."""
     shown = printable(" ".join(text.split()))
     if longest is None or len(shown) <= longest:
         return shown
@@ -40,15 +40,15 @@ def plain(text: str, longest: int | None = None) -> str:
 
 
 def is_emulated(variant: Variant) -> bool:
-    """Whether its times and memory are those of an emulation, which compare with nothing."""
+    """Whether its times and memory are those of an emulation, which are not comparable."""
     return variant.execution != "native"
 
 
-class Row(NamedTuple):
-    """A variant's cells. Those of two parts have the figure first, its range or ratio second."""
+class VariantCells(NamedTuple):
+    """A variant's row: in each cell a figure, and its range or ratio (or nothing)."""
 
     label: tuple[str, str]
-    """The name, and what was not computed in the mode's own dtype."""
+    """The name, and the ops that were not computed in the mode's own dtype."""
     runs: tuple[str, str]
     step_time: tuple[str, str]
     ratio: tuple[str, str]
@@ -59,14 +59,14 @@ class Row(NamedTuple):
     verdict: tuple[str, str]
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[VariantCells]:
     """The table's cells, a row for each variant."""
     return [_row(comparison, variant) for variant in comparison.variants]
 
 
-def headings(comparison: Comparison) -> Row:
-    """The columns' names, with units, and what the second parts are."""
-    return Row(
+def headings(comparison: Comparison) -> VariantCells:
+    """The columns' names with units, and the names of the second parts."""
+    return VariantCells(
         ("variant", ""),
         ("runs", ""),
         ("step ms", "p10 to p90"),
@@ -79,12 +79,12 @@ def headings(comparison: Comparison) -> Row:
     )
 
 
-def _row(comparison: Comparison, variant: Variant) -> Row:
+def _row(comparison: Comparison, variant: Variant) -> VariantCells:
     step, emulated = variant.step_time_ms, is_emulated(variant)
     ratio = None if emulated else variant.step_time_ratio
     samples, runs = variant.samples_per_second, len(variant.runs)
     more = variant.verdict.more_seeds
-    return Row(
+    return VariantCells(
         (plain(variant.label), plain(variant.substituted)),
         (f"{runs} of {runs + len(variant.failed)}" if variant.failed else f"{runs}", ""),
         (ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}") if step else (NONE, ""),
@@ -100,14 +100,14 @@ def _row(comparison: Comparison, variant: Variant) -> Row:
     )
 
 
-def _ratio(found: Estimate | None) -> tuple[str, str]:
-    if found is None:
+def _ratio(ratio: Estimate | None) -> tuple[str, str]:
+    if ratio is None:
         return NONE, ""
-    return times(found.value), ratio_span(found.interval) or MEASURED
+    return times(ratio.value), ratio_span(ratio.interval) or MEASURED
 
 
 def ratio_span(interval: Interval | None) -> str:
-    """An interval of a ratio: `0.80 to 0.85`, its digits enough to tell it from 1."""
+    """An interval of a ratio, `0.80 to 0.85`, with enough digits to compare it with 1."""
     if interval is None:
         return ""
     return span(interval, distinct_form(interval, (1 / SAME, 1.0, SAME), RATIO_FORMS))
@@ -118,28 +118,28 @@ def _memory(comparison: Comparison, variant: Variant) -> tuple[str, str]:
     return memory(comparison, peak(variant)), "" if ratio is None else times(ratio)
 
 
-def _metric(comparison: Comparison, found: Estimate | None) -> tuple[str, str]:
-    if found is None:
+def _metric(comparison: Comparison, metric: Estimate | None) -> tuple[str, str]:
+    if metric is None:
         return NONE, ""
-    unit, shown = _metric_scale(comparison), _metric_form(comparison)
-    return shown.format(found.value * unit), span(found.interval, shown, unit)
+    unit, form = _metric_scale(comparison), _metric_form(comparison)
+    return form.format(metric.value * unit), span(metric.interval, form, unit)
 
 
 def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
-    found = variant.difference
-    if found is None or variant.verdict.word == "baseline":
+    difference = variant.difference
+    if difference is None or variant.verdict.word == "baseline":
         return NONE, ""
-    unit, shown = _difference_scale(comparison), _difference_form(comparison)
-    pairs = "" if found.n == len(variant.runs) else f" n={found.n}"
-    decided, level = deciding(variant)
-    # No blank in the level: a narrow table breaks lines there.
+    unit, form = _difference_scale(comparison), _difference_form(comparison)
+    pairs = "" if difference.n == len(variant.runs) else f" n={difference.n}"
+    interval, level = deciding(variant)
+    # The level has no blank: a narrow table breaks lines at blanks.
     at = f"({level.replace(' ', '')})"
-    around = "" if decided is None else f"{difference_span(comparison, decided)} {at}"
-    return shown.format(found.value * unit), around + pairs
+    around = "" if interval is None else f"{difference_span(comparison, interval)} {at}"
+    return form.format(difference.value * unit), around + pairs
 
 
 def deciding(variant: Variant) -> tuple[Interval | None, str]:
-    """The interval that decided on a variant with its level, `98.75 %`; without one the 95 %."""
+    """The interval that decided on a variant and its level, `98.75 %`; else the 95 % interval."""
     verdict = variant.verdict
     if verdict.interval is not None and verdict.level is not None:
         return verdict.interval, percent(verdict.level)
@@ -152,7 +152,7 @@ def peak(variant: Variant) -> int | None:
 
 
 def ms(value: float) -> str:
-    """Milliseconds with about three digits that mean something: `0.812`, `12.5`, `180`."""
+    """Milliseconds with about three significant digits: `0.812`, `12.5`, `180`."""
     decimals = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:.{decimals}f}"
 
@@ -188,8 +188,8 @@ def _metric_form(comparison: Comparison) -> str:
     """Losses have as many decimals as make four digits of the largest."""
     if _is_share(comparison):
         return "{:.2f}"
-    found = [abs(v.metric.value) for v in comparison.variants if v.metric]
-    largest = max(filter(math.isfinite, found), default=0.0)
+    sizes = [abs(v.metric.value) for v in comparison.variants if v.metric]
+    largest = max(filter(math.isfinite, sizes), default=0.0)
     decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else 3
     return f"{{:.{max(0, decimals)}f}}" if decimals <= MOST_DECIMALS else "{:.3e}"
 
@@ -207,23 +207,13 @@ def metric_name(comparison: Comparison) -> str:
     return f"{split} {comparison.metric}"
 
 
-def variants(comparison: Comparison) -> str:
-    """`5 variants`."""
-    return counted(len(comparison.variants), "variant")
-
-
-def counted(count: int, thing: str) -> str:
-    """`1 run`, `3 runs`."""
-    return f"{count} {thing}{'' if count == 1 else 's'}"
-
-
 def metric_unit(comparison: Comparison) -> str:
     """`%` of an accuracy; a loss has none."""
     return "%" if _is_share(comparison) else ""
 
 
 def difference_unit(comparison: Comparison) -> str:
-    """The word for the unit of differences, which is the column's name as well."""
+    """The unit of differences, which is also the column's name."""
     if comparison.is_relative:
         return "difference %"
     return "points" if _is_share(comparison) else "difference"
@@ -247,8 +237,8 @@ def difference_text(comparison: Comparison, value: float, signed: bool = True) -
 
 
 def difference_span(comparison: Comparison, interval: Interval) -> str:
-    """An interval of differences with signs: `-0.20 to +0.10`, its digits enough to tell each end
-    from 0 and from the margin."""
+    """An interval of differences, `-0.20 to +0.10`, with enough digits to compare each end with 0
+    and with the margin."""
     scale = _difference_scale(comparison)
     margin = comparison.margin * scale
     ends = [end * scale for end in interval]
@@ -260,7 +250,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 
 
 def memory_unit(comparison: Comparison) -> tuple[str, int]:
-    """The unit all memory of the table is given in: the largest that leaves the least peak 1."""
+    """The unit of all memory of the table: the largest in which every peak is at least 1."""
     peaks = [p for v in comparison.variants if (p := peak(v))]
     least = min(peaks, default=2**20)
     return next((unit for unit in UNITS if least >= unit[1]), UNITS[-1])

@@ -1,13 +1,13 @@
-"""A comparison shown: on the terminal, and as files.
+"""A comparison on the terminal, and as files.
 
-The HTML page and the plots need jinja2 and matplotlib, which are imported when a report is written:
-a table costs neither.
+The HTML page and the plots need jinja2 and matplotlib. They are imported when a report is written;
+the table needs neither.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,73 +17,68 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from mprun.compare.digits import counted
 from mprun.compare.rows import Comparison
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-
-STYLES = {"better": "green", "equivalent": "green", "worse": "red", "inconclusive": "yellow"}
-LABEL_WIDTHS = (16, 10, 6)
-"""How narrow labels become: before intervals stand in two lines, in three, before words break."""
-
-GAP = "  "
-"""What rich puts between columns; some versions put a space behind the last as well."""
+from mprun.report.theme import TERMINAL, TONES
 
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
 
 
-class Needs(NamedTuple):
-    """Widths of a column: of its longest line, of lines broken behind "to", of its longest word."""
+class ColumnWidths(NamedTuple):
+    """Widths that a column can have."""
 
-    line: int
-    half: int
-    word: int
+    lines: int
+    """No line is broken."""
+    halves: int
+    """Intervals are broken behind "to"."""
+    words: int
+    """Lines are broken at every blank."""
+
+
+LEVELS = (("halves", 16), ("words", 10))
+"""Columns of figures are broken so while the labels have less than this width."""
 
 
 class FigureTable(Table):
-    """A table that breaks lines between figures, never inside of one while there is any way.
+    """A table that breaks lines between figures, never inside one while there is room.
 
-    rich takes from all columns alike where a window is narrow, which breaks the lines of each. Here
-    a column that must give gives all it can before the next one does.
+    In a narrow window rich shrinks all columns alike, which breaks figures. Here one column of
+    figures after another is broken, the one that gains most first, and only at certain places. The
+    labels and the verdicts share the rest.
     """
 
-    needs: tuple[Needs, ...] = ()
-    """One for each column; the first has labels, the last has words."""
+    column_widths: tuple[ColumnWidths, ...] = ()
+    """One for each column; labels are in the first, verdicts in the last."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - len(GAP) * (len(self.needs) - 1) - 1
-        for column, width in zip(self.columns, _fitted(self.needs, room), strict=True):
+        labels, *figures, verdicts = self.column_widths
+        gaps = 2 * len(figures) + 3  # some versions of rich add one at the end
+        room = options.max_width - gaps - verdicts.words
+        widths = [column.lines for column in figures]
+        for level, least in LEVELS:
+            broken: list[int] = [getattr(column, level) for column in figures]
+            for i in sorted(range(len(widths)), key=lambda i: broken[i] - widths[i]):
+                if room - sum(widths) < min(least, labels.lines):
+                    widths[i] = broken[i]
+        spare = room - sum(widths)
+        label = max(1, min(labels.lines, spare))
+        verdict = min(verdicts.lines, verdicts.words + max(0, spare - label))
+        for column, width in zip(self.columns, (label, *widths, verdict), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
 
 
-def _fitted(needs: Sequence[Needs], room: int) -> list[int]:
-    """Widths of columns that together fill at most `room`, where that is possible at all."""
-    widths = [column.line for column in needs]
-    wide, middle, narrow = (min(widths[0], width) for width in LABEL_WIDTHS)
-    lines, halves, words = ([getattr(c, kind) for c in needs[1:]] for kind in Needs._fields)
-    for floor in (
-        [wide, *lines[:-1], words[-1]],
-        [wide, *halves],
-        [middle, *halves],
-        [middle, *words],
-        [narrow, *words],
-        [narrow, *(1 + word // 2 for word in words)],
-        [1] * len(widths),
-    ):
-        spare = [width - least for width, least in zip(widths, floor, strict=True)]
-        for place in sorted(range(len(spare)), key=spare.__getitem__, reverse=True):
-            widths[place] -= max(0, min(spare[place], sum(widths) - room))
-    return widths
-
-
 def comparison_table(comparison: Comparison) -> Table:
     """A row for each variant; figures with their interval, or ratio, on a second line."""
+    count = counted(len(comparison.variants), "variant")
     table = FigureTable(
-        title=Text(f"{plain(comparison.recipe)}: {cells.variants(comparison)}"),
+        title=Text(f"{plain(comparison.recipe)}: {count}"),
         title_justify="left",
         box=SIMPLE_HEAD,
         pad_edge=False,
@@ -92,38 +87,35 @@ def comparison_table(comparison: Comparison) -> Table:
     )
     rows, headings = cells.rows(comparison), cells.headings(comparison)
     columns = list(zip(headings, *rows, strict=True))
-    table.needs = tuple(map(_needs, columns))
+    table.column_widths = tuple(map(_column_widths, columns))
     for place, column in enumerate(columns):
         is_text = place in (0, len(columns) - 1)
         table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")
     for row, variant in zip(rows, comparison.variants, strict=True):
         *figures, verdict = map(_cell, row)
-        verdict.stylize(STYLES.get(variant.verdict.word, ""), 0, len(variant.verdict.word))
+        tone = TONES.get(variant.verdict.word, "")
+        verdict.stylize(TERMINAL.get(tone, ""), 0, len(variant.verdict.word))
         table.add_row(*figures, verdict)
     return table
 
 
-def _needs(column: Iterable[Sequence[str]]) -> Needs:
-    lines = [line for cell in column for line in ([cell] if isinstance(cell, str) else cell)]
-    words = [word for line in lines for word in line.split()]
-    halves = [half for line in lines for half in line.replace(" to ", " to\n").splitlines()]
-    word = max(map(cell_len, words), default=1)
-    intervals = [cell_len(half) for half in halves if half.endswith(" to")]
-    return Needs(max(map(cell_len, lines)), max([word, *intervals]), word)
+def _column_widths(column: Iterable[tuple[str, str]]) -> ColumnWidths:
+    lines = [line for cell in column for line in cell]
+    words = max((cell_len(word) for line in lines for word in line.split()), default=1)
+    halves = [cell_len(f"{line.partition(' to ')[0]} to") for line in lines if " to " in line]
+    return ColumnWidths(max(map(cell_len, lines)), max([words, *halves]), words)
 
 
-def _cell(figure: Sequence[str]) -> Text:
-    """A text, or two in two lines; as Text, so that square brackets are no markup."""
-    if isinstance(figure, str):
-        return Text(figure)
+def _cell(figure: tuple[str, str]) -> Text:
+    """One or two lines, as Text: square brackets are not markup."""
     first, second = figure
     return Text(first).append(f"\n{second}", style="dim") if second else Text(first)
 
 
 def footer(comparison: Comparison) -> list[str]:
-    """What the table does not say, in lines of plain text (no rich markup).
+    """Lines below the table, as plain text without rich markup.
 
-    Why verdicts other than `equivalent` were given, baseline, margin, split, data, hardware, code,
+    The reasons of verdicts other than `equivalent`, baseline, margin, split, data, hardware, code,
     notes, published figures, failed runs, skipped folders.
     """
     return [
@@ -156,8 +148,8 @@ def _skipped(comparison: Comparison) -> list[str]:
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
 
-    Each file is replaced whole. A plot that this comparison has nothing for, left by an earlier
-    report in the folder, is removed: it would be taken for this one's.
+    Each file is replaced whole. A plot of an earlier report in the folder is removed if this
+    comparison has no such plot, so that it is not mistaken for one of this report.
 
     Returns:
         The paths written, report.html first.

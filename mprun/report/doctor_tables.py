@@ -1,13 +1,13 @@
-"""What `mprun doctor` found, on the terminal."""
+"""The results of `mprun doctor` on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from mprun.console import figure_column, framed_table, new_table, text_column
 from mprun.records.doctor_record import (
     Cuda,
     Examination,
@@ -27,7 +27,7 @@ OP_NAMES: dict[OpName, str] = {
 }
 
 TERA = 10_000
-"""From which GFLOP/s on rates are shown in TFLOP/s."""
+"""From this many GFLOP/s, rates are shown in TFLOP/s."""
 SHORT: dict[Format, str] = {
     "float32": "fp32",
     "tf32": "tf32",
@@ -36,25 +36,23 @@ SHORT: dict[Format, str] = {
 }
 
 
-def renderables(found: Examination) -> Iterator[Table | str]:
+def renderables(examination: Examination) -> Iterator[Table | str]:
     """The parts in the order they are shown."""
-    yield machine_table(found)
-    on_cpu = found.machine.cuda is None
-    yield rates_table(found.rates, found.threads if on_cpu else None)
-    yield modes_table(found.modes, found.rates)
-    for finding in found.findings:
+    yield machine_table(examination)
+    on_cpu = examination.machine.cuda is None
+    yield rates_table(examination.rates, examination.threads if on_cpu else None)
+    yield modes_table(examination.modes, examination.rates)
+    for finding in examination.findings:
         yield f"{finding.level}: {finding.text}"
     yield "what the modes are good for here:"
-    for conclusion in found.conclusions:
+    for conclusion in examination.conclusions:
         yield f"  {conclusion.text}"
 
 
-def machine_table(found: Examination) -> Table:
-    """A row for each thing known of the machine."""
-    table = Table(title="machine", title_justify="left")
-    table.add_column("what")
-    table.add_column("found", overflow="fold")
-    machine, copy = found.machine, found.copy
+def machine_table(examination: Examination) -> Table:
+    """A row for each property of the machine."""
+    table = framed_table("machine", "what", "result")
+    machine, copy = examination.machine, examination.copy
     hardware = machine.hardware
     rows = {
         "device": f"{hardware.device}, {hardware.name}",
@@ -69,8 +67,8 @@ def machine_table(found: Examination) -> Table:
         "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
         "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, "
         f"{copy.bytes / 2**20:.0f} MiB",
-        "versions": _versions(found),
-        "examined": f"{found.examined_at}, rates in {found.measured_s:.1f} s",
+        "versions": _versions(examination),
+        "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
     }
     for what, text in rows.items():
         table.add_row(what, text)
@@ -82,17 +80,17 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
 
     Args:
         rates: what was measured.
-        threads: how many the CPU computed in; None for a GPU.
+        threads: those of the CPU; None for a GPU.
     """
     by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
-    table = _table(f"measured rates{by}: median (10th-90th percentile)")
+    is_tera = max(r.gflops.median for r in rates) >= TERA
+    table = new_table(
+        f"measured rates{by}: median (10th-90th percentile)",
+        text_column("op", no_wrap=True),
+        text_column("in", no_wrap=True),
+        *map(figure_column, ("TFLOP/s" if is_tera else "GFLOP/s", "over fp32", "n")),
+    )
     table.caption = Text("over fp32: median [its 95 % interval], round by round; 3x3 convolutions")
-    table.caption_justify = "left"
-    for column in ("op", "in"):
-        table.add_column(column, no_wrap=True)
-    tera = max(r.gflops.median for r in rates) >= TERA
-    for column in ("TFLOP/s" if tera else "GFLOP/s", "over fp32", "n"):
-        table.add_column(column, justify="right", no_wrap=True)
     previous = ""
     for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r.op)):
         name = f"{OP_NAMES[rate.op]} {rate.size.partition(',')[0]}"
@@ -100,7 +98,7 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
         table.add_row(
             "" if name == previous else name,
             SHORT[rate.format],
-            _spread(rate.gflops, 1000 if tera else 1),
+            _spread(rate.gflops, 1000 if is_tera else 1),
             "1" if base else _ratio(rate.speedup),
             str(rate.gflops.n),
         )
@@ -110,12 +108,13 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
 
 def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
     """A row for each mode: how it runs here, and its ops' rates over float32's."""
-    table = _table("precision modes: rates over float32's, at the largest size measured")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("runs", no_wrap=True)
-    for name in OP_NAMES.values():
-        table.add_column(name, justify="right")
-    table.add_column("loss scale")
+    table = new_table(
+        "precision modes: rates over float32's, at the largest size measured",
+        text_column("mode", no_wrap=True),
+        text_column("runs", no_wrap=True),
+        *(text_column(name, justify="right") for name in OP_NAMES.values()),
+        text_column("loss scale"),
+    )
     speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
     for mode in modes:
         native = mode.execution == "native"
@@ -125,7 +124,7 @@ def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
 
 
 def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
-    """An op's rate in a mode; in float32's, where that computes it."""
+    """An op's rate in a mode over float32's."""
     if mode.format == "float32":
         return "1"
     if op in mode.substituted:
@@ -134,14 +133,8 @@ def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float
     return "-" if speedup is None else _figure(speedup)
 
 
-def _table(title: str) -> Table:
-    return Table(
-        title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
-
-
 def _figure(value: float) -> str:
-    """Three digits that count, without an exponent."""
+    """Three significant digits, without an exponent."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
     return f"{value:,.{digits}f}"
 
@@ -166,8 +159,8 @@ def _gibibytes(value: int | None) -> str:
 
 
 def _yes_no(has: Mapping[str, bool | None]) -> str:
-    words = {True: "yes", False: "no", None: "unknown"}
-    return ", ".join(f"{name} {words[there]}" for name, there in has.items())
+    texts = {True: "yes", False: "no", None: "unknown"}
+    return ", ".join(f"{name} {texts[value]}" for name, value in has.items())
 
 
 def _cores(machine: Machine) -> str:
@@ -179,8 +172,8 @@ def _cores(machine: Machine) -> str:
 
 
 def _instructions(machine: Machine) -> str:
-    found = _yes_no(machine.instructions) or "unknown on this architecture"
-    return f"{found}; PyTorch's own kernels: {machine.cpu_capability}"
+    names = _yes_no(machine.instructions) or "unknown on this architecture"
+    return f"{names}; PyTorch's own kernels: {machine.cpu_capability}"
 
 
 def _onednn(machine: Machine) -> str:
@@ -202,6 +195,6 @@ def _gpu(cuda: Cuda | None) -> dict[str, str]:
     }
 
 
-def _versions(found: Examination) -> str:
-    versions = {"mprun": found.mprun_version, **found.versions}
+def _versions(examination: Examination) -> str:
+    versions = {"mprun": examination.mprun_version, **examination.versions}
     return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())

@@ -9,7 +9,6 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,22 +57,20 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _flat(cell: Sequence[str]) -> str:
+def _flat(cell: tuple[str, str]) -> str:
     """A cell in one line: `12.50 (11.25 to 14.75)`."""
-    if isinstance(cell, str):
-        return _md(cell)
     first, second = cell
     return _md(f"{first} ({second})" if second else first)
 
 
 def _md(text: str) -> str:
-    """Text that Markdown, and the HTML in it, leave as it is."""
+    """Text escaped for Markdown, and for the HTML in it."""
     escaped = re.sub(r"([\\`*_\[\]<>|#~$])", r"\\\1", text)
     return escaped.replace("&", "&amp;")
 
 
 def csv_text(comparison: Comparison) -> str:
-    """A row for each variant; what there is not is empty."""
+    """A row for each variant; missing figures are empty."""
     out = io.StringIO()
     rows = [_record(variant) for variant in comparison.variants]
     writer = csv.DictWriter(out, list(rows[0]) if rows else ["label"], lineterminator="\n")
@@ -113,17 +110,14 @@ def _record(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _estimate(name: str, found: Estimate | None) -> dict[str, Any]:
-    interval = found and found.interval
-    return {
-        name: found and found.value,
-        **_interval(name, interval or None),
-        f"{name}_n": found and found.n,
-    }
+def _estimate(name: str, estimate: Estimate | None) -> dict[str, Any]:
+    value, interval, n = estimate or (None, None, None)
+    return {name: value, **_interval(name, interval), f"{name}_n": n}
 
 
-def _interval(name: str, found: Interval | None) -> dict[str, Any]:
-    return {f"{name}_low": found and found.low, f"{name}_high": found and found.high}
+def _interval(name: str, interval: Interval | None) -> dict[str, Any]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def json_text(comparison: Comparison) -> str:
@@ -131,12 +125,12 @@ def json_text(comparison: Comparison) -> str:
 
     Published figures stand beside it as `published`.
     """
-    found = {
+    content = {
         "schema_version": SCHEMA_VERSION,
         **_plain(comparison),
         "published": _plain(published.rows(comparison)),
     }
-    return json.dumps(jsonable(found), indent=1, allow_nan=False) + "\n"
+    return json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The report as one HTML page that needs nothing beside itself: no script, no font, no image.
+"""The report as one self-contained HTML page: no script, no font, no image file.
 
-Whatever a record holds may come from someone else: jinja2 escapes all of it. Only this package's
-own style sheet and the drawings, whose text their serializer has escaped, are put in as they are.
+A record may come from someone else, so jinja2 escapes everything in it. Only the style sheet of
+this package and the drawings, whose text is escaped already, are inserted as they are.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
+from mprun.compare.digits import counted
 from mprun.compare.rows import Comparison, Variant
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.configs import configs
-from mprun.report.plots import Plot, canvas
-from mprun.report.theme import DARK, LIGHT, declarations
+from mprun.report.plots.canvas import Plot, key
+from mprun.report.theme import DARK, LIGHT, TONES, declarations
 
 FOLDER = "mprun.report"
-TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
 
 
-class Shown(NamedTuple):
+class VariantView(NamedTuple):
     """A variant as the page shows it."""
 
     label: str
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
     """Its marker, as in the plots."""
     word: str
     tone: str
-    row: cells.Row
+    row: cells.VariantCells
     sentence: str
     reason: str
     details: tuple[tuple[str, str], ...]
@@ -44,8 +44,8 @@ def page(comparison: Comparison, plots: list[Plot]) -> str:
     """The whole page.
 
     Args:
-        comparison: what was found.
-        plots: its plots, in order, `mprun.report.plots.draw`.
+        comparison: what to show.
+        plots: its plots in order, from `mprun.report.plots.draw`.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -65,7 +65,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
     return {
         "recipe": plain(comparison.recipe),
         "metric_name": cells.metric_name(comparison),
-        "counted": cells.counted,
+        "counted": counted,
         "data": plain(comparison.data),
         "baseline": plain(comparison.baseline),
         "margin": cells.difference_text(comparison, comparison.margin, signed=False),
@@ -95,17 +95,17 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
     }
 
 
-def _variants(comparison: Comparison) -> list[Shown]:
-    sentences = {f.place: f.sentence for f in answer.findings(comparison)}
+def _variants(comparison: Comparison) -> list[VariantView]:
+    sentences = ["", *(f.sentence for f in answer.findings(comparison))]
     rows = cells.rows(comparison)
     return [
-        Shown(
+        VariantView(
             label=rows[place].label[0],
-            key=Markup(canvas.key(place, cells.is_emulated(variant))),
+            key=Markup(key(place, cells.is_emulated(variant))),
             word=variant.verdict.word,
             tone=TONES.get(variant.verdict.word, "none"),
             row=rows[place],
-            sentence=sentences.get(place, ""),
+            sentence=sentences[place],
             reason=plain(variant.verdict.reason),
             details=tuple(_details(variant)),
             memory=tuple(
@@ -118,12 +118,12 @@ def _variants(comparison: Comparison) -> list[Shown]:
 
 
 def _details(variant: Variant) -> list[tuple[str, str]]:
-    """What is told of a variant beside its figures."""
+    """The settings and the folders of a variant's runs."""
     if not variant.runs:
         return []
     summary = variant.runs[0].summary
     batch, backend = summary.batch, summary.backend
-    found = [
+    details = [
         ("policy", plain(tables.policy(summary.effective))),
         ("execution", variant.execution),
         ("batch", f"{batch.micro} x {batch.accumulate} = {batch.effective}"),
@@ -136,21 +136,21 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
     reasons: dict[tuple[str, str], list[str]] = {}
     for x in summary.substitutions:
         reasons.setdefault((x.dtype, x.reason), []).append(x.op)
-    found += [
+    details += [
         ("substituted", f"{', '.join(ops)} in {dtype}: {reason}")
         for (dtype, reason), ops in reasons.items()
     ]
-    found += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
-    return [(name, plain(text)) for name, text in found]
+    details += [("run", f"seed {run.summary.seed}: {run.path}") for run in variant.runs]
+    return [(name, plain(text)) for name, text in details]
 
 
 def _versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Each package's version; all of them where runs differ."""
-    found: dict[str, dict[str, None]] = {}
+    """Each package's version; all of them if runs differ."""
+    versions_of: dict[str, dict[str, None]] = {}
     for variant in comparison.variants:
         for run in variant.runs:
             summary = run.summary
             versions = {"mprun": summary.mprun_version, **summary.versions}
             for name, version in {**versions, "commit": summary.git_commit}.items():
-                found.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
-    return [(name, ", ".join(versions)) for name, versions in found.items()]
+                versions_of.setdefault(plain(name, 40), {})[plain(version or "none", 60)] = None
+    return [(name, ", ".join(versions)) for name, versions in versions_of.items()]

@@ -1,4 +1,4 @@
-"""Published figures beside what a comparison measured. No verdict knows of them."""
+"""Published figures beside the measured ones. No verdict uses them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
+from mprun.compare.digits import counted
 from mprun.compare.rows import Comparison, Variant
 from mprun.records.published_figures import Figure, figures
 from mprun.records.run_record import Epoch, Summary, number
@@ -16,7 +17,7 @@ HEADINGS = ("figure", "published", "on", "source", "measured here")
 NOT_JUDGED = "published, used in no verdict"
 
 
-class Row(NamedTuple):
+class PublishedRow(NamedTuple):
     """A published figure as it is shown."""
 
     what: str
@@ -27,10 +28,11 @@ class Row(NamedTuple):
     """The measured figure of each variant in that mode; `-` where there is none."""
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[PublishedRow]:
     """Every published figure about the recipe, or about a mode, of a comparison."""
     return [
-        Row(f.what, f.text, f.hardware, f.source, _here(comparison, f)) for f in _all(comparison)
+        PublishedRow(f.what, f.text, f.hardware, f.source, _here(comparison, f))
+        for f in _all(comparison)
     ]
 
 
@@ -40,12 +42,12 @@ def lines(comparison: Comparison) -> list[str]:
     for figure in _all(comparison):
         if figure.kind != "other" and figure.epoch is None:
             groups.setdefault(figure.what, []).append(figure)
-    found = []
+    lines = []
     for what, members in groups.items():
         texts = "; ".join(f"{f.text} ({f.hardware}; {f.source})" for f in members)
         here = next((h for f in members if (h := _here(comparison, f)) != cells.NONE), cells.NONE)
-        found.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
-    return found
+        lines.append(f"{NOT_JUDGED}: {what}: {texts}; measured here: {here}")
+    return lines
 
 
 def _all(comparison: Comparison) -> list[Figure]:
@@ -55,12 +57,12 @@ def _all(comparison: Comparison) -> list[Figure]:
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:
-    found = []
+    texts = []
     for variant in comparison.variants:
         ours = [run.summary for run in variant.runs if _is_of(run.summary, figure)]
         if ours and (text := _measured(comparison, variant, ours, figure)):
-            found.append(f"{cells.plain(variant.label)} {text}{_settings(ours, figure)}")
-    return ", ".join(found) or cells.NONE
+            texts.append(f"{cells.plain(variant.label)} {text}{_settings(ours, figure)}")
+    return ", ".join(texts) or cells.NONE
 
 
 def _is_of(summary: Summary, figure: Figure) -> bool:
@@ -69,17 +71,17 @@ def _is_of(summary: Summary, figure: Figure) -> bool:
 
 
 def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
-    """What was set otherwise here than in the published run."""
-    found: dict[str, None] = {}
+    """The settings that differ from those of the published run."""
+    settings: dict[str, None] = {}
     for summary in summaries:
         if figure.batch_size not in (None, summary.batch_size):
-            found[f"batch {summary.batch_size}"] = None
+            settings[f"batch {summary.batch_size}"] = None
         epochs = summary.epochs
         if epochs is not None and figure.epochs not in (None, epochs):
-            found[cells.counted(epochs, "epoch")] = None
+            settings[counted(epochs, "epoch")] = None
         if summary.data.source == "generated":
-            found["generated data"] = None
-    return f" ({', '.join(found)})" if found else ""
+            settings["generated data"] = None
+    return f" ({', '.join(settings)})" if settings else ""
 
 
 def _measured(

@@ -1,12 +1,13 @@
-"""The colours of a report, light and dark, and how variants are told apart.
+"""All colours of tables, plots and pages, by role: light, dark, and on the terminal.
 
-The series' colours were searched for: at least 3:1 against the page (WCAG 2.1, non-text
-contrast), and as far from each other and from the ink as ten colours go, for normal sight and with
-red-, green- or blue-blindness (Machado et al. 2009), in OKLab. Ten colours are too many to tell
-apart by colour alone, so every variant has a marker of its own as well, and its name beside it.
+The colours of the series come from a search. Their contrast with the page is at least 3:1 (WCAG
+2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large as
+ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al. 2009).
+Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
+its name stands beside it.
 
-Memory has two ramps: what lives as long as the model (parameters, buffers, gradients, optimizer
-state) and what a step makes and drops (activations, temporary).
+Memory has two ramps: blue for what lives as long as the model (parameters, buffers, gradients,
+optimizer state), brown for what a step makes and frees (activations, temporary).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ class Theme(NamedTuple):
     good: str
     bad: str
     open: str
-    """Text of verdicts: keeps the metric, loses it, not settled."""
+    """Text of verdicts: the metric is kept, it is lost, or it is not settled."""
     series: tuple[str, ...]
+    """Variants but the baseline, or formats."""
     memory: tuple[str, ...]
+    """The categories of `records.memory_record`."""
 
 
 LIGHT = Theme(
@@ -65,8 +68,18 @@ DARK = Theme(
 )
 
 
+TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
+"""The word of a verdict to the role of its colour."""
+
+TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
+"""Roles to the terminal's own colours."""
+
+FORMATS = {"bf16": 0, "fp16": 1}
+"""A format to its place among the colours of the series."""
+
+
 def named(name: Callable[[str], str]) -> Theme:
-    """A theme of what `name` makes of each colour's name: `ink`, `series-1`, ..."""
+    """A theme whose colours are `name(role)` for the roles `ink`, ..., `series-1`, ..."""
     return Theme(
         paper=name("paper"),
         ink=name("ink"),
@@ -92,25 +105,25 @@ def _flat(theme: Theme) -> list[str]:
 
 
 def sentinels() -> tuple[Theme, dict[str, str]]:
-    """A theme of colours nobody uses, and the CSS variable that each one stands for."""
-    found: dict[str, str] = {}
+    """A theme of placeholder colours, and the CSS variable that replaces each of them."""
+    variables: dict[str, str] = {}
 
-    def stand_in(name: str) -> str:
-        colour = f"#fe{len(found):02x}fe"
-        found[colour] = f"var(--{name})"
+    def placeholder(name: str) -> str:
+        colour = f"#fe{len(variables):02x}fe"
+        variables[colour] = f"var(--{name})"
         return colour
 
-    return named(stand_in), found
+    return named(placeholder), variables
 
 
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
 
 
 def colour(theme: Theme, index: int) -> str:
-    """Of the variant at `index` of the table: ink for the baseline, then the series in turn."""
+    """The colour of the variant in row `index`: ink for the baseline, else of the series."""
     return theme.ink if index == 0 else theme.series[(index - 1) % len(theme.series)]
 
 
 def marker(index: int) -> str:
-    """matplotlib's name of its marker. Ten markers and nine colours: 90 pairs before one recurs."""
+    """matplotlib's name of its marker. Ten markers and nine colours make 90 pairs."""
     return MARKERS[index % len(MARKERS)]

@@ -3,99 +3,98 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
+import msgspec
 from rich.table import Table
 
-
-def step_table(found: Mapping[str, Any]) -> Table:
-    """A row for each call and each op outside of one, in the order they ran."""
-    table = Table(
-        title="one training step",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    for column in ("phase", "module", "op", "rule", "dtypes", "casts"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("phase", "rule"))
-    for column in ("ms", "in casts"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for row, count in _merged(found["rows"]):
-        table.add_row(
-            row["phase"],
-            row["module"] or ("(root)" if row["phase"] == "forward" else ""),
-            row["op"] + (f" x{count}" if count > 1 else ""),
-            row["rule"],
-            _dtypes(row),
-            ", ".join(_casts(row["casts"])),
-            f"{row['time_ms']:.3f}",
-            f"{row['cast_time_ms']:.3f}" if row["casts"] else "",
-        )
-    return table
-
-
-def _merged(rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Rows of the model one by one; of the rest, alike ones as one with their number and time."""
-    alike: dict[str, list[dict[str, Any]]] = {}
-    for n, row in enumerate(rows):
-        model = row["phase"] in ("forward", "backward")
-        kept = ("phase", "op", "rule", "dtypes_in", "dtypes_out")
-        key = str(n) if model else str([row[k] for k in kept] + list(_casts(row["casts"])))
-        alike.setdefault(key, []).append(row)
-    for same in alike.values():
-        sums = {k: sum(row[k] for row in same) for k in ("time_ms", "cast_time_ms")}
-        yield {**same[0], **sums}, len(same)
-
+from mprun.console import figure_column, framed_table, new_table, text_column
+from mprun.records.trace_record import PHASES, CastRecord, TraceRecord, TraceRow
 
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
 
 
-def _short(names: list[str]) -> str:
+def step_table(rows: Sequence[TraceRow]) -> Table:
+    """A row for each call and each op outside of one, in the order they ran."""
+    table = new_table(
+        "one training step",
+        text_column("phase", no_wrap=True),
+        text_column("module"),
+        text_column("op"),
+        text_column("rule", no_wrap=True),
+        text_column("dtypes"),
+        text_column("casts"),
+        figure_column("ms"),
+        figure_column("in casts"),
+    )
+    for row, count in _merged(rows):
+        table.add_row(
+            row.phase,
+            row.module or ("(root)" if row.phase == "forward" else ""),
+            row.op + (f" x{count}" if count > 1 else ""),
+            row.rule,
+            _dtypes(row),
+            ", ".join(_casts(row.casts)),
+            f"{row.time_ms:.3f}",
+            f"{row.cast_time_ms:.3f}" if row.casts else "",
+        )
+    return table
+
+
+def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
+    """Rows of the model one by one; equal rows outside of it as one, with their number and time."""
+    groups: dict[str, list[TraceRow]] = {}
+    for n, row in enumerate(rows):
+        is_model = row.phase in ("forward", "backward")
+        dtypes = (row.dtypes_in, row.dtypes_out)
+        key = str(n if is_model else (row.phase, row.op, row.rule, dtypes, [*_casts(row.casts)]))
+        groups.setdefault(key, []).append(row)
+    for group in groups.values():
+        time_ms = sum(row.time_ms for row in group)
+        cast_time_ms = sum(row.cast_time_ms for row in group)
+        yield replace(group[0], time_ms=time_ms, cast_time_ms=cast_time_ms), len(group)
+
+
+def _short(names: Sequence[str]) -> str:
     return " ".join(SHORT.get(name, name) for name in names)
 
 
-def _dtypes(row: Mapping[str, Any]) -> str:
-    """What its kernels take and give: `bf16`, or `bf16 fp32 > bf16` where that differs."""
-    took, gave = _short(row["dtypes_in"]), _short(row["dtypes_out"])
-    return took if took == gave else f"{took} > {gave}"
+def _dtypes(row: TraceRow) -> str:
+    """The dtypes of its kernels' inputs and outputs: `bf16`, or `bf16 fp32 > bf16`."""
+    before, after = _short(row.dtypes_in), _short(row.dtypes_out)
+    return before if before == after else f"{before} > {after}"
 
 
-def _casts(casts: list[dict[str, Any]]) -> Iterator[str]:
-    """Each kind of cast with how often it was made: `fp32>bf16 x2`."""
-    kinds = Counter((c["from"], c["to"], c["redundant"]) for c in casts)
-    for (have, want, redundant), count in kinds.items():
+def _casts(casts: Sequence[CastRecord]) -> Iterator[str]:
+    """Each kind of cast with its number: `fp32>bf16 x2`."""
+    kinds = Counter((c.from_dtype, c.to_dtype, c.redundant) for c in casts)
+    for (before, after, redundant), count in kinds.items():
         times = f" x{count}" if count > 1 else ""
         why = f" ({redundant})" if redundant else ""
-        yield f"{_short([have])}>{_short([want])}{times}{why}"
+        yield f"{_short([before])}>{_short([after])}{times}{why}"
 
 
-def totals(found: Mapping[str, Any]) -> Table:
-    """What the step's ops and casts come to."""
-    total = found["totals"]
-    table = Table(title="totals", title_justify="left")
-    table.add_column("what")
-    table.add_column("figure")
-    table.add_row("step, not traced", f"{found['step_time_ms']:.3f} ms")
-    table.add_row("ops and casts", f"{total['time_ms']:.3f} ms")
-    for dtype, (count, time_ms) in total["by_dtype"].items():
+def totals(record: TraceRecord) -> Table:
+    """The sums over the step's ops and casts."""
+    total = record.totals
+    table = framed_table("totals", "what", "figure")
+    table.add_row("step, not traced", f"{record.step_time_ms:.3f} ms")
+    table.add_row("ops and casts", f"{total.time_ms:.3f} ms")
+    for dtype, (count, time_ms) in total.by_dtype.items():
         table.add_row(f"ops that give {dtype}", f"{count} in {time_ms:.3f} ms")
     table.add_row(
         "casts",
-        f"{total['casts']} in {total['cast_time_ms']:.3f} ms, {total['cast_share']:.1%} of the "
-        f"step; {total['cast_bytes'] / 2**20:.2f} MiB read and written",
+        f"{total.casts} in {total.cast_time_ms:.3f} ms, {total.cast_share:.1%} of the step; "
+        f"{total.cast_bytes / 2**20:.2f} MiB read and written",
     )
-    redundant = ", ".join(f"{n} {kind}" for kind, n in total["redundant"].items())
+    redundant = ", ".join(f"{n} {kind}" for kind, n in total.redundant.items())
     table.add_row("redundant casts", redundant or "none")
     return table
 
 
-PHASES = ("forward", "backward", "optimizer", "other")
-
-
-def chrome(found: Mapping[str, Any]) -> dict[str, Any]:
+def chrome(rows: Sequence[TraceRow]) -> dict[str, Any]:
     """The trace in Chrome's event format: a track for each phase, casts as events of their own.
 
     Source: "Trace Event Format", the Chromium project. Times in microseconds.
@@ -104,21 +103,20 @@ def chrome(found: Mapping[str, Any]) -> dict[str, Any]:
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": i, "args": {"name": phase}}
         for i, phase in enumerate(PHASES)
     ]
-    begin = min((row["began_ms"] for row in found["rows"]), default=0.0)
-    for row in found["rows"]:
-        at, track = (row["began_ms"] - begin) * 1e3, PHASES.index(row["phase"])
-        for cast in row["casts"]:
-            name = f"cast {_short([cast['from']])} to {_short([cast['to']])}"
-            events.append(_event(name, "cast", track, at, cast["time_ms"], cast))
-            at += cast["time_ms"] * 1e3
-        if row["kernels"]:
-            args = {k: row[k] for k in ("module", "rule", "dtypes_in", "dtypes_out", "kernels")}
-            events.append(_event(row["op"], "op", track, at, row["time_ms"], args))
+
+    def add(name: str, kind: str, at_us: float, time_ms: float, args: dict[str, Any]) -> None:
+        place = {"ph": "X", "pid": 1, "tid": track, "ts": at_us, "dur": time_ms * 1e3}
+        events.append({"name": name, "cat": kind, **place, "args": args})
+
+    start_ms = min((row.began_ms for row in rows), default=0.0)
+    for row in rows:
+        at_us, track = (row.began_ms - start_ms) * 1e3, PHASES.index(row.phase)
+        for cast in row.casts:
+            name = f"cast {_short([cast.from_dtype])} to {_short([cast.to_dtype])}"
+            add(name, "cast", at_us, cast.time_ms, msgspec.to_builtins(cast))
+            at_us += cast.time_ms * 1e3
+        if row.kernels:
+            names = ("module", "rule", "dtypes_in", "dtypes_out", "kernels")
+            args = {name: getattr(row, name) for name in names}
+            add(row.op, "op", at_us, row.time_ms, args)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(
-    name: str, kind: str, track: int, at_us: float, time_ms: float, args: dict[str, Any]
-) -> dict[str, Any]:
-    place = {"ph": "X", "pid": 1, "tid": track, "ts": at_us, "dur": time_ms * 1e3}
-    return {"name": name, "cat": kind, **place, "args": args}

@@ -75,7 +75,7 @@ def test_the_verdict_is_what_training_shows(
     made_by = verdict["made_by"]
     assert [row for row in MADE_BY.get(name, ()) if row not in made_by] == []
     assert (made_by != []) == hostile
-    assert (f"what says so: {', '.join(made_by[:5])}" in capsys.readouterr().out) == hostile
+    assert (f"decided by: {', '.join(made_by[:5])}" in capsys.readouterr().out) == hostile
     assert verdicts <= ({verdict["word"]} if hostile else set())
     assert verdict["rows_of_another_verdict"] == []
     for row in found["rows"]:

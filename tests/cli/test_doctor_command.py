@@ -52,7 +52,7 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     [
         (
             ["recipe=mnist"],
-            ["'recipe=mnist' means nothing to mprun doctor", "legal: device, doctor."],
+            ["mprun doctor does not take 'recipe=mnist'", "legal: device, doctor."],
         ),
         (["devise=cpu"], ["'devise=cpu'", "did you mean 'device'?"]),
         (["device=gpu"], ["'device=gpu': device is one of auto, cpu, cuda"]),
@@ -64,10 +64,10 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
         (["doctor.budget_s=1000"], ["doctor.budget_s=1000: legal is above 0 and at most 600"]),
         (["doctor.budget_s=soon"], ["doctor.budget_s is a number"]),
         (["doctor=1"], ["doctor"]),
-        (["-m"], ["mprun doctor takes no options"]),
-        (["--show-config"], ["mprun doctor takes no options"]),
-        (["--config-dir=x"], ["mprun doctor takes no options"]),
-        (["--json"], ["there is no option '--json'"]),
+        (["-m"], ["mprun doctor has no option '-m'"]),
+        (["--show-config"], ["mprun doctor has no option '--show-config'"]),
+        (["--config-dir=x"], ["mprun doctor has no option '--config-dir=x'"]),
+        (["--json"], ["mprun doctor has no option '--json'"]),
     ],
     ids=str,
 )
@@ -77,7 +77,7 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mprun.experiments.examine.examine", None)
+    monkeypatch.setattr("mprun.experiments.examine.examine_device", None)
     assert main(["doctor", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

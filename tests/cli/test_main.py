@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from mprun import __version__
 from mprun.assemble import load_recipe
+from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import main
-from mprun.cli.train_command import Arguments, parse
 from mprun.config import compose
 from mprun.config.reference import GROUPS, Field, leaves
 from mprun.config.validate import RANGES
@@ -175,7 +175,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("train.batch_size=0", ["train.batch_size=0: legal is 1 or more"]),
     (f"train.epochs={10**60}", ["legal is 1 or more and at most 2147483647"]),
     ("data.validation_fraction=1", ["legal is 0 or more and below 1"]),
-    ("run.dir=", ["run.dir='': the name of a folder"]),
+    ("run.dir=", ["run.dir='': legal is the name of a folder"]),
     # A recipe's own parameters
     (
         "recipe.model.unitz=3",
@@ -215,12 +215,12 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Options
     (
         "--foo",
-        ["no option '--foo'", "legal: --config-dir, --multirun, --show-config, --help, --version"],
+        ["no option '--foo'", "legal: --config-dir, --help, --multirun, --show-config, --version"],
     ),
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("-x", ["no option '-x'"]),
-    ("--config-dir", ["--config-dir needs a folder"]),
-    ("--config-dir=", ["--config-dir needs a folder"]),
+    ("--config-dir", ["--config-dir: expected one argument"]),
+    ("--config-dir=", ["--config-dir: expected a folder"]),
     ("--config-dir=nope", ["--config-dir nope cannot be read: No such file or directory"]),
 ]
 
@@ -362,12 +362,22 @@ def test_whatever_is_wrong_is_answered_in_one_line(before: list[str], override: 
 
 
 def test_options_are_taken_apart() -> None:
-    words = ["seed=1", "--config-dir", "a b", "--show-config", "device=cpu"]
-    assert parse(words) == Arguments(("seed=1", "device=cpu"), Path("a b"), show_config=True)
-    assert parse(["--config-dir=a=b"]) == Arguments((), Path("a=b"))
-    assert parse([]) == Arguments(())
-    with pytest.raises(UsageError, match="needs a folder"):
-        parse(["--config-dir"])
+    args = ["seed=1", "--config-dir", "a b", "--show-config", "device=cpu"]
+    known = parse_arguments("train", args)
+    assert (known.overrides, known.config_dir) == (["seed=1", "device=cpu"], Path("a b"))
+    assert (known.show_config, known.multirun) == (True, False)
+    assert parse_arguments("train", ["--config-dir=a=b"]).config_dir == Path("a=b")
+    none = parse_arguments("train", [])
+    assert (none.overrides, none.config_dir) == ([], None)
+
+
+@pytest.mark.parametrize("option", ["-m", "--multirun", "--show-config"])
+@pytest.mark.parametrize(
+    "command", ["sweep", "advise", "double", "trace", "memory", "numerics", "search-ops"]
+)
+def test_only_train_takes_these_options(command: str, option: str) -> None:
+    with pytest.raises(UsageError, match=f"mprun {command} has no option '{option}'"):
+        parse_arguments(command, [option, "seed=0,1"])
 
 
 @pytest.mark.parametrize("command", [[], ["train"]])

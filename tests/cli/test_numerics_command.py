@@ -453,7 +453,7 @@ def test_what_was_seen_of_a_run_that_fails_is_shown(capsys: pytest.CaptureFixtur
     assert main(["numerics", *words, "numerics.plots=false", "run.dir=run"]) == 1
     out, err = capsys.readouterr()
     assert "recommended loss scale" in out
-    assert err.startswith("the run ended early, what was seen is above: the loss became ")
+    assert err.startswith("the run ended early, its results are above: the loss became ")
     made = read()
     assert made["ended"].startswith("the loss became ")
     assert 0 < len(made["steps"]) < 50
@@ -483,7 +483,7 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
     assert capsys.readouterr().err.splitlines() == [
         "warning: data.root has no effect: recipe=linear does not use it",
-        "warning: debug.fp_exceptions has no effect: mprun numerics looks for no exceptions",
+        "warning: debug.fp_exceptions has no effect: mprun numerics does not look for exceptions",
     ]
 
 
@@ -513,8 +513,8 @@ def test_time_that_runs_out_before_the_first_look_is_said() -> None:
         (["numerics.try_scales=maybe"], ["numerics.try_scales is true or false"]),
         (["numerics=3"], ["no field 'numerics'"]),
         (["precision=fp17_mixed"], ["did you mean 'fp16_mixed'?"]),
-        (["-m"], ["mprun numerics looks at one run"]),
-        (["--show-config"], ["mprun numerics looks at one run"]),
+        (["-m"], ["mprun numerics has no option '-m'"]),
+        (["--show-config"], ["mprun numerics has no option '--show-config'"]),
         (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
     ],
     ids=str,

@@ -280,7 +280,7 @@ def test_a_recipe_that_holds_nothing_out_is_made_to_and_that_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = searched("none", "search_ops.steps=0")
-    said = "note: recipe=planted holds no validation data out; data.validation_fraction=0.1 is set"
+    said = "note: recipe=planted has no validation data of its own; data.validation_fraction=0.1"
     assert said in capsys.readouterr().out
     assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 8}
     assert found["data"]["validation_samples"] == 16
@@ -313,7 +313,7 @@ def test_the_terminal_shows_rows_outcome_proof_and_files(
     for text in (
         *("ops, one at a time", "modules, one at a time", "outcome", "harmful", "not finite"),
         *("as in autocast", "ops: exp <-", "everything"),
-        "proof: 2 pairs of trainings of 5 steps, validation accuracy less float32's:",
+        "proof: 2 pairs of trainings of 5 steps, validation accuracy minus float32's:",
         f"{found['proof']['verdict']}",
         "step time in these trainings:",
         "written: found/search_ops.json, ops.yaml",
@@ -326,7 +326,7 @@ def test_the_terminal_shows_rows_outcome_proof_and_files(
 def test_the_file_gives_its_reasons() -> None:
     searched("exp", "search_ops.steps=0", "search_ops.always=[F.relu]")
     lines = Path("found/ops.yaml").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "# Found by mprun search-ops: recipe planted, precision fp16_mixed."
+    assert lines[0] == "# Written by mprun search-ops: recipe planted, precision fp16_mixed."
     assert "on 2 batches of 8 samples (validation)" in lines[1]
     assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 20 dB."
     assert lines[3].startswith("# Weights of float16's precision alone: loss ")
@@ -358,8 +358,8 @@ def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
         (["precision=half_sr"], ["precision=half_sr casts no op"]),
         (["precision.layers={first: fp32}"], ["leave out precision.layers"]),
         (["run.resume=x"], ["run.resume"]),
-        (["-m"], ["mprun search-ops takes one configuration"]),
-        (["--show-config"], ["mprun search-ops takes one configuration"]),
+        (["-m"], ["mprun search-ops has no option '-m'"]),
+        (["--show-config"], ["mprun search-ops has no option '--show-config'"]),
         (["search_ops.tolerance=0"], ["search_ops.tolerance=0", "legal is above 0"]),
         (["search_ops.tolerence=1"], ["did you mean 'search_ops.tolerance'?"]),
         (["search_ops.batches=none"], ["search_ops.batches is a whole number"]),

@@ -60,23 +60,23 @@ def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]
     assert "no run was completed" in capsys.readouterr().out
 
 
-def test_a_stopped_sweep_goes_on(
+def test_a_stopped_sweep_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mprun.experiments.study_progress import QuietStudy
+    from mprun.experiments.study_progress import StudyProgress
 
-    shown = QuietStudy.end
+    shown = StudyProgress.end
 
-    def stopping(self: QuietStudy, *arguments: object) -> None:
+    def stopping(self: StudyProgress, *arguments: object) -> None:
         shown(self, *arguments)  # type: ignore[arg-type]
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(QuietStudy, "end", stopping)
+        patch.setattr(StudyProgress, "end", stopping)
         words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
         assert main(words) == 130
     assert runs("s") == ["fp32-seed0"]
-    assert "go on with: mprun sweep run.resume=s" in capsys.readouterr().out
+    assert "resume with: mprun sweep run.resume=s" in capsys.readouterr().out
     before = read_summary(Path("s/fp32-seed0"))
     assert main(["sweep", "run.resume=s"]) == 0
     assert len(runs("s")) == 4
@@ -87,14 +87,17 @@ def test_a_stopped_sweep_goes_on(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["sweep", "-m", *LINEAR], "takes lists of values by itself"),
-        (["sweep", "run.resume=nowhere"], "is it a sweep?"),
-        (["sweep", "run.resume=nowhere", "train.lr=1"], "'train.lr=1': what goes on keeps"),
+        (["sweep", "-m", *LINEAR], "mprun sweep has no option '-m'"),
+        (["sweep", "run.resume=nowhere"], "is nowhere a study?"),
+        (
+            ["sweep", "run.resume=nowhere", "train.lr=1"],
+            "'train.lr=1': a resumed study keeps its plan",
+        ),
         (["sweep", "data.source=real", "data.root=nowhere"], "nowhere"),
-        (["sweep", "run.resume=x", "seeds=7"], "'seeds=7': what goes on keeps its plan"),
-        (["sweep", "run.resume=x", "--config-dir", "y"], "what goes on keeps its plan"),
-        (["advise", "compare.split=test"], "mprun advise decides this itself"),
-        (["double", "compare.baseline=fp32"], "mprun double decides this itself"),
+        (["sweep", "run.resume=x", "seeds=7"], "'seeds=7': a resumed study keeps its plan"),
+        (["sweep", "run.resume=x", "--config-dir", "y"], "a resumed study keeps its plan"),
+        (["advise", "compare.split=test"], "mprun advise sets this itself"),
+        (["double", "compare.baseline=fp32"], "mprun double sets this itself"),
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
@@ -242,7 +245,7 @@ def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
     assert read_summary(Path("taken")).recipe == "own"
 
 
-def test_a_study_is_gone_on_with_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_is_resumed_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=1", r"run.dir='it\'s'"]
     assert main(words) == 0
     assert runs("it's") == ["bf16_mixed-seed0", "fp32-seed0"]

@@ -109,16 +109,16 @@ def simulated(study: Study, rng: np.random.Generator) -> Comparison:
 NUMBER = r"([+-]?[\d.]+(?:e[+-]\d+)?)"
 METRIC = re.compile(
     rf"(?P<verb>keeps|improves|worsens|not settled whether it keeps) the (?:accuracy|loss)"
-    rf"(?: \(about (?P<more>\d+) more seeds? would tell\))?: {NUMBER} (?:points|%), "
+    rf"(?: \(about (?P<more>\d+) more seeds? would settle it\))?: {NUMBER} (?:points|%), "
     rf"(?P<level>[\d.]+) % interval {NUMBER} to {NUMBER}$"
 )
 SPEED = re.compile(
     rf"(?P<words>trains {NUMBER} times as fast|trains as fast within 5 %|leaves speed open|"
-    rf"has too few runs to tell speed|trains (?:faster|slower), with too few runs to tell by how "
-    rf"much|has no verdict on speed) "
+    rf"has too few runs to judge speed|trains (?:faster|slower), with too few runs to estimate by "
+    rf"how much|has no verdict on speed) "
     rf"\((?:ratio of samples per s|measured (?P<ratio>{NUMBER})x the samples per s)"
     rf"(?:, 95 % interval (?P<low>{NUMBER}) to (?P<high>{NUMBER}), n=(?P<n>\d+))?"
-    rf"(?:; about (?P<more>\d+) more seeds? would tell)?(?:; (?P<why>[a-z ,]+))?\)$"
+    rf"(?:; about (?P<more>\d+) more seeds? would settle it)?(?:; (?P<why>[a-z ,]+))?\)$"
 )
 
 
@@ -180,9 +180,8 @@ def check_speed_clause(clause: str, found: Variant) -> None:
 
 def check(found: Comparison) -> None:
     """Every sentence and cell of a comparison against what it shows."""
-    rows = cells.rows(found)
-    for finding in answer.findings(found):
-        variant = found.variants[finding.place]
+    findings = zip(found.variants[1:], cells.rows(found)[1:], answer.findings(found), strict=True)
+    for variant, row, finding in findings:
         clauses = split_clauses(finding.sentence)
         check_metric_clause(clauses[0], found, variant.verdict.word)
         check_speed_clause(clauses[1], variant)
@@ -191,8 +190,8 @@ def check(found: Comparison) -> None:
         printed = METRIC.match(clauses[0])
         assert printed is not None
         low, high = printed.groups()[-2:]
-        assert rows[finding.place].difference[1].startswith(f"{low} to {high} ("), clauses[0]
-        assert f"({printed['level']}%)" in rows[finding.place].difference[1]
+        assert row.difference[1].startswith(f"{low} to {high} ("), clauses[0]
+        assert f"({printed['level']}%)" in row.difference[1]
         assert variant.verdict.level is not None
         assert printed["level"] == f"{100 * variant.verdict.level:.4g}"
     for sentence in answer.headline(found):
@@ -308,8 +307,8 @@ def check_many(studies: int, seed: int) -> Counter[str]:
 EVERY_WORD = {
     *("equivalent", "better", "worse", "inconclusive"),
     *("trains r times as fast", "trains as fast within 5 %", "leaves speed open"),
-    *("has too few runs to tell speed", "has no verdict on speed"),
-    *(f"trains {word}, with too few runs to tell by how much" for word in ("faster", "slower")),
+    *("has too few runs to judge speed", "has no verdict on speed"),
+    *(f"trains {word}, with too few runs to estimate by how much" for word in ("faster", "slower")),
 }
 
 

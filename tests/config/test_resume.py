@@ -137,8 +137,8 @@ def test_a_folder_that_is_no_run() -> None:
     assert "write the folder of a run" in refusal()
     for text in ("seed: [", "nothing: 1", "seed: many", "- 1", "train: 3", "\0"):
         Path("run/config.yaml").write_text(text, encoding="utf-8")
-        assert "is no configuration" in refusal()
+        assert "is not a valid configuration" in refusal()
     Path("run/config.yaml").write_bytes(b"\xff\xfe\xff")
-    assert "is no configuration" in refusal()
+    assert "is not a valid configuration" in refusal()
     with pytest.raises(UsageError, match=r"run\.resume"):
         compose(["run.resume=''"])

@@ -81,7 +81,7 @@ def test_what_is_missing_or_damaged_is_told_with_what_mends_it(
     assert lines[5] == f"FashionMNIST in {root}/FashionMNIST/raw"
     assert [x.split()[0] for x in lines[6:]] == ["missing"] * 4
     assert err == (
-        "mprun: 6 of 8 files missing or damaged; mend them by "
+        "mprun: 6 of 8 files missing or damaged; repair them with "
         f"`mprun data fetch MNIST FashionMNIST data.root={root}`\n"
     )
     assert contents(root) == before
@@ -127,7 +127,7 @@ def test_fetch_mends_what_is_damaged(
     assert capsys.readouterr().out.splitlines()[2:] == [
         f"  ok       {TRAIN_IMAGES}",
         f"  fetched  {TRAIN_LABELS}",
-        f"  mended   {TEST_IMAGES}",
+        f"  repaired {TEST_IMAGES}",
         f"  ok       {TEST_LABELS}",
         "all 4 files are the published ones",
     ]
@@ -224,16 +224,16 @@ MISTAKES = [
         ["'mnist'", "legal: MNIST, FashionMNIST, data.root=FOLDER; did", "'MNIST'"],
     ),
     (["verify", "fashion_mnist"], ["did you mean 'FashionMNIST'?"]),
-    (["verify", "CIFAR10"], ["'CIFAR10' means nothing to mprun data verify", "legal: MNIST, "]),
+    (["verify", "CIFAR10"], ["mprun data verify does not take 'CIFAR10'", "legal: MNIST, "]),
     (["fetch", "root=x"], ["'root=x'", "did you mean 'data.root=...'?"]),
     (["fetch", "data.root"], ["'data.root'", "did you mean 'data.root=...'?"]),
-    (["fetch", "seed=1"], ["'seed=1' means nothing to mprun data fetch", "legal: MNIST, "]),
-    (["fetch", "--force"], ["'--force' means nothing", "legal: MNIST, "]),
-    (["fetch", "\x1b[31m"], [r"'\x1b[31m' means nothing"]),
-    (["fetch", ""], ["'' means nothing"]),
-    (["fetch", "data.root="], ["data.root='': the name of a folder"]),
-    (["fetch", "data.root=''"], ["data.root='': the name of a folder"]),
-    (["fetch", "data.root=a\0b"], ["data.root='a", "the name of a folder"]),
+    (["fetch", "seed=1"], ["mprun data fetch does not take 'seed=1'", "legal: MNIST, "]),
+    (["fetch", "--force"], ["mprun data has no option '--force'"]),
+    (["fetch", "\x1b[31m"], [r"does not take '\x1b[31m'"]),
+    (["fetch", ""], ["does not take ''"]),
+    (["fetch", "data.root="], ["data.root='': legal is the name of a folder"]),
+    (["fetch", "data.root=''"], ["data.root='': legal is the name of a folder"]),
+    (["fetch", "data.root=a\0b"], ["data.root='a", "legal is the name of a folder"]),
     (["verify", "data.root=~nobody-here"], ["~nobody-here: there is no such home folder"]),
 ]
 
@@ -271,5 +271,5 @@ def test_the_real_command_prints_in_any_encoding() -> None:
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == r"MNIST in f\xfcr/MNIST/raw"
     assert done.stderr.startswith(
-        "mprun: 4 of 4 files missing or damaged; mend them by `mprun data"
+        "mprun: 4 of 4 files missing or damaged; repair them with `mprun data"
     )

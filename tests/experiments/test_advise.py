@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from mprun.compare.rows import Estimate, Interval
-from mprun.experiments.advise import advise, screened
+from mprun.config.settings import Objective
+from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial
-from mprun.records.run_record import Summary
+from mprun.records.run_record import LossScaleRow, Summary
 from tests.experiments import comparison, variant
 from tests.summaries import example
 
@@ -22,7 +24,7 @@ def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
             variant("fp16_true", "worse", time=(0.3, 0.28, 0.32)),
         ),
         {},
-        "time",
+        Objective.time,
     )
     assert found.label == "bf16_sr"
     assert found.reason == "0.50 [0.48, 0.52] of the baseline's step time, accuracy equivalent"
@@ -36,14 +38,17 @@ def test_the_fastest_of_those_that_keep_the_metric_is_taken() -> None:
 
 def test_a_rival_within_the_noise_is_named() -> None:
     rival, best = variant("a", time=(0.52, 0.45, 0.6)), variant("b", time=(0.5, 0.45, 0.55))
-    found = advise(comparison(rival, best), {}, "time")
+    found = advise(comparison(rival, best), {}, Objective.time)
     assert found.label == "b"
     (doubt,) = found.notes
     assert doubt == ("a is as fast as b within the noise, with 0.75 of the baseline's peak memory")
 
 
 def test_a_better_metric_may_be_taken_too() -> None:
-    assert advise(comparison(variant("bf16_mixed", "better")), {}, "time").label == "bf16_mixed"
+    assert (
+        advise(comparison(variant("bf16_mixed", "better")), {}, Objective.time).label
+        == "bf16_mixed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,11 +69,11 @@ def test_a_better_metric_may_be_taken_too() -> None:
         ),
         (variant("x", time=(1.4, 1.3, 1.5)), "slower: 1.40 [1.30, 1.50] of the baseline's step"),
         (variant("x", execution="emulated", time=None), "emulated here"),
-        (variant("x", time=None), "not less: an unknown share of the baseline's step time"),
+        (variant("x", time=None), "not faster: an unknown share of the baseline's step time"),
     ],
 )
 def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
-    found = advise(comparison(other), {}, "time")  # type: ignore[arg-type]
+    found = advise(comparison(other), {}, Objective.time)  # type: ignore[arg-type]
     assert found.label == "fp32"
     assert found.reason == "no other mode was shown to need less step time at an equal metric"
     assert found.rejected["x"].startswith(reason)
@@ -78,10 +83,10 @@ def test_two_pairs_that_scatter_prove_nothing_and_have_no_interval_to_quote() ->
     scattered = replace(
         variant("x", time=None), step_time_ratio=Estimate(0.7, Interval(0.13, 3.79), 2)
     )
-    found = advise(comparison(scattered), {}, "time")
+    found = advise(comparison(scattered), {}, Objective.time)
     assert found.rejected["x"].endswith("0.70 measured, not proven (2 pairs)")
     one_pair = replace(scattered, step_time_ratio=Estimate(0.7, None, 1))
-    found = advise(comparison(one_pair), {}, "time")
+    found = advise(comparison(one_pair), {}, Objective.time)
     assert found.rejected["x"].endswith("0.70 measured, not proven (1 pair)")
 
 
@@ -89,7 +94,7 @@ def test_every_mode_has_a_line_of_the_advice() -> None:
     found = advise(
         comparison(variant("a"), variant("b", "worse")),
         {},
-        "time",
+        Objective.time,
         {"c": "screened out after 2 pairs: 1.20, 1.30 of fp32's step time"},
         {"tf32": "emulated here"},
     )
@@ -100,37 +105,37 @@ def test_every_mode_has_a_line_of_the_advice() -> None:
 
 
 def test_an_undecided_mode_that_is_faster_is_worth_more_seeds() -> None:
-    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, "time")
+    found = advise(comparison(variant("x", "inconclusive", more_seeds=4)), {}, Objective.time)
     (doubt,) = found.notes
     assert doubt.endswith(
-        "undecided: a study with seeds=5 first_seed=8 would probably tell"
+        "inconclusive: a study with seeds=5 first_seed=8 would likely settle it"
     )  # 1 run + 4
     slower = variant("x", "inconclusive", more_seeds=4, time=(1.2, 1.1, 1.3))
-    assert advise(comparison(slower), {}, "time").notes == ()
+    assert advise(comparison(slower), {}, Objective.time).notes == ()
 
 
 def test_an_alarm_keeps_a_mode_from_being_taken() -> None:
     rows = comparison(variant("fp16_mixed"), variant("bf16_mixed", time=(0.8, 0.7, 0.9)))
-    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, "time")
+    found = advise(rows, {"fp16_mixed": ["seed 0: steps were skipped"]}, Objective.time)
     assert found.label == "bf16_mixed"
     assert found.rejected["fp16_mixed"] == "numerical alarm: seed 0: steps were skipped"
 
 
 def test_memory_is_another_objective() -> None:
     small = variant("half_sr", time=(1.5, 1.4, 1.6), memory=0.7)
-    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, "memory")
+    found = advise(comparison(variant("bf16_mixed", memory=1.05), small), {}, Objective.memory)
     assert found.label == "half_sr"
     assert found.reason == "0.70 of the baseline's peak memory, accuracy equivalent"
-    assert found.rejected["bf16_mixed"] == "not less: 1.05 of the baseline's peak memory"
+    assert found.rejected["bf16_mixed"] == "not smaller: 1.05 of the baseline's peak memory"
 
 
 def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
     slow = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
     fast = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
-    found = advise(comparison(slow, fast), {}, "memory")
+    found = advise(comparison(slow, fast), {}, Objective.memory)
     assert found.label == "b"
-    assert found.rejected["a"].endswith("b is faster with as little")
-    hardly = advise(comparison(variant("a", memory=0.9999)), {}, "memory")
+    assert found.rejected["a"].endswith("b is faster with the same memory")
+    hardly = advise(comparison(variant("a", memory=0.9999)), {}, Objective.memory)
     assert hardly.label == "fp32"
 
 
@@ -150,19 +155,72 @@ def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
         *(outcome("once", seed, ms) for seed, ms in enumerate((12.0, 9.0))),
         outcome("new", 0, 50.0),
     ]
-    assert screened(rows, "fp32", "time", pairs=2) == {
+    assert screened(rows, "fp32", Objective.time, pairs=2) == {
         "slow": "screened out after 2 pairs: 1.41, 1.41 of fp32's step time"
     }
-    assert set(screened(rows, "fp32", "time", pairs=1)) == {"slow", "new"}
+    assert set(screened(rows, "fp32", Objective.time, pairs=1)) == {"slow", "new"}
 
 
 def test_a_failed_mode_is_screened_out_and_the_baseline_never() -> None:
     rows = [outcome("fp32", 0, 10.0, "boom"), outcome("x", 0, 1.0, "the loss became nan")]
-    assert screened(rows, "fp32", "time", pairs=2) == {"x": "seed 0 failed: the loss became nan"}
+    assert screened(rows, "fp32", Objective.time, pairs=2) == {
+        "x": "seed 0 failed: the loss became nan"
+    }
 
 
 def test_screening_by_memory_looks_at_memory() -> None:
     rows = [outcome("fp32", 0, 10.0), outcome("x", 0, 1.0, peak=2**21), outcome("y", 0, 99, peak=5)]
-    assert screened(rows, "fp32", "memory", pairs=1) == {
+    assert screened(rows, "fp32", Objective.memory, pairs=1) == {
         "x": "screened out after 1 pair: 2.00 of fp32's peak memory"
     }
+
+
+# ---- alarms -------------------------------------------------------------------------------------
+
+
+def steps(skipped: set[int], every: int = 1) -> list[dict[str, Any]]:
+    """What a run of 100 steps leaves with `train.log_every`: every skipped step is in it."""
+    kept = (i for i in range(1, 101) if i % every == 0 or i in skipped)
+    return [{"kind": "step", "step": i, "skipped": i in skipped} for i in kept]
+
+
+def of_100() -> Summary:
+    summary: Summary = example()
+    summary.steps = 100
+    return summary
+
+
+def test_a_clean_run_has_none() -> None:
+    assert alarms(of_100(), steps(set())) == []
+    assert alarms(example(), []) == []
+
+
+def test_steps_skipped_while_a_scale_is_found_are_none() -> None:
+    assert alarms(of_100(), steps(set(range(1, 17)))) == []
+    assert alarms(of_100(), steps({60, 80})) == []
+
+
+@pytest.mark.parametrize("every", [1, 20, 1000])
+def test_what_is_logged_decides_nothing(every: int) -> None:
+    assert alarms(of_100(), steps({60, 80}, every)) == []
+    assert len(alarms(of_100(), steps({60, 70, 80}, every))) == 1
+
+
+def test_steps_skipped_again_and_again_are_one() -> None:
+    (text,) = alarms(of_100(), steps({60, 70, 80}))
+    assert text == "3 of the last 50 steps were skipped: gradients overflow"
+
+
+@pytest.mark.parametrize(
+    ("kind", "final", "n"), [("dynamic", 0.5, 1), ("dynamic", 1.0, 0), ("static", 0.5, 0)]
+)
+def test_a_scale_that_fell_below_one(kind: str, final: float, n: int) -> None:
+    summary: Summary = example()
+    summary.loss_scale = LossScaleRow(kind=kind, initial=65536.0, final=final)
+    assert len(alarms(summary, [])) == n
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    summary: Summary = example()
+    summary.history[0].validation.loss = "nan"
+    assert alarms(summary, []) == ["a validation loss was not finite"]

@@ -14,8 +14,9 @@ from rich.console import Console
 from mprun import data
 from mprun.assemble import DataCache, load_recipe
 from mprun.data import DataRequest
-from mprun.experiments.study_progress import LiveStudy, QuietStudy, score_of, study_view
-from mprun.experiments.trials import StudyStoppedError, Trial, Trials
+from mprun.errors import StoppedError
+from mprun.experiments.study_progress import StudyProgress, score_of
+from mprun.experiments.trials import Trial, Trials
 from mprun.records.run_record import Scores, Summary, read_lines, read_summary
 from mprun.train.signals import StopSignals
 from tests.summaries import example
@@ -23,21 +24,16 @@ from tests.summaries import example
 LINEAR = ("recipe=linear", "train.max_steps=4")
 
 
-class Told:
-    """A view that keeps what it is told."""
+class ProgressLog(StudyProgress):
+    """Keeps what it is notified of."""
 
     def __init__(self) -> None:
+        super().__init__(Console(quiet=True), [], seeds=1)
         self.lines: list[str] = []
         self.ended: list[tuple[str, str | None, str | None]] = []
         self.fractions: list[float] = []
 
-    def start(self) -> None:
-        pass
-
-    def begin(self, variant: str, seed: int) -> None:
-        pass
-
-    def moment(self, text: str, fraction: float) -> None:
+    def update(self, text: str, fraction: float) -> None:
         self.fractions.append(fraction)
 
     def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
@@ -46,18 +42,15 @@ class Told:
     def line(self, text: str) -> None:
         self.lines.append(text)
 
-    def stop(self) -> None:
-        pass
 
-
-def carry_out(view: Told, *trials: Trial, load: DataCache | None = None) -> list[Any]:
+def carry_out(view: ProgressLog, *trials: Trial, load: DataCache | None = None) -> list[Any]:
     with StopSignals() as stop:
         runner = Trials(Path("study"), None, stop, view, load or DataCache())
         return [runner.run(trial) for trial in trials]
 
 
 def test_a_trial_is_a_run_like_any_other() -> None:
-    view = Told()
+    view = ProgressLog()
     (outcome,) = carry_out(view, Trial("fp32", 3, (*LINEAR, "precision=fp32")))
     summary = read_summary(Path("study/fp32-seed3"))
     assert (summary.status, summary.seed, summary.steps) == ("completed", 3, 4)
@@ -68,7 +61,7 @@ def test_a_trial_is_a_run_like_any_other() -> None:
 
 
 def test_what_fails_is_kept_and_the_rest_goes_on() -> None:
-    view = Told()
+    view = ProgressLog()
     bad = Trial("bad", 0, (*LINEAR, "train.lr=1e30"))
     wrong = Trial("wrong", 0, (*LINEAR, "execution=emulated"))
     good = Trial("good", 0, LINEAR)
@@ -82,9 +75,9 @@ def test_what_fails_is_kept_and_the_rest_goes_on() -> None:
 
 def test_what_is_done_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = [Trial("a", 0, LINEAR), Trial("b", 0, (*LINEAR, "train.lr=1e30"))]
-    first = carry_out(Told(), *trials)
+    first = carry_out(ProgressLog(), *trials)
     monkeypatch.setattr("mprun.experiments.trials.run", lambda *a, **k: pytest.fail("run again"))
-    again = carry_out(Told(), *trials)
+    again = carry_out(ProgressLog(), *trials)
     assert [o.summary for o in again] == [o.summary for o in first]
     assert [o.error for o in again] == [o.error for o in first]
 
@@ -92,11 +85,11 @@ def test_what_is_done_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
     long = ("recipe=linear", "train.max_steps=40", "train.checkpoint_every_steps=5")
 
-    class Stopping(Told):
-        def moment(self, text: str, fraction: float) -> None:
+    class Stopping(ProgressLog):
+        def update(self, text: str, fraction: float) -> None:
             signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(StudyStoppedError) as stopped:
+    with pytest.raises(StoppedError) as stopped:
         carry_out(Stopping(), Trial("a", 0, long))
     assert stopped.value.status == 143
     stopped_at = read_summary(Path("study/a-seed0")).steps
@@ -104,7 +97,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
     killed = Path("study/b-seed0")
     killed.mkdir()
     (killed / "metrics.jsonl").write_text("", encoding="utf-8")
-    carry_out(Told(), Trial("a", 0, long), Trial("b", 0, long))
+    carry_out(ProgressLog(), Trial("a", 0, long), Trial("b", 0, long))
     for name in "ab":
         folder = Path(f"study/{name}-seed0")
         assert read_summary(folder).status == "completed"
@@ -115,7 +108,7 @@ def test_what_was_stopped_goes_on_and_what_was_killed_begins_anew() -> None:
 
 
 def test_a_warning_is_told_once() -> None:
-    view = Told()
+    view = ProgressLog()
     words = (*LINEAR, "loss_scale.growth_interval=7")
     carry_out(view, Trial("a", 0, words), Trial("a", 1, words))
     assert len(view.lines) == 1
@@ -140,7 +133,7 @@ def test_samples_are_loaded_once_where_the_seed_does_not_change_them(
         for seed in (0, 1)
         for mode in ("fp32", "bf16_true")
     ]
-    outcomes = carry_out(Told(), *trials, load=load)
+    outcomes = carry_out(ProgressLog(), *trials, load=load)
     assert [o.error for o in outcomes] == [None] * 4
     assert loads == [0]
 
@@ -170,13 +163,12 @@ def test_a_recipe_is_judged_by_what_it_has() -> None:
 def test_the_views_show_every_run(live: bool) -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=live, width=120)
-    view = study_view(console, ["fp32", "half_sr_full"], seeds=1)
-    assert isinstance(view, LiveStudy if live else QuietStudy)
+    view = StudyProgress(console, ["fp32", "half_sr_full"], seeds=1)
     emulated = replace(example(), execution="emulated")
     view.start()
     for name, summary in (("fp32", example()), ("half_sr_full", emulated)):
         view.begin(name, 0)
-        view.moment("epoch 1", 0.5)
+        view.update("epoch 1", 0.5)
         view.end(name, summary, None)
     view.begin("fp32", 1)
     view.end("fp32", None, "[red]it failed")

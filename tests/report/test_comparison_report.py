@@ -233,7 +233,7 @@ def test_the_answer_names_the_fastest_and_the_smallest_that_keep_the_metric() ->
     assert second == (
         "fp16_true improves the accuracy, takes 28 % less peak memory and leaves speed open "
         "(measured 1.02x the samples per s, 95 % interval 0.97 to 1.07, n=3; about 2 more seeds "
-        "would tell)."
+        "would settle it)."
     )
 
 
@@ -251,7 +251,7 @@ def test_the_answer_never_rests_on_what_is_emulated_or_not_settled() -> None:
     assert answer.headline(found) == [
         "No variant was shown to keep the accuracy of fp32 and to be faster or smaller."
     ]
-    assert "nothing is said of its speed and memory" in answer.findings(found)[2].sentence
+    assert "its speed and memory are not judged" in answer.findings(found)[2].sentence
 
 
 def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
@@ -269,7 +269,7 @@ def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
 
 def test_one_variant_has_no_verdict() -> None:
     assert answer.headline(comparison(1)) == [
-        "There is nothing to set fp32 against: all runs are of one variant."
+        "There is nothing to compare fp32 with: all runs are of one variant."
     ]
     assert answer.findings(comparison(1)) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,42 +20,50 @@ from rich.console import Console
 from rich.table import Table
 
 from mprun.numerics.tracker import PHASES
+from mprun.records.memory_record import MemoryRecord, ModeMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.memory_plot import COLOURS, SHADES, draw, stretches, thinned
 from mprun.report.memory_tables import (
-    CATEGORIES,
+    NAMES,
     amount,
     category_table,
     module_table,
     percent,
     unit_for,
 )
+from mprun.report.plots.memory_plots import SHADED, save_memory_plot, stretches, thinned
+from mprun.report.theme import LIGHT
 
 MIB = 2**20
 
 
 def row(module: str, **sizes: int) -> dict[str, Any]:
-    held = {key: sizes.get(key, 0) * MIB for key in CATEGORIES}
+    held = {key: sizes.get(key, 0) * MIB for key in MEMORY_CATEGORIES}
     return {"module": module, "kind": "Linear", "total": sum(held.values()), **held}
 
 
-def mode(label: str, scale: int, ratio: float, ops: int = 4) -> dict[str, Any]:
+def mode(label: str, scale: int, ratio: float, ops: int = 4, **changes: Any) -> ModeMemory:
     """A mode with 8 MiB times `scale`, and 2 more, at its peak."""
-    modules = [
+    modules = changes.pop("modules", None) or [
         row("a.b", parameters=4 * scale, gradients=4 * scale),
         row("(inputs)", activations=2),
     ]
-    sizes = {key: sum(m[key] for m in modules) for key in CATEGORIES}
+    sizes = {key: sum(m[key] for m in modules) for key in MEMORY_CATEGORIES}
     peak = sum(sizes.values())
     half = [size // 2 for size in sizes.values()]
     timeline = {
         key: [half[n] if op != ops // 2 else sizes[key] for op in range(ops)]
-        for n, key in enumerate(CATEGORIES)
+        for n, key in enumerate(MEMORY_CATEGORIES)
     }
     phases = ["forward"] * (ops // 2) + ["backward"] * (ops - ops // 2)
-    return {
+    content = {
         "label": label,
+        "precision": "fp32",
+        "policy": {},
+        "batch": {"micro": 8, "accumulate": 1, "effective": 8, "base": 8, "lr_rule": "none"},
+        "optimizer": {"name": "adam", "impl": "forloop"},
+        "memory_format": "contiguous",
         "ratio": ratio,
+        "largest": [],
         "bytes": {"peak": peak, **sizes},
         "peak_at": {"point": ops // 2, "op": "mm", "module": "a.b", "phase": "backward"},
         "phase_peaks": {"forward": peak // 2, "backward": peak},
@@ -65,12 +74,19 @@ def mode(label: str, scale: int, ratio: float, ops: int = 4) -> dict[str, Any]:
             "module": ["a.b"] * ops,
             **timeline,
         },
-        "fits": {"batch_size": 1234 * scale, "ratio": float(scale), "tried": {"1": MIB}},
+        "fits": fits(1234 * scale, float(scale), MIB),
     }
+    return msgspec.convert({**content, **changes}, ModeMemory)
 
 
-def found(*modes: dict[str, Any], limit: str | None = None) -> dict[str, Any]:
-    return {"modes": list(modes), "limit": limit, "limit_bytes": None if limit is None else 2**30}
+def fits(batch_size: int, ratio: float | None, one: int) -> dict[str, Any]:
+    peaks = {"peak_bytes": None, "next_peak_bytes": None, "tried": {"1": one}}
+    return {"batch_size": batch_size, **peaks, "grows": True, "ratio": ratio}
+
+
+def record(*modes: ModeMemory, limit: str | None = None) -> MemoryRecord:
+    limit_bytes = None if limit is None else 2**30
+    return MemoryRecord(1, "mnist", "cpu", {}, "fp32", limit, limit_bytes, None, list(modes))
 
 
 def shown(table: Table) -> str:
@@ -90,12 +106,13 @@ def lines(table: Table) -> list[list[str]]:
 
 
 def test_names_are_those_of_the_counter() -> None:
-    assert tuple(CATEGORIES) == tuple(COLOURS) == MEMORY_CATEGORIES
-    assert set(SHADES) == set(PHASES)
+    assert tuple(NAMES) == MEMORY_CATEGORIES
+    assert len(LIGHT.memory) == len(MEMORY_CATEGORIES)
+    assert set(SHADED) < set(PHASES)
 
 
 def test_categories_side_by_side() -> None:
-    rows = lines(category_table(found(mode("fp32", 2, 1.0), mode("half", 1, 0.56), limit="1GiB")))
+    rows = lines(category_table(record(mode("fp32", 2, 1.0), mode("half", 1, 0.56), limit="1GiB")))
     assert ["fp32", "half"] in rows
     assert ["parameters", "8.00", "4.00 (-50 %)"] in rows
     assert ["activations", "2.00", "2.00"] in rows
@@ -108,15 +125,14 @@ def test_categories_side_by_side() -> None:
 
 def test_a_phase_without_ops_has_no_peak() -> None:
     first, second = mode("fp32", 2, 1.0), mode("half", 1, 0.5)
-    first["phase_peaks"]["optimizer"] = MIB
-    rows = lines(category_table(found(first, second)))
+    first.phase_peaks["optimizer"] = MIB
+    rows = lines(category_table(record(first, second)))
     assert ["peak of optimizer", "1.00", "-"] in rows
 
 
-def test_where_nothing_fits_it_is_said_what_one_sample_needs() -> None:
-    one = mode("fp32", 1, 1.0)
-    one["fits"] = {"batch_size": 0, "ratio": None, "tried": {"1": 3 * MIB}}
-    assert "none: 1 needs 3 MiB" in shown(category_table(found(one, limit="1GiB")))
+def test_if_nothing_fits_the_need_of_one_sample_is_shown() -> None:
+    one = mode("fp32", 1, 1.0, fits=fits(0, None, 3 * MIB))
+    assert "none: 1 needs 3 MiB" in shown(category_table(record(one, limit="1GiB")))
 
 
 def test_modules_against_those_of_the_first_mode() -> None:
@@ -128,14 +144,14 @@ def test_modules_against_those_of_the_first_mode() -> None:
 
 
 def test_modules_below_a_depth_are_added_up() -> None:
-    one = mode("fp32", 1, 1.0)
-    one["modules"] = [
+    modules = [
         row("", activations=1),
         row("a", parameters=1),
         row("a.b", parameters=2),
         row("a.b.c", gradients=4),
         row("d.e", parameters=8),
     ]
+    one = mode("fp32", 1, 1.0, modules=modules)
     assert lines(module_table(one, one, 1))[-3:] == [
         ["(root)", "1.00", "1.00"],
         ["a", "3.00", "4.00", "7.00"],
@@ -145,8 +161,8 @@ def test_modules_below_a_depth_are_added_up() -> None:
 
 
 def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
-    one = mode("fp32", 1, 1.0)
-    one["modules"] = [row(f"m{n}", parameters=100 + n) for n in range(30)]
+    modules = [row(f"m{n}", parameters=100 + n) for n in range(30)]
+    one = mode("fp32", 1, 1.0, modules=modules)
     rows = [r for r in lines(module_table(one, one, None)) if r[0][0] == "m" and r[0] != "module"]
     assert [r[0] for r in rows] == [f"m{n}" for n in range(10, 30)]
     rest = sum(100 + n for n in range(10))
@@ -180,11 +196,15 @@ def test_amounts_have_a_unit_with_readable_digits(size: int, text: str, unit: st
 
 def test_a_picture_in_two_formats(tmp_path: Path) -> None:
     modes = [mode("fp32", 2, 1.0), mode("half", 1, 0.56), mode("other", 3, 1.5), mode("x", 1, 0.5)]
-    assert draw(found(*modes), tmp_path) == [tmp_path / "memory.png", tmp_path / "memory.svg"]
+    assert save_memory_plot(record(*modes), tmp_path) == [
+        tmp_path / "memory.png",
+        tmp_path / "memory.svg",
+    ]
     image = matplotlib.image.imread(tmp_path / "memory.png")
     colours = {tuple(c) for c in (image[..., :3] * 255).round().astype(int).reshape(-1, 3)[::3]}
     for category in ("parameters", "gradients", "activations"):
-        wanted = tuple(int(COLOURS[category][n : n + 2], 16) for n in (1, 3, 5))
+        colour = LIGHT.memory[MEMORY_CATEGORIES.index(category)]
+        wanted = tuple(int(colour[n : n + 2], 16) for n in (1, 3, 5))
         assert wanted in colours, category
     text = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
@@ -195,13 +215,13 @@ def test_a_picture_in_two_formats(tmp_path: Path) -> None:
 def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for folder in (tmp_path, tmp_path / "b"):
-        draw(found(mode("fp32", 1, 1.0)), folder)
+        save_memory_plot(record(mode("fp32", 1, 1.0)), folder)
     for name in ("memory.png", "memory.svg"):
         assert (tmp_path / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_a_step_of_many_ops_is_drawn_by_its_largest(tmp_path: Path) -> None:
-    draw(found(mode("fp32", 1, 1.0, ops=30_000)), tmp_path)
+    save_memory_plot(record(mode("fp32", 1, 1.0, ops=30_000)), tmp_path)
     assert (tmp_path / "memory.svg").stat().st_size < 2**20
 
 
@@ -231,7 +251,7 @@ def test_stretches_cover_every_op(phases: list[str]) -> None:
     assert all(a[0] != b[0] and a[2] == b[1] for a, b in pairwise(parts))
 
 
-def test_neither_torch_nor_matplotlib_is_imported_before_a_picture_is_drawn() -> None:
-    code = "import sys, mprun.report.memory_plot; print(*sys.modules)"
+def test_tables_import_neither_torch_nor_matplotlib() -> None:
+    code = "import sys, mprun.report.memory_tables; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "matplotlib"} & set(done.stdout.split())

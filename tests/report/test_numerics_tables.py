@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from mprun.numerics.collect import KINDS as COLLECTED
 from mprun.numerics.lost_updates import RULES as KNOWN_RULES
-from mprun.report.numerics_plots import LIMITS, MOST_ROWS, TITLES, exponents, save_plots, scales
+from mprun.records.deviation import Reference
+from mprun.records.numerics_record import NumericsResult
 from mprun.report.numerics_tables import (
     KINDS,
     RULES,
@@ -27,35 +29,51 @@ from mprun.report.numerics_tables import (
     sentences,
     unjudged,
 )
+from mprun.report.plots import numerics_plots
+from mprun.report.plots.numerics_plots import LIMITS, MOST_ROWS, TITLES, save_plots
+from mprun.report.theme import LIGHT
+
+SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
 
 
 def histogram(**counts: int) -> dict[str, Any]:
     """`m3=5`: five values of exponent -3."""
-    found = {k.replace("m", "-").replace("p", ""): n for k, n in counts.items()}
-    return {"exponents": found, "powers": {}, "zero": 5, "infinite": 0, "nan": 0, "largest": 1.0}
+    exponents = {k.replace("m", "-").replace("p", ""): n for k, n in counts.items()}
+    return {
+        "exponents": exponents,
+        "powers": {},
+        "zero": 5,
+        "infinite": 0,
+        "nan": 0,
+        "largest": 1.0,
+    }
 
 
-def row(kind: str, name: str, db: float | str, verdict: str | None, **more: Any) -> dict[str, Any]:
-    shares = {"below_normal": 0.25, "becoming_zero": 0.125, "above_largest": 0.0}
+def row(kind: str, name: str, db: float, verdict: str | None, **more: Any) -> dict[str, Any]:
+    shares = {**SHARES, "below_normal": 0.25, "becoming_zero": 0.125}
     return {
         "kind": kind,
         "name": name,
         "histogram": histogram(m3=10, p0=5),
         "fp16": shares,
+        "bf16": SHARES,
         "sqnr_db": {"fp16": db, "bf16": 55.0, "e4m3_scaled": 31.0},
         "verdict": verdict,
+        "held": None,
         "loss_scaled": None,
         **more,
     }
 
 
 SCALED = {
+    "recommended": 131072.0,
     "fp16_db": 12.0,
-    "fp16": {"below_normal": 0.5, "becoming_zero": 0.03125, "above_largest": 0.0},
+    "in_use": 65536.0,
+    "fp16": {**SHARES, "below_normal": 0.5, "becoming_zero": 0.03125},
 }
 ROWS = [
     row("weights", "a.weight", 70.0, "either"),
-    row("activations", "(input)", "inf", "either"),
+    row("activations", "(input)", math.inf, "either"),
     row("activation_gradients", "a", 5.0, "needs range: bf16", loss_scaled=SCALED),
     row("activations", "a", 40.0, "either"),
     row("weight_gradients", "noise", 1.0, None),
@@ -63,15 +81,14 @@ ROWS = [
 ]
 LOST = {"nearest": 0.5, "stochastic": 0.25, "kahan": 0.0}
 LESS = {"nearest": 0.125, "stochastic": 0.0625, "kahan": None}
-FOUND: dict[str, Any] = {
-    "recipe": "mnist",
-    "variant": "fp16_mixed",
-    "data": {"name": "MNIST", "source": "local"},
-    "steps": [4, 5],
+CONTENT: dict[str, Any] = {
     "rows": ROWS,
     "verdict": {
         "word": "either",
         "reason": "because",
+        "gradients_db": {},
+        "passes": {},
+        "parameters_db": {},
         "made_by": ["the loss in float16", "activation_gradients a"],
         "rows_of_another_verdict": ["activation_gradients a"],
         "undetermined": ["noise"],
@@ -79,7 +96,13 @@ FOUND: dict[str, Any] = {
         "reference": {"name": "float64", "reason": ""},
     },
     "loss_scale": {
+        "kind": "dynamic",
         "in_use": 65536.0,
+        "lowest_in_use": 65536.0,
+        "highest_in_use": 65536.0,
+        "largest_gradient": 0.25,
+        "where": "a",
+        "headroom": 2.0,
         "recommended": 131072.0,
         "reason": "2^17 = 131,072: fits",
         "needed": True,
@@ -102,7 +125,7 @@ FOUND: dict[str, Any] = {
                 "losing_bits": None,
             },
         ],
-        "tried_db": {"65536": 60.0, "131072": 60.25, "262144": 59.0, "524288": "-inf"},
+        "tried_db": {"65536": 60.0, "131072": 60.25, "262144": 59.0, "524288": -math.inf},
         "best_tried": 131072.0,
     },
     "lost_updates": {
@@ -113,6 +136,17 @@ FOUND: dict[str, Any] = {
         },
     },
 }
+
+
+def result(**changes: Any) -> NumericsResult:
+    return msgspec.convert({**CONTENT, **changes}, NumericsResult)
+
+
+RESULT = result()
+
+
+def exponents(**changes: Any) -> Any:
+    return numerics_plots.exponents(result(**changes), "mnist in fp16_mixed", LIGHT)
 
 
 def shown(table: Table, width: int = 120) -> list[str]:
@@ -126,13 +160,13 @@ def cells(lines: list[str], first: str) -> list[str]:
     return next(line.split() for line in lines if line.split()[:1] == [first])
 
 
-def test_the_words_are_those_of_the_statistics() -> None:
+def test_kinds_and_rules_are_those_of_the_statistics() -> None:
     assert tuple(KINDS) == tuple(TITLES) == COLLECTED
     assert tuple(RULES) == KNOWN_RULES
 
 
 def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
-    lines = shown(rows_table(FOUND, top=9))
+    lines = shown(rows_table(RESULT, top=9))
     assert "4 of 4 rows" in lines[0]
     assert "gradients times the loss scale 65,536" in lines[0] + lines[1]
     body = lines[lines.index(next(x for x in lines if "──" in x)) + 1 :]
@@ -145,37 +179,37 @@ def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
 
 
 def test_only_the_first_rows_are_shown() -> None:
-    lines = shown(rows_table(FOUND, top=1))
+    lines = shown(rows_table(RESULT, top=1))
     assert "1 of 4 rows" in lines[0]
     assert not any("either" in line for line in lines)
 
 
 def test_the_table_fits_a_narrow_terminal() -> None:
-    for table in (rows_table(FOUND, 9), scales_table(FOUND), lost_table(FOUND, 9)):
+    for table in (rows_table(RESULT, 9), scales_table(RESULT), lost_table(RESULT, 9)):
         lines = shown(table, width=80)
         assert max(map(len, lines)) <= 80
         assert not any("…" in line for line in lines)
 
 
 def test_loss_scales_and_why_one_will_not_do() -> None:
-    lines = shown(scales_table(FOUND))
+    lines = shown(scales_table(RESULT))
     assert cells(lines, "in") == ["in", "use", "65,536", "fine", "<0.01%", "50.0%", "all", "well"]
     assert cells(lines, "none") == ["none", "1", "too", "low", "50.0%", "-", "a", "is", "lost"]
 
 
 def test_lost_updates_the_worst_parameters_first() -> None:
-    lines = shown(lost_table(FOUND, top=1))
+    lines = shown(lost_table(RESULT, top=1))
     assert cells(lines, "all")[2:] == ["50.0%", "25.0%", "0", "50.0%", "25.0%", "0", "75.0%"]
     assert cells(lines, "large")[-1] == "0"
     assert not any("small" in line for line in lines)
-    assert cells(shown(lost_table(FOUND, top=2)), "small")[3:5] == ["-", "12.5%"]
+    assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
 
 
 def test_sentences() -> None:
-    said = [
+    expected = [
         "range or precision: either (because)",
-        "what says so: the loss in float16, activation_gradients a",
-        "of these in one of the formats alone: activation_gradients a",
+        "decided by: the loss in float16, activation_gradients a",
+        "rows with another verdict: activation_gradients a",
         "not judged: noise: zero but for rounding (the float32 gradient is more than a tenth off "
         "float64's)",
         "not judged: off: the gradient is exactly zero in float32",
@@ -184,20 +218,20 @@ def test_sentences() -> None:
         "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
         "the recommended has 60.25 dB",
     ]
-    assert sentences(FOUND) == said
-    free = {**FOUND["loss_scale"], "needed": False, "need": "none is needed: all is well"}
-    said[5:7] = [
+    assert sentences(RESULT) == expected
+    free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
+    expected[5:7] = [
         "loss scale in float16: none is needed: all is well",
         "the largest loss scale that fits: 2^17 = 131,072: fits",
     ]
-    assert sentences({**FOUND, "loss_scale": free}) == said
+    assert sentences(result(loss_scale=free)) == expected
 
 
-def test_what_stood_in_for_float64_is_said() -> None:
-    (line,) = unjudged([], [], {"name": "something else", "reason": "no kernel"})
+def test_the_substitute_for_float64_is_named() -> None:
+    (line,) = unjudged([], [], Reference("something else", "no kernel"))
     assert line == (
         "note: this model was not computed in float64 (no kernel); gradients that are zero but for "
-        "rounding were looked for in something else"
+        "rounding were searched for with something else"
     )
 
 
@@ -229,7 +263,7 @@ def heat(figure: Any, panel: int) -> dict[int, float]:
 
 
 def test_the_heat_map_holds_the_shares() -> None:
-    figure = exponents(FOUND)
+    figure = exponents()
     panels = [a for a in figure.axes if a.images]
     titles = [a.get_title(loc="left") for a in panels]
     assert titles == list(TITLES.values())
@@ -243,38 +277,38 @@ def lines_of(panel: Any) -> set[tuple[float, str]]:
 
 
 def test_limits_are_drawn_and_those_of_gradients_also_where_the_scale_moves_them() -> None:
-    weights, _, gradients, *_ = [a for a in exponents(FOUND).axes if a.images]
+    weights, _, gradients, *_ = [a for a in exponents().axes if a.images]
     assert lines_of(weights) == {(-24, "-"), (-14, "-"), (16, "-")}
     assert lines_of(gradients) - lines_of(weights) == {(16 - 17, "--")}  # the others lie outside
 
 
 def test_bfloat16_s_limits_are_drawn_where_values_come_near_them() -> None:
     far = row("weights", "tiny", 0.0, "either", histogram=histogram(m140=1, p127=1))
-    figure = exponents({**FOUND, "rows": [far]})
+    figure = exponents(rows=[far])
     (panel,) = [a for a in figure.axes if a.images]
     drawn = {at for at, _ in lines_of(panel)}
     assert drawn == {at for limits in LIMITS.values() for at, _ in limits}
-    assert "beyond the picture" not in figure.get_suptitle()
-    assert "beyond the picture" in exponents(FOUND).get_suptitle()
+    assert "outside the picture" not in figure.get_suptitle()
+    assert "outside the picture" in exponents().get_suptitle()
 
 
 def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
     rare = row("weights", "a", 0.0, "either", histogram=histogram(m100=1, p0=10**7))
     none = row("weights", "zeros", 0.0, "either", histogram=histogram())
-    figure = exponents({**FOUND, "rows": [none, rare]})
+    figure = exponents(rows=[none, rare])
     assert set(heat(figure, 0)) == {0}
 
 
 def test_a_picture_of_many_layers_stays_readable() -> None:
     many = [row("weights", f"layer.{n}" + "x" * 60, 1.0, "either") for n in range(500)]
-    (panel,) = [a for a in exponents({**FOUND, "rows": many}).axes if a.images]
+    (panel,) = [a for a in exponents(rows=many).axes if a.images]
     labels = [label.get_text() for label in panel.get_yticklabels()]
     assert len(labels) == MOST_ROWS
     assert max(map(len, labels)) == 36
 
 
 def test_scales_that_were_tried() -> None:
-    (panel,) = scales(FOUND["loss_scale"]).axes
+    (panel,) = numerics_plots.scales(RESULT.loss_scale, LIGHT).axes
     assert list(panel.lines[0].get_xdata()) == [16, 17, 18]
     assert list(panel.lines[0].get_ydata()) == [60.0, 60.25, 59.0]
     assert {line.get_label() for line in panel.lines[1:]} == {"recommended", "best tried"}
@@ -282,21 +316,21 @@ def test_scales_that_were_tried() -> None:
 
 def test_files() -> None:
     names = ["numerics.png", "numerics.svg", "loss_scale.png", "loss_scale.svg"]
-    assert save_plots(FOUND, Path()) == names
+    assert save_plots(RESULT, "mnist", Path()) == names
     for name in names:
         begin = Path(name).read_bytes()[:5]
         assert begin == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
-    without = {**FOUND, "loss_scale": {**FOUND["loss_scale"], "tried_db": {}}}
-    assert save_plots(without, Path()) == names[:2]
+    without = result(loss_scale={**CONTENT["loss_scale"], "tried_db": {}})
+    assert save_plots(without, "mnist", Path()) == names[:2]
 
 
 def test_nothing_at_all_can_be_drawn() -> None:
-    assert save_plots({**FOUND, "rows": []}, Path())
+    assert save_plots(result(rows=[]), "mnist", Path())
 
 
 def test_tables_need_no_torch_and_no_matplotlib() -> None:
     program = (
-        "import sys, mprun.report.numerics_tables, mprun.report.numerics_plots\n"
+        "import sys, mprun.report.numerics_tables\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from mprun.cli.main import main
 from mprun.compare.rows import Comparison, Estimate, Run
 from mprun.records.run_record import read_summary
-from mprun.report import series
-from mprun.report.plots import NAMES, Plot, bars, canvas, curves, draw
+from mprun.report.plots import NAMES, canvas, draw, series, step_plots, training_plots
+from mprun.report.plots.canvas import Plot
 from mprun.report.plots.labels import Box, place
 from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
 from tests.report.compared import HOSTILE, comparison, hostile, lines, of_losses, variant, write_run
@@ -29,7 +29,7 @@ from tests.report.compared import HOSTILE, comparison, hostile, lines, of_losses
 
 def plots(found: Comparison, *names: str) -> dict[str, Plot]:
     """The plots of these names, or all."""
-    return {plot.name: plot for plot in draw(found, names or None)}
+    return {plot.name: plot for plot in draw(found, names or NAMES)}
 
 
 def texts(plot: Plot) -> list[str]:
@@ -53,9 +53,9 @@ def test_timed_steps_are_those_the_run_took_its_median_of(tmp_path: Path) -> Non
     assert main([*words, *sizes, f"run.dir={run}"]) == 0
     summary = read_summary(run)
     assert summary.data.train_samples % 16, "an epoch is to end with a partial batch"
-    found, problems = series.read(of_runs(run))
-    times = series.timed(found[0][0])
-    assert problems == []
+    logs = series.read(of_runs(run))
+    times = series.timed(logs.series[0][0])
+    assert logs.notes == ()
     assert len(times) == summary.step_time_ms.n
     assert statistics.median(times.tolist()) == summary.step_time_ms.median
 
@@ -100,8 +100,8 @@ def test_a_band_leaves_out_what_is_not_finite_and_does_not_fear_steps_that_are_n
 
 def test_a_long_run_is_thinned(tmp_path: Path) -> None:
     write_run(tmp_path / "0-0", lines(5000))
-    found, _ = series.read(replace(comparison(1), variants=(in_folder(tmp_path, 1),)))
-    band = curves.loss_band(found[0])
+    logs = series.read(replace(comparison(1), variants=(in_folder(tmp_path, 1),)))
+    band = training_plots.loss_band(logs.series[0])
     assert band is not None
     assert len(band.x) <= series.MOST_POINTS
     assert band.width == math.ceil(5000 / series.MOST_POINTS)
@@ -163,7 +163,7 @@ def write_again(run: Run, rows: list[dict[str, Any]]) -> None:
 def test_the_places_kept_draw_the_same_line(steps: list[tuple[float, bool]]) -> None:
     scale = np.array([s for s, _ in steps])
     skipped = np.array([s for _, s in steps], dtype=bool)
-    kept = curves.changes(scale, skipped)
+    kept = training_plots.changes(scale, skipped)
     assert kept[skipped].all()
     if steps:
         assert kept[[0, -1]].all()
@@ -212,7 +212,7 @@ def markers(plot: Plot) -> list[str]:
 def test_axes_have_titles_with_units(ten: dict[str, Plot]) -> None:
     for name, title in {
         "metric-time": "time per step (ms)",
-        "difference": "test accuracy less that of fp32 (percentage points)",
+        "difference": "test accuracy minus that of fp32 (percentage points)",
         "loss": "optimizer step",
         "step-time": "time per step (ms)",
         "memory": "alive at the peak of a training step (MiB)",
@@ -304,7 +304,7 @@ LACKING: dict[str, tuple[Change, dict[str, str]]] = {
     "no pairs": (each(difference=None), {"difference": "No run of another variant has the seed"}),
     "metric gone": (each(metric=NAN, difference=NAN), {"metric-time": "No variant has both"}),
     "all emulated": (each(execution="emulated"), {"metric-time": "Hollow", "step-time": "Hollow"}),
-    "a regression": (of_losses, {"difference": "Training loss less that of fp32"}),
+    "a regression": (of_losses, {"difference": "Training loss minus that of fp32"}),
 }
 
 
@@ -349,8 +349,7 @@ def test_steps_beyond_the_axis_are_counted(tmp_path: Path) -> None:
     rows[150]["step_time_ms"] = 1e5
     for run in found.variants[0].runs:
         write_again(run, rows)
-    read, _ = series.read(found)
-    times = bars.step_times(read, found.variants)
+    times = step_plots.timed_steps(series.read(found).series, found.variants)
     assert times is not None
     assert times.high < 20
     assert times.outside >= 3

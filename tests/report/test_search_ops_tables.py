@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from rich.console import Console
 
+from mprun.records.deviation import Deviation
 from mprun.records.op_list_files import read_list
-from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS, texts
+from mprun.records.search_ops_record import OpSearch, Proof
+from mprun.report import op_list_text
+from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
 from mprun.report.search_ops_tables import (
     decibels,
+    deviation_text,
     loss,
-    measured,
     outcome_table,
     proof_lines,
     rows_table,
 )
 
 
-def measure(difference: Any = 0.001, db: Any = 50.0, **more: Any) -> dict[str, Any]:
+def measure(difference: float = 0.001, db: float = 50.0, **more: Any) -> dict[str, Any]:
     row = {"loss_difference": difference, "gradients_db": db, "worst_db": db}
     return {**row, "worst_parameter": "fc.weight", "loss_scale": 1.0, "failure": "", **more}
 
 
-BROKEN = measure("nan", "nan", worst_parameter="")
+BROKEN = measure(math.nan, math.nan, worst_parameter="")
 
 
-def row(name: str, harm: Any, alone: dict[str, Any]) -> dict[str, Any]:
+def row(name: str, harm: float, alone: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "calls": 2,
@@ -43,22 +47,23 @@ def row(name: str, harm: Any, alone: dict[str, Any]) -> dict[str, Any]:
 
 
 def outcome(*fp32: str, **more: Any) -> dict[str, Any]:
-    found = {"fp32": list(fp32), "is_within": True, "harm": 0.1, "measure": measure()}
-    return {**found, "float32_share": 0.25, "time_ratio": 1.1, "steps": [], **more}
+    row = {"fp32": list(fp32), "is_within": True, "harm": 0.1, "measure": measure()}
+    return {**row, "float32_share": 0.25, "time_ratio": 1.1, "steps": [], **more}
 
 
-FOUND: dict[str, Any] = {
-    "recipe": "mnist",
-    "precision": "fp16_mixed",
+CONTENT: dict[str, Any] = {
     "dtype": "float16",
     "measured_on": {"split": "validation", "batches": 4, "batch_size": 32},
     "tolerance": {"loss": 0.01, "gradient_db": 10.0},
+    "unjudged_parameters": [],
+    "zero_gradients": [],
+    "reference": {"name": "float64", "reason": ""},
     "unavoidable": {"measure": measure(0.0001, 66.0)},
     "everything_lower": {"measure": BROKEN, "time_ratio": 1.0},
     "float32": {"time_ratio": 2.0},
     "given": {"name": "autocast", "measure": BROKEN, "time_ratio": None},
-    "ops": [row("linear", 0.1, measure()), row("exp", "inf", BROKEN)],
-    "modules": [row("fc.1", "inf", BROKEN)],
+    "ops": [row("linear", 0.1, measure()), row("exp", math.inf, BROKEN)],
+    "modules": [row("fc.1", math.inf, BROKEN)],
     "search": {"ops": outcome("exp"), "modules": outcome("fc.1")},
     "always": [],
     "lower": ["linear", "bmm"],
@@ -72,12 +77,16 @@ def shown(renderable: Any) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
-def changed(**more: Any) -> dict[str, Any]:
-    return {**copy.deepcopy(FOUND), **more}
+def search(**more: Any) -> OpSearch:
+    return msgspec.convert({**CONTENT, **more}, OpSearch)
+
+
+def texts(result: OpSearch) -> dict[str, str]:
+    return op_list_text.texts(result, "recipe mnist, precision fp16_mixed")
 
 
 def test_the_most_harmful_op_stands_first() -> None:
-    lines = shown(rows_table(FOUND, "ops")).splitlines()
+    lines = shown(rows_table(search(), "ops")).splitlines()
     rows = [line for line in lines if " x1.25" in line]
     assert rows[0].split()[:3] == ["exp", "2", "not"]
     assert "harmful" in rows[0]
@@ -86,7 +95,7 @@ def test_the_most_harmful_op_stands_first() -> None:
 
 def test_of_many_rows_the_most_harmful_are_shown() -> None:
     rows = [row(f"layer{n}", n / 100, measure()) for n in range(30)]
-    text = shown(rows_table(changed(modules=rows), "modules"))
+    text = shown(rows_table(search(modules=rows), "modules"))
     assert "layer29 " in text
     assert "layer10 " in text
     assert "layer9 " not in text
@@ -94,23 +103,23 @@ def test_of_many_rows_the_most_harmful_are_shown() -> None:
 
 
 def test_the_outcome_marks_the_answer() -> None:
-    text = shown(outcome_table(FOUND))
+    text = shown(outcome_table(search()))
     assert "ops: exp <-" in text
     assert "modules: fc.1" in text
     assert "fc.1 <-" not in text
     assert "x2.00" in text
-    other = shown(outcome_table(changed(answer="modules", always=["relu"])))
+    other = shown(outcome_table(search(answer="modules", always=["relu"])))
     assert "modules: relu, fc.1 <-" in other
 
 
 def test_modules_that_are_not_enough_are_no_outcome_and_no_file() -> None:
-    found = changed(search={"ops": outcome("exp"), "modules": outcome("fc.1", is_within=False)})
-    assert "fc.1" not in shown(outcome_table(found))
-    assert list(texts(found)) == [OPS]
+    result = search(search={"ops": outcome("exp"), "modules": outcome("fc.1", is_within=False)})
+    assert "fc.1" not in shown(outcome_table(result))
+    assert list(texts(result)) == [OPS]
 
 
 def test_the_files_are_read_as_they_are(tmp_path: Path) -> None:
-    for name, text in texts(FOUND).items():
+    for name, text in texts(search()).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
 
     def names(file: str, kind: str) -> list[str]:
@@ -122,28 +131,31 @@ def test_the_files_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_list_that_is_not_enough_says_so() -> None:
-    found = changed(search={"ops": outcome("exp", is_within=False), "modules": None})
-    assert "# THIS IS MORE THAN IS TOLERATED" in texts(found)[OPS]
+    result = search(search={"ops": outcome("exp", is_within=False), "modules": None})
+    assert "# THIS IS MORE THAN IS TOLERATED" in texts(result)[OPS]
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("measurement", "text"),
     [
         (measure(), "loss 0.1 % off, gradients 50 dB, worst 50 dB (fc.weight)"),
-        (measure(0.0, "inf"), "loss 0 % off, gradients exact, worst exact (fc.weight)"),
-        (measure(0.0, "nan"), "loss 0 % off, gradients not finite, worst not finite (fc.weight)"),
+        (measure(0.0, math.inf), "loss 0 % off, gradients exact, worst exact (fc.weight)"),
+        (
+            measure(0.0, math.nan),
+            "loss 0 % off, gradients not finite, worst not finite (fc.weight)",
+        ),
         (BROKEN, "the loss is not finite"),
-        (measure("inf", "nan"), "the loss is not finite"),
-        (measure("nan", "nan", failure="no kernel"), "fails (no kernel)"),
+        (measure(math.inf, math.nan), "the loss is not finite"),
+        (measure(math.nan, math.nan, failure="no kernel"), "fails (no kernel)"),
     ],
 )
-def test_a_measurement_in_words(found: dict[str, Any], text: str) -> None:
-    assert measured(found) == text
+def test_a_measurement_in_a_line(measurement: dict[str, Any], text: str) -> None:
+    assert deviation_text(Deviation(**measurement)) == text
 
 
 def test_a_failing_op_is_no_loss() -> None:
-    assert loss(measure("nan", failure="no kernel")) == "fails"
-    assert decibels("-inf") == "-inf dB"
+    assert loss(Deviation(**measure(math.nan, failure="no kernel"))) == "fails"
+    assert decibels(-math.inf) == "-inf dB"
 
 
 PROOF: dict[str, Any] = {
@@ -153,10 +165,12 @@ PROOF: dict[str, Any] = {
     "is_relative": True,
     "margin": 0.02,
     "values": [0.5, 0.4],
+    "float32_values": [0.5, 0.4],
     "failures": [None, None],
     "skipped_steps": [0, 0],
     "difference": 0.01,
     "interval": [-0.02, 0.04],
+    "equivalence_interval": [-0.01, 0.03],
     "verdict": "inconclusive",
     "reason": "why",
     "more_seeds": 3,
@@ -164,22 +178,28 @@ PROOF: dict[str, Any] = {
 }
 
 
-def test_the_proof_says_what_it_rests_on() -> None:
-    assert list(proof_lines(PROOF)) == [
-        "proof: 2 pairs of trainings of 100 steps, validation loss less float32's: +1.00 % "
+def lines_of(proof: dict[str, Any]) -> list[str]:
+    return list(proof_lines(msgspec.convert(proof, Proof)))
+
+
+def test_the_proof_has_its_figures() -> None:
+    assert lines_of(PROOF) == [
+        "proof: 2 pairs of trainings of 100 steps, validation loss minus float32's: +1.00 % "
         "(95 %: -2.00 to +4.00), margin 2 %: inconclusive, about 3 more seeds; why",
         "step time in these trainings: 0.500 of float32's",
     ]
     accuracy = {**PROOF, "metric": "accuracy", "is_relative": False, "margin": 0.005}
-    (line, _) = proof_lines(accuracy)
-    assert "accuracy less float32's: +1.00 points (95 %: -2.00 to +4.00), margin 0.5 points" in line
+    (line, _) = lines_of(accuracy)
+    assert (
+        "accuracy minus float32's: +1.00 points (95 %: -2.00 to +4.00), margin 0.5 points" in line
+    )
 
 
 def test_the_proof_names_trainings_that_failed_and_steps_that_were_skipped() -> None:
     failed = {**PROOF, "failures": [None, "the loss became nan"], "skipped_steps": [3, 1]}
-    failed |= {"difference": "nan", "interval": None, "verdict": "worse", "more_seeds": None}
-    lines = list(proof_lines({**failed, "step_time_ratio": None}))
-    assert "less float32's: not finite, margin 2 %: worse; why" in lines[0]
+    failed |= {"difference": math.nan, "interval": None, "verdict": "worse", "more_seeds": None}
+    lines = lines_of({**failed, "step_time_ratio": None})
+    assert "minus float32's: not finite, margin 2 %: worse; why" in lines[0]
     assert lines[1:] == [
         "seed 1: the loss became nan",
         "steps skipped because a gradient overflowed, by seed: 3, 1",

@@ -141,9 +141,3 @@ def test_in_a_narrow_window_nothing_is_lost() -> None:
     words = "".join(c for c in shown(example(), width=40) if c.isalnum() or c == ".")
     for figure in ("12.50", "11.25", "14.75", "10039", "0.9219", "n365"):
         assert figure in words
-
-
-def test_results_go_to_stdout_and_warnings_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.stdout_console().print("result")
-    tables.stderr_console().print("warning")
-    assert capsys.readouterr() == ("result\n", "warning\n")

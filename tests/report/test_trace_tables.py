@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from mprun.numerics.tracker import PHASES as OBSERVED
-from mprun.report.trace_tables import PHASES, chrome, step_table, totals
+from mprun.records.trace_record import PHASES, TraceRecord
+from mprun.report.trace_tables import chrome, step_table, totals
+from tests.summaries import example
 
 
 def cast(have: str, want: str, redundant: str | None = None, ms: float = 0.5) -> dict[str, Any]:
@@ -33,6 +37,9 @@ def row(phase: str, op: str, at: float, *casts: dict[str, Any], **more: Any) -> 
     }
 
 
+SUMMARY_FIELDS = (
+    *("versions", "hardware", "recipe", "precision", "variant", "execution", "backend"),
+)
 DOWN, UP = ("float32", "bfloat16"), ("bfloat16", "float32")
 ROWS = [
     row("forward", "linear", 10.0, cast(*DOWN), cast(*DOWN, ms=0.25), module="a.b", rule="lower"),
@@ -44,7 +51,9 @@ ROWS = [
     *[row("optimizer", "add_", 30.0 + n, rule="disabled") for n in range(3)],
     row("optimizer", "add_", 40.0, cast(*DOWN), rule="disabled"),
 ]
-FOUND = {
+CONTENT = {
+    "schema_version": 1,
+    **{name: value for name, value in asdict(example()).items() if name in SUMMARY_FIELDS},
     "step_time_ms": 20.0,
     "rows": ROWS,
     "totals": {
@@ -59,6 +68,9 @@ FOUND = {
 }
 
 
+TRACE = msgspec.convert(CONTENT, TraceRecord)
+
+
 def shown(table: Table) -> list[str]:
     """The lines of a table, each run of spaces as one."""
     console = Console(file=io.StringIO(), width=160, force_terminal=False)
@@ -68,7 +80,7 @@ def shown(table: Table) -> list[str]:
 
 
 def test_rows_of_the_model_are_shown_one_by_one_with_their_casts() -> None:
-    lines = shown(step_table(FOUND))
+    lines = shown(step_table(TRACE.rows))
     assert "forward a.b linear lower fp32 fp32>bf16 x2 2.000 0.750" in lines
     assert "forward (root) relu outside fp32 bf16>fp32 (cast back), bf16>fp32 2.000 1.000" in lines
     assert "forward (root) relu outside fp32 2.000" in lines
@@ -77,7 +89,7 @@ def test_rows_of_the_model_are_shown_one_by_one_with_their_casts() -> None:
 
 
 def test_alike_rows_outside_of_the_model_are_one_with_their_number_and_time() -> None:
-    optimizer = [line for line in shown(step_table(FOUND)) if line.startswith("optimizer")]
+    optimizer = [line for line in shown(step_table(TRACE.rows)) if line.startswith("optimizer")]
     assert optimizer == [
         "optimizer add_ x3 disabled fp32 6.000",
         "optimizer add_ disabled fp32 fp32>bf16 2.000 0.500",
@@ -85,19 +97,19 @@ def test_alike_rows_outside_of_the_model_are_one_with_their_number_and_time() ->
 
 
 def test_totals_are_shown_with_their_units() -> None:
-    text = "\n".join(shown(totals(FOUND)))
-    for words in (
+    lines = "\n".join(shown(totals(TRACE)))
+    for text in (
         "step, not traced │ 20.000 ms",
         "ops and casts │ 21.500 ms",
         "ops that give float32 │ 9 in 18.000 ms",
         "casts │ 6 in 2.500 ms, 12.5% of the step; 3.00 MiB read and written",
         "redundant casts │ 1 cast back, 4 cast twice",
     ):
-        assert words in text, words
+        assert text in lines, text
 
 
 def test_casts_are_events_before_their_op_on_the_track_of_its_phase() -> None:
-    events = [e for e in chrome(FOUND)["traceEvents"] if e["ph"] == "X"]
+    events = [e for e in chrome(TRACE.rows)["traceEvents"] if e["ph"] == "X"]
     first = [(e["name"], e["cat"], e["ts"], e["dur"]) for e in events[:3]]
     assert first == [  # microseconds from the first row
         ("cast fp32 to bf16", "cast", 0.0, 500.0),
@@ -112,9 +124,9 @@ def test_casts_are_events_before_their_op_on_the_track_of_its_phase() -> None:
 
 
 def test_a_step_without_a_row_is_a_trace_without_an_event() -> None:
-    events = chrome({"rows": []})["traceEvents"]
+    events = chrome([])["traceEvents"]
     assert [e["ph"] for e in events] == ["M"] * len(PHASES)
 
 
-def test_the_tracks_are_the_phases_an_observer_knows() -> None:
+def test_the_tracks_are_the_phases_of_an_observer() -> None:
     assert PHASES == OBSERVED

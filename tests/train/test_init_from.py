@@ -295,7 +295,7 @@ def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_no_name(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, *LINEAR, "train.init_from=")
-    assert "train.init_from='': the name of a folder or a file, or null" in line
+    assert "train.init_from='': legal is the name of a folder or a file, or null" in line
 
 
 def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

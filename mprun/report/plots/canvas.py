@@ -1,12 +1,12 @@
-"""From a drawing to an inline SVG and a PNG.
+"""What all plots share: the style, and the way from a drawing to SVG and PNG.
 
-The SVG follows the page's light or dark scheme: it is drawn in colours that stand for CSS
-variables, which are put in their place afterwards. Its text stays text, in the page's font. What
-would reach out of the drawing into the page (ids, style sheets) is made the drawing's own or
-removed; dates and versions are left out, so that the same runs give the same bytes.
+The SVG of a page follows its light or dark scheme. It is drawn in placeholder colours, which are
+then replaced by CSS variables. Its text stays text, in the page's font. Ids are made unique to the
+drawing and style sheets are removed, so that nothing reaches out into the page. Dates and versions
+are left out: the same runs give the same bytes.
 
-matplotlib is used through its objects. Its global settings, and the user's matplotlibrc, are put
-aside while a drawing is made and put back afterwards.
+matplotlib is used through its objects, without pyplot and without a window. Its global settings and
+the user's matplotlibrc are set aside while a drawing is made, and put back afterwards.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
@@ -25,41 +26,103 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
-from matplotlib.path import Path
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from mprun.compare.digits import counted
+from mprun.compare.rows import Comparison, Variant
+from mprun.report import cells
 from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
 
 WIDTH_IN = 9.2
 """At the page's width a point is about 1.45 CSS pixels: 8.5 points read as 12 pixels."""
 
-PNG_DPI = 160
+PNG_DPI = 110
 SVG = "{http://www.w3.org/2000/svg}"
 XLINK = "{http://www.w3.org/1999/xlink}href"
 
+LOG_FROM = 8.0
+"""Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
+
+LONGEST_LABEL = 30
+MARKER_SIZE = 6.5
+
+
+class Plot(NamedTuple):
+    """A plot, or why there is none."""
+
+    name: str
+    title: str
+    caption: str
+    """What the plot shows, with n and the meaning of bars and bands; or why there is no plot."""
+    notes: tuple[str, ...] = ()
+    """What is missing from it."""
+    svg: str = ""
+    """An element for a page; empty without a drawing."""
+    png: bytes = b""
+
+    def drawn(self, alt: str, draw: Callable[[Theme], Figure]) -> Plot:
+        """The plot with its drawing; `alt` says what it shows to those who cannot see it."""
+        svg, png = render(f"plot-{self.name}", alt, draw)
+        return self._replace(svg=svg, png=png)
+
+
+def seeds(comparison: Comparison) -> str:
+    """`n = 3 seeds`: the runs of the variants."""
+    return counts([len(v.runs) for v in comparison.variants], "seed")
+
+
+def counts(numbers: Sequence[int], thing: str) -> str:
+    """`n = 3 seeds`, or `n = 2 to 5 seeds` if they differ."""
+    low, high = min(numbers, default=0), max(numbers, default=0)
+    return f"n = {f'{low} to ' if low < high else ''}{counted(high, thing)}"
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
 
 def render(name: str, alt: str, draw: Callable[[Theme], Figure]) -> tuple[str, bytes]:
-    """An SVG element to put into a page, and a PNG in the light scheme.
+    """An SVG element for a page, and a PNG in the light scheme.
 
     Args:
-        name: the drawing's, a prefix for its ids; no two of a page alike.
-        alt: what it shows, for those who do not see it.
+        name: the drawing's, a prefix for its ids; unique on a page.
+        alt: what it shows.
         draw: makes the figure in a theme's colours.
     """
     theme, variables = sentinels()
+    return _inline(_svg(draw, theme), name, alt, variables), _png(draw)
+
+
+def save(folder: Path, name: str, draw: Callable[[Theme], Figure]) -> list[Path]:
+    """Write a drawing as `name.png` and `name.svg`; the paths."""
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    paths[0].write_bytes(_png(draw))
+    paths[1].write_text(_svg(draw, LIGHT), encoding="utf-8")
+    return paths
+
+
+def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
     with _settings(theme):
-        svg = io.StringIO()
+        file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        FigureCanvasSVG(draw(theme)).print_svg(svg, metadata=nothing)
+        FigureCanvasSVG(draw(theme)).print_svg(file, metadata=nothing)
+    return file.getvalue()
+
+
+def _png(draw: Callable[[Theme], Figure]) -> bytes:
     with _settings(LIGHT):
-        png = io.BytesIO()
-        FigureCanvasAgg(draw(LIGHT)).print_png(png, metadata={"Software": None})
-    return _inline(svg.getvalue(), name, alt, variables), png.getvalue()
+        file = io.BytesIO()
+        figure = draw(LIGHT)
+        FigureCanvasAgg(figure)
+        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    return file.getvalue()
 
 
 @contextmanager
 def _settings(theme: Theme) -> Iterator[None]:
-    """matplotlib's defaults with the theme's colours; missing glyphs are no news to the user."""
+    """matplotlib's defaults with the theme's colours, without warnings of missing glyphs."""
     rules: dict[str, Any] = {
         "font.size": 8.5,
         "axes.titlesize": 8.5,
@@ -85,7 +148,7 @@ def _settings(theme: Theme) -> Iterator[None]:
         "grid.linewidth": 0.5,
         "figure.facecolor": "none" if theme is not LIGHT else theme.paper,
         "figure.dpi": 72,
-        "savefig.dpi": 72,
+        "legend.frameon": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "mprun",
     }
@@ -100,29 +163,6 @@ def _settings(theme: Theme) -> Iterator[None]:
             yield
         finally:
             logger.setLevel(level)
-
-
-def figure(height_in: float) -> Figure:
-    """An empty figure of the page's width."""
-    return Figure(figsize=(WIDTH_IN, height_in), layout="constrained", dpi=72)
-
-
-COLUMNS = {1: 1, 2: 2, 4: 2}
-HEIGHT_IN = {1: 2.8, 2: 2.3}
-
-
-def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """`count` axes in rows of up to three, with shared scales; the last row may be shorter."""
-    columns = COLUMNS.get(count, 3)
-    lines = -(-count // columns)
-    made = figure(HEIGHT_IN.get(columns, 1.6) * lines + 0.4)
-    grid = made.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
-    flat = [axes for line in grid for axes in line]
-    for axes in flat[count:]:
-        axes.remove()
-    for axes in flat[max(0, count - columns) : count]:  # no panel below: its axis is labelled
-        axes.tick_params(labelbottom=True)
-    return made, flat[:count]
 
 
 def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
@@ -156,7 +196,7 @@ def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
 def _own(
     element: ElementTree.Element, name: str, used: set[str], variables: dict[str, str]
 ) -> None:
-    """Make an element's ids and colours the drawing's."""
+    """Give an element ids and colours that belong to this drawing alone."""
     identifier = element.attrib.pop("id", None)
     if identifier in used:
         element.set("id", f"{name}-{identifier}")
@@ -175,14 +215,122 @@ def _restyled(value: str, name: str, variables: dict[str, str]) -> str:
     return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", value)
 
 
+# ---- figures and axes --------------------------------------------------------------------------
+
+
+def figure(height_in: float, width_in: float = WIDTH_IN) -> Figure:
+    """An empty figure, of the page's width by default."""
+    return Figure(figsize=(width_in, height_in), layout="constrained", dpi=72)
+
+
+COLUMNS = {1: 1, 2: 2, 4: 2}
+HEIGHT_IN = {1: 2.8, 2: 2.3}
+
+
+def panels(
+    count: int, share_x: bool = True, height_in: float | None = None
+) -> tuple[Figure, list[Axes]]:
+    """`count` axes in rows of up to three; the last row may be shorter.
+
+    Args:
+        count: how many.
+        share_x: whether they have one scale across; they always have one upright.
+        height_in: of a row; None for one that suits the number of columns.
+    """
+    columns = COLUMNS.get(count, 3)
+    lines = -(-count // columns)
+    made = figure((height_in or HEIGHT_IN.get(columns, 1.6)) * lines + 0.4)
+    grid = made.subplots(lines, columns, sharex=share_x, sharey=True, squeeze=False)
+    flat = [axes for line in grid for axes in line]
+    for axes in flat[count:]:
+        axes.remove()
+    for axes in flat[max(0, count - columns) : count]:  # no panel below: its axis is labelled
+        axes.tick_params(labelbottom=True)
+    return made, flat[:count]
+
+
+def label(variant: Variant) -> str:
+    """A variant's name in a drawing."""
+    shown = cells.plain(variant.label, LONGEST_LABEL)
+    return f"{shown} (emulated)" if cells.is_emulated(variant) else shown
+
+
+def face(theme: Theme, variant: Variant, index: int) -> str:
+    """The fill of a marker; hollow for an emulated variant."""
+    return theme.paper if cells.is_emulated(variant) else colour(theme, index)
+
+
+def mark(theme: Theme, variant: Variant, index: int, size: float = MARKER_SIZE) -> dict[str, Any]:
+    """matplotlib's keywords for a variant's marker without a line."""
+    return {
+        "linestyle": "none",
+        "marker": marker(index),
+        "markersize": size,
+        "markeredgecolor": colour(theme, index),
+        "markerfacecolor": face(theme, variant, index),
+        "markeredgewidth": 1.1,
+    }
+
+
+def name_panel(axes: Axes, variant: Variant, index: int, theme: Theme) -> None:
+    """A panel's heading: the variant's marker and name."""
+    key = Line2D([], [], **mark(theme, variant, index, 5.0), label="name")
+    heading = axes.legend(
+        handles=[key],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        handlelength=0.8,
+        handletextpad=0.5,
+        borderpad=0.2,
+        borderaxespad=0,
+        fontsize=8.5,
+    )
+    heading.get_texts()[0].set_text(label(variant))  # a handle's label may not begin with "_"
+
+
+def times_axis(axes: Axes, times: Sequence[float]) -> None:
+    """Make the x axis one of milliseconds; logarithmic if they are far apart."""
+    positive = [t for t in times if t > 0]
+    if positive and max(positive) / min(positive) > LOG_FROM:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def legend_above(made: Figure, axes: Axes) -> None:
+    """A legend in one row above the axes."""
+    handles, labels = axes.get_legend_handles_labels()
+    made.legend(
+        handles,
+        labels,
+        loc="outside upper left",
+        ncols=len(labels),
+        handlelength=0.9,
+        handleheight=0.9,
+        handletextpad=0.45,
+        columnspacing=1.3,
+        fontsize=8,
+    )
+
+
+def name_rows(axes: Axes, names: Sequence[str], first: int = 0) -> None:
+    """Rows from the top, each with its name at the left."""
+    axes.set_yticks(range(first, first + len(names)), names)
+    for tick in axes.get_yticklabels():
+        tick.set_color(axes.title.get_color())
+    axes.set_ylim(first + len(names) - 0.4, first - 0.6)
+    axes.spines["left"].set_visible(False)
+
+
 def key(index: int, is_hollow: bool) -> str:
-    """A variant's marker as a small SVG element, decoration beside its name."""
+    """A variant's marker as a small SVG element, to stand beside its name."""
     style = MarkerStyle(marker(index))
     outline = style.get_path().transformed(style.get_transform())
     points = [
-        f"{'M' if code == Path.MOVETO else 'L'}{xy[-2] * 11:.2f} {-xy[-1] * 11:.2f}"
+        f"{'M' if code == Outline.MOVETO else 'L'}{xy[-2] * 11:.2f} {-xy[-1] * 11:.2f}"
         for xy, code in outline.iter_segments(curves=False)
-        if code != Path.CLOSEPOLY
+        if code != Outline.CLOSEPOLY
     ]
     line = colour(named(lambda name: f"var(--{name})"), index)
     fill = "none" if is_hollow else line

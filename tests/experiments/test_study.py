@@ -1,22 +1,34 @@
-"""A sweep's plan: its order, its file, what it refuses."""
+"""A study's plan: its order, its file, what it refuses."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mprun.config.study_request import study_request
 from mprun.errors import UsageError
-from mprun.experiments.sweep import new_sweep, read_sweep
+from mprun.experiments.study import Study, new_study, resumed_study
 from mprun.experiments.trials import interleaved, put_aside
 
-WORDS = {"a": ("precision=fp32",), "b": ("precision=bf16_mixed",), "c": ("precision=fp16_mixed",)}
+VARIANTS = {
+    "a": ("precision=fp32",),
+    "b": ("precision=bf16_mixed",),
+    "c": ("precision=fp16_mixed",),
+}
 
 
-def test_seeds_go_over_all_variants_each_beginning_with_another() -> None:
-    trials = interleaved(WORDS, (7, 8, 9, 10))
+def made(command: str = "sweep", of_trials: Sequence[str] = ()) -> Study:
+    """A study of two seeds in the folder `s`."""
+    request = study_request(command, ["run.dir=s", "seeds=2"], None)
+    return new_study(request, VARIANTS, of_trials=of_trials)
+
+
+def test_seeds_go_over_all_variants_each_starting_with_another() -> None:
+    trials = interleaved(VARIANTS, (7, 8, 9, 10))
     assert [t.variant for t in trials] == [*"abc", *"bca", *"cab", *"abc"]
     assert [t.seed for t in trials] == [7] * 3 + [8] * 3 + [9] * 3 + [10] * 3
     places = Counter((t.variant, i % 3) for i, t in enumerate(trials[:9]))
@@ -36,43 +48,43 @@ def test_a_trial_has_a_folder_name_whatever_its_variant_is_called() -> None:
 
 
 def test_a_study_of_another_command_is_refused() -> None:
-    new_sweep("advise", WORDS, range(2), "s")
+    made("advise")
     with pytest.raises(UsageError, match="a study of mprun advise; resume it with: mprun advise"):
-        read_sweep("sweep", Path("s"))
+        resumed_study("sweep", Path("s"))
 
 
 def test_a_plan_read_again_is_the_same() -> None:
-    made = new_sweep("sweep", WORDS, range(2), "s", None, ["train.max_steps=3"])
-    found = read_sweep("sweep", Path("s"))
-    assert found == made
-    assert [t.words for t in found.trials[:2]] == [
+    written = made(of_trials=["train.max_steps=3"])
+    study = resumed_study("sweep", Path("s"))
+    assert study == written
+    assert [t.overrides for t in study.trials[:2]] == [
         ("precision=fp32", "train.max_steps=3"),
         ("precision=bf16_mixed", "train.max_steps=3"),
     ]
-    assert found.variants == WORDS  # without what is of the trials alone
+    assert study.plan.variants == VARIANTS  # without the overrides of the trials
 
 
 def test_a_folder_that_holds_something_is_refused() -> None:
-    new_sweep("sweep", WORDS, range(2), "s")
+    made()
     with pytest.raises(UsageError, match=r"holds sweep\.json already.*run\.resume=s"):
-        new_sweep("sweep", WORDS, range(2), "s")
+        made()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', "\xff"])
 def test_a_damaged_plan_is_refused(text: str) -> None:
     Path("sweep.json").write_text(text, encoding="latin-1")
     with pytest.raises(UsageError, match=r"sweep\.json is (damaged|not valid JSON)"):
-        read_sweep("sweep", Path())
+        resumed_study("sweep", Path())
 
 
 def test_a_plan_of_a_later_version_or_none_is_refused() -> None:
-    with pytest.raises(UsageError, match="is it a sweep"):
-        read_sweep("sweep", Path("nowhere"))
-    new_sweep("sweep", WORDS, range(2), "s")
-    kept = json.loads(Path("s/sweep.json").read_text(encoding="utf-8"))
-    Path("s/sweep.json").write_text(json.dumps(kept | {"schema_version": 99}), encoding="utf-8")
+    with pytest.raises(UsageError, match="is nowhere a study"):
+        resumed_study("sweep", Path("nowhere"))
+    made()
+    plan = json.loads(Path("s/sweep.json").read_text(encoding="utf-8"))
+    Path("s/sweep.json").write_text(json.dumps(plan | {"schema_version": 99}), encoding="utf-8")
     with pytest.raises(UsageError, match="schema_version 99"):
-        read_sweep("sweep", Path("s"))
+        resumed_study("sweep", Path("s"))
 
 
 def test_what_a_killed_run_left_is_put_aside_and_nothing_is_lost() -> None:
@@ -84,3 +96,11 @@ def test_what_a_killed_run_left_is_put_aside_and_nothing_is_lost() -> None:
     assert not Path("run").exists()
     assert Path("run.abandoned-1/metrics.jsonl").read_text(encoding="utf-8") == "first"
     assert Path("run.abandoned-2/metrics.jsonl").read_text(encoding="utf-8") == "second"
+
+
+def test_a_plan_of_an_earlier_version_is_read() -> None:
+    plan = {"schema_version": 1, "command": "sweep", "folder": None, "variants": {"a": ["seed=1"]}}
+    plan |= {"seeds": [0], "config_dir": None, "of_trials": []}
+    Path("sweep.json").write_text(json.dumps(plan), encoding="utf-8")
+    study = resumed_study("sweep", Path())
+    assert (study.plan.variants, study.plan.not_tried) == ({"a": ("seed=1",)}, {})

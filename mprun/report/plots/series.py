@@ -1,8 +1,8 @@
-"""What the plots are drawn from: the steps in runs' metrics.jsonl, as columns, thinned and banded.
+"""The data of the plots: the steps in the runs' metrics.jsonl, as columns, thinned, over seeds.
 
-A curve over more steps than can be seen is cut into bins of equally many steps, and a point is the
-mean over its bin: that is smoothing and thinning at once, and hides no level. The band over seeds
-is from the lowest to the highest run, not an interval: three seeds support nothing finer.
+A long curve is cut into bins of equally many steps, and a point is the mean of its bin. That
+smooths and thins at once, and hides no level. The band over seeds reaches from the lowest to the
+highest run. It is not an interval: three seeds support nothing finer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST_POINTS = 150
 """Points of a curve."""
 
 
-class Steps(NamedTuple):
-    """A run's logged steps as columns of equal length; what a line lacks is NaN."""
+class StepColumns(NamedTuple):
+    """A run's logged steps as columns of equal length; NaN where a line lacks a field."""
 
     step: Column
     loss: Column
@@ -38,9 +38,18 @@ class Series(NamedTuple):
     """What one run logged."""
 
     run: Run
-    steps: Steps
+    steps: StepColumns
     validation: tuple[Column, Column]
     """Steps, and the validation loss after them."""
+
+
+class Logs(NamedTuple):
+    """What the runs of a comparison logged."""
+
+    series: list[list[Series]]
+    """The runs of each variant."""
+    notes: tuple[str, ...]
+    """A sentence for each run whose log cannot be read."""
 
 
 class Band(NamedTuple):
@@ -54,21 +63,21 @@ class Band(NamedTuple):
     """Steps in one point."""
 
 
-def read(comparison: Comparison) -> tuple[list[list[Series]], list[str]]:
-    """The series of each variant's runs, and a sentence for each run that has none."""
-    found: list[list[Series]] = []
-    problems: list[str] = []
+def read(comparison: Comparison) -> Logs:
+    """Read the logs of all runs."""
+    series: list[list[Series]] = []
+    notes: list[str] = []
     for variant in comparison.variants:
-        found.append([])
+        series.append([])
         for run in variant.runs:
             name = f"{plain(variant.label)}, seed {run.summary.seed}"
             try:
-                found[-1].append(_series(run, read_lines(run.path)))
+                series[-1].append(_series(run, read_lines(run.path)))
             except OSError as error:
-                problems.append(f"{name}: metrics.jsonl cannot be read ({error.strerror})")
+                notes.append(f"{name}: metrics.jsonl cannot be read ({error.strerror}).")
             except (ValueError, AttributeError, RecursionError) as error:
-                problems.append(f"{name}: metrics.jsonl is damaged ({plain(str(error), 80)})")
-    return found, problems
+                notes.append(f"{name}: metrics.jsonl is damaged ({plain(str(error), 80)}).")
+    return Logs(series, tuple(notes))
 
 
 def _series(run: Run, lines: Sequence[dict[str, Any]]) -> Series:
@@ -76,7 +85,7 @@ def _series(run: Run, lines: Sequence[dict[str, Any]]) -> Series:
     validation = [line for line in lines if line.get("kind") == "validation"]
     return Series(
         run,
-        Steps(
+        StepColumns(
             step=_column(steps, "step"),
             loss=_column(steps, "loss"),
             time_ms=_column(steps, "step_time_ms"),
@@ -101,8 +110,8 @@ def _number(value: Any) -> float:
 def timed(series: Series) -> Column:
     """Milliseconds of the steps that enter the statistics: full batches after the warm-up.
 
-    The record does not mark them, but it tells which they are: an epoch's last batch is partial
-    where the batch size does not divide the samples, and the first timed steps are warm-up.
+    The log does not mark them, but they can be derived: an epoch's last batch is partial if the
+    batch size does not divide the samples, and the first timed steps are warm-up.
     """
     step, time_ms = series.steps.step, series.steps.time_ms
     per_epoch, rest = _epoch(series.run.summary)
@@ -113,22 +122,22 @@ def timed(series: Series) -> Column:
 
 
 def _epoch(summary: Summary) -> tuple[int, int]:
-    """Steps of an epoch, and the samples of its last, partial batch (0: there is none)."""
+    """Steps of an epoch, and the samples of its last, partial batch (0 if there is none)."""
     samples, batch = summary.data.train_samples, max(1, summary.batch_size)
     return max(1, math.ceil(samples / batch)), samples % batch
 
 
 def epochs_per_step(summary: Summary) -> float:
-    """The share of an epoch that a step is: for curves of different batch sizes on one axis."""
+    """A step as a share of an epoch: for curves of different batch sizes on one axis."""
     return 1 / _epoch(summary)[0]
 
 
 def band(curves: Sequence[tuple[Column, Column]], points: int = MOST_POINTS) -> Band | None:
     """Median, lowest and highest over curves (steps, values), in at most `points` bins.
 
-    Values that are not finite are left out. None where nothing is left.
+    Values that are not finite are left out. The result is None if nothing is left.
     """
-    clean = [(x[keep], y[keep]) for x, y in curves if (keep := _usable(x, y)).any()]
+    clean = [(x[ok], y[ok]) for x, y in curves if (ok := _usable(x, y)).any()]
     if not clean:
         return None
     last = max(x.max() for x, _ in clean)
@@ -136,8 +145,8 @@ def band(curves: Sequence[tuple[Column, Column]], points: int = MOST_POINTS) -> 
     bins = int(last // width) + 1
     rows = np.array([_means(x, y, width, bins) for x, y in clean])
     places = np.array([_means(x, x, width, bins) for x, _ in clean])
-    there = ~np.isnan(rows).all(axis=0)
-    rows, places = rows[:, there], places[:, there]
+    filled = ~np.isnan(rows).all(axis=0)
+    rows, places = rows[:, filled], places[:, filled]
     return Band(
         np.nanmean(places, axis=0),
         np.nanmedian(rows, axis=0),
@@ -160,6 +169,6 @@ def _means(x: Column, y: Column, width: int, bins: int) -> Column:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def broken(series: Sequence[Series]) -> int:
-    """How many runs logged a loss that is not finite."""
-    return sum(not np.isfinite(one.steps.loss).all() for one in series)
+def has_broken_loss(run: Series) -> bool:
+    """Whether a run logged a loss that is not finite."""
+    return not np.isfinite(run.steps.loss).all()

@@ -1,4 +1,4 @@
-"""The plots with a row for each variant: step times as distributions, memory by category."""
+"""The plots of a step, a row for each variant: the distribution of its times, and its memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,68 @@ from matplotlib.figure import Figure
 from mprun.compare.rows import Comparison, Variant
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells
-from mprun.report.plots import canvas
-from mprun.report.plots.marks import face, label, mark, name_rows, times_axis
-from mprun.report.series import Column, Series, timed
+from mprun.report.plots.canvas import (
+    Plot,
+    counts,
+    face,
+    figure,
+    label,
+    legend_above,
+    mark,
+    name_rows,
+    times_axis,
+)
+from mprun.report.plots.series import Column, Logs, Series, timed
 from mprun.report.theme import Theme, colour
 
 BINS = 90
 FEWEST = 40
-"""Of fewer steps each is drawn as a stroke: they support no outline."""
+"""If there are fewer steps, each is drawn as a stroke: they support no outline."""
 
 
-class Times(NamedTuple):
+def step_times(comparison: Comparison, logs: Logs) -> Plot:
+    """The distribution of each variant's step times."""
+    plot = Plot("step-time", "Time per step", "", logs.notes)
+    times = timed_steps(logs.series, comparison.variants)
+    if times is None:
+        return plot._replace(caption="No run has timed steps beyond its warm-up.")
+    numbers = [len(row) for row in times.rows]
+    caption = (
+        f"The timed steps of all runs of a variant, {counts(numbers, 'step')}, without warm-up and "
+        "partial batches. Outline: their distribution (a stroke for each step if there are fewer "
+        f"than {FEWEST}). Marker and line: the median, and the tenth to ninetieth "
+        "percentile, as in the table."
+    )
+    notes = list(plot.notes)
+    if times.outside:
+        share = times.outside / max(1, sum(numbers))
+        notes.append(f"{times.outside} steps ({100 * share:.1f} %) lie beyond the axis.")
+    if any(cells.is_emulated(v) for v in comparison.variants):
+        notes.append("Hollow: emulated, so its times are not comparable.")
+    return plot._replace(caption=caption, notes=tuple(notes)).drawn(
+        f"{cells.plain(comparison.recipe)}: distribution of step times of each variant",
+        lambda theme: _draw_distributions(comparison, times, theme),
+    )
+
+
+def memory(comparison: Comparison) -> Plot:
+    """The memory of each variant's step by category."""
+    plot = Plot("memory", "Memory of a step", "")
+    if not any(v.memory_bytes.get(name) for v in comparison.variants for name in MEMORY_CATEGORIES):
+        return plot._replace(caption="The memory of a step is not known for any run.")
+    caption = (
+        "Memory at the peak of a training step, counted from the tensors of a step on fake "
+        "tensors. It is the same for every seed; for emulated variants it is that of the mode, not "
+        "of its emulation. Blue: what lives as long as the model; brown: what a step makes and "
+        "frees."
+    )
+    return plot._replace(caption=caption).drawn(
+        f"{cells.plain(comparison.recipe)}: peak memory of a training step by category",
+        lambda theme: _draw_memory(comparison, theme),
+    )
+
+
+class TimedSteps(NamedTuple):
     """The timed steps of each variant, and the span of the axis."""
 
     rows: list[Column]
@@ -32,11 +83,13 @@ class Times(NamedTuple):
     """Steps beyond the axis."""
 
 
-def step_times(series: Sequence[Sequence[Series]], variants: Sequence[Variant]) -> Times | None:
-    """The times to draw; None where there are none.
+def timed_steps(
+    series: Sequence[Sequence[Series]], variants: Sequence[Variant]
+) -> TimedSteps | None:
+    """The times to draw; None if there are none.
 
-    The axis ends where the slowest hundredth of the slowest variant's steps begins: one step in
-    which the machine did something else would otherwise press all others into a corner.
+    The axis ends at the 99th percentile of the slowest variant: a single step during which the
+    machine was busy would otherwise press all others into a corner.
     """
     rows = [np.concatenate([timed(one) for one in runs] or [np.zeros(0)]) for runs in series]
     rows = [row[row > 0] for row in rows]
@@ -48,13 +101,13 @@ def step_times(series: Sequence[Sequence[Series]], variants: Sequence[Variant]) 
         return None
     low, high = min(lows), max(highs)
     outside = sum(int(((row < low) | (row > high)).sum()) for row in rows)
-    return Times(rows, low, high, outside)
+    return TimedSteps(rows, low, high, outside)
 
 
-def distributions(comparison: Comparison, times: Times, theme: Theme) -> Figure:
-    """An outline of each variant's step times, with the median and the tenths the table gives."""
+def _draw_distributions(comparison: Comparison, times: TimedSteps, theme: Theme) -> Figure:
+    """An outline of each variant's step times, with the table's median and percentiles."""
     variants = comparison.variants
-    made = canvas.figure(0.7 + 0.46 * len(variants))
+    made = figure(0.7 + 0.46 * len(variants))
     axes: Axes = made.subplots()
     times_axis(axes, [times.low, times.high])
     is_log = axes.get_xscale() == "log"
@@ -100,11 +153,11 @@ def smooth(counts: Column) -> Column:
     return smoothed
 
 
-def memory(comparison: Comparison, theme: Theme) -> Figure:
-    """A bar for each variant: what is alive at the peak of a step."""
+def _draw_memory(comparison: Comparison, theme: Theme) -> Figure:
+    """A bar for each variant: the memory at the peak of a step."""
     variants = comparison.variants
     unit, size = cells.memory_unit(comparison)
-    made = canvas.figure(1.05 + 0.31 * len(variants))
+    made = figure(1.05 + 0.31 * len(variants))
     axes: Axes = made.subplots()
     left = np.zeros(len(variants))
     for name, fill in zip(MEMORY_CATEGORIES, theme.memory, strict=True):
@@ -126,29 +179,17 @@ def memory(comparison: Comparison, theme: Theme) -> Figure:
     name_rows(axes, [label(v) for v in variants])
     axes.set_xlim(0, widest * 1.2)
     axes.set_xlabel(f"alive at the peak of a training step ({unit})")
-    made.legend(
-        *axes.get_legend_handles_labels(),
-        loc="outside upper left",
-        ncols=len(MEMORY_CATEGORIES),
-        frameon=False,
-        handlelength=0.9,
-        handleheight=0.9,
-        handletextpad=0.45,
-        columnspacing=1.3,
-        fontsize=8,
-    )
+    legend_above(made, axes)
     return made
 
 
 def _total(comparison: Comparison, variant: Variant) -> str:
-    """What stands at the end of a bar: the peak, and its ratio."""
+    """The text at the end of a bar: the peak, and its ratio."""
     peak = cells.peak(variant)
     if peak is None:
         return "not known"
     ratio = None if cells.is_emulated(variant) else variant.memory_ratio
     text = f"{cells.memory(comparison, peak)} {cells.memory_unit(comparison)[0]}"
-    return (
-        text
-        if ratio is None or variant is comparison.variants[0]
-        else f"{text}, {cells.times(ratio)}"
-    )
+    if ratio is None or variant is comparison.variants[0]:
+        return text
+    return f"{text}, {cells.times(ratio)}"

@@ -1,0 +1,90 @@
+"""The arguments of a command that runs a study (sweep, advise, double), taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mprun.config.compose import parse, quoted
+from mprun.config.settings import SEEDS, Settings, take
+from mprun.config.validate import PATHS
+from mprun.errors import UsageError
+
+RESUMED = "a resumed study keeps its plan"
+
+
+@dataclass(frozen=True)
+class StudyRequest:
+    """What the user asks of a study."""
+
+    command: str
+    settings: Settings
+    overrides: list[str]
+    """Of the runs; paths in them are absolute."""
+    config_dir: Path | None
+    folder: str | None
+    """`run.dir`."""
+    resume: Path | None
+    """`run.resume`."""
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of a new study."""
+        first = self.settings.first_seed
+        return range(first, first + (self.settings.seeds or SEEDS[self.command]))
+
+
+def study_request(
+    command: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    *sections: str,
+    refused: Sequence[str] = (),
+) -> StudyRequest:
+    """Take the overrides of a study apart.
+
+    Args:
+        command: its name.
+        overrides: settings and overrides.
+        config_dir: a further folder of configs, or None.
+        sections: settings it takes, beside `compare`, `seeds` and `first_seed`.
+        refused: settings that the command sets itself.
+
+    Raises:
+        UsageError: a setting that is not legal, or one that a resumed study keeps.
+    """
+    settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
+    _refuse(overrides, refused, f"mprun {command} sets this itself")
+    folders: dict[str, str] = {}
+    of_runs = []
+    for text in rest:
+        override = parse(text)
+        key, value = override.key_or_group, override.value()
+        if key in ("run.dir", "run.resume"):
+            folders[key] = str(value)
+        elif key in PATHS and isinstance(value, str):
+            of_runs.append(f"{key}={quoted(Path(value).absolute())}")
+        else:
+            of_runs.append(text)
+    resume = folders.get("run.resume")
+    if resume is not None:
+        if of_runs:
+            raise UsageError(f"'{of_runs[0]}': {RESUMED}; leave it out")
+        if config_dir is not None:
+            raise UsageError(f"--config-dir {config_dir}: {RESUMED}; leave it out")
+        _refuse(overrides, ("seeds", "first_seed", "advise.max_steps", "run.dir"), RESUMED)
+    return StudyRequest(
+        command,
+        settings,
+        of_runs,
+        config_dir,
+        folders.get("run.dir"),
+        None if resume is None else Path(resume),
+    )
+
+
+def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:
+    for text in overrides:
+        if text.lstrip("+").partition("=")[0] in keys:
+            raise UsageError(f"'{text}': {reason}; leave it out")

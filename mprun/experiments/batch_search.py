@@ -1,0 +1,193 @@
+"""The largest batch whose peak memory fits: one search, over a function that grows with the batch.
+
+`mprun memory` counts the peak of a step on fake tensors. It is close to a straight line in the
+batch size (parameters and state, plus so many bytes a sample). A guess along the line through two
+sizes is nearly always right, and the two sizes that prove it (one that fits, the next one that does
+not) follow. Another moment of the step may become the peak, so the line can bend: where guesses
+make little progress, they alternate with halving.
+
+`mprun double` runs real steps, and one that runs out of memory has no peak: its search doubles and
+halves. Memory does not depend on the batch alone there: allocators keep blocks, libraries take
+workspace, and later steps may need more than the first. So a margin is taken off the result, and
+the recommended batch runs for `PROOF_STEPS` steps.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from mprun.assemble import DataCache, Plan, make_plan
+from mprun.config import compose
+from mprun.errors import UsageError
+from mprun.experiments.trials import run_steps
+
+TRY_STEPS = 3
+"""Optimizer state exists from the second step on."""
+PROOF_STEPS = 20
+RESOLUTION = 64
+"""Real steps: the search ends when the interval is this many times smaller than the batch."""
+
+Fits = Callable[[int, int], bool]
+"""Whether a batch of the first trains for the second number of steps."""
+
+
+@dataclass(frozen=True)
+class LargestSize:
+    """The end of a search."""
+
+    size: int
+    """The largest that fits; 0 where not even 1 does."""
+    tried: Mapping[int, int | None]
+    """Size to peak in bytes, None where memory ran out."""
+
+    @property
+    def grows(self) -> bool:
+        """Whether no larger size that was tried took less than a smaller one."""
+        peaks = [peak for _, peak in sorted(self.tried.items()) if peak is not None]
+        return peaks == sorted(peaks)
+
+
+def largest_size(
+    peak: Callable[[int], int | None],
+    limit: int | None,
+    start: int,
+    most: int,
+    known_to_fit: int = 0,
+    resolution: int | None = None,
+) -> LargestSize:
+    """The largest size whose peak fits, while that of the next one does not.
+
+    Args:
+        peak: size (1 or more) to peak in bytes, or None where memory runs out; expected to grow
+            with the size, see `LargestSize.grows`.
+        limit: bytes that a peak may take; None: whatever has a peak fits.
+        start: the size to try first.
+        most: the largest size tried.
+        known_to_fit: a size that fits.
+        resolution: the search may end below the largest size by a share of one over this; None:
+            it is exact.
+    """
+    tried: dict[int, int | None] = {}
+    low, high = known_to_fit, most + 1  # low fits, high does not
+    guess, halve = min(start, most), False
+    while high - low > 1 and (
+        high not in tried or resolution is None or high - low > max(1, low // resolution)
+    ):
+        gap, size = high - low, peak(guess)
+        tried[guess] = size
+        fits = size is not None and (limit is None or size <= limit)
+        low, high = (guess, high) if fits else (low, guess)
+        halve = not halve and high in tried and low in tried and 2 * (high - low) > gap
+        middle = (low + high) // 2 if high in tried else 2 * low
+        line = None if halve or limit is None else _on_line(tried, limit, low, high)
+        guess = min(max(middle if line is None else line, low + 1), high - 1)
+    return LargestSize(low, tried)
+
+
+def _on_line(tried: Mapping[int, int | None], limit: int, low: int, high: int) -> int | None:
+    """Where the line through two tried sizes reaches `limit`; None where it does not."""
+    peaks = {size: peak for size, peak in sorted(tried.items()) if peak is not None}
+    sizes = list(peaks)
+    if low in peaks and high in peaks:
+        a, b = low, high
+    elif len(sizes) > 1:  # all fit, or none: extend the line from the two nearest
+        a, b = sizes[-2:] if low in peaks else sizes[:2]
+    else:
+        return None
+    rise = peaks[b] - peaks[a]
+    return a + (limit - peaks[a]) * (b - a) // rise if rise > 0 else None
+
+
+@dataclass(frozen=True)
+class TrainableBatch:
+    """The result of a search with real steps."""
+
+    size: int
+    """The largest batch that trained for `TRY_STEPS` steps."""
+    recommended: int
+    """With the margin taken off; it trained for `PROOF_STEPS` steps."""
+    is_limited_by_data: bool
+    """Whether the whole training set fits."""
+
+
+def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> TrainableBatch:
+    """The largest batch that trains.
+
+    Args:
+        fits: runs steps.
+        start: the first batch tried.
+        most: the largest there can be: the training set's size.
+        margin: share taken off the largest batch, 0 to 1.
+
+    Raises:
+        UsageError: not even `start` fits, or it fails in `PROOF_STEPS` steps.
+    """
+    start = min(start, most)
+    if not fits(start, TRY_STEPS):
+        raise UsageError(f"train.batch_size={start} does not fit; start from a smaller one")
+
+    def peak(size: int) -> int | None:
+        return 0 if fits(size, TRY_STEPS) else None
+
+    size = largest_size(peak, None, 2 * start, most, start, RESOLUTION).size
+    batch = size if size == most else max(start, int(size * (1 - margin)))
+    while not fits(batch, PROOF_STEPS):
+        if batch == start:
+            raise UsageError(
+                f"train.batch_size={start} fits for {TRY_STEPS} steps and not for {PROOF_STEPS}"
+            )
+        batch = max(start, int(batch * 0.9))
+    return TrainableBatch(size, batch, size == most)
+
+
+def search_batch(
+    overrides: Sequence[str], config_dir: Path | None, margin: float
+) -> tuple[TrainableBatch, list[str]]:
+    """The largest batch of a configuration on CUDA, and a line for each batch tried.
+
+    Args:
+        overrides: its overrides.
+        config_dir: a further folder of configs, or None.
+        margin: share taken off the largest batch, 0 to 1.
+
+    Raises:
+        UsageError: the device is no CUDA device, or nothing fits.
+    """
+    load, lines = DataCache(), list[str]()
+
+    def planned(*more: str) -> Plan:
+        composed = compose([*overrides, *more], config_dir)
+        return make_plan(composed.config, composed.given, load=load)
+
+    def fits(batch: int, steps: int) -> bool:
+        candidate = planned(f"train.batch_size={batch}")
+        torch.cuda.reset_peak_memory_stats(candidate.device)
+        trains = _trains(candidate, steps)
+        peak = torch.cuda.max_memory_allocated(candidate.device) / 2**20
+        gc.collect()
+        torch.cuda.empty_cache()
+        outcome = f"peak {peak:.0f} MiB" if trains else "out of memory"
+        lines.append(f"batch {batch}, {steps} steps: {outcome}")
+        return trains
+
+    first = planned()
+    if first.device.type != "cuda":
+        raise UsageError(
+            "double.until_oom=true needs device=cuda: a CPU swaps, or is killed, before PyTorch "
+            "can report that memory is out; mprun memory counts what a batch needs without "
+            "running it"
+        )
+    return largest_that_trains(fits, first.batch.micro, len(first.splits.train), margin), lines
+
+
+def _trains(candidate: Plan, steps: int) -> bool:
+    try:
+        run_steps(candidate, steps)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -1,0 +1,192 @@
+"""A study: every variant with every seed, in one folder, interruptible and resumable.
+
+The folder holds `sweep.json` (the plan) and a run's folder for each trial.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from mprun.assemble import DataCache, load_recipe, make_plan
+from mprun.assemble.plan import data_request
+from mprun.config import Composed, compose
+from mprun.config.settings import Split
+from mprun.config.study_request import StudyRequest
+from mprun.config.variants import variants
+from mprun.errors import RunFailedError, UsageError
+from mprun.experiments.study_progress import StudyProgress
+from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
+from mprun.records.files import new_folder
+from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
+from mprun.train.signals import StopSignals
+
+Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
+"""The outcomes so far to the variants that need no more seeds, with the reason."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A plan and the folder it is carried out in."""
+
+    folder: Path
+    plan: StudyPlan
+    load: DataCache = field(default_factory=DataCache, compare=False)
+
+    @property
+    def config_dir(self) -> Path | None:
+        """The user's own folder of configs."""
+        return None if self.plan.config_dir is None else Path(self.plan.config_dir)
+
+    @property
+    def baseline(self) -> str:
+        """The variant that the others are compared with."""
+        return next(iter(self.plan.variants))
+
+    @property
+    def trials(self) -> list[Trial]:
+        """In the order they are run in."""
+        all_overrides = {k: (*v, *self.plan.of_trials) for k, v in self.plan.variants.items()}
+        return interleaved(all_overrides, self.plan.seeds)
+
+    def run(
+        self, stop: StopSignals, progress: StudyProgress, drop: Drop | None = None
+    ) -> list[Outcome]:
+        """Carry out all of them, except the variants that `drop` names between two seeds.
+
+        Raises:
+            UsageError: another process is running the study, or its samples cannot be loaded.
+            StoppedError: a signal ended a trial.
+        """
+        outcomes: list[Outcome] = []
+        dropped: set[str] = set()
+        with _locked(self.folder):
+            load_samples(self.trials[0].overrides, self.config_dir, self.load)
+            trials = Trials(self.folder, self.config_dir, stop, progress, self.load)
+            for seed in self.plan.seeds:
+                of_seed = [t for t in self.trials if t.seed == seed and t.variant not in dropped]
+                outcomes += [trials.run(trial) for trial in of_seed]
+                if drop is not None:
+                    dropped |= set(drop(outcomes))
+        return outcomes
+
+    def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
+        """The baseline's hash and the samples that a choice is made on, never the test set.
+
+        Raises:
+            RunFailedError: the baseline has no completed run.
+        """
+        for o in outcomes:
+            if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
+                held_out = o.summary.data.validation_samples
+                return o.summary.variant_hash, Split.validation if held_out else Split.train
+        raise RunFailedError(f"{self.baseline}, the baseline, failed in every run")
+
+
+def new_study(
+    request: StudyRequest,
+    overrides: Mapping[str, Sequence[str]],
+    *,
+    of_trials: Sequence[str] = (),
+    not_tried: Mapping[str, str] | None = None,
+    load: DataCache | None = None,
+) -> Study:
+    """A study in a new folder, its plan written.
+
+    Args:
+        request: what the user asked.
+        overrides: those of each variant, by name; the first is the baseline.
+        of_trials: see `StudyPlan`.
+        not_tried: see `StudyPlan`.
+        load: loads the samples once.
+
+    Raises:
+        UsageError: the folder holds something already, or cannot be written.
+    """
+    folder = request.folder
+    if folder is not None and (Path(folder) / FILE).exists():
+        raise UsageError(
+            f"run.dir={folder} holds {FILE} already; choose another folder, or resume the study: "
+            f"run.resume={folder}"
+        )
+    study_plan = StudyPlan(
+        command=request.command,
+        variants={name: tuple(texts) for name, texts in overrides.items()},
+        seeds=tuple(request.seeds),
+        config_dir=None if request.config_dir is None else str(request.config_dir.resolve()),
+        of_trials=tuple(of_trials),
+        not_tried=dict(not_tried or {}),
+    )
+    path = new_folder(folder)
+    try:
+        write_study_plan(path, study_plan)
+    except OSError as error:
+        raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
+    return Study(path, study_plan, load or DataCache())
+
+
+def new_sweep(request: StudyRequest) -> Study:
+    """A study of every variant that the overrides give.
+
+    Raises:
+        UsageError: anything wrong with the overrides, the samples or the folder.
+    """
+    sweep, load = variants(request.overrides, request.config_dir), DataCache()
+    load_samples(next(iter(sweep.overrides.values())), request.config_dir, load)
+    return new_study(request, sweep.overrides, not_tried=sweep.left_out, load=load)
+
+
+def resumed_study(command: str, folder: Path) -> Study:
+    """The study of this command in `folder`.
+
+    Raises:
+        UsageError: there is none, it is another command's, or a later version of mprun wrote it.
+    """
+    study_plan = read_study_plan(folder)
+    if study_plan.command != command:  # another study has other samples, and another question
+        raise UsageError(
+            f"run.resume={folder}: this is a study of mprun {study_plan.command}; resume it with: "
+            f"mprun {study_plan.command} run.resume={shlex.quote(str(folder))}"
+        )
+    return Study(folder, study_plan)
+
+
+def load_samples(overrides: Sequence[str], config_dir: Path | None, load: DataCache) -> None:
+    """Load the samples before the first run: an error in them is an error in every run."""
+    config = compose(overrides, config_dir).config
+    load(load_recipe(config.recipe.target, config.recipe.model), data_request(config))
+
+
+def held_out(composed: Composed, load: DataCache) -> list[str]:
+    """Overrides that let a study choose without the test set: validation data, and no test.
+
+    Raises:
+        UsageError: the run cannot be planned.
+    """
+    planned = make_plan(composed.config, composed.given, load=load)
+    overrides = ["data.test=false"] if len(planned.splits.test) else []
+    takes_share = "data.validation_fraction" not in planned.recipe.ignores
+    if not len(planned.splits.validation) and takes_share:
+        overrides.append("data.validation_fraction=0.1")
+    return overrides
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Inside, no other process runs the study."""
+    lock = FileLock(folder / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(f"{folder}: another mprun is running this study; wait for it") from None
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,56 @@
+"""sweep.json: the plan of a study, written into its folder before the first run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mprun.errors import UsageError
+from mprun.records.files import write_atomic
+from mprun.records.reader import read_json
+
+SCHEMA_VERSION = 1
+FILE = "sweep.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """What a study runs."""
+
+    command: str
+    """The command it is a study of: sweep, advise or double."""
+    variants: dict[str, tuple[str, ...]]
+    """Name to overrides; the first is the baseline."""
+    seeds: tuple[int, ...]
+    config_dir: str | None
+    """The user's own folder of configs."""
+    of_trials: tuple[str, ...]
+    """Overrides of the trials that are no part of a variant: shorter, without the test set."""
+    not_tried: dict[str, str] = field(default_factory=dict)
+    """Variants that the study leaves out, to the reason."""
+
+
+def write_study_plan(folder: Path, plan: StudyPlan) -> None:
+    """Write sweep.json.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **vars(plan)}, indent=1)
+    write_atomic(folder / FILE, text.encode())
+
+
+def read_study_plan(folder: Path) -> StudyPlan:
+    """The plan in a study's folder.
+
+    Raises:
+        UsageError: there is none, it is damaged, or a later version of mprun wrote it.
+    """
+    try:
+        return read_json(folder / FILE, StudyPlan, SCHEMA_VERSION)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"run.resume={folder}: {folder / FILE} cannot be read ({error.strerror}); is {folder} "
+            "a study?"
+        ) from None

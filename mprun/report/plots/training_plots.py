@@ -1,0 +1,252 @@
+"""The plots over a training: losses, and loss scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from numpy.typing import NDArray
+
+from mprun.compare.digits import counted
+from mprun.compare.rows import Comparison
+from mprun.report import cells
+from mprun.report.plots.canvas import Plot, name_panel, panels, seeds
+from mprun.report.plots.series import (
+    Band,
+    Column,
+    Logs,
+    Series,
+    band,
+    epochs_per_step,
+    has_broken_loss,
+)
+from mprun.report.theme import Theme, colour, marker
+
+LOG_FROM = 20.0
+"""Losses farther apart than this are drawn on a logarithmic axis."""
+
+MOST_MARKS = 25
+"""The most validation losses drawn of a variant; of more, every second, third, ..."""
+
+
+def losses(comparison: Comparison, logs: Logs) -> Plot:
+    """The training losses of each variant, with the baseline's behind them."""
+    plot = Plot("loss", "Training loss", "", logs.notes)
+    bands = [loss_band(runs) for runs in logs.series]
+    drawn = [band for band in bands if band is not None]
+    if not drawn:
+        return plot._replace(caption="No run logged a finite loss.")
+    most = max(band.width for band in drawn)
+    several = any(len(v.runs) > 1 for v in comparison.variants)
+    sentences = [
+        f"Line: the median over the runs, {seeds(comparison)}; band: from the lowest to the "
+        "highest run."
+        if several
+        else "One run of each variant.",
+        f"A point is the mean of up to {most} steps." if most > 1 else "Each step is a point.",
+    ]
+    if len(drawn) > 1:
+        sentences.append(f"Grey: {cells.plain(comparison.baseline)}.")
+    if any(validation(runs) for runs in logs.series):
+        sentences.append("Markers: the median validation loss.")
+    notes = list(plot.notes)
+    for variant, runs, one in zip(comparison.variants, logs.series, bands, strict=True):
+        if broken := sum(map(has_broken_loss, runs)):
+            notes.append(
+                f"{cells.plain(variant.label)}: {counted(broken)} logged losses that are not "
+                "finite; they are left out."
+            )
+        if one is None:
+            notes.append(f"{cells.plain(variant.label)} is missing: it logged no finite loss.")
+    return plot._replace(caption=" ".join(sentences), notes=tuple(notes)).drawn(
+        f"{cells.plain(comparison.recipe)}: training loss of each variant and of the baseline",
+        lambda theme: _draw_losses(comparison, logs.series, theme),
+    )
+
+
+def loss_scales(comparison: Comparison, logs: Logs) -> Plot | None:
+    """The loss scale of each run that has one; None if no run has."""
+    scaling = _scaling(comparison, logs.series)
+    if not scaling:
+        return None
+    plot = Plot("loss-scale", "Loss scale", "")
+    runs = [one for i in scaling for one in logs.series[i]]
+    scales = {float(x) for one in runs for x in _scales(one)[1]}
+    skipped = sum(int(np.sum(one.steps.skipped)) for one in runs)
+    if len(scales) == 1 and not skipped:
+        names = ", ".join(cells.plain(comparison.variants[i].label) for i in scaling)
+        return plot._replace(
+            caption=f"It stayed at {scales.pop():g} from the first step to the last in every run "
+            f"of {names}, and no step was skipped."
+        )
+    caption = (
+        f"A line for each run of the variants that scale their loss, {seeds(comparison)}. "
+        f"Crosses: skipped steps ({skipped} in all)."
+    )
+    return plot._replace(caption=caption).drawn(
+        f"{cells.plain(comparison.recipe)}: history of the loss scale",
+        lambda theme: _draw_loss_scales(comparison, logs.series, scaling, theme),
+    )
+
+
+def in_epochs(comparison: Comparison) -> bool:
+    """Whether curves are over epochs: steps of different batch sizes cannot be compared."""
+    sizes = {run.summary.batch_size for v in comparison.variants for run in v.runs}
+    return len(sizes) > 1
+
+
+def _draw_losses(
+    comparison: Comparison, series: Sequence[Sequence[Series]], theme: Theme
+) -> Figure:
+    """A panel for each variant."""
+    bands = [loss_band(one) for one in series]
+    others = [i for i in range(1, len(series)) if bands[i]] or [0]
+    made, axes_of = panels(len(others))
+    for index, axes in zip(others, axes_of, strict=True):
+        for i in dict.fromkeys((0, index)):
+            _loss(axes, comparison, series[i], bands[i], i, theme)
+        name_panel(axes, comparison.variants[index], index, theme)
+    _loss_axis(axes_of, [b for b in bands if b is not None])
+    _titles(made, "training loss", "epoch" if in_epochs(comparison) else "optimizer step", theme)
+    return made
+
+
+def loss_band(runs: Sequence[Series]) -> Band | None:
+    """A variant's training losses over its runs."""
+    return band([(one.steps.step, one.steps.loss) for one in runs])
+
+
+def _loss(
+    axes: Axes,
+    comparison: Comparison,
+    runs: Sequence[Series],
+    curve: Band | None,
+    index: int,
+    theme: Theme,
+) -> None:
+    if curve is None:
+        return
+    drawn = theme.muted if index == 0 and len(comparison.variants) > 1 else colour(theme, index)
+    per_step = epochs_per_step(runs[0].run.summary) if in_epochs(comparison) else 1.0
+    axes.fill_between(
+        curve.x * per_step, curve.low, curve.high, color=drawn, alpha=0.22, linewidth=0
+    )
+    axes.plot(curve.x * per_step, curve.middle, color=drawn, linewidth=1.2)
+    marks = validation(runs)
+    if marks is not None:
+        axes.plot(
+            marks[0] * per_step,
+            marks[1],
+            linestyle="none",
+            marker=marker(index),
+            markersize=3.6,
+            markerfacecolor=theme.paper,
+            markeredgecolor=drawn,
+            markeredgewidth=0.9,
+        )
+
+
+def validation(runs: Sequence[Series]) -> tuple[Column, Column] | None:
+    """Steps and the median over runs of the validation loss after them; None without any."""
+    at_step: dict[float, list[float]] = {}
+    for one in runs:
+        for step, loss in zip(*one.validation, strict=True):
+            if np.isfinite(step) and np.isfinite(loss):
+                at_step.setdefault(float(step), []).append(float(loss))
+    if not at_step:
+        return None
+    steps = sorted(at_step)
+    steps = steps[:: -(-len(steps) // MOST_MARKS)]
+    return np.array(steps), np.array([np.median(at_step[s]) for s in steps])
+
+
+def _loss_axis(panels: Sequence[Axes], bands: Sequence[Band]) -> None:
+    lows, highs = [b.low.min() for b in bands], [b.high.max() for b in bands]
+    if bands and min(lows) > 0 and max(highs) / min(lows) > LOG_FROM:
+        panels[0].set_yscale("log")
+        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panels[0].yaxis.set_minor_locator(NullLocator())
+    for axes in panels:
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+
+
+def _titles(made: Figure, y: str, x: str, theme: Theme) -> None:
+    made.supylabel(y, fontsize=8.5, color=theme.muted)
+    made.supxlabel(x, fontsize=8.5, color=theme.muted)
+
+
+def _scaling(comparison: Comparison, series: Sequence[Sequence[Series]]) -> list[int]:
+    """The rows of the variants whose logs have a loss scale."""
+    return [
+        i
+        for i, (variant, runs) in enumerate(zip(comparison.variants, series, strict=True))
+        if any(run.summary.loss_scale.kind != "none" for run in variant.runs)
+        and any(len(_scales(one)[0]) for one in runs)
+    ]
+
+
+def _draw_loss_scales(
+    comparison: Comparison,
+    series: Sequence[Sequence[Series]],
+    scaling: Sequence[int],
+    theme: Theme,
+) -> Figure:
+    """A panel for each variant in `scaling`, a line for each of its runs."""
+    made, axes_of = panels(len(scaling))
+    for index, axes in zip(scaling, axes_of, strict=True):
+        for one in series[index]:
+            _scale(axes, comparison, one, index, theme)
+        name_panel(axes, comparison.variants[index], index, theme)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
+        axes.yaxis.set_major_formatter(
+            FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}")
+        )
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(axis="y")
+    _titles(made, "loss scale", "epoch" if in_epochs(comparison) else "optimizer step", theme)
+    return made
+
+
+def _scales(one: Series) -> tuple[Column, Column, NDArray[np.bool_]]:
+    """Steps, loss scales and whether the step was skipped, where both are numbers."""
+    steps = one.steps
+    keep = np.isfinite(steps.step) & np.isfinite(steps.scale) & (steps.scale > 0)
+    return steps.step[keep], steps.scale[keep], steps.skipped[keep]
+
+
+def _scale(axes: Axes, comparison: Comparison, one: Series, index: int, theme: Theme) -> None:
+    step, scale, skipped = _scales(one)
+    per_step = epochs_per_step(one.run.summary) if in_epochs(comparison) else 1.0
+    points = changes(scale, skipped)
+    drawn = colour(theme, index)
+    axes.plot(
+        step[points] * per_step,
+        scale[points],
+        drawstyle="steps-post",
+        color=drawn,
+        linewidth=1.1,
+        alpha=0.8,
+    )
+    axes.plot(
+        step[skipped] * per_step,
+        scale[skipped],
+        linestyle="none",
+        marker="x",
+        markersize=4,
+        color=drawn,
+    )
+
+
+def changes(scale: Column, skipped: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Which points a line needs: both ends of every level, and the skipped steps."""
+    if not len(scale):
+        return np.zeros(0, dtype=bool)
+    differs = np.diff(scale) != 0
+    points: NDArray[np.bool_] = np.r_[True, differs] | np.r_[differs, True] | skipped
+    return points

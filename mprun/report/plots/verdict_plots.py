@@ -1,0 +1,231 @@
+"""The plots behind the verdicts: the metric against time, and differences against the margin."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from mprun.compare.rows import Comparison, Spread, Variant
+from mprun.report import cells
+from mprun.report.plots.canvas import (
+    LONGEST_LABEL,
+    MARKER_SIZE,
+    Plot,
+    counts,
+    figure,
+    label,
+    mark,
+    name_rows,
+    seeds,
+    times_axis,
+)
+from mprun.report.plots.labels import Box, Placed, place
+from mprun.report.theme import Theme, colour
+
+
+def against_time(comparison: Comparison) -> Plot:
+    """The metric of each variant over the time of a step."""
+    name = cells.metric_name(comparison)
+    plot = Plot("metric-time", f"{comparison.metric.capitalize()} against time", "")
+    points = _points(comparison)
+    if not points:
+        return plot._replace(caption=f"No variant has both a step time and a {name}.")
+    margin = cells.difference_text(comparison, comparison.margin, signed=False)
+    has_interval = any(v.metric and v.metric.interval for v in comparison.variants)
+    caption = (
+        f"{name.capitalize()} over the time of an optimizer step, {seeds(comparison)}. Marker: the "
+        "mean and the median time. Horizontal line: the tenth to the ninetieth percentile. "
+        f"{'Vertical line: the 95 % interval. ' if has_interval else ''}The grey band is "
+        f"{cells.plain(comparison.baseline)}'s mean plus and minus the margin, {margin}."
+    )
+    drawn = {point.row for point in points}
+    notes = [
+        f"{cells.plain(v.label)} is missing: it has no step time or no metric."
+        for i, v in enumerate(comparison.variants)
+        if i not in drawn
+    ]
+    if any(cells.is_emulated(point.variant) for point in points):
+        notes.append("Hollow markers are emulated: their times are not comparable.")
+    return plot._replace(caption=caption, notes=tuple(notes)).drawn(
+        f"{cells.plain(comparison.recipe)}: {name} against time per step",
+        lambda theme: _draw_against_time(comparison, points, theme),
+    )
+
+
+def differences(comparison: Comparison) -> Plot | None:
+    """The paired difference of each variant and its intervals; None of a single variant."""
+    others = comparison.variants[1:]
+    if not others:
+        return None
+    baseline = cells.plain(comparison.baseline)
+    plot = Plot("difference", f"Difference from {baseline}", "")
+    pairs = [v.difference.n for v in others if v.difference]
+    if not pairs:
+        return plot._replace(
+            caption="No run of another variant has the seed of one of the baseline's."
+        )
+    intervals = (
+        "Thin: the 95 % interval. Thick: the 90 % interval. Where several variants are "
+        "judged, the table has the wider intervals that decided, after Holm's adjustment."
+    )
+    caption = (
+        f"{cells.metric_name(comparison).capitalize()} minus that of {baseline}, paired by "
+        f"seed, {counts(pairs, 'pair')}. The grey band is the margin. "
+        + (intervals if max(pairs) > 1 else "One pair has no interval.")
+    )
+    return plot._replace(caption=caption).drawn(
+        f"{cells.plain(comparison.recipe)}: paired differences of {comparison.metric} from "
+        f"{baseline}",
+        lambda theme: _draw_differences(comparison, theme),
+    )
+
+
+class _Point(NamedTuple):
+    """A variant in the plot of metric against time, in the units shown."""
+
+    row: int
+    """In the table."""
+    variant: Variant
+    step: Spread
+    metric: float
+    low: float
+    high: float
+
+
+def _points(comparison: Comparison) -> list[_Point]:
+    """The variants with a step time and a finite metric."""
+    points = []
+    for index, variant in enumerate(comparison.variants):
+        step, metric = variant.step_time_ms, variant.metric
+        if step and metric and math.isfinite(metric.value):
+            values = (metric.value, *(metric.interval or (metric.value, metric.value)))
+            shown = (cells.in_metric_units(comparison, value) for value in values)
+            points.append(_Point(index, variant, step, *shown))
+    return points
+
+
+def _draw_against_time(comparison: Comparison, points: Sequence[_Point], theme: Theme) -> Figure:
+    made = figure(4.3)
+    axes: Axes = made.subplots()
+    for point in points:
+        line: dict[str, Any] = {
+            "color": colour(theme, point.row),
+            "linewidth": 0.9,
+            "zorder": 3.0,
+        }
+        x, y = point.step.median, point.metric
+        axes.plot([point.step.p10, point.step.p90], [y, y], **line)
+        axes.plot([x, x], [point.low, point.high], **line)
+        axes.plot([x], [y], **mark(theme, point.variant, point.row), zorder=4)
+    _draw_margin(axes, comparison, theme)
+    unit = cells.metric_unit(comparison)
+    axes.set_ylabel(cells.metric_name(comparison) + (f" ({unit})" if unit else ""))
+    times_axis(axes, [point.step.median for point in points])
+    axes.set_xlabel("time per step (ms)")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.margins(x=0.16, y=0.14)
+    _name_points(made, axes, points)
+    return made
+
+
+def _draw_margin(axes: Axes, comparison: Comparison, theme: Theme) -> None:
+    """The band of differences that do not matter, around the baseline's mean."""
+    first = comparison.variants[0].metric
+    if first is None or not math.isfinite(first.value):
+        return
+    size = comparison.margin * (abs(first.value) if comparison.is_relative else 1.0)
+    low, high = (cells.in_metric_units(comparison, first.value + s * size) for s in (-1, 1))
+    axes.axhspan(low, high, color=theme.wash, linewidth=0, zorder=0)
+
+
+def _name_points(made: Figure, axes: Axes, points: Sequence[_Point]) -> None:
+    """Write labels beside the points; their places are known only after the layout."""
+    agg = FigureCanvasAgg(made)
+    agg.draw()
+    made.set_layout_engine("none")
+    centres, sizes, obstacles = [], [], []
+    for point in points:
+        x, y = axes.transData.transform((point.step.median, point.metric))
+        text = axes.text(0, 0, label(point.variant))
+        size = text.get_window_extent(agg.get_renderer())
+        text.remove()
+        centres.append((float(x), float(y)))
+        sizes.append((size.width + 4, size.height + 3))
+        obstacles += _obstacles(axes, point)
+    frame = axes.get_window_extent()
+    bounds = Box(frame.x0, frame.y0, frame.width, frame.height)
+    spots = place(centres, sizes, obstacles, bounds)
+    for point, centre, spot in zip(points, centres, spots, strict=True):
+        _write_label(axes, label(point.variant), centre, spot)
+
+
+def _obstacles(axes: Axes, point: _Point) -> list[Box]:
+    """The boxes of a point's marker and of its two bars."""
+    step, y = point.step, point.metric
+    boxes = []
+    for first, second, around in (
+        ((step.p10, y), (step.p90, y), 1.0),
+        ((step.median, point.low), (step.median, point.high), 1.0),
+        ((step.median, y), (step.median, y), MARKER_SIZE / 2 + 1),
+    ):
+        (x0, y0), (x1, y1) = axes.transData.transform([first, second])
+        boxes.append(Box(x0 - around, y0 - around, x1 - x0 + 2 * around, y1 - y0 + 2 * around))
+    return boxes
+
+
+def _write_label(axes: Axes, text: str, point: tuple[float, float], spot: Placed) -> None:
+    to_data, box = axes.transData.inverted().transform, spot.box
+    middle = (box.x + box.width / 2, box.y + box.height / 2)
+    if spot.is_far:
+        end = (
+            min(max(point[0], box.x), box.x + box.width),
+            min(max(point[1], box.y), box.y + box.height),
+        )
+        xs, ys = zip(to_data(point), to_data(end), strict=True)
+        axes.plot(xs, ys, linewidth=0.5, color=axes.xaxis.label.get_color(), zorder=2)
+    x, y = to_data(middle)
+    axes.text(x, y, text, ha="center", va="center", zorder=5)
+
+
+def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
+    """A row for each variant but the baseline."""
+    rows = list(enumerate(comparison.variants))[1:]
+    made = figure(0.75 + 0.33 * len(rows))
+    axes: Axes = made.subplots()
+    margin = cells.in_difference_units(comparison, comparison.margin)
+    axes.axvspan(-margin, margin, color=theme.wash, linewidth=0, zorder=0)
+    axes.axvline(0, color=theme.muted, linewidth=0.8, zorder=1)
+    for index, variant in rows:
+        difference = variant.difference
+        if difference is None or not math.isfinite(difference.value):
+            continue
+        line: dict[str, Any] = {
+            "color": colour(theme, index),
+            "solid_capstyle": "butt",
+            "zorder": 3,
+        }
+        for interval, width in ((difference.interval, 1.0), (variant.equivalence, 3.2)):
+            if interval is not None:
+                ends = [cells.in_difference_units(comparison, end) for end in interval]
+                axes.plot(ends, [index, index], linewidth=width, **line)
+        value = cells.in_difference_units(comparison, difference.value)
+        axes.plot([value], [index], **mark(theme, variant, index), zorder=4)
+    name_rows(axes, [label(v) for _, v in rows], first=1)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks([i for i, _ in rows], [v.verdict.word for _, v in rows], color=theme.muted)
+    right.spines["right"].set_visible(False)
+    right.tick_params(length=0)
+    unit = {"difference %": "%", "points": "percentage points"}.get(
+        cells.difference_unit(comparison), ""
+    )
+    name = cells.plain(comparison.baseline, LONGEST_LABEL)
+    axes.set_xlabel(
+        f"{cells.metric_name(comparison)} minus that of {name}" + (f" ({unit})" if unit else "")
+    )
+    return made
