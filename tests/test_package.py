@@ -1,8 +1,7 @@
-"""The package: what a wheel and an sdist hold, which way imports point, what the docs promise."""
+"""What a wheel and an sdist hold."""
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
@@ -13,72 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# What each package may import beside itself and `EVERYWHERE`: the table of docs/ARCHITECTURE.md.
-ALLOWED = {
-    "cli": {"experiments", "run", "compare", "report", "doctor", "data", "config"},
-    "experiments": {"run", "assemble", "train", "compare", "numerics", "doctor", "config"},
-    "run": {"assemble", "train", "config"},
-    "assemble": {"train", "recipe", "data", "numerics", "optim", "precision", "doctor", "config"},
-    "train": {"recipe", "data", "numerics", "optim", "precision"},
-    "numerics": {"precision", "kernels"},
-    "optim": {"precision", "kernels"},
-    "doctor": {"precision", "kernels", "optim", "numerics"},
-    "precision": {"kernels"},
-    "report": {"compare"},
-    "recipe": {"data"},
-    "config": set(),
-    "data": set(),
-    "kernels": set(),
-    "compare": set(),
-    "records": set(),
-    "console": set(),
-    "errors": set(),
-    "_torch": set(),
-}
-# Arrows that are still to be removed.
-PENDING = {
-    "cli": {"train"},  # train.signals: a command turns Ctrl-C into its exit status
-    "experiments": {"data", "precision"},
-}
-EVERYWHERE = {"records", "console", "errors"}
-NO_TORCH = {"records", "compare", "report", "config", "console", "errors"}
-WITH_TORCH = set(ALLOWED) - NO_TORCH - {"cli"}
-
-
-def imports_of(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            if node.module == "mprun":
-                found |= {f"mprun.{a.name}" for a in node.names}
-            else:
-                found.add(node.module)
-    return found
-
-
-def part_of(path: Path) -> str:
-    first = path.relative_to(ROOT / "mprun").parts[0]
-    return first.removesuffix(".py")
-
-
-SOURCES = [p for p in sorted((ROOT / "mprun").rglob("*.py")) if not p.stem.startswith("__")]
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_point_downward(path: Path) -> None:
-    part = part_of(path)
-    allowed = ALLOWED[part] | PENDING.get(part, set()) | {part, "__version__"} | EVERYWHERE
-    if part in WITH_TORCH:
-        allowed |= {"_torch"}
-    ours = {m.split(".")[1] for m in imports_of(path) if m.startswith("mprun.")}
-    assert ours <= allowed, f"{part} may not import {ours - allowed}"
-    if part in NO_TORCH:
-        assert not {m for m in imports_of(path) if m.split(".")[0] == "torch"}
-    if part != "config":
-        assert not {m for m in imports_of(path) if m.split(".")[0] == "hydra"}
 
 
 @pytest.fixture(scope="module")
