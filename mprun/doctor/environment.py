@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+import mprun
 from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
 
@@ -34,13 +35,13 @@ def git_commit() -> str | None:
 
     Asked once: what a process has imported stays, whatever becomes of the tree meanwhile.
     """
-    here = Path(__file__).resolve().parent
-    if not (here.parent / ".git").exists():
+    package = Path(mprun.__file__).resolve().parent
+    if not (package.parent / ".git").exists():
         return None
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match="],
-            cwd=here,
+            cwd=package,
             capture_output=True,
             text=True,
             timeout=10,

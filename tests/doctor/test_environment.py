@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import mprun
 from mprun.doctor import environment
 from mprun.records.run_record import Hardware
 from tests.schema import conforms
@@ -48,9 +49,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     (tmp_path / "mprun").mkdir()
-    module = tmp_path / "mprun" / "environment.py"
+    module = tmp_path / "mprun" / "__init__.py"
     module.write_text("# code\n")
-    monkeypatch.setattr(environment, "__file__", str(module))
+    monkeypatch.setattr(mprun, "__file__", str(module))
     return tmp_path
 
 
@@ -100,6 +101,16 @@ def test_a_changed_repository_is_dirty(tree: Path) -> None:
     assert re.fullmatch("[0-9a-f]{40}-dirty", environment.git_commit() or "")
 
 
+def test_the_tree_that_these_tests_run_from_has_its_own_commit() -> None:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        pytest.skip("the tests run from a tree without a repository")
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
+    )
+    assert (environment.git_commit() or "").startswith(head.stdout.strip())
+
+
 @pytest.mark.usefixtures("tree")
 def test_an_installed_package_has_no_commit() -> None:
     assert environment.git_commit() is None
@@ -110,9 +121,9 @@ def test_a_package_below_a_strangers_repository_has_no_commit(
 ) -> None:
     """An environment inside somebody's project: that commit says nothing about mprun."""
     commit(tree)
-    module = tree / "venv" / "mprun" / "environment.py"
+    module = tree / "venv" / "mprun" / "__init__.py"
     module.parent.mkdir(parents=True)
-    monkeypatch.setattr(environment, "__file__", str(module))
+    monkeypatch.setattr(mprun, "__file__", str(module))
     assert environment.git_commit() is None
 
 
