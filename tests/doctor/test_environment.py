@@ -80,7 +80,7 @@ def asked_anew() -> Iterator[None]:
 def test_the_commit_is_that_of_the_code_a_process_runs(tree: Path) -> None:
     commit(tree)
     found = environment.git_commit()
-    (tree / "mprun" / "environment.py").write_text("# changed while it runs\n")
+    (tree / "mprun" / "__init__.py").write_text("# changed while it runs\n")
     assert environment.git_commit() == found
 
 
@@ -97,7 +97,7 @@ def test_a_repository_has_a_commit(tree: Path) -> None:
 
 def test_a_changed_repository_is_dirty(tree: Path) -> None:
     commit(tree)
-    (tree / "mprun" / "environment.py").write_text("# other code\n")
+    (tree / "mprun" / "__init__.py").write_text("# other code\n")
     assert re.fullmatch("[0-9a-f]{40}-dirty", environment.git_commit() or "")
 
 
