@@ -12,6 +12,7 @@ from mprun.assemble import Plan, build_loss_scale
 from mprun.assemble.effective import planned, requested
 from mprun.config.validate import without_inert
 from mprun.doctor import environment
+from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
     SCHEMA_VERSION,
     BackendRow,
@@ -26,7 +27,6 @@ from mprun.records.run_record import (
     Summary,
     TrainScore,
 )
-from mprun.records.variant_hash import variant_hash
 
 
 def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:

@@ -19,7 +19,7 @@ from mprun.cli.study_commands import for_choice, print_out, request_of, run_stud
 from mprun.errors import EXIT_OK, MprunError
 
 if TYPE_CHECKING:
-    from mprun.compare.rows import Advice, Comparison
+    from mprun.compare.comparison import Advice, Comparison
     from mprun.experiments.study import Study
 
 PRESET = "advised"

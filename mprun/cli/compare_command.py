@@ -17,7 +17,7 @@ from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 
 if TYPE_CHECKING:
-    from mprun.compare.rows import Comparison
+    from mprun.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
 
 EXAMPLE = "mprun compare outputs/DATE/TIME"

@@ -1,1 +1,1 @@
-"""Runs compared: found, grouped into variants, paired by seed, judged. No torch."""
+"""Comparison of runs: loaded, grouped into variants, paired by seed, judged. No torch."""

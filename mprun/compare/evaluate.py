@@ -1,7 +1,7 @@
-"""From runs to a table: variants, each against a baseline, with a verdict.
+"""From runs to a table: variants, each compared with a baseline, with a verdict.
 
-found = find_runs([Path("outputs/2026-11-21")])
-comparison = compare(*found, margin=0.005, relative_margin=0.02)
+runs, skipped = find_runs([Path("outputs/2026-11-21")])
+comparison = compare(runs, skipped, margin=0.005, relative_margin=0.02)
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Literal
 
-from mprun.compare import interleaving as clock
-from mprun.compare import measures, mixing, substitutions
-from mprun.compare.load import latest, readable
-from mprun.compare.measures import Group
-from mprun.compare.notes import notes, notes_of
-from mprun.compare.pairs import Setting, error_text, failures, pair
-from mprun.compare.rows import Comparison, Run, Skipped, Variant, Verdict
+from mprun.compare import measures, mixing
+from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
+from mprun.compare.formatting import substitution_label
+from mprun.compare.grouping import by_variant
+from mprun.compare.load import latest
+from mprun.compare.measures import VariantRuns
+from mprun.compare.notes import comparison_notes, variant_notes
 from mprun.compare.statistics import ALPHA, estimate, interval
-from mprun.compare.variant_labels import distinguish
-from mprun.compare.verdicts import Evidence, judge
+from mprun.compare.time_ratios import overlapping
+from mprun.compare.verdicts import Criterion, Evidence, error_text, evidence_on, failures, judge
 from mprun.errors import UsageError, hint
 
 
@@ -33,15 +33,15 @@ def compare(
     split: Literal["auto", "test", "validation", "train"] = "auto",
     mix: Collection[str] = (),
 ) -> Comparison:
-    """Group runs by variant and set each variant against the baseline.
+    """VariantRuns runs by variant and compare each variant with the baseline.
 
     Args:
         runs: completed and failed runs; of several of one variant and seed the latest counts.
-        skipped: what was passed over on the way here, to be told with the result.
+        skipped: the folders left out so far; they are reported with the result.
         margin: differences of accuracies inside plus and minus this do not matter.
         relative_margin: the same for losses, as a share of the baseline's mean.
         baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
-        split: whose samples the metric is of; auto: test where every run has it, else validation,
+        split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
         mix: what runs may differ in besides the variant: recipes, data, hardware, code.
 
@@ -50,69 +50,47 @@ def compare(
             no such baseline or split.
     """
     mixed = mixing.check_mixing(runs, mix)
-    kept, repeated = latest(runs)
-    told = (*skipped, *repeated)
-    groups = _groups(kept)
-    _check_usable(groups, told)
+    compared, repeated = latest(runs)
+    left_out = (*skipped, *repeated)
+    groups = by_variant(compared)
+    _check_usable(groups, left_out)
     base = _baseline(groups, baseline)
     groups = [base, *(g for g in groups if g is not base)]
-    chosen = _split(groups, split)
+    used_split = _split(groups, split)
     metric = base.first.summary.metric
     is_relative = metric.name == "loss"
-    wanted = relative_margin if is_relative else margin
-    known_to = measures.resolution(groups, metric.name, chosen)
-    setting = Setting(chosen, metric.name, wanted, is_relative, known_to)
-    evidence = [pair(group, base, setting) for group in groups[1:]]
+    resolution = measures.resolution(groups, metric.name, used_split)
+    limit = relative_margin if is_relative else margin
+    criterion = Criterion(used_split, metric.name, limit, is_relative, resolution)
+    evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
     verdicts = judge(evidence, metric.higher_is_better)
-    shared = clock.overlapping(runs)
-    rows = [_variant(base, base, chosen, shared, None, Verdict("baseline", failures(base)))]
-    for group, found, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        rows.append(_variant(group, base, chosen, shared, found, verdict))
-    tested = sum(e.tested for e in evidence)
+    shared = overlapping(runs)
+    rows = [_variant(base, base, used_split, shared, None, Verdict("baseline", failures(base)))]
+    for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
+        rows.append(_variant(group, base, used_split, shared, own_evidence, verdict))
+    tested = sum(e.is_tested for e in evidence)
     return Comparison(
-        recipe=mixing.recipe_text(kept),
+        recipe=mixing.recipe_text(compared),
         metric=metric.name,
-        split=chosen,
+        split=used_split,
         higher_is_better=metric.higher_is_better,
-        margin=wanted,
+        margin=limit,
         is_relative=is_relative,
         baseline=base.label,
         variants=tuple(rows),
-        skipped=told,
-        data=mixing.data_text(kept),
-        hardware=mixing.hardware_text(kept),
-        code=mixing.code_text(kept),
-        notes=(*mixed, *notes(groups, chosen, baseline is None, tested), *notes_of(rows)),
+        skipped=left_out,
+        data=mixing.data_text(compared),
+        hardware=mixing.hardware_text(compared),
+        code=mixing.code_text(compared),
+        notes=(
+            *mixed,
+            *comparison_notes(groups, used_split, baseline is None, tested),
+            *variant_notes(rows),
+        ),
     )
 
 
-def _groups(runs: Sequence[Run]) -> list[Group]:
-    """Runs by variant, in the order variants were met; labels that meet are told apart."""
-    found: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        key = (run.summary.variant_hash, run.summary.execution)
-        found.setdefault(key, []).append(run)
-    members = [sorted(group, key=lambda run: run.summary.seed) for group in found.values()]
-    several = len({run.summary.recipe for run in runs}) > 1
-    names = [_name(group[0], several) for group in members]
-    executions = [group[0].summary.execution for group in members]
-    labels = distinguish(names, executions, [group[0].path for group in members])
-    return [
-        Group(
-            label,
-            tuple(run for run in group if measures.trained(run.summary)),
-            tuple(run for run in group if not measures.trained(run.summary)),
-        )
-        for label, group in zip(labels, members, strict=True)
-    ]
-
-
-def _name(run: Run, several_recipes: bool) -> str:
-    label = readable(run.summary.variant, 60)
-    return f"{readable(run.summary.recipe, 60)} {label}" if several_recipes else label
-
-
-def _check_usable(groups: Sequence[Group], skipped: Sequence[Skipped]) -> None:
+def _check_usable(groups: Sequence[VariantRuns], skipped: Sequence[Skipped]) -> None:
     if any(group.completed for group in groups):
         return
     failed = [run for group in groups for run in group.failed]
@@ -122,7 +100,7 @@ def _check_usable(groups: Sequence[Group], skipped: Sequence[Skipped]) -> None:
     raise UsageError(f"there is no completed run to compare: {listed or 'no run was named'}")
 
 
-def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
+def _baseline(groups: Sequence[VariantRuns], wanted: str | None) -> VariantRuns:
     by_label = {group.label: group for group in groups}
     if wanted is not None:
         by_hash = {group.first.summary.variant_hash: group for group in groups}
@@ -140,14 +118,14 @@ def _baseline(groups: Sequence[Group], wanted: str | None) -> Group:
     return min(plain or complete[:1], key=_changes)
 
 
-def _changes(group: Group) -> int:
-    """How many things were changed about a variant's mode, as far as its runs tell."""
+def _changes(group: VariantRuns) -> int:
+    """How many options of a variant's mode were changed, as far as its runs record it."""
     summary = group.first.summary
     label, row = summary.variant, summary.effective
     return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
 
 
-def _split(groups: Sequence[Group], wanted: str) -> str:
+def _split(groups: Sequence[VariantRuns], wanted: str) -> str:
     runs = [summary for group in groups for summary in group.by_seed.values()]
     has = {name: sum(measures.score(s, name) is not None for s in runs) for name in measures.SPLITS}
     if wanted == "auto":
@@ -159,18 +137,18 @@ def _split(groups: Sequence[Group], wanted: str) -> str:
 
 
 def _variant(
-    group: Group,
-    base: Group,
+    group: VariantRuns,
+    base: VariantRuns,
     split: str,
     shared: set[int],
-    found: Evidence | None,
+    evidence: Evidence | None,
     verdict: Verdict,
 ) -> Variant:
     summary = group.first.summary
     values = list(measures.scores(group, split).values())
     whole = all(map(math.isfinite, values))
-    sample = found.sample if found is not None and found.unit and whole else None
-    doubt = measures.no_time_verdict(group, base, shared)
+    sample = evidence.sample if evidence is not None and evidence.unit and whole else None
+    reason = measures.no_time_verdict(group, base, shared)
     return Variant(
         label=group.label,
         variant_hash=summary.variant_hash,
@@ -178,16 +156,16 @@ def _variant(
         execution=summary.execution,
         runs=group.completed,
         failed=group.failed,
-        step_time_ms=measures.step_time(group),
-        step_time_ratio=measures.ratio(group, base, measures.step_ms, bool(doubt)),
+        step_time_ms=measures.step_percentiles(group),
+        step_time_ratio=measures.ratio(group, base, measures.step_ms, bool(reason)),
         samples_per_second=measures.samples_per_second(group),
-        throughput_ratio=measures.ratio(group, base, measures.throughput, bool(doubt)),
-        no_time_verdict=doubt,
+        throughput_ratio=measures.ratio(group, base, measures.throughput, bool(reason)),
+        no_time_verdict=reason,
         memory_bytes=measures.memory(group),
         memory_ratio=measures.memory_ratio(group, base),
         metric=measures.mean_score(values),
         difference=estimate(sample) if sample is not None else None,
         equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
         verdict=verdict,
-        substituted=substitutions.label(run.summary for run in group.completed),
+        substituted=substitution_label(run.summary for run in group.completed),
     )

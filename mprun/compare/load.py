@@ -1,8 +1,8 @@
-"""The runs behind the names on a command line: found, read, and sorted from what is none.
+"""The runs behind the names on a command line.
 
-A name is a run's folder, a folder with runs somewhere below (a sweep, `outputs/`), or a glob.
-Folders that hold no run, or one that cannot count, are named with the reason and never end a
-comparison: the disk of someone who trains has all of them. Only `summary.json` is read here.
+A name is a run's folder, a folder with runs somewhere below (a sweep, `outputs/`), or a glob. A
+folder without a usable run never ends a comparison: it is reported with the reason, because the
+disk of someone who trains has many. Only `summary.json` is read here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mprun.compare.rows import Run, Skipped
-from mprun.errors import UsageError, printable
+from mprun.compare.comparison import Run, Skipped
+from mprun.compare.formatting import readable
+from mprun.errors import UsageError
 from mprun.records.run_record import Scores, read_summary
 
 SUMMARY = "summary.json"
 NOT_SEARCHED = "checkpoints"
-OURS = "comparison.json"
-"""Lies in a folder that an earlier comparison wrote, which is not worth a word."""
+REPORT = "comparison.json"
+"""A file of an earlier comparison; a folder with it is not reported as skipped."""
 
 
-class Found(NamedTuple):
-    """Runs that ended by themselves, completed or failed, and what was passed over."""
+class LoadedRuns(NamedTuple):
+    """Runs that ended, completed or failed, and the folders left out."""
 
     runs: tuple[Run, ...]
     skipped: tuple[Skipped, ...]
@@ -33,53 +34,44 @@ class Found(NamedTuple):
 
 def expand(name: str) -> list[Path]:
     """The path of this name, else what it matches as a glob, else nothing."""
-    if os.path.lexists(name):  # unlike Path.exists not upset by a name that is too long
+    if os.path.lexists(name):  # Path.exists raises for a name that is too long
         return [Path(name)]
-    return [Path(p) for p in sorted(_matches(name), key=_natural)]
+    matches = glob.glob(name, recursive=True)  # noqa: PTH207 (takes absolute patterns, too)
+    return [Path(p) for p in sorted(matches, key=_natural)]
 
 
-def _matches(pattern: str) -> list[str]:
-    return glob.glob(pattern, recursive=True)  # noqa: PTH207 (takes absolute patterns, too)
-
-
-def find_runs(paths: Iterable[Path]) -> Found:
+def find_runs(paths: Iterable[Path]) -> LoadedRuns:
     """Every run at or below the paths, in their order; folders by name, numbers by size.
 
     A folder that is reached twice counts once.
     """
-    search = _Search()
+    search = _FolderSearch()
     for path in paths:
         if path.name == SUMMARY and not _is_folder(path):
             search.visit(path.parent)
         elif not _is_folder(path):
-            search.skip(path, "is no folder")
+            search.skip(path, "is not a folder")
         elif not search.visit(path):
-            search.skip(path, f"holds no run (no {SUMMARY})")
-    return Found(tuple(search.runs), tuple(search.skipped))
+            search.skip(path, f"contains no run (no {SUMMARY})")
+    return LoadedRuns(tuple(search.runs), tuple(search.skipped))
 
 
 def latest(runs: Sequence[Run]) -> tuple[list[Run], list[Skipped]]:
-    """Of several runs of one variant and seed the one that began last, and the others skipped."""
-    kept: dict[tuple[str, str, int], Run] = {}
+    """The last run of each variant and seed, and the earlier ones as skipped."""
+    last: dict[tuple[str, str, int], Run] = {}
     skipped = []
     for run in runs:
         summary = run.summary
         key = (summary.variant_hash, summary.execution, summary.seed)
-        other = kept.setdefault(key, run)
+        other = last.setdefault(key, run)
         if other is not run:
-            earlier, kept[key] = sorted((other, run), key=lambda r: r.summary.started_at)
-            reason = f"{kept[key].path} is of the same variant and seed, and began later"
+            earlier, last[key] = sorted((other, run), key=lambda r: r.summary.started_at)
+            reason = f"{last[key].path} has the same variant and seed, and began later"
             skipped.append(Skipped(earlier.path, reason))
-    return list(kept.values()), skipped
+    return list(last.values()), skipped
 
 
-def readable(text: str, length: int = 120) -> str:
-    """The first line of a record's text, cut to `length`, that cannot steer a terminal."""
-    shown = printable(next(iter(text.strip().splitlines()), ""))
-    return shown if len(shown) <= length else f"{shown[: length - 3]}..."
-
-
-class _Search:
+class _FolderSearch:
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.skipped: list[Skipped] = []
@@ -89,7 +81,7 @@ class _Search:
         self.skipped.append(Skipped(path, reason))
 
     def visit(self, folder: Path) -> bool:
-        """Take the runs at and below `folder`; whether it could be told what it is."""
+        """Take the runs at and below `folder`; False if the caller has to report it as empty."""
         try:
             status = folder.stat()
             entries = sorted(os.scandir(folder), key=lambda e: _natural(e.name))
@@ -106,15 +98,18 @@ class _Search:
         elif "metrics.jsonl" in names:
             self.skip(folder, f"a run that ended before it had a {SUMMARY}")
             is_run = True
-        searched = (e for e in entries if _is_searched(e.name))
-        below = [Path(e.path) for e in searched if _is_folder(e.path)]
+        below = [
+            Path(e.path)
+            for e in entries
+            if e.name != NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
+        ]
         foreign = [path for path in below if not self.visit(path)]
-        if is_run:  # a logger's folder in it needs no word
+        if is_run:  # folders inside a run, a logger's for example, are not reported
             return True
         if len(foreign) == len(below):
-            return OURS in names
+            return REPORT in names
         for path in foreign:
-            self.skip(path, f"holds no run (no {SUMMARY})")
+            self.skip(path, f"contains no run (no {SUMMARY})")
         return True
 
     def _read(self, folder: Path) -> None:
@@ -130,17 +125,13 @@ class _Search:
             self.skip(folder, "still running, or killed")
         elif summary.status == "interrupted":
             how = readable(summary.error or "no reason given")
-            self.skip(folder, f"interrupted ({how}); mprun run.resume={folder} goes on")
+            self.skip(folder, f"interrupted ({how}); mprun run.resume={folder} resumes it")
         else:
             self.runs.append(Run(folder, summary))
 
 
 def _is_folder(path: str | Path) -> bool:
     return os.path.isdir(path)  # noqa: PTH112 (False, not an error, behind a locked folder)
-
-
-def _is_searched(name: str) -> bool:
-    return name != NOT_SEARCHED and not name.startswith(".")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What is taken from runs: scores, times and memory, alone and in pairs of equal seed."""
+"""Figures of runs: scores, times and memory, alone and in pairs of equal seed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import median
 
-from mprun.compare import interleaving as clock
+from mprun.compare import time_ratios
+from mprun.compare.comparison import Estimate, Run, StepPercentiles
 from mprun.compare.mixing import hardware
-from mprun.compare.rows import Estimate, Run, Spread
 from mprun.compare.statistics import estimate, geometric_mean, summarise
 from mprun.records.run_record import Memory, Number, Scores, Summary, TrainScore, number
 
@@ -18,7 +18,7 @@ SPLITS = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
-class Group:
+class VariantRuns:
     """The runs of a variant."""
 
     label: str
@@ -28,7 +28,7 @@ class Group:
 
     @property
     def first(self) -> Run:
-        """One that says what they have in common."""
+        """A run, for the fields that all have in common."""
         return (self.completed or self.failed)[0]
 
     @property
@@ -43,7 +43,7 @@ class Group:
 
 
 def score(summary: Summary, split: str) -> float | None:
-    """The run's metric over a split, of its last epoch; None where it has none."""
+    """The metric of the run's last epoch over a split; None if the run has none."""
     last = summary.history[-1] if summary.history else None
     rows: dict[str, Scores | TrainScore | None] = {
         "test": summary.test,
@@ -54,20 +54,20 @@ def score(summary: Summary, split: str) -> float | None:
     return None if value is None else number(value)
 
 
-def trained(summary: Summary) -> bool:
-    """Whether a run was completed and has a metric; it has none where every step was skipped."""
+def has_result(summary: Summary) -> bool:
+    """Whether a run completed with a metric; without one, every step was skipped."""
     has_metric = any(score(summary, split) is not None for split in SPLITS)
     return summary.status == "completed" and has_metric
 
 
-def scores(group: Group, split: str) -> dict[int, float]:
-    """Seed to metric, NaN and infinities included; seeds without one are left out."""
-    found = {seed: score(summary, split) for seed, summary in group.by_seed.items()}
-    return {seed: value for seed, value in found.items() if value is not None}
+def scores(group: VariantRuns, split: str) -> dict[int, float]:
+    """Seed to metric, NaN and infinities included, without the seeds that have no metric."""
+    values = {seed: score(summary, split) for seed, summary in group.by_seed.items()}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def mean_score(values: Sequence[float]) -> Estimate | None:
-    """The mean over seeds; NaN or infinite, and without an interval, where one of them is."""
+    """The mean over seeds; NaN or infinite, and without an interval, if one of them is."""
     if not values:
         return None
     if not all(map(math.isfinite, values)):
@@ -75,15 +75,15 @@ def mean_score(values: Sequence[float]) -> Estimate | None:
     return estimate(summarise(values))
 
 
-def resolution(groups: Sequence[Group], metric: str, split: str) -> float:
-    """The step in which a metric is known: an accuracy moves by whole samples."""
+def resolution(groups: Sequence[VariantRuns], metric: str, split: str) -> float:
+    """The smallest step of a metric: an accuracy changes by whole samples."""
     rows = [s.data for g in groups for s in g.by_seed.values()]
     counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
     return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
 
 
-def step_time(group: Group) -> Spread | None:
-    """The spread of a step's milliseconds; None where no run timed any."""
+def step_percentiles(group: VariantRuns) -> StepPercentiles | None:
+    """Percentiles of the milliseconds of a step; None if no run timed any."""
     rows = [s.step_time_ms for s in group.by_seed.values()]
     timed = [
         (row.median, row.p10, row.p90)
@@ -92,7 +92,7 @@ def step_time(group: Group) -> Spread | None:
     ]
     if not timed:
         return None
-    return Spread(*(median(column) for column in zip(*timed, strict=True)))
+    return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
 
 
 def step_ms(summary: Summary) -> float | None:
@@ -105,14 +105,13 @@ def throughput(summary: Summary) -> float | None:
     return summary.samples_per_second
 
 
-def samples_per_second(group: Group) -> float | None:
+def samples_per_second(group: VariantRuns) -> float | None:
     """The median over runs."""
-    rates = [throughput(summary) for summary in group.by_seed.values()]
-    known = [rate for rate in rates if rate is not None]
-    return median(known) if known else None
+    rates = [rate for s in group.by_seed.values() if (rate := throughput(s)) is not None]
+    return median(rates) if rates else None
 
 
-def comparable(group: Group, baseline: Group) -> list[int]:
+def _comparable_seeds(group: VariantRuns, baseline: VariantRuns) -> list[int]:
     """The seeds whose times are compared: run by both, on equal hardware, natively."""
     if group is baseline or not (group.is_native and baseline.is_native):
         return []
@@ -122,39 +121,42 @@ def comparable(group: Group, baseline: Group) -> list[int]:
 
 
 def ratio(
-    group: Group, baseline: Group, figure: Callable[[Summary], float | None], no_interval: bool
+    group: VariantRuns,
+    baseline: VariantRuns,
+    figure: Callable[[Summary], float | None],
+    no_interval: bool,
 ) -> Estimate | None:
     """A figure over the baseline's, in pairs of equal seed on equal hardware.
 
     Args:
         group: the variant.
-        baseline: what it is set against.
+        baseline: the variant it is compared with.
         figure: what is compared.
-        no_interval: whether the pairs' spread does not tell how far off the ratio may be.
+        no_interval: whether the pairs' spread is no measure of the ratio's error.
 
     Returns:
-        None for the baseline itself, where either is emulated, and where no pair has the figure.
+        None for the baseline itself, if either is emulated, and if no pair has the figure.
     """
     ratios = []
-    for seed in comparable(group, baseline):
+    for seed in _comparable_seeds(group, baseline):
         value = figure(group.by_seed[seed]) or 0.0
         base = figure(baseline.by_seed[seed]) or 0.0
         if value > 0 and base > 0:
             ratios.append(value / base)
     if not ratios:
         return None
-    found = geometric_mean(ratios)
-    return found._replace(interval=None) if no_interval else found
+    mean = geometric_mean(ratios)
+    return mean._replace(interval=None) if no_interval else mean
 
 
-def no_time_verdict(group: Group, baseline: Group, shared: set[int]) -> str:
-    """Why times of the variant are compared without an interval; empty where they need not be."""
-    seeds = comparable(group, baseline)
-    ours, theirs = ({s: g.by_seed[s] for s in seeds} for g in (group, baseline))
-    return clock.no_time_verdict(ours, theirs, shared)
+def no_time_verdict(group: VariantRuns, baseline: VariantRuns, shared: set[int]) -> str:
+    """Why the variant's time ratios get no interval; empty if they may have one."""
+    seeds = _comparable_seeds(group, baseline)
+    pairs = [(group.by_seed[seed], baseline.by_seed[seed]) for seed in seeds]
+    return time_ratios.no_time_verdict(pairs, shared)
 
 
-def memory(group: Group) -> dict[str, int | None]:
+def memory(group: VariantRuns) -> dict[str, int | None]:
     """Bytes by category; the largest over runs."""
     rows = [summary.memory_bytes for summary in group.by_seed.values()]
     return {
@@ -165,7 +167,7 @@ def memory(group: Group) -> dict[str, int | None]:
     }
 
 
-def memory_ratio(group: Group, baseline: Group) -> float | None:
+def memory_ratio(group: VariantRuns, baseline: VariantRuns) -> float | None:
     """Peak over the baseline's; None as for `ratio`."""
     ours, theirs = memory(group).get("peak"), memory(baseline).get("peak")
     if group is baseline or not (group.is_native and baseline.is_native and ours and theirs):

@@ -1,7 +1,7 @@
-"""What the runs of one comparison must have in common, and what is said where they have not.
+"""What the runs of one comparison must have in common: recipe, data, hardware and code.
 
-A difference between two variants is one of precision only where all else is equal. Recipe, data,
-hardware and code may differ where the user says so, and then a note says how.
+A difference between two variants is an effect of precision only if all else is equal. Runs may
+differ in these four if the user allows it; a note then reports how they differ.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mprun.compare.digits import counted
-from mprun.compare.load import readable
-from mprun.compare.rows import Run
+from mprun.compare.comparison import Run
+from mprun.compare.formatting import counted, readable
 from mprun.errors import UsageError
 from mprun.records.run_record import Summary
 
@@ -50,7 +49,7 @@ ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
 
 
 def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
-    """Notes on what differs and may.
+    """Notes on permitted differences.
 
     Args:
         runs: every run that counts.
@@ -60,29 +59,31 @@ def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
         UsageError: they differ in something else.
     """
     _check_metric(runs)
-    found = {name: _difference(runs, aspect) for name, aspect in ASPECTS.items()}
-    differing = {name: text for name, text in found.items() if text}
+    differing = {
+        name: text for name, aspect in ASPECTS.items() if (text := _difference(runs, aspect))
+    }
     refused = {name: text for name, text in differing.items() if name not in mix}
     if refused:
-        what = "; ".join(f"in {name} ({text})" for name, text in refused.items())
-        wanted = ",".join(name for name in ASPECTS if name in refused or name in mix)
+        differences = "; ".join(f"in {name} ({text})" for name, text in refused.items())
+        allowed = ",".join(name for name in ASPECTS if name in refused or name in mix)
         raise UsageError(
-            f"the runs differ {what}: name fewer folders, or allow it with compare.mix=[{wanted}]"
+            f"the runs differ {differences}: name fewer folders, or allow it with "
+            f"compare.mix=[{allowed}]"
         )
     return [f"mixed {name}: {text}" for name, text in differing.items()]
 
 
 def _check_metric(runs: Sequence[Run]) -> None:
-    """No choice of the user's makes an accuracy comparable with a loss."""
+    """Refuse runs with different metrics, whatever `mix` allows."""
     kinds = Counter(run.summary.metric.name for run in runs)
-    ways = {run.summary.metric.higher_is_better for run in runs}
-    if len(kinds) > 1 or len(ways) > 1:
+    directions = {run.summary.metric.higher_is_better for run in runs}
+    if len(kinds) > 1 or len(directions) > 1:
         text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())
         raise UsageError(f"the runs are judged by different metrics ({text}): name fewer folders")
 
 
 def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]) -> str:
-    """`threads=1 in 3 runs, threads=2 in 2 runs`; empty where there is one kind."""
+    """`threads=1 in 3 runs; threads=2 in 2 runs`; empty if all are of one kind."""
     rows = [aspect(run.summary) for run in runs]
     keys = dict.fromkeys(key for row in rows for key in row)
     differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
@@ -91,7 +92,7 @@ def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]
         return ""
     listed = [f"{readable(kind)} in {counted(n)}" for kind, n in kinds.most_common(MOST_KINDS)]
     more = len(kinds) - len(listed)
-    return "; ".join(listed) + (f"; and {more} kinds more" if more else "")
+    return "; ".join(listed) + (f"; and {more} more kinds" if more else "")
 
 
 def recipe_text(runs: Sequence[Run]) -> str:
@@ -106,22 +107,22 @@ def data_text(runs: Sequence[Run]) -> str:
 
 def hardware_text(runs: Sequence[Run]) -> str:
     """Device, name, cores and threads."""
-    words = "{device}, {name}, {cores} cores, {threads} threads"
-    return _each(runs, lambda summary: words.format(**hardware(summary)))
+    form = "{device}, {name}, {cores} cores, {threads} threads"
+    return _each(runs, lambda summary: form.format(**hardware(summary)))
 
 
 def code_text(runs: Sequence[Run]) -> str:
     """Versions and commit."""
-    return _each(runs, _code_words)
+    return _each(runs, _versions)
 
 
-def _code_words(summary: Summary) -> str:
+def _versions(summary: Summary) -> str:
     commit, dirty, _ = (summary.git_commit or "").partition("-dirty")
     own = f"mprun {summary.mprun_version}" + (f" ({commit[:12]}{dirty})" if commit else "")
     versions = summary.versions
     return ", ".join([own, *(f"{k} {versions[k]}" for k in ("torch", "python") if k in versions)])
 
 
-def _each(runs: Sequence[Run], words: Callable[[Summary], str]) -> str:
-    """What is said of each run, once."""
-    return " / ".join(dict.fromkeys(readable(words(run.summary)) for run in runs))
+def _each(runs: Sequence[Run], text: Callable[[Summary], str]) -> str:
+    """The texts of all runs, each once."""
+    return " / ".join(dict.fromkeys(readable(text(run.summary)) for run in runs))

@@ -1,34 +1,36 @@
-"""What a reader of a comparison must know beside its figures."""
+"""Caveats of a comparison, shown below its figures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 
-from mprun.compare import measures, substitutions
-from mprun.compare.digits import counted
-from mprun.compare.interleaving import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
-from mprun.compare.measures import Group
-from mprun.compare.rows import Variant
+from mprun.compare import measures
+from mprun.compare.comparison import KEEPS, Variant
+from mprun.compare.formatting import counted, substitution_label
+from mprun.compare.measures import VariantRuns
+from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
 
 
-def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) -> Iterator[str]:
-    """Sentences, the weightiest first.
+def comparison_notes(
+    groups: Sequence[VariantRuns], split: str, by_default: bool, tested: int
+) -> Iterator[str]:
+    """Sentences on the runs, the most important first.
 
     Args:
         groups: the variants, the baseline first.
         split: whose samples the metric is of.
-        by_default: whether the baseline was chosen here.
-        tested: how many variants had tests, which were adjusted together.
+        by_default: whether the user named no baseline.
+        tested: how many variants were tested; their tests are adjusted together.
     """
     base, *others = groups
     summaries = [summary for group in groups for summary in group.by_seed.values()]
     if any(summary.data.source == "generated" for summary in summaries):
-        yield "generated data: accuracies say nothing of real data"
+        yield "generated data: accuracies do not carry over to real data"
     if by_default:
         yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
     if split == "train":
-        yield "the metric is of the training samples: it says nothing of new ones"
+        yield "the metric is of the training samples: new samples may give another result"
     missing = sum(measures.score(summary, split) is None for summary in summaries)
     if missing:
         yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
@@ -36,57 +38,54 @@ def notes(groups: Sequence[Group], split: str, by_default: bool, tested: int) ->
     if tested > 1:
         yield (
             f"verdicts: Holm over {tested} variants; each interval of a difference is the one that "
-            "decided, at the level behind it"
+            "decided, with its level"
         )
     emulated = [group.label for group in groups if not group.is_native]
     if emulated:
-        yield f"emulated, so no gain in time or memory can be told: {', '.join(emulated)}"
+        yield f"emulated, so no gain in time or memory is claimed: {', '.join(emulated)}"
     for group in groups:
-        if label := substitutions.label(group.by_seed.values()):
+        if label := substitution_label(group.by_seed.values()):
             yield (
-                f"{group.label}: {label}, for want of a float16 kernel on this machine: its time "
-                "is what the mode takes here, not what float16 arithmetic takes, and no gain"
+                f"{group.label}: {label}, because this machine has no float16 kernel: its time is "
+                "that of the mode here, not that of float16 arithmetic, so no gain is claimed"
             )
     if any((summary.git_commit or "").endswith("-dirty") for summary in summaries):
-        yield "the code had changes that were not committed; runs may differ in them unseen"
+        yield "the code had uncommitted changes: runs may differ in them"
 
 
 REMEDIES = {
-    NOT_INTERLEAVED: "a drift of the machine is part of the ratios and does not spread them: run "
+    NOT_INTERLEAVED: "a drift of the machine changes the ratios without spreading them: run "
     "mprun sweep, or mprun -m with the seed listed first",
     OVERLAPPED: "they slowed each other: run them one after the other",
-    UNKNOWN: "a drift of the machine cannot be told from the modes",
+    UNKNOWN: "a drift of the machine cannot be separated from the modes",
 }
-"""Why nothing is concluded from times, and what helps."""
+"""Why times allow no conclusion, to the remedy or the consequence."""
 
 COLLAPSE = 0.1
-"""The share of seeds in the example of what few seeds do not see."""
+"""The share of seeds that collapse, in the example of what few seeds miss."""
 
 
-def notes_of(variants: Sequence[Variant]) -> Iterator[str]:
-    """What the rows of a table do not tell by themselves."""
+def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
+    """Sentences on the table's rows."""
     for reason, remedy in REMEDIES.items():
         labels = [v.label for v in variants if v.no_time_verdict == reason]
         if labels:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
-    kept = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
-    if kept:
-        unseen = (1 - COLLAPSE) ** min(kept)
+    pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
+    if pairs:
+        missed = (1 - COLLAPSE) ** min(pairs)
         yield (
-            f"{min(kept)} seeds do not see what happens on few: a mode that collapses on 1 seed in "
-            f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * unseen:.0f} %"
+            f"{min(pairs)} seeds can miss a rare failure: a mode that collapses on 1 seed in "
+            f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * missed:.0f} %"
         )
 
 
-KEEPS = ("equivalent", "better")
-
-
-def _seeds(base: Group, others: Sequence[Group], split: str) -> Iterator[str]:
-    """Where pairs are fewer than runs."""
+def _seeds(base: VariantRuns, others: Sequence[VariantRuns], split: str) -> Iterator[str]:
+    """Sentences on variants with fewer pairs than runs."""
     theirs = measures.scores(base, split)
     diverged = sum(not math.isfinite(value) for value in theirs.values())
     if diverged:
-        yield f"{base.label}: {counted(diverged)} without a finite metric, in seeds left out"
+        yield f"{base.label}: {counted(diverged)} without a finite metric; these seeds are left out"
     for group in others:
         ours = measures.scores(group, split)
         common = len(ours.keys() & theirs.keys())

@@ -1,10 +1,10 @@
 """The statistics of a comparison: paired differences, intervals, tests, several variants at once.
 
-Seeds move an accuracy by far more than a precision does, and two runs of one seed begin with the
-same weights and see the same batches in the same order. So a mode is set against the baseline seed
-by seed: the differences d_1 .. d_n of the pairs are taken for independent draws from one normal
-distribution, and Student's t with n - 1 degrees of freedom says what their mean m and standard
-deviation s are worth:
+Seeds change an accuracy far more than a precision does, and two runs of one seed begin with the
+same weights and see the same batches in the same order. So a mode is compared with the baseline
+seed by seed. The differences d_1 .. d_n of the pairs are treated as independent draws from one
+normal distribution; their mean m and standard deviation s then follow Student's t with n - 1
+degrees of freedom:
 
     interval       m +- t s / sqrt(n), t the quantile of the level
     difference     is the mean 0? two-sided p = 2 P(T < -|m| / (s / sqrt(n)))
@@ -12,9 +12,9 @@ deviation s are worth:
                    larger p of the two is P(T < (|m| - margin) / (s / sqrt(n))), and it is at most
                    5 % exactly where the 90 % interval lies inside the margin
 
-"No significant difference" is no evidence of equality, hence the two questions. Several variants
-against one baseline are several chances to be wrong; Holm's adjustment (1979) keeps the chance of
-any false claim in a family of tests at 5 %, whatever their dependence, and loses less than
+"No significant difference" is no evidence of equality, so there are two tests. Several variants
+against one baseline are several chances to be wrong. Holm's adjustment (1979) keeps the chance of
+any false claim in a family of tests at 5 %, whatever their dependence, and has more power than
 Bonferroni's. An interval at the level of Holm's step (`holm_levels`) shows the same decision.
 
 Times are compared as ratios, which are skewed: their logarithms are averaged.
@@ -31,20 +31,20 @@ from typing import NamedTuple
 
 from scipy.special import stdtr, stdtrit
 
-from mprun.compare.rows import Estimate, Interval
+from mprun.compare.comparison import Estimate, Interval
 
 ALPHA = 0.05
 """The chance of a false claim that is accepted, in each family of tests."""
 
 CONFIDENCE = 1 - ALPHA
-"""The level of the intervals shown; that of equivalence is 1 - 2 ALPHA."""
+"""The level of the intervals shown; the interval of equivalence has 1 - 2 ALPHA."""
 
 MOST_SEEDS = 1000
 """Beyond this many further seeds a verdict is out of reach."""
 
 
 class Sample(NamedTuple):
-    """What counts of `n` numbers: their mean and standard deviation (of one number: NaN)."""
+    """`n` numbers as their mean and standard deviation (NaN for one number)."""
 
     n: int
     mean: float
@@ -61,9 +61,9 @@ def summarise(values: Sequence[float], resolution: float = 0.0) -> Sample:
 
     Args:
         values: the numbers.
-        resolution: the step in which they are known (one sample of the test set for accuracies).
-            Rounding to it alone spreads numbers by resolution / sqrt(12): a smaller spread, say of
-            two differences that happen to agree, is no knowledge, and is taken for that one.
+        resolution: the smallest step of the numbers (one sample of the test set for accuracies).
+            Rounding to it alone has the standard deviation resolution / sqrt(12). A smaller one, of
+            two differences that happen to agree for example, is replaced by it.
     """
     n, mean = len(values), math.fsum(values) / len(values)
     if n < 2:
@@ -98,7 +98,7 @@ def geometric_mean(ratios: Sequence[float]) -> Estimate:
 
 
 def _exp(x: float) -> float:
-    """e to the x; from 709 on that is no float any more, and nonsense in any case."""
+    """e to the x, limited to the largest float."""
     return math.exp(min(x, 709.0))
 
 
@@ -113,7 +113,7 @@ def equivalence_p(sample: Sample, margin: float) -> float:
 
 
 def _below(distance: float, sample: Sample) -> float:
-    """P(T < distance / standard error), which without any spread is 0, a half or 1."""
+    """P(T < distance / standard error); without any spread it is 0, a half or 1."""
     if sample.sd == 0:
         return 0.5 if distance == 0 else float(distance > 0)
     return float(stdtr(sample.n - 1, distance / sample.error))
@@ -122,8 +122,8 @@ def _below(distance: float, sample: Sample) -> float:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's adjusted p-values, in the order given.
 
-    The smallest of k is multiplied by k, the next by k - 1 and so on; none may be less than one
-    before it, or above 1.
+    The smallest of k is multiplied by k, the next by k - 1 and so on; each is at least the one
+    before it and at most 1.
     """
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
@@ -136,8 +136,8 @@ def holm_levels(p_values: Sequence[float]) -> list[float]:
     """The level at which Holm's method decides on each hypothesis, in the order given.
 
     The smallest of k p-values is compared with ALPHA / k, the next with ALPHA / (k - 1) and so on,
-    until one is larger. That one and all after it are not rejected, and neither is any at the level
-    of that step. So `p <= level` exactly where the adjusted p-value is at most ALPHA.
+    until one is larger. That one and all after it are not rejected; they get the level of that
+    step. So `p <= level` exactly if the adjusted p-value is at most ALPHA.
     """
     k, levels = len(p_values), [0.0] * len(p_values)
     adjusted = holm(p_values)
@@ -150,19 +150,19 @@ def holm_levels(p_values: Sequence[float]) -> list[float]:
 def seeds_to_settle(
     sample: Sample, margin: float, equivalence: float = ALPHA, difference: float = ALPHA
 ) -> int | None:
-    """How many further numbers would settle the matter if mean and spread stayed as they are.
+    """How many further numbers would settle a verdict if mean and spread did not change.
 
-    It is settled where the mean is shown to lie inside the margin or to differ from 0. About: the
-    spread of a few numbers is itself known to a factor of two or so.
+    A verdict is settled if the mean is shown to lie inside the margin or to differ from 0. The
+    number is approximate: the spread of a few numbers is only known to a factor of about two.
 
     Args:
-        sample: the numbers so far; nothing can be said of fewer than two.
-        margin: what does not matter.
+        sample: the numbers so far; None is returned for fewer than two.
+        margin: differences inside plus and minus this do not matter.
         equivalence: the level of the test of equivalence.
         difference: the level of the two-sided test of a difference.
 
     Returns:
-        The number, or None where not even `MOST_SEEDS` would do.
+        The number, or None if more than `MOST_SEEDS` are needed.
     """
     mean = abs(sample.mean)
 
@@ -178,11 +178,11 @@ def fewest_further(sample: Sample, settles: Callable[[Sample], bool]) -> int | N
     """How many further numbers of the same mean and spread make a sample that settles a question.
 
     Args:
-        sample: the numbers so far; nothing can be said of fewer than two.
-        settles: whether a sample does; true of all larger ones where it is of one.
+        sample: the numbers so far; None is returned for fewer than two.
+        settles: whether a sample settles it; if one does, all larger ones do.
 
     Returns:
-        The number, or None where not even `MOST_SEEDS` would do.
+        The number, or None if more than `MOST_SEEDS` are needed.
     """
     if sample.n < 2:
         return None

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mprun.assemble import DataCache, make_plan
-from mprun.compare.digits import counted
-from mprun.compare.rows import Advice, Comparison, Estimate, Variant
+from mprun.compare.comparison import Advice, Comparison, Estimate, Variant
+from mprun.compare.formatting import counted
 from mprun.config import compose
 from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest

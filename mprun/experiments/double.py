@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mprun.assemble import DataCache, make_plan
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import Comparison, Variant
 from mprun.config import Composed, compose
 from mprun.config.study_request import StudyRequest
 from mprun.errors import UsageError

@@ -23,10 +23,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mprun.assemble import Plan, build_parts, make_plan
-from mprun.compare.pairs import Setting, evidence
-from mprun.compare.rows import Estimate, Interval, Verdict
+from mprun.compare.comparison import Estimate, Interval, Verdict
 from mprun.compare.statistics import ALPHA, estimate, interval
-from mprun.compare.verdicts import judge
+from mprun.compare.verdicts import Criterion, judge, paired_evidence
 from mprun.config import Config
 from mprun.errors import RunFailedError
 from mprun.precision import OpLists, backend_flags
@@ -129,7 +128,7 @@ def prove(
             reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
             raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
     is_relative = exact.recipe.metric != "accuracy"
-    setting = Setting(
+    criterion = Criterion(
         "validation" if len(exact.splits.validation) else "train",
         exact.recipe.metric,
         margins.loss if is_relative else margins.accuracy,
@@ -137,13 +136,13 @@ def prove(
         resolution=0.0,
     )
     values, base_values = [x.value for x in trainings], [x.value for x in base]
-    difference, equivalence, verdict = compare_trainings(values, base_values, setting)
+    difference, equivalence, verdict = compare_trainings(values, base_values, criterion)
     return Proof(
         steps=steps,
-        split=setting.split,
-        metric=setting.metric,
+        split=criterion.split,
+        metric=criterion.metric,
         is_relative=is_relative,
-        margin=setting.margin,
+        margin=criterion.margin,
         values=values,
         float32_values=base_values,
         skipped_steps=[x.skipped for x in trainings],
@@ -159,19 +158,19 @@ def prove(
 
 
 def compare_trainings(
-    values: Sequence[float], base: Sequence[float], setting: Setting
+    values: Sequence[float], base: Sequence[float], criterion: Criterion
 ) -> PairedResult:
     """Compare metrics in pairs, as `mprun compare` does; equal indices are equal seeds.
 
     Args:
         values: the metric of the trainings that are judged; NaN where one failed.
         base: the metric of float32, finite.
-        setting: the metric and its margin.
+        criterion: the metric and its margin.
     """
     n, failed = len(base), sum(not math.isfinite(x) for x in values)
     failure = f"{failed} of {n} trainings failed" if failed else ""
-    pairs = evidence(dict(enumerate(values)), dict(enumerate(base)), setting, failure)
-    (verdict,) = judge([pairs], higher_is_better=not setting.is_relative)
+    pairs = paired_evidence(dict(enumerate(values)), dict(enumerate(base)), criterion, failure)
+    (verdict,) = judge([pairs], higher_is_better=not criterion.is_relative)
     if failed or pairs.sample is None:
         return PairedResult(Estimate(math.nan, None, n), None, verdict)
     equivalence = interval(pairs.sample, 1 - 2 * ALPHA)

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mprun.compare import substitutions
+from mprun.compare.formatting import substitution_label
 from mprun.console import ProgressDisplay, duration
 from mprun.records.run_record import Summary, number
 
@@ -35,7 +35,7 @@ class _VariantRuns:
         if summary is None or error is not None:
             return
         emulated = summary.execution == "emulated"
-        self.label = "EMULATED" if emulated else substitutions.label([summary])
+        self.label = "EMULATED" if emulated else substitution_label([summary])
         if (ms := summary.step_time_ms.median) is not None:
             self.step_ms.append(ms)
         self.metric, score = score_of(summary)

@@ -121,7 +121,7 @@ class CastRow:
 
 
 @dataclass
-class TraceRow:
+class TracedOp:
     """A Python call, or an op outside of any call, with the casts made for it."""
 
     op: str
@@ -146,7 +146,7 @@ class TraceRow:
 class StepTrace:
     """A step's rows in the order they ran."""
 
-    rows: list[TraceRow]
+    rows: list[TracedOp]
 
     @property
     def casts(self) -> list[CastRow]:
@@ -195,7 +195,7 @@ class StepTrace:
         return Counter(c.redundant for c in self.casts if c.redundant)
 
 
-def _row_dict(row: TraceRow) -> dict[str, Any]:
+def _row_dict(row: TracedOp) -> dict[str, Any]:
     return {
         "op": row.op,
         "phase": row.phase,
@@ -246,12 +246,12 @@ def _group(index: int, op: RecordedOp) -> tuple[int, int]:
     return (number, 0) if number and op.phase == "forward" else (0, index)
 
 
-def _row(ops: list[RecordedOp], layers: tuple[str, ...]) -> TraceRow:
+def _row(ops: list[RecordedOp], layers: tuple[str, ...]) -> TracedOp:
     first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
     called = first.phase == "forward" and first.call is not None and first.call.number
     name = first.call.name if called else computing[0].name if computing else "cast"
     made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
-    return TraceRow(
+    return TracedOp(
         op=name,
         phase=first.phase,
         module=first.module,

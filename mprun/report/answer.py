@@ -2,7 +2,7 @@
 
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
-excludes 1, and equally fast only if that interval lies within `speed.SAME`. Otherwise the sentence
+excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
 says that the speed is open. Peak memory is counted, not sampled, so it has no interval.
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mprun.compare import speed_ratios as speed
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import KEEPS, Comparison, Variant
+from mprun.compare.formatting import counted
+from mprun.compare.time_ratios import SAME, judge_ratio
 from mprun.report.cells import (
     deciding,
     difference_span,
@@ -24,7 +24,6 @@ from mprun.report.cells import (
     times,
 )
 
-KEEPS = ("equivalent", "better")
 SAME_MEMORY = 0.02
 """Peaks that differ from the baseline's by less than this share are called the same."""
 
@@ -131,7 +130,7 @@ def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
 def _speed(variant: Variant) -> int:
     """1 if it is faster, -1 if it is slower, 0 if neither is shown."""
     ratio = variant.throughput_ratio
-    return 0 if ratio is None else {"higher": 1, "lower": -1}.get(speed.size(ratio).word, 0)
+    return 0 if ratio is None else {"higher": 1, "lower": -1}.get(judge_ratio(ratio).word, 0)
 
 
 def _throughput(variant: Variant) -> float:
@@ -153,11 +152,11 @@ def _speed_clause(variant: Variant, than: str = "") -> str:
         if variant.no_time_verdict:
             return f"has no verdict on speed ({measured}; {variant.no_time_verdict})"
         return f"has too few runs to judge speed ({measured}; one seed, so without an interval)"
-    size = speed.size(ratio)
+    size = judge_ratio(ratio)
     interval = f"95 % interval {ratio_span(ratio.interval)}, n={ratio.n}"
     more = "" if size.more_seeds is None else f"; {_would_settle(size.more_seeds)}"
     if size.word == "same":
-        return f"trains as fast within {100 * (speed.SAME - 1):.0f} % ({measured}, {interval})"
+        return f"trains as fast within {100 * (SAME - 1):.0f} % ({measured}, {interval})"
     if size.word == "open":
         few = "has too few runs to judge speed" if size.is_wide else "leaves speed open"
         return f"{few} ({measured}, {interval}{more})"

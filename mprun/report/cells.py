@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mprun.compare.digits import counted, distinct_form, percent
-from mprun.compare.rows import Comparison, Estimate, Interval, Variant
-from mprun.compare.speed_ratios import SAME
+from mprun.compare.comparison import Comparison, Estimate, Interval, Variant
+from mprun.compare.formatting import counted, distinct_form, level_text
 from mprun.compare.statistics import CONFIDENCE
+from mprun.compare.time_ratios import SAME
 from mprun.errors import printable
 
 NONE = "-"
@@ -142,8 +142,8 @@ def deciding(variant: Variant) -> tuple[Interval | None, str]:
     """The interval that decided on a variant and its level, `98.75 %`; else the 95 % interval."""
     verdict = variant.verdict
     if verdict.interval is not None and verdict.level is not None:
-        return verdict.interval, percent(verdict.level)
-    return variant.difference and variant.difference.interval, percent(CONFIDENCE)
+        return verdict.interval, level_text(verdict.level)
+    return variant.difference and variant.difference.interval, level_text(CONFIDENCE)
 
 
 def peak(variant: Variant) -> int | None:

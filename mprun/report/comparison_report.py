@@ -17,8 +17,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison
+from mprun.compare.comparison import Comparison
+from mprun.compare.formatting import counted
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
 from mprun.report import answer, cells

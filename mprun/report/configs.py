@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from mprun.compare.rows import Comparison
+from mprun.compare.comparison import Comparison
 from mprun.records.run_config import UnreadableConfigError, read_config
 from mprun.report.cells import plain
 

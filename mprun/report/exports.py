@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.rows import Comparison, Estimate, Interval, Variant
+from mprun.compare.comparison import Comparison, Estimate, Interval, Variant
 from mprun.records.files import jsonable
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells
@@ -121,7 +121,7 @@ def _interval(name: str, interval: Interval | None) -> dict[str, Any]:
 
 
 def json_text(comparison: Comparison) -> str:
-    """Everything, the runs' summaries included, under the names of `mprun.compare.rows`.
+    """Everything, the runs' summaries included, under the names of `mprun.compare.comparison`.
 
     Published figures stand beside it as `published`.
     """

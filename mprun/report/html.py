@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jinja2
 from markupsafe import Markup
 
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import Comparison, Variant
+from mprun.compare.formatting import counted
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published

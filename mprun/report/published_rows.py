@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from statistics import fmean
 from typing import NamedTuple
 
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import Comparison, Variant
+from mprun.compare.formatting import counted
 from mprun.records.published_figures import Figure, figures
 from mprun.records.run_record import Epoch, Summary, number
 from mprun.report import cells

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from mprun.compare import substitutions
+from mprun.compare.formatting import substitution_label
 from mprun.console import framed_table
 from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
 
@@ -109,7 +109,7 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
     )
     if summary.execution == "emulated":
         return f"{text}, EMULATED: not comparable"
-    return ", ".join(filter(None, (text, substitutions.label([summary]))))
+    return ", ".join(filter(None, (text, substitution_label([summary]))))
 
 
 def _scores(name: str, scores: Scores) -> dict[str, str]:
@@ -132,7 +132,7 @@ def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> Table:
 
 def _sweep_row(summary: Summary) -> list[str]:
     emulated = summary.execution == "emulated"
-    label = "EMULATED" if emulated else substitutions.label([summary])
+    label = "EMULATED" if emulated else substitution_label([summary])
     return [
         summary.recipe,
         summary.variant,

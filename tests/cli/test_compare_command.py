@@ -193,8 +193,8 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
     [
         ([], "mprun compare needs folders of runs: mprun compare outputs/DATE/TIME"),
         (["compare.report=false"], "mprun compare needs folders of runs"),
-        (["swep"], "there is no folder 'swep', and no folder matches it"),
-        (["swep*"], "there is no folder 'swep*', and no folder matches it"),
+        (["swep"], "there is not a folder 'swep', and no folder matches it"),
+        (["swep*"], "there is not a folder 'swep*', and no folder matches it"),
         (["sweep", "--all"], "there is no option '--all'"),
         (["sweep", "margin=1"], "did you mean 'compare.margin=...'?"),
         (["sweep", "recipe=mnist"], "'recipe=mnist' is neither a path nor a setting"),
@@ -207,7 +207,7 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
         (["sweep", "compare.fail_if=better"], "is one of none, worse, not_equivalent"),
         (["sweep", "compare.baseline=bf16"], "legal: 'fp32', 'bf16_mixed'"),
         (["sweep", "compare.dir=''"], "compare.dir='': legal is the name of a folder, or null"),
-        (["empty"], "no completed run to compare: empty: holds no run (no summary.json)"),
+        (["empty"], "no completed run to compare: empty: contains no run (no summary.json)"),
     ],
     ids=str,
 )

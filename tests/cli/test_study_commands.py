@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 
 from mprun.cli.main import main
-from mprun.compare.rows import Advice
+from mprun.compare.comparison import Advice
 from mprun.config import compose
 from mprun.records.run_record import Scores, read_summary
 

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.rows import Run
+from mprun.compare.comparison import Run
 from mprun.records.files import jsonable
 from mprun.records.run_record import Summary
 from tests.summaries import example, set_fields

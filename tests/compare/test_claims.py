@@ -32,9 +32,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from mprun.compare.comparison import Comparison, Run, Variant
 from mprun.compare.evaluate import compare
-from mprun.compare.rows import Comparison, Run, Variant
-from mprun.compare.speed_ratios import SAME, WIDE
+from mprun.compare.time_ratios import SAME, WIDE
 from mprun.records.run_record import Metric
 from mprun.report import answer, cells, exports
 from tests.compare.folders import summary_of

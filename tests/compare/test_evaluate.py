@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from mprun.compare.comparison import Comparison, Outcome, Run, Skipped, StepPercentiles, Variant
 from mprun.compare.evaluate import compare
 from mprun.compare.load import latest
-from mprun.compare.rows import Comparison, Run, Skipped, Spread, Variant, Word
 from mprun.errors import UsageError
 from mprun.records.reader import LARGEST
 from tests.compare.folders import run_of, runs_of, write_run
@@ -69,7 +69,7 @@ def test_figures_of_pairs_are_scipys() -> None:
     assert found.step_time_ratio.interval == pytest.approx(tuple(ends))
     assert found.throughput_ratio is not None
     assert found.throughput_ratio.value == pytest.approx(1 / found.step_time_ratio.value)
-    assert found.step_time_ms == pytest.approx(Spread(5.6, 0.9 * 5.6, 1.1 * 5.6))
+    assert found.step_time_ms == pytest.approx(StepPercentiles(5.6, 0.9 * 5.6, 1.1 * 5.6))
     assert found.samples_per_second == pytest.approx(128 / 5.6 * 1e3)
 
 
@@ -117,7 +117,7 @@ def test_emulated_runs_have_times_and_no_ratio(emulated: str) -> None:
     assert variant.memory_bytes["peak"] == 3 * 2**20
     assert (variant.step_time_ratio, variant.throughput_ratio, variant.memory_ratio) == (None,) * 3
     assert variant.difference is not None
-    assert f"emulated, so no gain in time or memory can be told: {emulated}" in found.notes
+    assert f"emulated, so no gain in time or memory is claimed: {emulated}" in found.notes
 
 
 def test_the_baseline_is_compared_with_nothing() -> None:
@@ -146,7 +146,7 @@ def test_equivalent_better_worse() -> None:
     assert "lies inside the margin of 0.5 points" in against_fp32(near).verdict.reason
     far = [a - 0.03 + d for a, d in zip(FP32, (0.001, -0.001, 0.0005, 0, 0), strict=True)]
     assert against_fp32(far).verdict.word == "worse"
-    assert "does not hold 0 (p<0.001)" in against_fp32(far).verdict.reason
+    assert "excludes 0 (p<0.001)" in against_fp32(far).verdict.reason
     swapped = row(compared([*runs_of("bf16_mixed", far), *runs_of("fp32", FP32)],
                            baseline="bf16_mixed"), "fp32")  # fmt: skip
     assert swapped.verdict.word == "better"
@@ -292,7 +292,7 @@ def test_where_the_baseline_diverged_the_seed_is_left_out() -> None:
     runs = losses("fp32", [0.4, "nan", 0.6]) + losses("bf16_mixed", [0.401, "nan", 0.601])
     found = compared(runs)
     assert row(found, "bf16_mixed").verdict.word == "equivalent"
-    assert "fp32: 1 run without a finite metric, in seeds left out" in found.notes
+    assert "fp32: 1 run without a finite metric; these seeds are left out" in found.notes
 
 
 # ---- failed and repeated runs --------------------------------------------------------------------
@@ -329,12 +329,12 @@ def test_a_seed_that_fails_in_the_baseline_too_says_nothing_of_the_mode() -> Non
 def test_a_run_done_again_replaces_the_first_and_is_told() -> None:
     again = [run_of("bf16_mixed", 0, path=Path(p), accuracy=a, started_at=f"2024-03-0{d}")
              for p, a, d in (("new", 0.9, 2), ("old", 0.1, 1))]  # fmt: skip
-    before = Skipped(Path("x"), "is no folder")
+    before = Skipped(Path("x"), "is not a folder")
     found = compare([*runs_of("fp32", FP32), *again], [before], margin=0.005, relative_margin=0.02)
     assert [run.path for run in row(found, "bf16_mixed").runs] == [Path("new")]
     assert found.skipped == (
         before,
-        Skipped(Path("old"), "new is of the same variant and seed, and began later"),
+        Skipped(Path("old"), "new has the same variant and seed, and began later"),
     )
 
 
@@ -342,7 +342,7 @@ def test_a_run_done_again_replaces_the_first_and_is_told() -> None:
     ("runs", "skipped", "said"),
     [
         ([], [], "there is no completed run to compare: no run was named"),
-        ([], [Skipped(Path("a"), "is no folder")], "to compare: a: is no folder"),
+        ([], [Skipped(Path("a"), "is not a folder")], "to compare: a: is no folder"),
         ([run_of("fp32", 0, **BROKEN)], [], "fp32-0 failed: the loss became nan at step 7"),
         ([], [Skipped(Path(str(i)), "x") for i in range(9)], "0: x; 1: x; 2: x; and 6 more"),
     ],
@@ -437,7 +437,7 @@ def test_a_run_without_epochs_has_its_training_loss() -> None:
 
 def test_generated_data_is_said() -> None:
     found = compared([run_of(data__source="generated")])
-    assert found.notes[0] == "generated data: accuracies say nothing of real data"
+    assert found.notes[0] == "generated data: accuracies do not carry over to real data"
     assert found.data == "MNIST (generated)"
     assert not any("generated" in note for note in compared([run_of()]).notes)
 
@@ -471,7 +471,7 @@ def test_mixed_recipes_are_told_apart_by_name() -> None:
 
 def test_uncommitted_changes_are_noted() -> None:
     found = compared([run_of(git_commit="abc-dirty")])
-    assert any("not committed" in note for note in found.notes)
+    assert any("uncommitted" in note for note in found.notes)
 
 
 # ---- any figures at all --------------------------------------------------------------------------
@@ -511,7 +511,7 @@ def test_no_figure_that_a_record_can_hold_breaks_a_comparison(
     found = compared(runs)
     assert [v.verdict.word == "baseline" for v in found.variants].count(True) == 1
     for variant in found.variants:
-        assert variant.verdict.word in get_args(Word)
+        assert variant.verdict.word in get_args(Outcome)
         for estimate in (variant.step_time_ratio, variant.throughput_ratio):
             assert estimate is None or estimate.value > 0
 

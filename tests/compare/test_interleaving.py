@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mprun.compare.comparison import Comparison, Run, Variant
 from mprun.compare.evaluate import compare
-from mprun.compare.interleaving import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN, overlapping
-from mprun.compare.rows import Comparison, Run, Variant
+from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN, overlapping
 from mprun.experiments.trials import interleaved
 from mprun.report import answer, cells
 from tests.compare.folders import run_of

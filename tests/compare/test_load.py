@@ -87,12 +87,12 @@ def test_folders_without_runs_are_named_once() -> None:
     Path("outputs/README.md").write_text("", encoding="utf-8")
     assert found("outputs") == ["outputs/day/run", "outputs/run"]
     assert skipped("outputs") == {
-        "outputs/traces": "holds no run (no summary.json)",
-        "outputs/day/empty": "holds no run (no summary.json)",
+        "outputs/traces": "contains no run (no summary.json)",
+        "outputs/day/empty": "contains no run (no summary.json)",
     }
     assert skipped("outputs/traces/a", "outputs/README.md") == {
-        "outputs/traces/a": "holds no run (no summary.json)",
-        "outputs/README.md": "is no folder",
+        "outputs/traces/a": "contains no run (no summary.json)",
+        "outputs/README.md": "is not a folder",
     }
 
 
@@ -112,7 +112,7 @@ def test_the_folder_of_an_earlier_comparison_is_no_news() -> None:
         ({"status": "running"}, "still running, or killed"),
         (
             {"status": "interrupted", "error": "SIGINT at step 3"},
-            "interrupted (SIGINT at step 3); mprun run.resume=run goes on",
+            "interrupted (SIGINT at step 3); mprun run.resume=run resumes it",
         ),
         (
             {"schema_version": 99},
@@ -201,7 +201,7 @@ def test_of_one_variant_and_seed_the_run_that_began_last_counts() -> None:
     kept, repeated = latest([*runs, *others])
     assert kept == [runs[1], *others]
     assert [str(s.path) for s in repeated] == ["11", "12"]
-    assert {s.reason for s in repeated} == {"13 is of the same variant and seed, and began later"}
+    assert {s.reason for s in repeated} == {"13 has the same variant and seed, and began later"}
 
 
 def test_in_one_second_the_later_name_counts() -> None:

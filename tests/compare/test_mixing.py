@@ -61,7 +61,7 @@ def test_all_that_differs_is_said_at_once_and_what_was_allowed_stays_so() -> Non
 def test_many_kinds_are_not_all_listed() -> None:
     with pytest.raises(UsageError) as caught:
         check_mixing([run_of(seed=i, git_commit=str(i)) for i in range(9)], [])
-    assert "commit=3 in 1 run; and 5 kinds more" in str(caught.value)
+    assert "commit=3 in 1 run; and 5 more kinds" in str(caught.value)
 
 
 def test_runs_alike_may_differ_in_what_was_measured() -> None:

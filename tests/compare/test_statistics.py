@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mprun.compare.rows import Interval
+from mprun.compare.comparison import Interval
 from mprun.compare.statistics import (
     ALPHA,
     MOST_SEEDS,

@@ -16,7 +16,7 @@ from mprun.config.validate import without_inert
 from mprun.config.variants import modes, variants
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.policy import policy
-from mprun.records.variant_hash import variant_hash
+from mprun.records.run_config import variant_hash
 
 LAYERS = "precision.layers={fc1: NAME}"
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mprun.compare.rows import (
+from mprun.compare.comparison import (
     Comparison,
     Estimate,
     Interval,
+    Outcome,
     Run,
-    Spread,
+    StepPercentiles,
     Variant,
     Verdict,
-    Word,
 )
 from tests.summaries import example
 
 
 def variant(
     label: str,
-    word: Word = "equivalent",
+    word: Outcome = "equivalent",
     *,
     time: tuple[float, float, float] | None = (0.5, 0.4, 0.6),
     throughput: tuple[float, float, float] | None = (2.0, 1.9, 2.1),
@@ -36,7 +36,7 @@ def variant(
         execution=execution,
         runs=(Run(Path(f"{label}-seed0"), example()),),
         failed=(),
-        step_time_ms=Spread(10.0, 9.0, 11.0),
+        step_time_ms=StepPercentiles(10.0, 9.0, 11.0),
         step_time_ratio=ratio(time),
         samples_per_second=1000.0,
         throughput_ratio=ratio(throughput),

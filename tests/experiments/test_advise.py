@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.rows import Estimate, Interval
+from mprun.compare.comparison import Estimate, Interval
 from mprun.config.settings import Objective
 from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial

@@ -8,7 +8,7 @@ import pytest
 
 from mprun.config import compose
 from mprun.experiments.preset import preset_text, write_preset
-from mprun.records.variant_hash import variant_hash
+from mprun.records.run_config import variant_hash
 
 CASES = [
     ["recipe=mnist", "precision=bf16_mixed"],

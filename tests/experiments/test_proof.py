@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.compare.pairs import Setting
+from mprun.compare.verdicts import Criterion
 from mprun.experiments.proof import PairedResult, compare_trainings
 
 BASE = [1.0, 1.2, 0.9, 1.1]
 
 
 def losses(other: list[float], margin: float, base: list[float] = BASE) -> PairedResult:
-    return compare_trainings(other, base, Setting("validation", "loss", margin, True, 0.0))
+    return compare_trainings(other, base, Criterion("validation", "loss", margin, True, 0.0))
 
 
 def shifted(*shares: float) -> list[float]:
@@ -92,13 +92,13 @@ def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
 
 
 def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
-    setting = Setting("validation", "accuracy", 0.005, False, 0.0)
+    criterion = Criterion("validation", "accuracy", 0.005, False, 0.0)
     base = [0.91, 0.90, 0.92]
-    result = compare_trainings([0.93, 0.921, 0.939], base, setting)
+    result = compare_trainings([0.93, 0.921, 0.939], base, criterion)
     assert result.difference.value == pytest.approx(0.02)
     assert result.verdict.word == "better"
-    assert compare_trainings([0.89, 0.879, 0.901], base, setting).verdict.word == "worse"
-    assert compare_trainings([0.911, 0.90, 0.92], base, setting).verdict.word == "equivalent"
+    assert compare_trainings([0.89, 0.879, 0.901], base, criterion).verdict.word == "worse"
+    assert compare_trainings([0.911, 0.90, 0.92], base, criterion).verdict.word == "equivalent"
 
 
 def test_losses_below_zero_are_better_the_lower_and_a_mean_of_zero_has_no_share() -> None:

@@ -23,7 +23,7 @@ from mprun.numerics.op_trace import (
     LabelledCaster,
     PythonCall,
     StepTrace,
-    TraceRow,
+    TracedOp,
     trace,
     typical,
 )
@@ -274,7 +274,7 @@ def traced(
     return trace(ops, layers)
 
 
-def rules(rows: list[TraceRow], phase: str = "forward") -> list[tuple[str, str]]:
+def rules(rows: list[TracedOp], phase: str = "forward") -> list[tuple[str, str]]:
     return [(row.op, row.rule) for row in rows if row.phase == phase]
 
 
@@ -588,8 +588,8 @@ def test_every_row_that_computes_is_counted_under_the_dtype_it_gives() -> None:
 
 def row(
     op: str = "mm", *, ms: float = 1.0, dtype: str = "float32", casts: tuple[float, ...] = ()
-) -> TraceRow:
-    return TraceRow(
+) -> TracedOp:
+    return TracedOp(
         op=op,
         phase="forward",
         module="",

@@ -19,9 +19,9 @@ from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.records import files
 from mprun.records import run_record as record
+from mprun.records.run_config import variant_hash
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary, TrainScore
-from mprun.records.variant_hash import variant_hash
 from tests.schema import conforms
 from tests.summaries import example
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.rows import (
+from mprun.compare.comparison import (
     Comparison,
     Estimate,
     Interval,
+    Outcome,
     Run,
     Skipped,
-    Spread,
+    StepPercentiles,
     Variant,
     Verdict,
-    Word,
 )
 from mprun.records.files import jsonable
 from mprun.records.run_record import LossScaleRow, StepTimes, Substitution, Summary
@@ -30,7 +30,7 @@ MODES = (
 )
 EMULATED = ("tf32", "half_sr_full")
 SCALING = ("fp16_mixed", "half_sr")
-WORDS: tuple[Word, ...] = ("equivalent", "better", "worse", "inconclusive")
+WORDS: tuple[Outcome, ...] = ("equivalent", "better", "worse", "inconclusive")
 
 HOSTILE = "<script>alert('x')</script>\"&|$\\frac{1}{`[red]_x\x1b[31m\u202e ]]> <!-- {{ 7*7 }}"
 """A label that is markup in every language the report is written in."""
@@ -90,7 +90,7 @@ def variant(label: str, index: int, folder: Path | None = None, seeds: int = 3) 
         return Estimate(value, around, seeds)
 
     first = index == 0
-    word: Word = "baseline" if first else WORDS[(index - 1) % 4]
+    word: Outcome = "baseline" if first else WORDS[(index - 1) % 4]
     compared, timed = not first, not first and native
     time_ms, peak = 12.5 / (1 + 0.1 * index), (64 - 3 * index) * 2**20
     return Variant(
@@ -100,7 +100,7 @@ def variant(label: str, index: int, folder: Path | None = None, seeds: int = 3) 
         execution="native" if native else "emulated",
         runs=tuple(runs),
         failed=(),
-        step_time_ms=Spread(time_ms, time_ms * 0.9, time_ms * 1.2),
+        step_time_ms=StepPercentiles(time_ms, time_ms * 0.9, time_ms * 1.2),
         step_time_ratio=estimate(1 / (1 + 0.1 * index), 0.03) if timed else None,
         samples_per_second=10_039.25 * (1 + 0.1 * index),
         throughput_ratio=estimate(1 + 0.1 * index, 0.05) if timed else None,

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from mprun.compare.rows import Comparison, Estimate, Interval, Skipped, Variant, Verdict
+from mprun.compare.comparison import Comparison, Estimate, Interval, Skipped, Variant, Verdict
 from mprun.errors import UsageError
 from mprun.report import answer, cells, exports
 from mprun.report.comparison_report import comparison_table, footer, write_report

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mprun.compare.rows import Advice, Comparison, Skipped
+from mprun.compare.comparison import Advice, Comparison, Skipped
 from mprun.report import cells
 from mprun.report.configs import configs
 from mprun.report.html import page

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.cli.main import main
-from mprun.compare.rows import Comparison, Estimate, Run
+from mprun.compare.comparison import Comparison, Estimate, Run
 from mprun.records.run_record import read_summary
 from mprun.report.plots import NAMES, canvas, draw, series, step_plots, training_plots
 from mprun.report.plots.canvas import Plot

@@ -12,8 +12,8 @@ import torch
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import Precision
+from mprun.records.run_config import variant_hash
 from mprun.records.run_record import Summary, read_lines, read_summary
-from mprun.records.variant_hash import variant_hash
 from tests.run.test_resume import assert_equal, assert_same_run, trained
 from tests.schema import conforms
 

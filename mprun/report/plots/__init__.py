@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from mprun.compare.rows import Comparison
+from mprun.compare.comparison import Comparison
 from mprun.report.plots.canvas import Plot
 from mprun.report.plots.series import Logs, read
 from mprun.report.plots.step_plots import memory, step_times

@@ -31,8 +31,8 @@ from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import Comparison, Variant
+from mprun.compare.formatting import counted
 from mprun.report import cells
 from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mprun.compare.rows import Comparison, Run
+from mprun.compare.comparison import Comparison, Run
 from mprun.records.run_record import Summary, read_lines
 from mprun.report.cells import plain
 

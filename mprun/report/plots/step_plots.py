@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mprun.compare.rows import Comparison, Variant
+from mprun.compare.comparison import Comparison, Variant
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells
 from mprun.report.plots.canvas import (

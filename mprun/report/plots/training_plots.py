@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from numpy.typing import NDArray
 
-from mprun.compare.digits import counted
-from mprun.compare.rows import Comparison
+from mprun.compare.comparison import Comparison
+from mprun.compare.formatting import counted
 from mprun.report import cells
 from mprun.report.plots.canvas import Plot, name_panel, panels, seeds
 from mprun.report.plots.series import (

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mprun.compare.rows import Comparison, Spread, Variant
+from mprun.compare.comparison import Comparison, StepPercentiles, Variant
 from mprun.report import cells
 from mprun.report.plots.canvas import (
     LONGEST_LABEL,
@@ -91,7 +91,7 @@ class _Point(NamedTuple):
     row: int
     """In the table."""
     variant: Variant
-    step: Spread
+    step: StepPercentiles
     metric: float
     low: float
     high: float

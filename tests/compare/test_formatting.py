@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mprun.compare.evaluate import compare
-from mprun.compare.substitutions import FAMILIES, label
+from mprun.compare.formatting import OP_FAMILIES, substitution_label
 from mprun.experiments.advise import advise
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.report import answer, cells, exports, tables
@@ -34,12 +34,15 @@ def substituted(*ops: str) -> list[dict[str, str]]:
     ],
 )
 def test_the_label_names_families_of_ops(ops: Sequence[str], shown: str) -> None:
-    assert label([summary_of("fp16_mixed", substitutions=substituted(*ops))]) == shown
+    assert substitution_label([summary_of("fp16_mixed", substitutions=substituted(*ops))]) == shown
 
 
 def test_an_emulated_run_is_labelled_as_such_alone() -> None:
     rows = substituted("aten.mm")
-    assert label([summary_of("half_sr_full", execution="emulated", substitutions=rows)]) == ""
+    assert (
+        substitution_label([summary_of("half_sr_full", execution="emulated", substitutions=rows)])
+        == ""
+    )
 
 
 def test_every_op_that_a_cpu_substitutes_has_a_family() -> None:
@@ -47,7 +50,7 @@ def test_every_op_that_a_cpu_substitutes_has_a_family() -> None:
         str(op).removeprefix("aten.").partition(".")[0]
         for op in (*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BACKWARD)
     }
-    assert short <= {op for ops in FAMILIES.values() for op in ops}
+    assert short <= {op for ops in OP_FAMILIES.values() for op in ops}
 
 
 ACCURACIES = (0.91, 0.92, 0.90, 0.915)

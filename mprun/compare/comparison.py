@@ -1,7 +1,7 @@
-"""What a comparison finds: plain values, made by `compare.py`, shown by `report/`.
+"""The result of a comparison as plain values: made by `evaluate.py`, shown by `report/`.
 
-A run is one training. A variant is what runs that differ in nothing but the seed have in common; it
-is one row of the table. Its figures are set against the baseline's in pairs of equal seed.
+A run is one training. A variant is a group of runs that differ only in the seed; it is one row of
+the table. Its figures are compared with the baseline's in pairs of equal seed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from typing import Literal, NamedTuple
 
 from mprun.records.run_record import Summary
 
-Word = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
+Outcome = Literal["baseline", "equivalent", "better", "worse", "inconclusive"]
+
+KEEPS = ("equivalent", "better")
+"""Outcomes in which a variant keeps the metric."""
 
 
 class Interval(NamedTuple):
@@ -23,15 +26,15 @@ class Interval(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over `n` seeds with its 95 % interval; None for one where `n` is too small."""
+    """A mean over `n` seeds with its 95 % interval; None if `n` is too small for one."""
 
     value: float
     interval: Interval | None
     n: int
 
 
-class Spread(NamedTuple):
-    """The median over runs, and the medians of their tenth and ninetieth percentiles."""
+class StepPercentiles(NamedTuple):
+    """Step times in ms: the medians over runs of their median, 10th and 90th percentile."""
 
     median: float
     p10: float
@@ -40,19 +43,19 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be said of a variant against the baseline."""
+    """The judgement on a variant."""
 
-    word: Word
+    word: Outcome
     reason: str
     """A sentence, without the word: what decided."""
     more_seeds: int | None = None
-    """About how many further seeds would settle an inconclusive one; None where none would."""
+    """About how many further seeds would settle an inconclusive verdict; None if none would."""
     interval: Interval | None = None
-    """The interval of the difference that decided; None where no test did. It lies inside the
-    margin where the word is equivalent, leaves out 0 where it is worse or better, and does neither
-    where it is inconclusive."""
+    """The interval of the difference that decided; None if no test did. An equivalent variant's
+    lies inside the margin, a worse or better one's excludes 0, an inconclusive one's does neither.
+    """
     level: float | None = None
-    """The confidence level of `interval`, from 0 to 1, Holm's adjustment included."""
+    """The confidence level of `interval`, from 0 to 1, with Holm's adjustment."""
 
     def __str__(self) -> str:
         if self.word == "inconclusive" and self.more_seeds:
@@ -63,7 +66,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that counts."""
+    """A completed or failed run."""
 
     path: Path
     summary: Summary
@@ -71,7 +74,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A folder that was named and does not count."""
+    """A folder that the comparison leaves out."""
 
     path: Path
     reason: str
@@ -82,7 +85,8 @@ class Variant:
     """A row of the table."""
 
     label: str
-    """Unique in its comparison: `bf16_mixed+hmp x2`, with differing fields where labels meet."""
+    """Unique in its comparison: `bf16_mixed+hmp x2`, with the fields that differ where two would
+    have the same label."""
     variant_hash: str
     precision: str
     execution: str
@@ -90,7 +94,7 @@ class Variant:
     runs: tuple[Run, ...]
     """Completed runs, by seed."""
     failed: tuple[Run, ...]
-    step_time_ms: Spread | None
+    step_time_ms: StepPercentiles | None
     step_time_ratio: Estimate | None
     """Step time over the baseline's: geometric mean over pairs."""
     samples_per_second: float | None
@@ -98,8 +102,7 @@ class Variant:
     throughput_ratio: Estimate | None
     """Samples per second over the baseline's: geometric mean over pairs."""
     no_time_verdict: str
-    """Why the two ratios are shown as measured, without an interval; empty where they have one, or
-    where there is one pair."""
+    """Why both ratios have no interval; empty if they have one, or if there is only one pair."""
     memory_bytes: dict[str, int | None]
     """The record's categories, `peak` among them; the largest over runs."""
     memory_ratio: float | None
@@ -107,13 +110,14 @@ class Variant:
     metric: Estimate | None
     """The metric's mean over runs."""
     difference: Estimate | None
-    """The metric's mean paired difference, this less the baseline; relative to the baseline's mean
-    where the metric is a loss."""
+    """The metric's mean paired difference, the variant minus the baseline; a share of the
+    baseline's mean if the metric is a loss."""
     equivalence: Interval | None
-    """The 90 % interval of `difference`, not adjusted; `verdict.interval` is what decided."""
+    """The 90 % interval of `difference`, not adjusted; `verdict.interval` is the one that decided.
+    """
     verdict: Verdict
     substituted: str = ""
-    """What native runs computed in float32 in place of float16: `matmuls in fp32`, or nothing.
+    """What native runs computed in float32 instead of float16: `matmuls in fp32`, or nothing.
 
     Times are this machine's and have ratios, but no gain is claimed from them.
     """
@@ -126,7 +130,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Advice:
-    """Which mode a study advises, and what becomes of every other one.
+    """The mode that a study advises, and why not the others.
 
     The terminal, the page and the files for programs all show `lines`, so they cannot disagree.
     """
@@ -139,7 +143,7 @@ class Advice:
     not_tried: dict[str, str]
     """Modes without any run, to the reason."""
     notes: tuple[str, ...]
-    """What would be worth another look."""
+    """Modes that may deserve a further test."""
 
     @property
     def sentence(self) -> str:
@@ -168,7 +172,7 @@ class Comparison:
     """Which samples the metric is of: test, validation or train."""
     higher_is_better: bool
     margin: float
-    """Differences inside plus and minus this do not matter; a share where `is_relative`."""
+    """Differences inside plus and minus this do not matter; a share if `is_relative`."""
     is_relative: bool
     """Whether differences are shares of the baseline's mean (losses) or plain (accuracies)."""
     baseline: str
@@ -180,8 +184,8 @@ class Comparison:
     """Name and source: `mnist (local)`."""
     hardware: str
     code: str
-    """Versions and commit, in words."""
+    """Versions and commit, as text."""
     notes: tuple[str, ...] = field(default=())
-    """What a reader must know: mixed hardware, one seed only, Holm over how many variants."""
+    """Caveats: mixed hardware, one seed only, Holm over how many variants."""
     advice: Advice | None = None
-    """What `mprun advise` made of it; None of any other comparison."""
+    """The result of `mprun advise`; None for any other comparison."""

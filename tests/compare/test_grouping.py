@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.compare.variant_labels import distinguish
+from mprun.compare.grouping import distinguish
 
 NATIVE = ["native"] * 9
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from mprun.compare.digits import distinct_form
-from mprun.compare.rows import Estimate, Interval
-from mprun.compare.speed_ratios import SAME, WIDE, Size, size
+from mprun.compare.comparison import Estimate, Interval
+from mprun.compare.formatting import distinct_form
 from mprun.compare.statistics import geometric_mean
+from mprun.compare.time_ratios import SAME, WIDE, RatioVerdict, judge_ratio
 
 
 def interval_of(mean: float, sd: float, n: int) -> tuple[float, float]:
@@ -27,7 +27,7 @@ def test_two_seeds_that_disagree_tell_nothing() -> None:
     logs = (math.log(0.01) + math.log(31.32)) / 2
     half = (math.log(31.32) - math.log(0.01)) / 2
     sd = half * math.sqrt(2) / float(stats.t.ppf(0.975, 1))
-    found = size(Estimate(math.exp(logs), Interval(0.01, 31.32), 2))
+    found = judge_ratio(Estimate(math.exp(logs), Interval(0.01, 31.32), 2))
     assert (found.word, found.is_wide) == ("open", True)
     assert found.more_seeds is not None
 
@@ -54,18 +54,18 @@ def test_two_seeds_that_disagree_tell_nothing() -> None:
     ],
 )
 def test_a_word_for_each_case(ratios: list[float], word: str, is_wide: bool) -> None:
-    found = size(geometric_mean(ratios))
+    found = judge_ratio(geometric_mean(ratios))
     assert (found.word, found.is_wide) == (word, is_wide)
     assert (found.more_seeds is None) == (word != "open" and not is_wide)
 
 
 def test_without_an_interval_nothing_is_known() -> None:
-    assert size(Estimate(2.0, None, 1)) == Size("open", True, None)
+    assert judge_ratio(Estimate(2.0, None, 1)) == RatioVerdict("open", True, None)
 
 
 def test_the_number_of_seeds_makes_a_wide_interval_narrow() -> None:
     ratios = [3.0, 3.5]
-    more = size(geometric_mean(ratios)).more_seeds
+    more = judge_ratio(geometric_mean(ratios)).more_seeds
     assert more is not None
     logs = np.log(ratios)
     for n, is_narrow in ((2 + more, True), (1 + more, False)):
@@ -74,7 +74,7 @@ def test_the_number_of_seeds_makes_a_wide_interval_narrow() -> None:
 
 
 def test_a_ratio_of_all_but_one_is_settled_by_no_number_of_seeds_within_reason() -> None:
-    assert size(geometric_mean([SAME * 8, SAME / 8])).more_seeds is None
+    assert judge_ratio(geometric_mean([SAME * 8, SAME / 8])).more_seeds is None
 
 
 FORMS = tuple(f"{{:+.{digits}g}}" for digits in range(3, 18))
