@@ -1,4 +1,4 @@
-"""Texts of a comparison: counts, levels, numbers beside a limit, and text that a record contains."""
+"""Texts: counts, levels, numbers beside a limit, and text that comes from a record."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What this machine does natively, how fast, and what that means for each precision mode."""
+"""The machine: what it computes natively, how fast, and what that means for each mode."""

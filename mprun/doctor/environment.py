@@ -1,4 +1,4 @@
-"""What a run ran on: hardware, versions, the code's commit."""
+"""The environment of a run: hardware, versions, the code's commit."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf")
 
 def versions() -> dict[str, str | None]:
     """Python's and the packages' versions; None for one that is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 @cache
 def git_commit() -> str | None:
-    """The commit of mprun's source tree, "-dirty" where it was changed; None in a wheel.
+    """The commit of mprun's source tree, with "-dirty" if it was changed; None in a wheel.
 
-    Asked once: what a process has imported stays, whatever becomes of the tree meanwhile.
+    Read once: later changes of the tree do not affect what the process has imported.
     """
     package = Path(mprun.__file__).resolve().parent
     if not (package.parent / ".git").exists():
@@ -53,7 +53,7 @@ def git_commit() -> str | None:
 
 
 def hardware(device: torch.device, dtypes: list[str]) -> Hardware:
-    """The machine, and for each of `dtypes` whether it is faster than float32 here (measured)."""
+    """The machine; `accelerated` measures whether each of `dtypes` is faster than float32."""
     return Hardware(
         device=device.type,
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
@@ -71,7 +71,7 @@ def usable_cores() -> int:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """The device's memory; None where the system does not say."""
+    """The device's memory; None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -81,7 +81,7 @@ def memory_bytes(device: torch.device) -> int | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it, with the vector instructions PyTorch uses."""
+    """The processor's name, with the vector instructions that PyTorch uses."""
     name = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():

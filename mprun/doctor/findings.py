@@ -1,7 +1,7 @@
-"""What to know before a run on a machine is timed: a pure function of what was measured.
+"""Warnings and notes about a machine, derived from its measurements.
 
-Warnings are about what makes 16 bits slower than float32 or disturbs measurements; the rest is
-notes. Every sentence follows from the examination alone, so made-up machines can test it.
+Warnings are about causes that make 16 bits slower than float32 or disturb measurements; everything
+else is a note. The input is plain data, so tests can use invented machines.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ NOISY = 1.5
 """Times that differ by more than this, from the 10th to the 90th percentile, are noted."""
 VECTORS = {"DEFAULT": 0, "AVX2": 1, "AVX512": 2}
 """The levels of PyTorch's own kernels on x86."""
-OWN_LOOPS = "so PyTorch computes {0} in loops of its own"
-CONVERTS = "so oneDNN converts {0} to float32 and back"
 
 
 def findings(measured: Measured) -> list[Finding]:
-    """What to know, warnings first."""
+    """All findings, warnings first."""
     machine = measured.machine
-    every = [*_slow_formats(measured), *_gpu(machine)]
+    results = [*_slow_formats(measured), *_gpu(machine)]
     if machine.cuda is None:
-        every += [*_onednn(machine), *_vectors(machine), *_threads(machine), *_load(measured)]
-    every += [*_disagreements(measured), *_noise(measured)]
-    return sorted(every, key=lambda f: f.level == "note")
+        results += [*_onednn(machine), *_vectors(machine), *_threads(machine), *_load(measured)]
+    results += [*_disagreements(measured), *_noise(measured)]
+    return sorted(results, key=lambda f: f.level == "note")
 
 
 def _warning(about: str, text: str) -> Finding:
@@ -53,7 +51,7 @@ def _slow_formats(measured: Measured) -> Iterator[Finding]:
         slow = {op: rate for op, rate in rates.items() if judge(rate) == "slower"}
         if not slow:
             continue
-        why = why_slow(format_, slow, measured.machine) or "why is not known"
+        why = why_slow(format_, slow, measured.machine) or "the reason is not known"
         text = f"{format_} is slower than float32 here ({times(slow)}): {why}"
         replaced = [m.name for m in measured.modes if m.substituted and m.format == format_]
         if replaced:
@@ -62,12 +60,12 @@ def _slow_formats(measured: Measured) -> Iterator[Finding]:
 
 
 def _disagreements(measured: Measured) -> Iterator[Finding]:
-    """What records say and what larger sizes in all threads show may differ."""
-    for name, said in measured.machine.hardware.accelerated.items():
+    """Where the records' short test and the larger sizes in all threads disagree."""
+    for name, is_faster in measured.machine.hardware.accelerated.items():
         rate = largest(measured.rates, name).get("matmul")  # type: ignore[arg-type]
-        if rate is None or judge(rate) != ("slower" if said else "faster"):
+        if rate is None or judge(rate) != ("slower" if is_faster else "faster"):
             continue
-        word = "faster" if said else "not faster"
+        word = "faster" if is_faster else "not faster"
         yield _note(
             name,
             f"runs will record {name} as {word} than float32, by a short matmul in one thread; "
@@ -76,7 +74,7 @@ def _disagreements(measured: Measured) -> Iterator[Finding]:
 
 
 def _noise(measured: Measured) -> Iterator[Finding]:
-    """The rate whose times differ most, where that is much."""
+    """The rate whose times vary most, if that is much."""
     worst = max(measured.rates, key=lambda r: r.time_ms.p90 / r.time_ms.p10)
     ratio = worst.time_ms.p90 / worst.time_ms.p10
     if ratio > NOISY:
@@ -90,11 +88,11 @@ def _noise(measured: Measured) -> Iterator[Finding]:
 def _gpu(machine: Machine) -> Iterator[Finding]:
     cuda = machine.cuda
     if machine.gpu_unused == "cpu asked for":
-        yield _note("gpu", "there is a GPU, and device=cpu was asked for: device=cuda examines it")
+        yield _note("gpu", "there is a GPU, but device=cpu was set: device=cuda examines it")
     elif machine.gpu_unused == "no cuda in torch":
-        yield _warning("gpu", "there is an NVIDIA driver, and this PyTorch is built without CUDA")
+        yield _warning("gpu", "there is an NVIDIA driver, but this PyTorch is built without CUDA")
     elif machine.gpu_unused == "not usable":
-        yield _warning("gpu", "there is an NVIDIA driver, and PyTorch finds no GPU: see nvidia-smi")
+        yield _warning("gpu", "there is an NVIDIA driver, but PyTorch finds no GPU: see nvidia-smi")
     if cuda and machine.variables.get("NVIDIA_TF32_OVERRIDE") == "0":
         yield _warning(
             "tf32",
@@ -104,40 +102,42 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def _onednn(machine: Machine) -> Iterator[Finding]:
-    """What the environment keeps oneDNN from."""
+    """Limits of the environment on oneDNN."""
     limit, forbidden = machine.onednn.limit, forbidden_instructions(machine)
     if limit is None:
         return
-    said = f"{machine.onednn.limit_by}={limit}"
+    setting = f"{machine.onednn.limit_by}={limit}"
     if machine.architecture != "x86_64":
-        yield _note("instructions", f"{said} has no effect on {machine.architecture}")
+        yield _note("instructions", f"{setting} has no effect on {machine.architecture}")
     elif limit not in ALLOWED:
-        yield _note("instructions", f"{said}: oneDNN knows no such value and ignores it")
+        yield _note("instructions", f"{setting}: oneDNN does not know this value and ignores it")
     elif forbidden:
         yield _warning(
             "instructions",
-            f"{said} keeps oneDNN from {', '.join(forbidden)}, which this CPU has: matmuls and "
-            "convolutions can be slower than they need be; unset it",
+            f"{setting} keeps oneDNN from {', '.join(forbidden)}, which this CPU has: matmuls and "
+            "convolutions can be slower than necessary; unset it",
         )
     elif None in machine.instructions.values():
-        yield _note("instructions", f"{said} limits oneDNN; what the CPU has is not fully known")
+        yield _note(
+            "instructions", f"{setting} limits oneDNN; the CPU's instruction sets are not all known"
+        )
     else:
-        yield _note("instructions", f"{said} keeps oneDNN from nothing this CPU has")
+        yield _note("instructions", f"{setting} forbids oneDNN nothing that this CPU has")
 
 
 def _vectors(machine: Machine) -> Iterator[Finding]:
-    """What the environment keeps PyTorch's own kernels and MKL from."""
+    """Limits of the environment on PyTorch's own kernels and on MKL."""
     used, has = machine.cpu_capability, machine.instructions
     if wanted := machine.variables.get("ATEN_CPU_CAPABILITY"):
-        said = f"ATEN_CPU_CAPABILITY={wanted}"
+        setting = f"ATEN_CPU_CAPABILITY={wanted}"
         best = 2 if has.get("AVX512") else 1 if has.get("AVX2") else 0
         if wanted != used.lower():
-            yield _note("instructions", f"PyTorch ignores {said} and uses {used}")
+            yield _note("instructions", f"PyTorch ignores {setting} and uses {used}")
         elif VECTORS.get(used, best) < best:
             yield _warning(
                 "instructions",
-                f"{said} keeps PyTorch's own kernels (elementwise ops, casts, what oneDNN does not "
-                f"take) at {used}: they are slower than they need be; unset it",
+                f"{setting} keeps PyTorch's own kernels (elementwise ops, casts, whatever oneDNN "
+                f"does not take) at {used}: they are slower than necessary; unset it",
             )
     if wanted := machine.variables.get("MKL_ENABLE_INSTRUCTIONS"):
         yield _note(
@@ -152,7 +152,7 @@ def _threads(machine: Machine) -> Iterator[Finding]:
     if quota is not None and threads > max(1, quota):
         yield _warning(
             "threads",
-            f"{threads} threads, and the container may use {quota:g} cores: threads wait for each "
+            f"{threads} threads, but the container may use {quota:g} cores: threads wait for each "
             f"other; set OMP_NUM_THREADS={max(1, int(quota))}",
         )
     elif threads > cores:
@@ -161,9 +161,9 @@ def _threads(machine: Machine) -> Iterator[Finding]:
             f"{threads} threads on {cores} cores: threads wait for each other; set "
             f"OMP_NUM_THREADS={cores}",
         )
-    said = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine.variables]
-    if said and threads < cores:
-        text = ", ".join(f"{n}={machine.variables[n]}" for n in said)
+    limits = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine.variables]
+    if limits and threads < cores:
+        text = ", ".join(f"{n}={machine.variables[n]}" for n in limits)
         yield _note("threads", f"{threads} of {cores} cores used ({text})")
 
 
@@ -174,14 +174,14 @@ def _load(measured: Measured) -> Iterator[Finding]:
         of = f" are of {measured.threads} of {machine.threads} threads and" if fewer else ""
         yield _warning(
             "load",
-            f"others compute here too: the load average was {machine.load_average:.1f} on "
+            f"other processes use the cores: the load average was {machine.load_average:.1f} on "
             f"{machine.cores_total} cores before measuring; rates{of} may be too low: measure "
-            "again when it is quiet",
+            "again when the machine is idle",
         )
 
 
 def why_slow(format_: Format, slow: Collection[OpName], machine: Machine) -> str | None:
-    """The reason as text; None where the machine's facts give none.
+    """The reason as text; None if it does not follow from the machine's facts.
 
     Args:
         format_: a format other than float32.
@@ -211,7 +211,7 @@ def why_slow(format_: Format, slow: Collection[OpName], machine: Machine) -> str
 
 
 def forbidden_instructions(machine: Machine) -> list[str]:
-    """What the CPU has and the environment keeps oneDNN from."""
+    """The CPU's instruction sets that the environment forbids oneDNN."""
     limit = machine.onednn.limit
     if machine.architecture != "x86_64" or limit not in ALLOWED:
         return []
@@ -220,7 +220,9 @@ def forbidden_instructions(machine: Machine) -> list[str]:
 
 def _consequence(format_: Format, machine: Machine) -> str:
     taken = machine.onednn.bfloat16 if format_ == "bfloat16" else machine.onednn.float16
-    return (CONVERTS if taken else OWN_LOOPS).format("it")
+    if taken:
+        return "so oneDNN converts it to float32 and back"
+    return "so PyTorch computes it in its own loops"
 
 
 def _on_gpu(format_: Format, cuda: Cuda) -> str | None:

@@ -1,18 +1,18 @@
-"""What is known of a machine without timing anything, `hardware.accelerated` apart.
+"""The facts about a machine that need no timing, except `hardware.accelerated`.
 
-Instruction sets. The operating system is asked first. Its list is of what a process may use: AMX,
-for example, needs the kernel to save its registers. cpuinfo, which PyTorch would ask, reads the
-processor itself and has reported AMX-FP16 where there was none
-(https://github.com/pytorch/cpuinfo/issues/312). It answers for systems that have no list.
+Instruction sets. The operating system's list comes first. It contains what a process may use: AMX,
+for example, needs the kernel to save its registers. cpuinfo, which PyTorch uses, reads the
+processor itself and has reported AMX-FP16 on a processor without it
+(https://github.com/pytorch/cpuinfo/issues/312). It is used on systems without a list.
 
 oneDNN compiles its kernels for the best instructions of the CPU, unless an environment variable
-limits it (oneDNN's developer guide, "CPU Dispatcher Control"). It ignores a value it does not know
-and an empty one. Case does not matter. ONEDNN_MAX_CPU_ISA goes before the older DNNL_MAX_CPU_ISA
-even with a value that is ignored (tried on oneDNN 3.13).
+limits it (oneDNN's developer guide, "CPU Dispatcher Control"). It ignores an unknown or empty
+value. Case does not matter. ONEDNN_MAX_CPU_ISA has priority over the older DNNL_MAX_CPU_ISA, even
+with a value that is ignored (tried on oneDNN 3.13).
 
 Load. Threads that wait for each other are as fast as the slowest. Two threads on two cores, one of
-which another process used, were measured at a fiftieth of their rate. Rates are therefore measured
-with as many threads as have a core to themselves; the ratios between formats stay the same.
+them used by another process, reached a fiftieth of their rate. So rates are measured with as many
+threads as have a core to themselves; the ratios between formats stay the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Source: NVIDIA, "CUDA C++ Programming Guide", compute capabilities. Not every mo
 
 
 class InstructionNames(NamedTuple):
-    """What an instruction set is called by Linux, by macOS and by cpuinfo."""
+    """The names of an instruction set in Linux, macOS and cpuinfo."""
 
     linux: str
     macos: str | None
@@ -143,7 +143,7 @@ def onednn_limit(environment: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def instructions(system: str, machine: str, capabilities: Mapping[str, object]) -> dict[str, bool]:
-    """The sets of `INSTRUCTIONS` that this CPU has or has not; one not known is not in it.
+    """Whether this CPU has each of `INSTRUCTIONS`, without those that are not known.
 
     Args:
         system: the operating system as `platform.system` names it.
@@ -162,7 +162,7 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
 
 
 def linux_flags(text: str) -> frozenset[str]:
-    """What all cores in the text of /proc/cpuinfo share; empty where it has no such line."""
+    """The flags that all cores in the text of /proc/cpuinfo share; empty without such a line."""
     lists = [
         frozenset(line.partition(":")[2].split())
         for line in text.splitlines()
@@ -172,7 +172,7 @@ def linux_flags(text: str) -> frozenset[str]:
 
 
 def macos_instructions(text: str, machine: str) -> dict[str, bool]:
-    """What `sysctl hw.optional` says; a name this version of macOS lacks is not in it."""
+    """The sets in the output of `sysctl hw.optional`, without names unknown to this macOS."""
     values = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
     rows = INSTRUCTIONS.get(machine, {})
     return {name: values[w.macos].strip() == "1" for name, w in rows.items() if w.macos in values}
@@ -217,7 +217,7 @@ def examine_machine(device: torch.device) -> Machine:
 
 
 def onednn(variables: Mapping[str, str]) -> OneDnn:
-    """oneDNN's version, what limits it, and which 16-bit formats PyTorch hands it."""
+    """oneDNN's version, its limit, and the 16-bit formats that PyTorch passes to it."""
     version = re.search(r"MKL-DNN v([\d.]+)|oneDNN v([\d.]+)", torch.__config__.show())
     limit_by, limit = onednn_limit(variables) or (None, None)
     return OneDnn(
@@ -230,7 +230,7 @@ def onednn(variables: Mapping[str, str]) -> OneDnn:
 
 
 def cuda(device: torch.device) -> Cuda:
-    """What matters of a GPU."""
+    """The properties of a GPU."""
     capability = torch.cuda.get_device_capability(device)
     return Cuda(
         compute_capability="{}.{}".format(*capability),
@@ -241,12 +241,12 @@ def cuda(device: torch.device) -> Cuda:
 
 
 def tensor_cores(capability: tuple[int, int]) -> list[str]:
-    """The formats NVIDIA's matrix units of a compute capability take."""
+    """The formats of NVIDIA's matrix units of a compute capability."""
     return [name for since, names in TENSOR_CORES if capability >= since for name in names]
 
 
 def gpu_unused() -> GpuUnused | None:
-    """Why the CPU is examined although there seems to be a GPU; None where there is none."""
+    """Why the CPU is examined although there seems to be a GPU; None if there seems to be none."""
     if torch.cuda.is_available():
         return "cpu asked for"
     if shutil.which("nvidia-smi") is None and not DRIVER.exists():
@@ -255,10 +255,10 @@ def gpu_unused() -> GpuUnused | None:
 
 
 def cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time the control group of a container may use; None without a limit.
+    """How many cores' time the control group of a container may use; None without a limit.
 
     Linux's "Control Group v2", cpu.max: microseconds of quota ("max" for none) and of period.
-    Version 1 has the two in files of their own, and -1 for none.
+    Version 1 has two files, and -1 for none.
 
     Args:
         root: where control groups are mounted.
@@ -275,11 +275,11 @@ def cpu_quota(root: Path) -> float | None:
 
 
 IDLE = 0.5
-"""A load average up to this beyond what the cores hold is what an idle system has."""
+"""The load average of an idle system."""
 
 
 def is_busy(machine: Machine) -> bool:
-    """Whether others leave fewer cores than PyTorch has threads; False where it is not known."""
+    """Whether other processes leave fewer cores than PyTorch has threads; False if not known."""
     load, cores = machine.load_average, machine.cores_total
     if load is None or cores is None:
         return False

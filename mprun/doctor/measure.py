@@ -1,13 +1,13 @@
 """The rates of this machine, within a budget of time.
 
-Every op is timed in every format at a small size, which fits the budget even for a kernel a hundred
-times slower than the others, and then at a large size, which shows what fast kernels reach. A case
-that would not fit the budget at the large size, judged by its time at the small one, is left out:
-a rate is never extrapolated. float32 takes part in each round, and a speed-up is float32's time
-over another format's, round by round.
+Every op is timed in every format at a small size, which fits the budget even if a kernel is a
+hundred times slower than the others. Then it is timed at a large size, which shows the rate of fast
+kernels. A case is left out if it would exceed the budget at the large size, estimated from its time
+at the small one: no rate is extrapolated. Each round includes float32, and a speed-up is float32's
+time over another format's, round by round.
 
 Images have the memory format of a run (`mprun.doctor.speed_choices`): on CPUs float32 convolutions
-are faster channels-last, and a gain over the slower layout is none.
+are faster channels-last, and a gain over the slower layout would be no real gain.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMALL, LARGE = 0.3, 0.6
 """Shares of the budget; copying takes the rest."""
 COPIES = 7
 OPTIMIZER = "sgd"
-"""Any: memory formats do not depend on it."""
+"""Any will do: memory formats do not depend on it."""
 
 
 class Sizes(NamedTuple):
@@ -68,7 +68,7 @@ SIZES = {
     "cuda": (Sizes(2048, (32, 64, 56)), Sizes(4096, (32, 256, 56))),
 }
 COPY_BYTES = {"cpu": 2**27, "cuda": 2**29}
-"""Beyond most caches."""
+"""Larger than most caches."""
 
 
 class Case(NamedTuple):
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 
 def formats_of(device: torch.device) -> tuple[Format, ...]:
-    """What the device computes in without emulation."""
+    """The formats that the device computes in without emulation."""
     return tuple(f for f in FORMATS if f != "tf32" or has_tf32(device))
 
 
@@ -88,7 +88,7 @@ def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Co
 
     Args:
         device: where.
-        budget_s: about how long that may take; the fewest rounds are made even beyond.
+        budget_s: about how long that may take; the fewest rounds are made even if they take longer.
 
     Raises:
         torch.OutOfMemoryError: the tensors do not fit.
@@ -108,7 +108,7 @@ def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Co
 def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
     """The cases to measure: the slowest are left out until twice the fewest rounds fit the time.
 
-    An op is measured in no format where float32 does not fit: there is nothing to compare with.
+    An op is left out in all formats if float32 does not fit: the speed-up needs it.
 
     Args:
         expected_s: about how long a call of each case takes.
@@ -155,7 +155,7 @@ def _rate(case: Case, times_s: Sequence[float], float32_s: Sequence[float]) -> R
 
 
 def measure_copy(device: torch.device, size: int) -> Copy:
-    """How fast a buffer of `size` bytes is copied."""
+    """The rate of copying a buffer of `size` bytes."""
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     (times,) = alternate([warm(lambda: target.copy_(source), device)], COPIES)

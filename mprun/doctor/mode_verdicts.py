@@ -1,13 +1,13 @@
-"""From measured rates to what a mode is good for, by rules that are stated.
+"""From measured rates to the use of each mode.
 
-An op is faster than in float32 where the median speed-up is `LIMIT` or more and its 95 % interval
-lies above 1, slower where the same holds the other way around. It is the same where the interval
-lies within `LIMIT` of 1, or the median does and the interval is on one side of 1: there is no gain.
-Anything else is not known, because the machine was too busy. An op that runs compute in float32
-(`substituted`) has float32's speed, less two casts.
+An op is faster than in float32 if the median speed-up is at least `LIMIT` and its 95 % interval
+lies above 1. It is slower if the median is at most 1 / `LIMIT` and the interval lies below 1. It is
+the same if the interval lies within a factor of `LIMIT` of 1, or if the median does and the
+interval excludes 1. Otherwise the result is not known, because the machine was too busy. An op that
+runs compute in float32 (`substituted`) has float32's speed, less two casts.
 
-A step is made of these ops and of others, in shares that depend on the model: no speed-up of a step
-is computed from those of its ops. `mprun compare` measures it.
+A step consists of these ops and of others, in shares that depend on the model. So the speed-up of a
+step is not computed from those of its ops; `mprun compare` measures it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mprun.records.doctor_record import (
     Mode,
     OpName,
     Rate,
-    Verdict,
+    SpeedVerdict,
 )
 
 LIMIT = 1.1
@@ -35,17 +35,17 @@ OP_NAMES: dict[OpName, str] = {
     "convolution": "convolution",
     "convolution_backward": "convolution backward",
 }
-ADVICE: dict[Verdict, str] = {
+ADVICE: dict[SpeedVerdict, str] = {
     "worth trying": "worth trying",
-    "depends on the model": "worth trying where the faster ops dominate",
+    "depends on the model": "worth trying if the faster ops dominate",
     "no gain": "no gain in speed",
-    "not for speed": "for what they do to accuracy and memory, not for speed",
-    "not known": "too unsteady to tell, measure again",
+    "not for speed": "for their effect on accuracy and memory, not for speed",
+    "not known": "times vary too much, measure again",
 }
 
 
 def conclusions(measured: Measured) -> list[Conclusion]:
-    """What each format's modes are good for, native and emulated ones apart."""
+    """The use of each format's modes; native and emulated ones are separate."""
     natives, emulations = [], []
     for format_ in FORMATS:
         modes = [m for m in measured.modes if m.format == format_ != "float32"]
@@ -82,7 +82,7 @@ def times(rates: Mapping[OpName, Rate]) -> str:
 
 
 def factor(rate: Rate) -> str:
-    """A rate over float32's, "5.6x"; with its interval where that leaves it open."""
+    """A rate over float32's, "5.6x"; with its interval if the result is not known."""
     speedup = rate.speedup
     median, low, high = (f"{x:#.2g}x" for x in (speedup.median, speedup.low, speedup.high))
     return f"{median} [{low} to {high}]" if judge(rate) == "not known" else median
@@ -99,8 +99,8 @@ def _native(format_: Format, modes: Sequence[Mode], rates: Mapping[OpName, Rate]
     return _conclusion(format_, names, verdict, text)
 
 
-def _verdict(states: Sequence[State], substituted: int) -> Verdict:
-    """The verdict on ops in their own kernels, and a number of others that have float32's speed."""
+def _verdict(states: Sequence[State], substituted: int) -> SpeedVerdict:
+    """The verdict on ops with kernels of their own and `substituted` ops with float32's speed."""
     if "not known" in states:
         return "not known"
     if "faster" in states:
@@ -116,5 +116,5 @@ def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterato
         yield f"{', '.join(OP_NAMES[op] for op in substituted)} computed in float32 (speed=auto)"
 
 
-def _conclusion(format_: Format, modes: list[str], verdict: Verdict, text: str) -> Conclusion:
+def _conclusion(format_: Format, modes: list[str], verdict: SpeedVerdict, text: str) -> Conclusion:
     return Conclusion(format=format_, modes=modes, verdict=verdict, text=text)

@@ -1,8 +1,8 @@
-"""Choices that change a step's time and not what it computes: memory format and optimizer kernels.
+"""Choices that change the time of a step, not its result: memory format and optimizer kernels.
 
-`speed=plain` is the unadorned loop: contiguous tensors and PyTorch's own default optimizer
-implementation, the one a raw loop gets. `speed=auto` is the fixed table below, a row for each case
-measured to win; what was not measured stays plain. Results are equal up to float addition order.
+`speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
+implementation, as in a raw loop. `speed=auto` uses the choices that were faster when measured;
+everything else stays plain. Results are equal up to float addition order.
 
 Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
 wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SpeedChoice:
-    """What was chosen, by the names records use."""
+    """The choices, with the names that records use."""
 
     memory_format: str
     """contiguous or channels_last."""
@@ -41,7 +41,7 @@ class SpeedChoice:
         return torch.channels_last if last else torch.contiguous_format
 
     def inputs(self, inputs: Tensor) -> Tensor:
-        """A batch in the memory format; as it is where it has no [B, C, H, W]."""
+        """A batch in the memory format; unchanged if its shape is not [B, C, H, W]."""
         if self.memory_format == "channels_last" and inputs.dim() == 4:
             return inputs.contiguous(memory_format=torch.channels_last)
         return inputs
@@ -53,7 +53,7 @@ def choose(speed: str, device_type: str, compute_dtype: str, optimizer: str) -> 
     Args:
         speed: plain or auto.
         device_type: cpu or cuda.
-        compute_dtype: what convolutions compute in.
+        compute_dtype: the dtype of convolutions.
         optimizer: sgd, rmsprop or adamw.
     """
     default = SpeedChoice("contiguous", "foreach" if device_type == "cuda" else "forloop")

@@ -22,6 +22,7 @@ from mprun.numerics.passes import FLOAT32, Batch, CastPlan
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
+from mprun.records.deviation import SearchTolerance
 from mprun.records.search_ops_record import (
     CastResult,
     Float32Time,
@@ -30,7 +31,6 @@ from mprun.records.search_ops_record import (
     OpSearch,
     RoundedWeights,
     Samples,
-    SearchTolerance,
     Selections,
     SensitivityRow,
 )

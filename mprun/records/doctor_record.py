@@ -1,7 +1,7 @@
-"""What `mprun doctor` finds out about a machine, as its JSON holds it. No torch.
+"""The results of `mprun doctor` on a machine: the content of its JSON file. No torch.
 
 Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
-What the system does not tell is null, never a guess. docs/reference/doctor.md has an example.
+What the system does not report is null, never a guess. docs/reference/doctor.md has an example.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ SCHEMA_VERSION = 1
 OpName = Literal["matmul", "convolution", "convolution_backward"]
 Format = Literal["float32", "tf32", "bfloat16", "float16"]
 GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
-Verdict = Literal["worth trying", "depends on the model", "no gain", "not for speed", "not known"]
+SpeedVerdict = Literal[
+    "worth trying", "depends on the model", "no gain", "not for speed", "not known"
+]
 
 OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
 FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
@@ -34,7 +36,7 @@ class Spread:
 
 @dataclass(kw_only=True)
 class Ratio:
-    """How many times as fast something is, measured round by round."""
+    """A speed-up, measured round by round."""
 
     median: float
     low: float
@@ -45,7 +47,7 @@ class Ratio:
 
 @dataclass(kw_only=True)
 class Rate:
-    """How fast one op is in one number format, at one size."""
+    """The speed of one op in one number format, at one size."""
 
     op: OpName
     format: Format
@@ -62,12 +64,12 @@ class Rate:
 
 @dataclass(kw_only=True)
 class Copy:
-    """How fast a buffer is copied within the device's memory."""
+    """The speed of copying a buffer within the device's memory."""
 
     bytes: int
     """Of the buffer."""
     gigabytes_per_second: Spread
-    """10^9 bytes read or written a second: each is read once and written once."""
+    """10^9 bytes per second, read and written: each byte counts twice."""
 
 
 @dataclass(kw_only=True)
@@ -76,11 +78,11 @@ class OneDnn:
 
     version: str | None
     limit_by: str | None
-    """The environment variable that limits its instructions, null where none does."""
+    """The environment variable that limits its instructions, null if none does."""
     limit: str | None
-    """What that variable says, in upper case."""
+    """That variable's value, in upper case."""
     bfloat16: bool | None
-    """Whether PyTorch hands it bfloat16 here; else PyTorch computes in loops of its own."""
+    """Whether PyTorch passes it bfloat16 here; if not, PyTorch computes in its own loops."""
     float16: bool | None
 
 
@@ -90,14 +92,14 @@ class Cuda:
 
     compute_capability: str
     tensor_cores: list[str] | None
-    """Formats its matrix units take; null where it is not NVIDIA's."""
+    """Formats its matrix units take; null if it is not NVIDIA's."""
     multiprocessors: int
     memory_free_bytes: int
 
 
 @dataclass(kw_only=True)
 class Machine:
-    """What is known without measuring; `hardware.accelerated` apart, which is measured."""
+    """What is known without measuring, except `hardware.accelerated`, which is measured."""
 
     system: str
     architecture: str
@@ -106,13 +108,13 @@ class Machine:
     cores_total: int | None
     """Cores of the whole machine; `hardware.cores` are those this process may use."""
     cpu_quota: float | None
-    """Cores' worth of time a container may use; null where nothing limits it."""
+    """How many cores' time a container may use; null without a limit."""
     threads: int
-    """PyTorch's, as a run takes them."""
+    """PyTorch's threads in a run."""
     load_average: float | None
     """Of the machine, over the minute before measuring."""
     instructions: dict[str, bool | None]
-    """The instruction sets that matter for number formats; null where it is not known."""
+    """The instruction sets that matter for number formats; null if it is not known."""
     cpu_capability: str
     """The vector instructions PyTorch's own CPU kernels use."""
     onednn: OneDnn
@@ -121,16 +123,16 @@ class Machine:
     cuda: Cuda | None
     """The GPU examined."""
     gpu_unused: GpuUnused | None
-    """Why a GPU that seems to be here is not examined; null where none seems to be."""
+    """Why a GPU that seems to be present is not examined; null if none seems to be."""
 
 
 @dataclass(kw_only=True)
 class Mode:
-    """What a precision mode is on this machine."""
+    """A precision mode on this machine."""
 
     name: str
     format: Format
-    """What its matmuls and convolutions take."""
+    """The format of its matmuls and convolutions."""
     execution: Literal["native", "emulated"]
     why_emulated: str | None
     accelerated: bool | None
@@ -138,12 +140,12 @@ class Mode:
     substituted: list[OpName]
     """Ops that a run computes in float32 and rounds (`speed=auto`)."""
     loss_scale: str
-    """The kind `loss_scale=auto` takes."""
+    """The kind of `loss_scale=auto`."""
 
 
 @dataclass(kw_only=True)
 class Finding:
-    """Something to know before a run here is timed."""
+    """A fact that affects timed runs on this machine."""
 
     level: Literal["warning", "note"]
     about: str
@@ -152,11 +154,11 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Conclusion:
-    """What the modes of one format are good for on this machine."""
+    """The use of the modes of one format on this machine."""
 
     format: Format
     modes: list[str]
-    verdict: Verdict
+    verdict: SpeedVerdict
     text: str
 
 
@@ -166,7 +168,7 @@ class Measured:
 
     machine: Machine
     threads: int
-    """With which CPU rates were measured: fewer than PyTorch's where others use the cores."""
+    """Threads of the CPU rates: fewer than PyTorch's if other processes use the cores."""
     rates: list[Rate]
     copy: Copy
     modes: list[Mode]
@@ -174,14 +176,14 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Examination(Measured):
-    """All that `mprun doctor` says."""
+    """The whole result of `mprun doctor`."""
 
     schema_version: int
     examined_at: str
     mprun_version: str
     git_commit: str | None
     versions: dict[str, str | None]
-    """Those of a record, and of cuda and cudnn; null for what is not there."""
+    """Those of a record, and of cuda and cudnn; null for a missing one."""
     budget_s: float
     measured_s: float
     """How long the rates took."""

@@ -1,7 +1,7 @@
 """Writing files and making folders. No torch.
 
-Files are replaced whole: written under a temporary name, synced, renamed. A reader, or a crash,
-sees the old content or the new one, never a part of it.
+A file is replaced as a whole: written under a temporary name, synced, renamed. Readers see the old
+content or the new one, never a part of it, even after a crash.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; `path` is as it was.
+        OSError: the disk is full or the folder cannot be written; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -61,9 +61,8 @@ def write_atomic(path: Path, data: bytes) -> None:
 def dated_folder() -> Path:
     """Make a folder under outputs/, named by date and time, that belongs to this process alone.
 
-    Every name that mprun chooses itself comes from here. `mkdir` fails where the name exists, in
-    one step of the file system: of processes that begin in the same second each gets a folder of
-    its own, the later ones with -2, -3, ... at the end.
+    `mkdir` fails if the name exists, in one step of the file system. So processes that begin in the
+    same second get different folders: the later ones end in -2, -3, ...
 
     Raises:
         UsageError: it cannot be made.
@@ -78,14 +77,13 @@ def dated_folder() -> Path:
                 return folder
         except OSError as error:
             raise UsageError(
-                f"{folder} cannot be made ({error.strerror}); start mprun in a folder that can be "
-                "written"
+                f"{folder} cannot be made ({error.strerror}); start mprun in a writable folder"
             ) from None
     raise AssertionError("counting does not end")
 
 
 def _is_made(folder: Path) -> bool:
-    """Make `folder`; False where the name is taken, or its parent was removed just now."""
+    """Make `folder`; False if the name is taken, or its parent was just removed."""
     try:
         folder.mkdir()
     except (FileExistsError, FileNotFoundError):
@@ -100,16 +98,16 @@ def dated_folder_if_used() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with contextlib.suppress(OSError):  # one that holds something stays
+        with contextlib.suppress(OSError):  # a folder with files stays
             for path in (folder, *list(folder.parents)[:2]):
                 path.rmdir()
 
 
 def new_folder(wanted: str | None) -> Path:
-    """The folder `run.dir` names, or one with the date, made; for commands that leave no run.
+    """Make the folder that `run.dir` names, or a dated one; for commands that write no run.
 
     Raises:
-        UsageError: it cannot be written, or holds something already.
+        UsageError: it cannot be written, or is not empty.
     """
     if wanted is None:
         return dated_folder()
@@ -120,5 +118,5 @@ def new_folder(wanted: str | None) -> Path:
     except OSError as error:
         raise UsageError(f"run.dir={folder} cannot be written ({error.strerror})") from None
     if taken is not None:
-        raise UsageError(f"run.dir={folder} holds {taken.name} already; choose another folder")
+        raise UsageError(f"run.dir={folder} already contains {taken.name}; choose another folder")
     return folder

@@ -24,7 +24,7 @@ class MemoryPeak:
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What a module holds at the peak."""
+    """The memory of a module at the peak."""
 
     module: str
     kind: str
@@ -51,7 +51,7 @@ class StorageMemory:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What is alive after each op; all lists have the same length."""
+    """Bytes alive after each op; all lists have the same length."""
 
     op: list[str]
     phase: list[str]

@@ -1,15 +1,14 @@
-"""What `mprun numerics` measured in some steps: the content of `numerics.json`.
+"""Measurements of `mprun numerics` in some steps: the content of `numerics.json`.
 
 `docs/numerics.md` explains the fields. The file has, besides these, the run's configuration and
-`steps`, `skipped` and `ended`. Shares are of values that are not zero; None where there are none.
+`steps`, `skipped` and `ended`. Shares are of the non-zero values; None if there are none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mprun.records.deviation import Deviation, Reference
-from mprun.records.search_ops_record import SearchTolerance
+from mprun.records.deviation import Deviation, Reference, SearchTolerance
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class FormatResult:
     """The passes in one 16-bit format."""
 
     will_do: bool
-    """Whether loss and gradients keep to the tolerance."""
+    """Whether loss and gradients are within the tolerance."""
     measure: Deviation
     unavoidable: Deviation
     """The same with nothing but weights of the format's precision."""
@@ -69,7 +68,7 @@ class LossScaleResult:
     lowest_in_use: float | None
     highest_in_use: float | None
     recommended: float | None
-    """None where every gradient is zero, or one is not finite."""
+    """None if every gradient is zero, or one is not finite."""
     reason: str
     needed: bool | None
     need: str

@@ -3,7 +3,7 @@
 The text format is that of Habana's HMP, one name per line; blank lines, comments after `#`,
 Windows line ends and a byte-order mark are allowed. A file that ends in .yaml or .yml holds a list
 of names, or a mapping of such lists by `lower`, `fp32` and `promote`. Reading one runs no code, and
-needs no torch: whether an op has that name is asked later (`precision/op_lists/`).
+needs no torch: `precision/op_lists/` checks later whether the ops exist.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("lower", "fp32", "promote")
 
 
 class Entry(NamedTuple):
-    """A name as it was written, and where."""
+    """A name as written, and its place."""
 
     text: str
     where: str
@@ -38,7 +38,7 @@ def read_list(path: Path, kind: str) -> list[Entry]:
         kind: which of `KINDS` is taken from a YAML mapping.
 
     Raises:
-        ValueError: the file cannot be read or holds something else than names; with file and line.
+        ValueError: the file cannot be read or contains anything but names; with file and line.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -74,7 +74,7 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
         sections = {key.value: value for key, value in node.value if _is_scalar(key)}
         if kind not in sections:
             raise ValueError(
-                f"{path}:1: there is no '{kind}' in it; legal: a list of names, or a mapping with "
+                f"{path}:1: it has no '{kind}'; legal: a list of names, or a mapping with "
                 f"{', '.join(KINDS)}"
             )
         node = sections[kind]
@@ -97,7 +97,7 @@ def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
 
 
 def _checked(name: str, where: str) -> str:
-    """`name`, if it can be one: an op's name has neither blanks nor control characters."""
+    """`name`, checked: an op's name has neither blanks nor control characters."""
     if not name.isprintable() or len(name.split()) != 1 or len(name) > LONGEST_NAME:
         shown = repr(name if len(name) <= 40 else name[:40] + "...")
         raise ValueError(f"{where}: {shown} is not the name of an op; a list has one op per line")

@@ -1,6 +1,6 @@
 """Figures that others published for these recipes and modes.
 
-They are shown beside measured ones, with their hardware and source, and are used in no verdict:
+They are shown beside the measured ones, with their hardware and source. No verdict uses them:
 `mprun.compare` does not import this module.
 """
 
@@ -21,7 +21,7 @@ Kind = Literal[
     "memory",
     "other",
 ]
-"""Which measured figure it stands beside; `other` has none in a comparison."""
+"""The measured figure that it is compared with; none for `other`."""
 
 UNNAMED = "hardware not named"
 PYTORCH = "PyTorch's blog on mixed precision"
@@ -35,17 +35,17 @@ class Figure:
 
     kind: Kind
     what: str
-    """What it is a figure of: `test accuracy`, `speed over fp32`."""
+    """The quantity: `test accuracy`, `speed over fp32`."""
     text: str
     """The figure as published."""
     precisions: tuple[str, ...]
-    """The modes here that it is about."""
+    """The modes of mprun that it is about."""
     hardware: str
     source: str
     recipe: str | None = None
     """The recipe it was measured with; None for a figure about a mode."""
     value: float | None = None
-    """The figure as a number, where it is one."""
+    """The figure as a number, if it is one."""
     epoch: int | None = None
     batch_size: int | None = None
     epochs: int | None = None

@@ -20,11 +20,11 @@ class RunFolder:
     """A run's folder, owned by one process at a time.
 
     Args:
-        path: the folder; a new run needs one that holds no run yet.
-        keep: for a run being resumed, which lines of metrics.jsonl stay; None for a new run.
+        path: the folder; for a new run, without a run in it.
+        keep: which lines of metrics.jsonl stay when a run is resumed; None for a new run.
 
     Raises:
-        UsageError: it holds a run already, another process runs there, or it cannot be written.
+        UsageError: it contains a run, another process uses it, or it cannot be written.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
@@ -39,14 +39,14 @@ class RunFolder:
         except FileExistsError:
             self.close()
             raise UsageError(
-                f"run.dir={path} holds a run already (or is a file); choose another folder, "
+                f"run.dir={path} already contains a run (or is a file); choose another folder, "
                 f"or continue that run with run.resume={path}"
             ) from None
         except Timeout:
             raise UsageError(
                 f"run.dir={path}: another mprun is running there; choose another folder"
             ) from None
-        except ValueError as error:  # no JSON, or no text at all: only where a run is resumed
+        except ValueError as error:  # not JSON, or not text: only when a run is resumed
             self.close()
             raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
         except OSError as error:
@@ -82,9 +82,9 @@ class RunFolder:
         write_json(self.path / "fp_exceptions.json", content)
 
     def close(self) -> None:
-        """Close metrics.jsonl and let others have the folder."""
+        """Close metrics.jsonl and unlock the folder."""
         if self._metrics is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported when it was met
+            with contextlib.suppress(OSError):  # a full disk has been reported before
                 self._metrics.close()
         self._lock.release()
 

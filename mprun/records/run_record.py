@@ -10,8 +10,8 @@ A run's folder holds
     checkpoints/     what a run can be resumed from
 
 Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one
-changes. Accuracies are fractions from 0 to 1, dtypes PyTorch's names, and JSON has no word for NaN
-and infinities, so they are the strings "nan", "inf" and "-inf". What does not apply is null.
+changes. Accuracies are fractions from 0 to 1, dtypes have PyTorch's names. JSON has no NaN and no
+infinities, so they are the strings "nan", "inf" and "-inf". What does not apply is null.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Substitution:
 
 @dataclass(kw_only=True)
 class BackendRow:
-    """Choices that change speed, not meaning."""
+    """Choices that change speed, not results."""
 
     memory_format: str
     optimizer_impl: str
@@ -104,7 +104,7 @@ class BatchRow:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """Milliseconds per optimizer step over `n` timed steps, `warmup` more left out."""
+    """Milliseconds per optimizer step over `n` timed steps, without `warmup` steps before them."""
 
     median: float | None
     p10: float | None
@@ -145,7 +145,7 @@ class Memory:
 
 @dataclass(kw_only=True)
 class LossScaleRow:
-    """The loss scale at the run's ends."""
+    """The loss scale at the start and at the end of the run."""
 
     kind: str
     initial: float
@@ -154,10 +154,11 @@ class LossScaleRow:
 
 @dataclass(kw_only=True)
 class FpExceptionsRow:
-    """Floating-point exceptions: what is done about them, and how many there were by verdict.
+    """Floating-point exceptions: the action on them, and their number by verdict.
 
-    A finding spoiled the loss, a gradient, a weight, a buffer, optimizer state or a result; an
-    expected one did in a step that dynamic loss scaling skipped; an absorbed one spoiled nothing.
+    A finding made the loss, a gradient, a weight, a buffer, optimizer state or a result non-finite.
+    An expected one did so in a step that dynamic loss scaling skipped. An absorbed one had no such
+    effect.
     """
 
     action: str
@@ -169,7 +170,7 @@ class FpExceptionsRow:
 
 @dataclass(kw_only=True)
 class Metric:
-    """What the recipe is judged by."""
+    """The recipe's metric."""
 
     name: str
     higher_is_better: bool
@@ -201,7 +202,7 @@ class Epoch:
 
 @dataclass(kw_only=True)
 class Summary:
-    """Everything a comparison needs to know of a run."""
+    """The content of summary.json."""
 
     schema_version: int
     status: Status
@@ -239,7 +240,7 @@ class Summary:
     test: Scores
     fp_exceptions: FpExceptionsRow | None = None
     warnings: list[str] = field(default_factory=list)
-    """What the user was warned of, a sentence each; fields without effect are among them."""
+    """The warnings that the user got, for example of fields without effect."""
 
 
 def number(value: Number) -> float:

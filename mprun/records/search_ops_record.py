@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mprun.records.deviation import Deviation, Reference
+from mprun.records.deviation import Deviation, Reference, SearchTolerance
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What was measured on."""
+    """The data of the measurements."""
 
     split: str
     """validation, or train for a recipe without validation data."""
@@ -22,18 +22,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class SearchTolerance:
-    """The distance from float32 that was allowed."""
-
-    loss: float
-    """Relative difference of the loss."""
-    gradient_db: float | None
-    """Lowest SQNR of a parameter's gradient, in dB; None where only the loss was judged."""
-
-
-@dataclass(frozen=True)
 class CastResult:
-    """One way to cast the model's ops, measured."""
+    """A cast of the model's ops, measured."""
 
     measure: Deviation
     time_ratio: float | None = None

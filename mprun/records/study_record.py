@@ -16,19 +16,19 @@ FILE = "sweep.json"
 
 @dataclass(frozen=True, kw_only=True)
 class StudyPlan:
-    """What a study runs."""
+    """The runs of a study."""
 
     command: str
-    """The command it is a study of: sweep, advise or double."""
+    """The command: sweep, advise or double."""
     variants: dict[str, tuple[str, ...]]
     """Name to overrides; the first is the baseline."""
     seeds: tuple[int, ...]
     config_dir: str | None
     """The user's own folder of configs."""
     of_trials: tuple[str, ...]
-    """Overrides of the trials that are no part of a variant: shorter, without the test set."""
+    """Overrides of all trials that define no variant: shorter training, no test set."""
     not_tried: dict[str, str] = field(default_factory=dict)
-    """Variants that the study leaves out, to the reason."""
+    """Variants left out, to the reason."""
 
 
 def write_study_plan(folder: Path, plan: StudyPlan) -> None:

@@ -262,7 +262,7 @@ def test_a_folder_that_holds_a_run_is_refused(capsys: pytest.CaptureFixture[str]
     capsys.readouterr()
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.startswith("mprun: run.dir=run holds a run already")
+    assert error.startswith("mprun: run.dir=run already contains a run")
     assert error.count("\n") == 1
     assert {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")} == before
     assert [p.name for p in Path.cwd().iterdir()] == ["run"]

@@ -350,5 +350,5 @@ def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFi
     planned(*LINEAR, QUIET)
     before = Path("plan/memory.json").stat().st_mtime_ns
     assert main(["memory", *LINEAR, "run.dir=plan"]) == 2
-    assert "run.dir=plan holds memory.json already" in capsys.readouterr().err
+    assert "run.dir=plan already contains memory.json" in capsys.readouterr().err
     assert Path("plan/memory.json").stat().st_mtime_ns == before

@@ -535,7 +535,7 @@ def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFi
     Path("run").mkdir()
     Path("run/notes.txt").write_text("mine", encoding="utf-8")
     assert main(["numerics", *LINEAR, *FEW, "run.dir=run"]) == 2
-    assert "mprun: run.dir=run holds notes.txt already" in capsys.readouterr().err
+    assert "mprun: run.dir=run already contains notes.txt" in capsys.readouterr().err
     assert [p.name for p in Path("run").iterdir()] == ["notes.txt"]
 
 

@@ -244,7 +244,7 @@ def test_a_folder_that_holds_something_is_left_as_it_is(
     Path("run").mkdir()
     Path("run/notes.txt").write_text("mine", encoding="utf-8")
     assert main(["trace", *LINEAR, "run.dir=run"]) == 2
-    assert "mprun: run.dir=run holds notes.txt already" in capsys.readouterr().err
+    assert "mprun: run.dir=run already contains notes.txt" in capsys.readouterr().err
     assert made() == ["run", "run/notes.txt"]
     assert Path("run/notes.txt").read_text(encoding="utf-8") == "mine"
 

@@ -48,7 +48,7 @@ def test_a_quiet_machine_that_is_fast_has_nothing_to_tell(where: Machine) -> Non
 
 # ---- 16 bits slower than float32, and why --------------------------------------------------------
 
-LOOPS = "so PyTorch computes it in loops of its own"
+LOOPS = "so PyTorch computes it in its own loops"
 CONVERTS = "so oneDNN converts it to float32 and back"
 
 
@@ -67,12 +67,12 @@ CONVERTS = "so oneDNN converts it to float32 and back"
             {"float16": (1.0, 1.0, 0.05)},
             "oneDNN has no fast float16 kernel for the backward pass of convolutions",
         ),
-        (WITH_AMX, {"bfloat16": SLOW}, "why is not known"),
+        (WITH_AMX, {"bfloat16": SLOW}, "the reason is not known"),
         (M1, {"bfloat16": SLOW}, f"this CPU has no BF16, {CONVERTS}"),
-        (M2, {"bfloat16": SLOW}, "why is not known"),
-        (machine(architecture="riscv64"), {"bfloat16": SLOW}, "why is not known"),
+        (M2, {"bfloat16": SLOW}, "the reason is not known"),
+        (machine(architecture="riscv64"), {"bfloat16": SLOW}, "the reason is not known"),
         (T4, {"bfloat16": SLOW}, "compute capability 7.5 has no tensor cores for bfloat16"),
-        (H100, {"bfloat16": SLOW}, "why is not known"),
+        (H100, {"bfloat16": SLOW}, "the reason is not known"),
     ],
     ids=str,
 )
@@ -89,7 +89,7 @@ def test_instructions_that_are_not_known_are_no_reason() -> None:
     where = machine("AVX2")
     where.instructions["AMX-BF16"] = None
     (warning,) = told(where, {"bfloat16": SLOW})
-    assert warning.endswith("why is not known")
+    assert warning.endswith("the reason is not known")
 
 
 def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
@@ -97,7 +97,7 @@ def test_a_gpu_of_another_maker_is_not_judged_by_nvidia_s_table() -> None:
     assert where.cuda
     where.cuda.tensor_cores = None
     (warning,) = told(where, {"bfloat16": SLOW})
-    assert warning.endswith("why is not known")
+    assert warning.endswith("the reason is not known")
 
 
 def test_the_ops_that_are_slower_are_named_with_their_factors_and_no_others() -> None:
@@ -131,7 +131,7 @@ def test_a_limit_is_no_reason_where_one_of_two_sets_is_left() -> None:
     limit = limited("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     where = machine("AVX2", "AVX512", "AVX512-BF16", "AVX512-FP16", "AMX-BF16", onednn=limit)
     slow, limit_told = told(where, {"bfloat16": SLOW})
-    assert slow.endswith("why is not known")
+    assert slow.endswith("the reason is not known")
     assert "keeps oneDNN from AVX512-FP16, AMX-BF16, which this CPU has" in limit_told
 
 
@@ -141,9 +141,9 @@ def test_a_limit_is_no_reason_where_one_of_two_sets_is_left() -> None:
 @pytest.mark.parametrize(
     ("where", "value", "expected"),
     [
-        (WITH_BF16, "AVX512_CORE_BF16", "keeps oneDNN from nothing this CPU has"),
-        (WITH_BF16, "DEFAULT", "keeps oneDNN from nothing this CPU has"),
-        (WITH_BF16, "AVX3", "oneDNN knows no such value and ignores it"),
+        (WITH_BF16, "AVX512_CORE_BF16", "forbids oneDNN nothing that this CPU has"),
+        (WITH_BF16, "DEFAULT", "forbids oneDNN nothing that this CPU has"),
+        (WITH_BF16, "AVX3", "oneDNN does not know this value and ignores it"),
         (M2, "AVX2", "has no effect on aarch64"),
     ],
     ids=str,
@@ -160,7 +160,7 @@ def test_a_limit_on_a_cpu_not_known_is_said_to_be_that() -> None:
     where.instructions["AVX512"] = None
     (note,) = told(where)
     assert note.startswith("note instructions:")
-    assert "not fully known" in note
+    assert "not all known" in note
 
 
 def test_higher_limits_allow_more() -> None:
@@ -208,7 +208,7 @@ def test_cpu_limits_are_not_told_of_a_gpu() -> None:
     ("changes", "expected"),
     [
         ({"threads": 9}, "warning threads: 9 threads on 8 cores"),
-        ({"threads": 8, "cpu_quota": 1.5}, "warning threads: 8 threads, and the container may use"),
+        ({"threads": 8, "cpu_quota": 1.5}, "warning threads: 8 threads, but the container may use"),
         ({"threads": 1, "cpu_quota": 0.5}, None),  # there is no less than one
         ({"threads": 4, "cpu_quota": 4.0}, None),
         ({"threads": 4}, None),  # a thread per core, where the system counts two
@@ -259,9 +259,9 @@ def test_rates_that_vary_are_noted_by_the_worst() -> None:
 @pytest.mark.parametrize(
     ("why", "expected"),
     [
-        ("cpu asked for", "note gpu: there is a GPU, and device=cpu was asked for"),
-        ("no cuda in torch", "warning gpu: there is an NVIDIA driver, and this PyTorch is built"),
-        ("not usable", "warning gpu: there is an NVIDIA driver, and PyTorch finds no GPU"),
+        ("cpu asked for", "note gpu: there is a GPU, but device=cpu was set"),
+        ("no cuda in torch", "warning gpu: there is an NVIDIA driver, but this PyTorch is built"),
+        ("not usable", "warning gpu: there is an NVIDIA driver, but PyTorch finds no GPU"),
     ],
 )
 def test_a_gpu_that_is_not_examined_is_told_of(why: str, expected: str) -> None:

@@ -91,6 +91,6 @@ def slow_by_loops(found: Examination, recorded: bool) -> None:
     assert recorded is False
     (why,) = about(found, "bfloat16")
     assert why.startswith("bfloat16 is slower than float32 here (matmul 0.")
-    assert "so PyTorch computes it in loops of its own" in why
+    assert "so PyTorch computes it in its own loops" in why
     verdict = {c.format: c.verdict for c in found.conclusions}["bfloat16"]
     assert verdict in ("not for speed", "not known")  # a busy machine may leave convolutions open

@@ -100,7 +100,7 @@ def test_conclusions_are_sentences_with_the_numbers() -> None:
         "bfloat16 (bf16_mixed, bf16_true): matmul 4.2x, convolution 1.6x, convolution backward "
         "1.7x as fast as float32: worth trying",
         "float16 (fp16_mixed): matmul, convolution, convolution backward computed in float32 "
-        "(speed=auto): for what they do to accuracy and memory, not for speed",
+        "(speed=auto): for their effect on accuracy and memory, not for speed",
         "tf32: emulated here: for accuracy, not for speed",
         "half_sr_full: emulated here: for accuracy, not for speed",
     ]

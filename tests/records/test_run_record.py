@@ -129,7 +129,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_is_kept(folder: RunFo
     with pytest.raises(UsageError, match=r"run\.dir=.*another mprun is running there"):
         RunFolder(folder.path)
     folder.close()
-    with pytest.raises(UsageError, match=r"run\.dir=.* holds a run already"):
+    with pytest.raises(UsageError, match=r"run\.dir=.* already contains a run"):
         RunFolder(folder.path)
     assert record.read_lines(folder.path) == [{"step": 1}]
 

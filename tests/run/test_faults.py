@@ -156,7 +156,7 @@ def test_a_folder_another_run_is_in(stderr: Stderr) -> None:
         assert "another mprun is running there" in stderr()
     other.close()
     assert main(RUN) == 2  # and one that is done is no place for another either
-    assert "holds a run already" in stderr()
+    assert "already contains a run" in stderr()
     assert before == {p: p.read_bytes() for p in files}
 
 

@@ -294,7 +294,7 @@ def test_a_yaml_mapping_has_a_list_for_each_kind() -> None:
 
 
 def test_a_yaml_mapping_without_the_list_asked_for_is_said() -> None:
-    with pytest.raises(ValueError, match="there is no 'promote' in it; legal: a list of names, or"):
+    with pytest.raises(ValueError, match="it has no 'promote'; legal: a list of names, or"):
         names("lower: [relu]\nfp32: [log]\n", "ops.yaml", "promote")
 
 
