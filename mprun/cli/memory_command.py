@@ -76,14 +76,14 @@ def _header(record: MemoryRecord) -> str:
 
 
 def _notes(record: MemoryRecord) -> Iterator[str]:
-    from mprun.report.memory_tables import percent
+    from mprun.report.memory_tables import change_text
 
     published = record.published
     if published is not None:
         yield (
             f"published for {published.precision} against {published.against} at batch "
-            f"{published.batch_size}: {percent(published.ratio)} ({published.source}); "
-            f"here {percent(published.ratio_here)}"
+            f"{published.batch_size}: {change_text(published.ratio)} ({published.source}); "
+            f"here {change_text(published.ratio_here)}"
         )
     for mode in record.modes:
         if mode.fits is not None and not mode.fits.grows:

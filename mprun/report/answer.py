@@ -3,7 +3,7 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-says that the speed is open. Peak memory is counted, not sampled, so it has no interval.
+says that the speed is open. Peak memory is computed, not sampled, so it has no interval.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VariantSentence(NamedTuple):
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in one or two sentences: the fastest variant that keeps the metric, the smallest.
+    """The answer in one or two sentences: the fastest variant that keeps the metric, and the smallest.
 
     If a study advises a mode, the advice is the answer, so that a page has one answer.
     """
@@ -52,13 +52,13 @@ def headline(comparison: Comparison) -> list[str]:
     sentences = []
     if faster:
         best = max(faster, key=_throughput)
-        clauses = (_kept(comparison, best), _speed_clause(best, name))
+        clauses = (_effect(comparison, best), _speed_clause(best, name))
         sentences.append(_sentence(best, *clauses, _memory_clause(best)))
         smaller = [v for v in smaller if _memory(v) < min(_memory(best), 1) - SAME_MEMORY]
     if smaller:
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
-        sentences.append(_sentence(least, _kept(comparison, least), _memory_clause(least), speed))
+        sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
     return sentences or [
         f"No variant was shown to keep the {comparison.metric} of {name} and to be faster or "
         "smaller."
@@ -71,7 +71,7 @@ def _sentence(variant: Variant, *clauses: str) -> str:
     return f"{plain(variant.label)} {', '.join(first)}{' and ' if first else ''}{last}."
 
 
-def findings(comparison: Comparison) -> list[VariantSentence]:
+def variant_sentences(comparison: Comparison) -> list[VariantSentence]:
     """A sentence for each variant but the baseline, in the table's order."""
     return [
         VariantSentence(plain(variant.label), _in_full(comparison, variant))
@@ -93,7 +93,7 @@ def _in_full(comparison: Comparison, variant: Variant) -> str:
 VERBS = {"equivalent": "keeps", "better": "improves", "worse": "worsens"}
 
 
-def _kept(comparison: Comparison, variant: Variant) -> str:
+def _effect(comparison: Comparison, variant: Variant) -> str:
     return f"{VERBS[variant.verdict.word]} the {comparison.metric}"
 
 
@@ -107,7 +107,7 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
         text = f"not settled whether it keeps the {comparison.metric}"
         text += "" if more is None else f" ({_would_settle(more)})"
     else:
-        text = _kept(comparison, variant)
+        text = _effect(comparison, variant)
     if difference is None:
         return text
     interval, level = deciding(variant)
@@ -118,7 +118,7 @@ def _metric_clause(comparison: Comparison, variant: Variant) -> str:
 
 
 def _lost_metric(comparison: Comparison, variant: Variant) -> bool:
-    """Whether the metric itself made a variant worse, not failed runs."""
+    """Whether a variant is worse by its metric, not because of failed runs."""
     difference = variant.difference
     return (
         not variant.failed
@@ -195,7 +195,7 @@ def advice_lines(comparison: Comparison) -> list[str]:
 
 
 def terms(comparison: Comparison) -> list[str]:
-    """What is compared, and on what hardware."""
+    """Baseline, margin, data, hardware and code."""
     margin = difference_text(comparison, comparison.margin, signed=False)
     return [
         f"baseline {plain(comparison.baseline)}; differences of "

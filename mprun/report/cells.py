@@ -2,7 +2,7 @@
 
 Accuracies are in per cent, their differences in points. Losses have no unit, their differences are
 in per cent of the baseline's loss. Times are in milliseconds, memory is in one binary unit for the
-whole table. Files for programs hold the plain numbers (`exports.py`).
+whole table. Files for programs contain the plain numbers (`exports.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mprun.compare.time_ratios import SAME
 from mprun.errors import printable
 
 NONE = "-"
-"""Where there is no figure."""
+"""A cell without a figure."""
 
 MEASURED = "as measured"
-"""Where a ratio has no interval."""
+"""In place of a ratio's interval."""
 
 RATIO_FORMS = tuple(f"{{:.{digits}f}}" for digits in range(2, 16))
 DIFFERENCE_FORMS = (
@@ -40,7 +40,7 @@ def plain(text: str, longest: int | None = None) -> str:
 
 
 def is_emulated(variant: Variant) -> bool:
-    """Whether its times and memory are those of an emulation, which are not comparable."""
+    """Whether its times and memory come from an emulation; they are not comparable then."""
     return variant.execution != "native"
 
 
@@ -132,7 +132,7 @@ def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
     unit, form = _difference_scale(comparison), _difference_form(comparison)
     pairs = "" if difference.n == len(variant.runs) else f" n={difference.n}"
     interval, level = deciding(variant)
-    # The level has no blank: a narrow table breaks lines at blanks.
+    # The level has no blank, because a narrow table breaks lines at blanks.
     at = f"({level.replace(' ', '')})"
     around = "" if interval is None else f"{difference_span(comparison, interval)} {at}"
     return form.format(difference.value * unit), around + pairs

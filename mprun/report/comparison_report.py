@@ -37,20 +37,20 @@ class ColumnWidths(NamedTuple):
     """No line is broken."""
     halves: int
     """Intervals are broken behind "to"."""
-    words: int
+    blanks: int
     """Lines are broken at every blank."""
 
 
-LEVELS = (("halves", 16), ("words", 10))
-"""Columns of figures are broken so while the labels have less than this width."""
+LEVELS = (("halves", 16), ("blanks", 10))
+"""How columns of figures are broken while the labels have less than this width."""
 
 
 class FigureTable(Table):
-    """A table that breaks lines between figures, never inside one while there is room.
+    """A table that breaks lines between figures, and inside one only if there is no room.
 
-    In a narrow window rich shrinks all columns alike, which breaks figures. Here one column of
-    figures after another is broken, the one that gains most first, and only at certain places. The
-    labels and the verdicts share the rest.
+    In a narrow window rich shrinks all columns alike, which breaks figures. Here the columns of
+    figures are broken one after another, the one that gains most first, and only at certain places.
+    The labels and the verdicts share the rest.
     """
 
     column_widths: tuple[ColumnWidths, ...] = ()
@@ -59,7 +59,7 @@ class FigureTable(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         labels, *figures, verdicts = self.column_widths
         gaps = 2 * len(figures) + 3  # some versions of rich add one at the end
-        room = options.max_width - gaps - verdicts.words
+        room = options.max_width - gaps - verdicts.blanks
         widths = [column.lines for column in figures]
         for level, least in LEVELS:
             broken: list[int] = [getattr(column, level) for column in figures]
@@ -68,7 +68,7 @@ class FigureTable(Table):
                     widths[i] = broken[i]
         spare = room - sum(widths)
         label = max(1, min(labels.lines, spare))
-        verdict = min(verdicts.lines, verdicts.words + max(0, spare - label))
+        verdict = min(verdicts.lines, verdicts.blanks + max(0, spare - label))
         for column, width in zip(self.columns, (label, *widths, verdict), strict=True):
             column.width = width
         yield from super().__rich_console__(console, options)
@@ -101,9 +101,9 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def _column_widths(column: Iterable[tuple[str, str]]) -> ColumnWidths:
     lines = [line for cell in column for line in cell]
-    words = max((cell_len(word) for line in lines for word in line.split()), default=1)
+    longest = max((cell_len(word) for line in lines for word in line.split()), default=1)
     halves = [cell_len(f"{line.partition(' to ')[0]} to") for line in lines if " to " in line]
-    return ColumnWidths(max(map(cell_len, lines)), max([words, *halves]), words)
+    return ColumnWidths(max(map(cell_len, lines)), max([longest, *halves]), longest)
 
 
 def _cell(figure: tuple[str, str]) -> Text:
@@ -148,8 +148,8 @@ def _skipped(comparison: Comparison) -> list[str]:
 def write_report(comparison: Comparison, folder: Path) -> list[Path]:
     """Write report.html, comparison.md, .csv and .json, and the plots as PNGs.
 
-    Each file is replaced whole. A plot of an earlier report in the folder is removed if this
-    comparison has no such plot, so that it is not mistaken for one of this report.
+    Each file is replaced as a whole. Plots of an earlier report that this comparison does not have
+    are removed, so that they are not mistaken for plots of this report.
 
     Returns:
         The paths written, report.html first.

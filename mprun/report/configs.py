@@ -1,6 +1,6 @@
-"""The configurations of a comparison: the baseline's in full, of the others what differs from it.
+"""The configurations of a comparison: the baseline's in full, for the others the differences.
 
-They may come from other people's folders: a configuration that is nested deeper, or has more
+They may come from other people's folders. A configuration that is nested more deeply, or has more
 fields, than any of mprun's is reported as unreadable.
 """
 

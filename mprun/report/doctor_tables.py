@@ -19,6 +19,7 @@ from mprun.records.doctor_record import (
     Ratio,
     Spread,
 )
+from mprun.report.tables import SHORT_DTYPES
 
 OP_NAMES: dict[OpName, str] = {
     "matmul": "matmul",
@@ -28,12 +29,6 @@ OP_NAMES: dict[OpName, str] = {
 
 TERA = 10_000
 """From this many GFLOP/s, rates are shown in TFLOP/s."""
-SHORT: dict[Format, str] = {
-    "float32": "fp32",
-    "tf32": "tf32",
-    "bfloat16": "bf16",
-    "float16": "fp16",
-}
 
 
 def renderables(examination: Examination) -> Iterator[Table | str]:
@@ -51,7 +46,7 @@ def renderables(examination: Examination) -> Iterator[Table | str]:
 
 def machine_table(examination: Examination) -> Table:
     """A row for each property of the machine."""
-    table = framed_table("machine", "what", "result")
+    table = framed_table("machine", "property", "value")
     machine, copy = examination.machine, examination.copy
     hardware = machine.hardware
     rows = {
@@ -70,8 +65,8 @@ def machine_table(examination: Examination) -> Table:
         "versions": _versions(examination),
         "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
     }
-    for what, text in rows.items():
-        table.add_row(what, text)
+    for row in rows.items():
+        table.add_row(*row)
     return table
 
 
@@ -97,7 +92,7 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
         base = rate.format == "float32"
         table.add_row(
             "" if name == previous else name,
-            SHORT[rate.format],
+            SHORT_DTYPES.get(rate.format, rate.format),
             _spread(rate.gflops, 1000 if is_tera else 1),
             "1" if base else _ratio(rate.speedup),
             str(rate.gflops.n),

@@ -1,6 +1,6 @@
-"""A comparison as files for other programs: Markdown to paste, CSV and JSON to compute with.
+"""A comparison as files: Markdown to paste, CSV and JSON for programs.
 
-CSV and JSON hold the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
+CSV and JSON contain the plain numbers at full precision: fractions, ratios, milliseconds, bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ MEMORY = ("peak", *MEMORY_CATEGORIES, "data", "allocator_peak")
 
 
 def markdown(comparison: Comparison) -> str:
-    """The answer, the table and what belongs to it."""
+    """The answer, the table, verdicts, notes and skipped folders."""
     rows = [cells.headings(comparison), *cells.rows(comparison)]
     table = [f"| {' | '.join(_flat(cell) for cell in row)} |" for row in rows]
     columns = len(rows[0])
     table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
         "Advice": [_md(line) for line in answer.advice_lines(comparison)],
-        "Verdicts": [f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.findings(comparison)],
+        "Verdicts": [
+            f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.variant_sentences(comparison)
+        ],
         "Terms": [_md(line) for line in answer.terms(comparison)],
         "Notes": [_md(cells.plain(note)) for note in comparison.notes],
         "Published figures, used in no verdict": [
@@ -121,9 +123,9 @@ def _interval(name: str, interval: Interval | None) -> dict[str, Any]:
 
 
 def json_text(comparison: Comparison) -> str:
-    """Everything, the runs' summaries included, under the names of `mprun.compare.comparison`.
+    """Everything, with the runs' summaries, under the names of `mprun.compare.comparison`.
 
-    Published figures stand beside it as `published`.
+    Published figures are added as `published`.
     """
     content = {
         "schema_version": SCHEMA_VERSION,

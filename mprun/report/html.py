@@ -1,7 +1,7 @@
 """The report as one self-contained HTML page: no script, no font, no image file.
 
 A record may come from someone else, so jinja2 escapes everything in it. Only the style sheet of
-this package and the drawings, whose text is escaped already, are inserted as they are.
+this package and the drawings, whose text is already escaped, are inserted without escaping.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FOLDER = "mprun.report"
 
 
 class VariantView(NamedTuple):
-    """A variant as the page shows it."""
+    """The parts of a variant on the page."""
 
     label: str
     key: Markup
@@ -44,7 +44,7 @@ def page(comparison: Comparison, plots: list[Plot]) -> str:
     """The whole page.
 
     Args:
-        comparison: what to show.
+        comparison: the comparison.
         plots: its plots in order, from `mprun.report.plots.draw`.
     """
     environment = jinja2.Environment(
@@ -96,7 +96,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
 
 
 def _variants(comparison: Comparison) -> list[VariantView]:
-    sentences = ["", *(f.sentence for f in answer.findings(comparison))]
+    sentences = ["", *(f.sentence for f in answer.variant_sentences(comparison))]
     rows = cells.rows(comparison)
     return [
         VariantView(
@@ -145,7 +145,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
 
 
 def _versions(comparison: Comparison) -> list[tuple[str, str]]:
-    """Each package's version; all of them if runs differ."""
+    """Each package's version, or versions if runs differ."""
     versions_of: dict[str, dict[str, None]] = {}
     for variant in comparison.variants:
         for run in variant.runs:

@@ -18,7 +18,7 @@ NAMES = {
     "activations": ("activations", "activ."),
     "temporary": ("temporary", "temp."),
 }
-"""A category's name where people read it, and in narrow columns."""
+"""A category's name, and its short form for narrow columns."""
 
 MODULES = 20
 """The most modules shown; the rest are summed in one row."""
@@ -37,7 +37,7 @@ def amount(size: int) -> str:
     return f"{size / UNITS[unit]:,.1f}".removesuffix(".0") + f" {unit}"
 
 
-def percent(ratio: float) -> str:
+def change_text(ratio: float) -> str:
     """A ratio as a change: `-28 %`, or `x12` from tenfold on."""
     change = round((ratio - 1) * 100)
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
@@ -95,7 +95,7 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Tabl
         cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
         if mode is not first:
             same = before.get(path)
-            cells.append(percent(row["total"] / same["total"]) if same else "")
+            cells.append(change_text(row["total"] / same["total"]) if same else "")
         table.add_row(path or "(root)", *cells)
     return table
 
@@ -127,7 +127,7 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
         if size is None:
             yield "-"
         else:
-            change = f" ({percent(size / first)})" if n and first and size != first else ""
+            change = f" ({change_text(size / first)})" if n and first and size != first else ""
             yield f"{_number(size, unit)}{change}"
 
 

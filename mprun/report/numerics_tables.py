@@ -21,7 +21,7 @@ RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 
 
 def rows_table(result: NumericsResult, top: int) -> Table:
-    """The rows that float16 changes most, those of another verdict than "either" first.
+    """The rows that float16 changes most; those with a verdict other than "either" come first.
 
     Args:
         result: what was measured.
@@ -30,7 +30,7 @@ def rows_table(result: NumericsResult, top: int) -> Table:
     judged = [row for row in result.rows if row.verdict is not None]
     rows = sorted(judged, key=lambda row: (row.verdict == "either", _fp16_db(row)))
     scale = result.loss_scale.in_use
-    values = "as they are" if scale is None else f"gradients times the loss scale {number(scale)}"
+    values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
     table = new_table(
         f"effect of the formats on the numbers: {min(top, len(rows))} of {len(rows)} rows, the "
         f"worst first (shares: float16, {values})",
@@ -41,16 +41,16 @@ def rows_table(result: NumericsResult, top: int) -> Table:
         text_column("verdict", min_width=6),
     )
     for row in rows[:top]:
-        seen, in_run = row.histogram, row.fp16
+        counts, in_run = row.histogram, row.fp16
         if row.loss_scaled is not None and row.loss_scaled.fp16 is not None:
             in_run = row.loss_scaled.fp16
-        total = sum(seen.exponents.values()) + seen.zero + seen.infinite + seen.nan
-        shares = (seen.zero / total, in_run.below_normal, in_run.becoming_zero)
+        total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
+        shares = (counts.zero / total, in_run.below_normal, in_run.becoming_zero)
         low = (row.sqnr_db.get(name, float("inf")) for name in ("bf16", "e4m3_scaled"))
         table.add_row(
             KINDS[row.kind],
             row.name,
-            *(percent(share) for share in (*shares, in_run.above_largest)),
+            *(share_text(share) for share in (*shares, in_run.above_largest)),
             *(f"{db:.0f}" for db in (_fp16_db(row), *low)),
             row.verdict,
         )
@@ -75,14 +75,14 @@ def scales_table(result: NumericsResult) -> Table:
         text_column("why"),
     )
     for verdict in result.loss_scale.verdicts:
-        shares = (percent(verdict.becoming_zero), percent(verdict.losing_bits))
+        shares = (share_text(verdict.becoming_zero), share_text(verdict.losing_bits))
         scale = number(verdict.scale)
         table.add_row(verdict.label, scale, verdict.word, *shares, verdict.reason)
     return table
 
 
 def lost_table(result: NumericsResult, top: int) -> Table:
-    """Updates lost if weights were stored in 16 bits: of all weights, and of the worst ones."""
+    """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
     lost = result.lost_updates
     table = new_table(
         "share of updates that would be lost with weights in 16 bits, by rounding",
@@ -97,7 +97,7 @@ def lost_table(result: NumericsResult, top: int) -> Table:
     worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
     for name, row in [("all weights", lost.all), *worst[:top]]:
         shares = [shares[rule] for shares in (row.fp16, row.bf16) for rule in RULES]
-        table.add_row(name, *(percent(share) for share in (*shares, row.really)))
+        table.add_row(name, *(share_text(share) for share in (*shares, row.really)))
     return table
 
 
@@ -135,15 +135,15 @@ def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Refere
     lines = []
     if undetermined:
         lines.append(
-            f"not judged: {_listed(undetermined)}: zero but for rounding (the float32 gradient is "
-            f"more than a tenth off {reference.name}'s)"
+            f"not judged: {_listed(undetermined)}: only rounding errors (the float32 gradient "
+            f"differs from {reference.name}'s by more than a tenth)"
         )
     if zero:
         lines.append(f"not judged: {_listed(zero)}: the gradient is exactly zero in float32")
     if reference.reason:
         lines.append(
             f"note: this model was not computed in float64 ({reference.reason}); gradients that "
-            f"are zero but for rounding were searched for with {reference.name}"
+            f"are only rounding errors were detected with {reference.name}"
         )
     return lines
 
@@ -161,7 +161,7 @@ def _listed(names: Sequence[str], shown: int = 5) -> str:
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def percent(share: float | None) -> str:
+def share_text(share: float | None) -> str:
     """A share in percent; `-` for None, `0` for zero, and never `0` for more than zero."""
     if share is None:
         return "-"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mprun.records.search_ops_record import Fp32Selection, OpSearch, SensitivityRow
-from mprun.report.search_ops_tables import SHORT, deviation_text
+from mprun.report.search_ops_tables import deviation_text
+from mprun.report.tables import SHORT_DTYPES
 
 OPS, ALL_LOWER, LAYERS = "ops.yaml", "ops_all_lower.yaml", "layers.yaml"
 
@@ -39,19 +40,21 @@ def _head(search: OpSearch, config: str, selection: Fp32Selection) -> Iterator[s
         f"({on.split})."
     )
     gradients = tolerance.gradient_db
-    also = "" if gradients is None else f", every gradient's SQNR at least {gradients:.3g} dB"
-    yield f"# Tolerated: a loss {tolerance.loss:.2%} off{also}."
+    gradient_text = (
+        "" if gradients is None else f", every gradient's SQNR at least {gradients:.3g} dB"
+    )
+    yield f"# Tolerance: a loss {tolerance.loss:.2%} off{gradient_text}."
     yield f"# Weights of {low}'s precision alone: {deviation_text(search.unavoidable.measure)}."
     yield f"# Everything in {low}: {deviation_text(search.everything_lower.measure)}."
     yield f"# As listed here: {deviation_text(selection.measure)}."
     if not selection.is_within:
-        yield "# THIS IS MORE THAN IS TOLERATED: no list keeps to it."
+        yield "# THIS EXCEEDS THE TOLERANCE: no list meets it."
 
 
 def _lists(search: OpSearch, fp32: Sequence[str]) -> Iterator[str]:
     rows = {row.name: row for row in search.ops}
     always = search.always
-    yield "fp32:" + ("" if fp32 or always else " []  # no op has to be")
+    yield "fp32:" + ("" if fp32 or always else " []  # no op needs it")
     yield from (f"  - {name}  # {_reason(search, rows[name])}" for name in fp32)
     yield from (f"  - {name}  # search_ops.always" for name in always)
     lower = [name for name in search.lower if name not in (*fp32, *always)]
@@ -67,6 +70,6 @@ def _layers(search: OpSearch, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _reason(search: OpSearch, row: SensitivityRow) -> str:
-    """The effect of the op or module alone, beside what is tolerated."""
+    """The effect of the op or module alone, and whether it exceeds the tolerance."""
     harm = "" if row.harm_alone <= 1 else "harmful "
-    return f"{harm}alone in {SHORT[search.dtype]}: {deviation_text(row.alone)}"
+    return f"{harm}alone in {SHORT_DTYPES[search.dtype]}: {deviation_text(row.alone)}"

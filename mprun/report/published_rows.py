@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import fmean
 from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.compare.formatting import counted
 from mprun.records.published_figures import Figure, figures
-from mprun.records.run_record import Epoch, Summary, number
+from mprun.records.run_record import Number, Scores, Summary, number
 from mprun.report import cells
 
 HEADINGS = ("figure", "published", "on", "source", "measured here")
@@ -18,14 +18,14 @@ NOT_JUDGED = "published, used in no verdict"
 
 
 class PublishedRow(NamedTuple):
-    """A published figure as it is shown."""
+    """A row of the table of published figures."""
 
     what: str
     published: str
     hardware: str
     source: str
     here: str
-    """The measured figure of each variant in that mode; `-` where there is none."""
+    """The measured figure of each variant in that mode; `-` without one."""
 
 
 def rows(comparison: Comparison) -> list[PublishedRow]:
@@ -37,7 +37,7 @@ def rows(comparison: Comparison) -> list[PublishedRow]:
 
 
 def lines(comparison: Comparison) -> list[str]:
-    """A line for each kind of figure that is measured here too, without those of single epochs."""
+    """A line for each kind of figure that is also measured here, without single epochs."""
     groups: dict[str, list[Figure]] = {}
     for figure in _all(comparison):
         if figure.kind != "other" and figure.epoch is None:
@@ -87,9 +87,9 @@ def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
 def _measured(
     comparison: Comparison, variant: Variant, summaries: list[Summary], figure: Figure
 ) -> str:
-    """The figure of a variant, with its interval where the comparison has one, or nothing."""
+    """The figure of a variant, with its interval if the comparison has one; else nothing."""
     if figure.kind in _SCORES:
-        values = [x for s in summaries if (x := _SCORES[figure.kind](s, figure)) is not None]
+        values = [x for s in summaries if (x := _score(s, figure)) is not None]
         finite = [x for x in values if math.isfinite(x)]
         return f"{fmean(finite):.4f}" if finite else ""
     if figure.kind == "time_per_sample":
@@ -133,27 +133,15 @@ def _mark(variant: Variant) -> str:
     return f" {cells.plain(variant.substituted)}" if variant.substituted else ""
 
 
-def _epoch(summary: Summary, figure: Figure) -> Epoch | None:
-    return next((e for e in summary.history if e.epoch == figure.epoch), None)
+_SCORES = ("train_accuracy", "validation_accuracy", "test_accuracy", "test_loss")
 
 
-def _train(summary: Summary, figure: Figure) -> float | None:
-    epoch = _epoch(summary, figure)
-    return None if epoch is None else _number(epoch.train.accuracy)
-
-
-def _validation(summary: Summary, figure: Figure) -> float | None:
-    epoch = _epoch(summary, figure)
-    return None if epoch is None else _number(epoch.validation.accuracy)
-
-
-def _number(value: object) -> float | None:
-    return None if value is None else number(value)  # type: ignore[arg-type]
-
-
-_SCORES: dict[str, Callable[[Summary, Figure], float | None]] = {
-    "train_accuracy": _train,
-    "validation_accuracy": _validation,
-    "test_accuracy": lambda summary, _: _number(summary.test.accuracy),
-    "test_loss": lambda summary, _: _number(summary.test.loss),
-}
+def _score(summary: Summary, figure: Figure) -> float | None:
+    """The measured accuracy or loss of a run; None if the run has none, or not that epoch."""
+    split, _, name = figure.kind.partition("_")
+    scores: Scores | None = summary.test
+    if split != "test":
+        epoch = next((e for e in summary.history if e.epoch == figure.epoch), None)
+        scores = getattr(epoch, split, None)
+    value: Number | None = getattr(scores, name, None)
+    return None if value is None else number(value)

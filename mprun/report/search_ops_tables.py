@@ -10,10 +10,9 @@ from rich.table import Table
 from mprun.console import figure_column, new_table, text_column
 from mprun.records.deviation import Deviation
 from mprun.records.search_ops_record import OpSearch, Proof, SensitivityRow
+from mprun.report.tables import SHORT_DTYPES
 
 MOST_ROWS = 20
-
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def rows_table(search: OpSearch, what: str) -> Table:
@@ -25,7 +24,12 @@ def rows_table(search: OpSearch, what: str) -> Table:
     """
     rows: Sequence[SensitivityRow] = search.ops if what == "ops" else search.modules
     is_timed = any(row.time_ratio is not None for row in rows)
-    headings = (f"only it {SHORT[search.dtype]}: loss", "worst gradient", "", "all but it: loss")
+    headings = (
+        f"only it {SHORT_DTYPES[search.dtype]}: loss",
+        "worst gradient",
+        "",
+        "all but it: loss",
+    )
     table = new_table(
         f"{what}, one at a time",
         text_column(what.removesuffix("s")),

@@ -11,6 +11,8 @@ from mprun.compare.formatting import substitution_label
 from mprun.console import framed_table
 from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
 
+SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
 
 def header(summary: Summary) -> list[str]:
     """Lines about a run that starts: mode and dtypes, data, batch, device, backend."""
@@ -29,7 +31,7 @@ def header(summary: Summary) -> list[str]:
 
 
 def policy(row: PrecisionRow) -> str:
-    """A policy in a line; what is as in float32 training is left out."""
+    """A policy in a line, without the columns that are as in float32 training."""
     scope = {"update": "updates", "all": "every result"}[row.rounding_scope]
     unusual = {
         "tf32": row.tf32,
@@ -49,7 +51,7 @@ def policy(row: PrecisionRow) -> str:
 
 
 def data_text(summary: Summary) -> str:
-    """The data's name and source; generated data is never shown without the source."""
+    """The data's name and source, so that generated data is recognised."""
     return f"{summary.data.name} ({summary.data.source})"
 
 
@@ -63,7 +65,7 @@ def layers(rows: Iterable[tuple[str, str, str, str]]) -> Table:
 
 def result(summary: Summary) -> Table:
     """The final table of one run."""
-    table = framed_table(f"{summary.recipe} in {summary.variant}", "what", "figure")
+    table = framed_table(f"{summary.recipe} in {summary.variant}", "quantity", "value")
     step, wait_ms = summary.step_time_ms, summary.data_time_ms.median
     peak = summary.memory_bytes.peak
     rows = {
@@ -86,8 +88,8 @@ def result(summary: Summary) -> Table:
             if summary.fp_exceptions
             else "too few full-size steps to time: all were warm-up"
         )
-    for what, figure in rows.items():
-        table.add_row(what, figure)
+    for row in rows.items():
+        table.add_row(*row)
     return table
 
 
@@ -122,7 +124,7 @@ def _figure(value: Number | None, form: str, unit: str = "") -> str:
 
 
 def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> Table:
-    """A row for each run of a sweep; None for one that ended before it had a record."""
+    """A row for each run of a sweep; a run without a record has None."""
     columns = ("run", "recipe", "variant", "seed", "data", "step time", "result", "status")
     table = framed_table(f"sweep in {folder}", *columns)
     for name, summary in summaries.items():

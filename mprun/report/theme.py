@@ -6,8 +6,8 @@ ten colours allow, for normal sight and for red-, green- or blue-blindness (Mach
 Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
 its name stands beside it.
 
-Memory has two ramps: blue for what lives as long as the model (parameters, buffers, gradients,
-optimizer state), brown for what a step makes and frees (activations, temporary).
+Memory has two ramps: blue for tensors that live as long as the model (parameters, buffers,
+gradients, optimizer state), brown for those that a step makes and frees (activations, temporary).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Theme(NamedTuple):
-    """Colours by use; any notation that both CSS and matplotlib read."""
+    """Colours by role, in a notation that both CSS and matplotlib read."""
 
     paper: str
     ink: str
@@ -75,20 +75,14 @@ TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
 """Roles to the terminal's own colours."""
 
 FORMATS = {"bf16": 0, "fp16": 1}
-"""A format to its place among the colours of the series."""
+"""A format to its index among the colours of the series."""
 
 
 def named(name: Callable[[str], str]) -> Theme:
     """A theme whose colours are `name(role)` for the roles `ink`, ..., `series-1`, ..."""
+    colours = {role: name(role) for role in Theme._fields if role not in ("series", "memory")}
     return Theme(
-        paper=name("paper"),
-        ink=name("ink"),
-        muted=name("muted"),
-        line=name("line"),
-        wash=name("wash"),
-        good=name("good"),
-        bad=name("bad"),
-        open=name("open"),
+        **colours,
         series=tuple(name(f"series-{i + 1}") for i in range(len(LIGHT.series))),
         memory=tuple(name(f"memory-{i + 1}") for i in range(len(LIGHT.memory))),
     )

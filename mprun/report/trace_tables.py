@@ -12,8 +12,7 @@ from rich.table import Table
 
 from mprun.console import figure_column, framed_table, new_table, text_column
 from mprun.records.trace_record import PHASES, CastRecord, TraceRecord, TraceRow
-
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+from mprun.report.tables import SHORT_DTYPES
 
 
 def step_table(rows: Sequence[TraceRow]) -> Table:
@@ -58,7 +57,7 @@ def _merged(rows: Sequence[TraceRow]) -> Iterator[tuple[TraceRow, int]]:
 
 
 def _short(names: Sequence[str]) -> str:
-    return " ".join(SHORT.get(name, name) for name in names)
+    return " ".join(SHORT_DTYPES.get(name, name) for name in names)
 
 
 def _dtypes(row: TraceRow) -> str:
@@ -79,7 +78,7 @@ def _casts(casts: Sequence[CastRecord]) -> Iterator[str]:
 def totals(record: TraceRecord) -> Table:
     """The sums over the step's ops and casts."""
     total = record.totals
-    table = framed_table("totals", "what", "figure")
+    table = framed_table("totals", "quantity", "value")
     table.add_row("step, not traced", f"{record.step_time_ms:.3f} ms")
     table.add_row("ops and casts", f"{total.time_ms:.3f} ms")
     for dtype, (count, time_ms) in total.by_dtype.items():

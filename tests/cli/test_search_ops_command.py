@@ -328,7 +328,7 @@ def test_the_file_gives_its_reasons() -> None:
     lines = Path("found/ops.yaml").read_text(encoding="utf-8").splitlines()
     assert lines[0] == "# Written by mprun search-ops: recipe planted, precision fp16_mixed."
     assert "on 2 batches of 8 samples (validation)" in lines[1]
-    assert lines[2] == "# Tolerated: a loss 1.00% off, every gradient's SQNR at least 20 dB."
+    assert lines[2] == "# Tolerance: a loss 1.00% off, every gradient's SQNR at least 20 dB."
     assert lines[3].startswith("# Weights of float16's precision alone: loss ")
     assert lines[4] == "# Everything in float16: the loss is not finite."
     assert lines[5].startswith("# As listed here: loss ")

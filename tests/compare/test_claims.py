@@ -180,7 +180,9 @@ def check_speed_clause(clause: str, found: Variant) -> None:
 
 def check(found: Comparison) -> None:
     """Every sentence and cell of a comparison against what it shows."""
-    findings = zip(found.variants[1:], cells.rows(found)[1:], answer.findings(found), strict=True)
+    findings = zip(
+        found.variants[1:], cells.rows(found)[1:], answer.variant_sentences(found), strict=True
+    )
     for variant, row, finding in findings:
         clauses = split_clauses(finding.sentence)
         check_metric_clause(clauses[0], found, variant.verdict.word)
@@ -296,7 +298,9 @@ def check_many(studies: int, seed: int) -> Counter[str]:
         study = drawn(rng)
         found = simulated(study, rng)
         check(found)
-        for variant, finding in zip(found.variants[1:], answer.findings(found), strict=True):
+        for variant, finding in zip(
+            found.variants[1:], answer.variant_sentences(found), strict=True
+        ):
             match = SPEED.match(split_clauses(finding.sentence)[1])
             assert match is not None
             met[variant.verdict.word] += 1
@@ -404,7 +408,7 @@ def false_claims(study: Study, studies: int, *words: str) -> int:
     for _ in range(studies):
         found = simulated(study, rng)
         said = {v.verdict.word for v in found.variants[1:]}
-        said |= {speed_word(f.sentence) for f in answer.findings(found)}
+        said |= {speed_word(f.sentence) for f in answer.variant_sentences(found)}
         count += bool(said & set(words))
     return count
 
@@ -460,5 +464,5 @@ def test_a_collapse_is_unseen_as_often_as_the_note_says(n: int) -> None:
     assert low <= equivalent <= high
     found = simulated(Study(n, spread=0.02), np.random.default_rng(0))
     (note,) = [note for note in found.notes if "collapses on 1 seed in 10" in note]
-    assert f"{n} seeds do not see" in note
+    assert f"{n} seeds can miss" in note
     assert note.endswith(f"with probability {100 * 0.9**n:.0f} %")

@@ -170,8 +170,8 @@ def test_the_margin_is_the_users() -> None:
 @pytest.mark.parametrize(
     ("seeds", "reason"),
     [
-        ([0], "one seed in common with the baseline, which has no spread: two are needed"),
-        ([7], "no seed for which both have the metric"),
+        ([0], "one seed in common with the baseline: a spread needs two"),
+        ([7], "no seed with which both have the metric"),
     ],
 )
 def test_too_few_pairs(seeds: list[int], reason: str) -> None:
@@ -342,7 +342,7 @@ def test_a_run_done_again_replaces_the_first_and_is_told() -> None:
     ("runs", "skipped", "said"),
     [
         ([], [], "there is no completed run to compare: no run was named"),
-        ([], [Skipped(Path("a"), "is not a folder")], "to compare: a: is no folder"),
+        ([], [Skipped(Path("a"), "is not a folder")], "to compare: a: is not a folder"),
         ([run_of("fp32", 0, **BROKEN)], [], "fp32-0 failed: the loss became nan at step 7"),
         ([], [Skipped(Path(str(i)), "x") for i in range(9)], "0: x; 1: x; 2: x; and 6 more"),
     ],

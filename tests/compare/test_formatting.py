@@ -9,6 +9,7 @@ import pytest
 
 from mprun.compare.evaluate import compare
 from mprun.compare.formatting import OP_FAMILIES, substitution_label
+from mprun.config.settings import Objective
 from mprun.experiments.advise import advise
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.report import answer, cells, exports, tables
@@ -73,11 +74,13 @@ def study(ops: Sequence[str]) -> Any:
 def test_a_gain_is_claimed_of_native_float16_alone() -> None:
     """The same figures twice: the second time the matmuls were computed in float32."""
     own, fp32_fallback = study([]), study(["aten.addmm"])
-    assert advise(own, {}, "time").label == "fp16_true"
-    refused = advise(fp32_fallback, {}, "time")
+    assert advise(own, {}, Objective.time).label == "fp16_true"
+    refused = advise(fp32_fallback, {}, Objective.time)
     assert refused.label == "fp32"
     assert refused.rejected["fp16_true"].startswith("matmuls in fp32: 0.50 ")
-    assert advise(fp32_fallback, {}, "memory").label == "fp16_true"  # which is stored in 16 bits
+    assert (
+        advise(fp32_fallback, {}, Objective.memory).label == "fp16_true"
+    )  # which is stored in 16 bits
     (headline,) = answer.headline(own)
     assert "times as fast" in headline
     (headline,) = answer.headline(fp32_fallback)

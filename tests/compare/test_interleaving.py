@@ -92,7 +92,7 @@ def test_what_is_withheld_is_said_with_the_remedy() -> None:
     found = compared(runs)
     (note,) = [note for note in found.notes if "no verdict on the times of bf16_mixed" in note]
     assert "mprun -m with the seed listed first" in note
-    (finding,) = answer.findings(found)
+    (finding,) = answer.variant_sentences(found)
     assert "has no verdict on speed (measured 2.00x the samples per s; runs were not" in (
         finding.sentence
     )

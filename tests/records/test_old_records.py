@@ -25,12 +25,12 @@ def old_run(folder: Path) -> Summary:
 
 
 def test_every_field_of_an_old_summary_is_read_and_written_again(tmp_path: Path) -> None:
-    summary = old_run(tmp_path / "old")
+    summary = old_run(tmp_path / "runs/old")
     assert jsonable(asdict(summary)) == json.loads(OLD.read_text(encoding="utf-8"))
 
 
 def test_an_old_run_is_compared_beside_a_new_one(tmp_path: Path) -> None:
-    old = old_run(tmp_path / "old")
+    old = old_run(tmp_path / "runs/old")
     new = replace(
         old,
         precision="bf16_mixed",
@@ -40,10 +40,10 @@ def test_an_old_run_is_compared_beside_a_new_one(tmp_path: Path) -> None:
         step_time_ms=replace(old.step_time_ms, median=20.0, p10=18.0, p90=21.0),
         test=replace(old.test, accuracy=0.7539),
     )
-    folder = RunFolder(tmp_path / "new")
+    folder = RunFolder(tmp_path / "runs/new")
     folder.summary(new)
     folder.close()
-    runs, skipped = find_runs([tmp_path])
+    runs, skipped = find_runs([tmp_path / "runs"])
     assert len(runs) == 2
     assert not skipped
     comparison = compare(runs, margin=0.005, relative_margin=0.02)

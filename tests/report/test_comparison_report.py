@@ -251,7 +251,7 @@ def test_the_answer_never_rests_on_what_is_emulated_or_not_settled() -> None:
     assert answer.headline(found) == [
         "No variant was shown to keep the accuracy of fp32 and to be faster or smaller."
     ]
-    assert "its speed and memory are not judged" in answer.findings(found)[2].sentence
+    assert "its speed and memory are not judged" in answer.variant_sentences(found)[2].sentence
 
 
 def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
@@ -260,18 +260,18 @@ def test_a_slower_variant_and_one_of_one_seed_are_not_called_faster() -> None:
     assert answer.headline(slow)[0].startswith("No variant")
     assert (
         "trains 0.50 times as fast (ratio of samples per s, 95 % interval 0.40 to 0.60, n=3)"
-        in (answer.findings(slow)[0].sentence)
+        in (answer.variant_sentences(slow)[0].sentence)
     )
     one = changed(found, 1, throughput_ratio=Estimate(2.0, None, 1), memory_ratio=None)
     assert answer.headline(one)[0].startswith("No variant")
-    assert "one seed, so without an interval" in answer.findings(one)[0].sentence
+    assert "one seed, so without an interval" in answer.variant_sentences(one)[0].sentence
 
 
 def test_one_variant_has_no_verdict() -> None:
     assert answer.headline(comparison(1)) == [
         "There is nothing to compare fp32 with: all runs are of one variant."
     ]
-    assert answer.findings(comparison(1)) == []
+    assert answer.variant_sentences(comparison(1)) == []
 
 
 def test_a_variant_that_is_worse_because_runs_failed_says_so() -> None:
@@ -279,9 +279,9 @@ def test_a_variant_that_is_worse_because_runs_failed_says_so() -> None:
     found = changed(
         found, 2, failed=found.variants[2].runs[:1], verdict=Verdict("worse", "1 of 4 runs failed")
     )
-    assert "is worse: 1 of 4 runs failed" in answer.findings(found)[1].sentence
+    assert "is worse: 1 of 4 runs failed" in answer.variant_sentences(found)[1].sentence
     assert "worsens the accuracy: -0.21 points, 95 % interval -0.37 to -0.05" in (
-        answer.findings(found)[2].sentence
+        answer.variant_sentences(found)[2].sentence
     )
 
 

@@ -26,8 +26,8 @@ from mprun.report.memory_tables import (
     NAMES,
     amount,
     category_table,
+    change_text,
     module_table,
-    percent,
     unit_for,
 )
 from mprun.report.plots.memory_plots import SHADED, save_memory_plot, stretches, thinned
@@ -174,7 +174,7 @@ def test_of_many_modules_the_largest_are_shown_and_the_rest_summed() -> None:
     [(1.0, "0 %"), (0.72, "-28 %"), (1.999, "+100 %"), (0.0, "-100 %"), (12.4, "x12")],
 )
 def test_a_ratio_as_a_change(ratio: float, text: str) -> None:
-    assert percent(ratio) == text
+    assert change_text(ratio) == text
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ from mprun.report.numerics_tables import (
     RULES,
     lost_table,
     number,
-    percent,
     rows_table,
     scales_table,
     sentences,
+    share_text,
     unjudged,
 )
 from mprun.report.plots import numerics_plots
@@ -210,8 +210,8 @@ def test_sentences() -> None:
         "range or precision: either (because)",
         "decided by: the loss in float16, activation_gradients a",
         "rows with another verdict: activation_gradients a",
-        "not judged: noise: zero but for rounding (the float32 gradient is more than a tenth off "
-        "float64's)",
+        "not judged: noise: only rounding errors (the float32 gradient differs from float64's by "
+        "more than a tenth)",
         "not judged: off: the gradient is exactly zero in float32",
         "loss scale in float16: one is needed: a is lost",
         "recommended loss scale: 2^17 = 131,072: fits",
@@ -230,8 +230,8 @@ def test_sentences() -> None:
 def test_the_substitute_for_float64_is_named() -> None:
     (line,) = unjudged([], [], Reference("something else", "no kernel"))
     assert line == (
-        "note: this model was not computed in float64 (no kernel); gradients that are zero but for "
-        "rounding were searched for with something else"
+        "note: this model was not computed in float64 (no kernel); gradients that are only "
+        "rounding errors were detected with something else"
     )
 
 
@@ -240,7 +240,7 @@ def test_the_substitute_for_float64_is_named() -> None:
     [(None, "-"), (0, "0"), (1e-9, "<0.01%"), (1e-4, "0.01%"), (0.0525, "5.25%"), (1, "100.0%")],
 )
 def test_shares(share: float | None, text: str) -> None:
-    assert percent(share) == text
+    assert share_text(share) == text
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_files_are_read_as_they_are(tmp_path: Path) -> None:
 
 def test_a_list_that_is_not_enough_says_so() -> None:
     result = search(search={"ops": outcome("exp", is_within=False), "modules": None})
-    assert "# THIS IS MORE THAN IS TOLERATED" in texts(result)[OPS]
+    assert "# THIS EXCEEDS THE TOLERANCE" in texts(result)[OPS]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
-"""What all plots share: the style, and the way from a drawing to SVG and PNG.
+"""The style of all plots, and their conversion to SVG and PNG.
 
 The SVG of a page follows its light or dark scheme. It is drawn in placeholder colours, which are
-then replaced by CSS variables. Its text stays text, in the page's font. Ids are made unique to the
-drawing and style sheets are removed, so that nothing reaches out into the page. Dates and versions
+then replaced by CSS variables. Its text stays text, in the page's font. Ids are made unique and
+style sheets are removed, so that a drawing does not affect the rest of the page. Dates and versions
 are left out: the same runs give the same bytes.
 
-matplotlib is used through its objects, without pyplot and without a window. Its global settings and
-the user's matplotlibrc are set aside while a drawing is made, and put back afterwards.
+matplotlib is used through its objects, without pyplot and without a window. A drawing uses none of
+its global settings or the user's matplotlibrc, and does not change them.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Plot(NamedTuple):
     name: str
     title: str
     caption: str
-    """What the plot shows, with n and the meaning of bars and bands; or why there is no plot."""
+    """The plot's content, with n and the meaning of bars and bands; or why there is no plot."""
     notes: tuple[str, ...] = ()
-    """What is missing from it."""
+    """Data that is missing from it."""
     svg: str = ""
     """An element for a page; empty without a drawing."""
     png: bytes = b""
 
     def drawn(self, alt: str, draw: Callable[[Theme], Figure]) -> Plot:
-        """The plot with its drawing; `alt` says what it shows to those who cannot see it."""
+        """The plot with its drawing; `alt` describes it to those who cannot see it."""
         svg, png = render(f"plot-{self.name}", alt, draw)
         return self._replace(svg=svg, png=png)
 
@@ -88,7 +88,7 @@ def render(name: str, alt: str, draw: Callable[[Theme], Figure]) -> tuple[str, b
 
     Args:
         name: the drawing's, a prefix for its ids; unique on a page.
-        alt: what it shows.
+        alt: a description for those who cannot see it.
         draw: makes the figure in a theme's colours.
     """
     theme, variables = sentinels()
@@ -196,7 +196,7 @@ def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
 def _own(
     element: ElementTree.Element, name: str, used: set[str], variables: dict[str, str]
 ) -> None:
-    """Give an element ids and colours that belong to this drawing alone."""
+    """Give an element ids unique to this drawing, and colours of the page."""
     identifier = element.attrib.pop("id", None)
     if identifier in used:
         element.set("id", f"{name}-{identifier}")
@@ -234,7 +234,7 @@ def panels(
 
     Args:
         count: how many.
-        share_x: whether they have one scale across; they always have one upright.
+        share_x: whether they share the x axis; they always share the y axis.
         height_in: of a row; None for one that suits the number of columns.
     """
     columns = COLUMNS.get(count, 3)
@@ -324,7 +324,7 @@ def name_rows(axes: Axes, names: Sequence[str], first: int = 0) -> None:
 
 
 def key(index: int, is_hollow: bool) -> str:
-    """A variant's marker as a small SVG element, to stand beside its name."""
+    """A variant's marker as a small SVG element, for the space beside its name."""
     style = MarkerStyle(marker(index))
     outline = style.get_path().transformed(style.get_transform())
     points = [

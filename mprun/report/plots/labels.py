@@ -1,8 +1,8 @@
-"""Labels beside points so that nothing overlaps.
+"""Labels beside points, without overlap.
 
-Points of a comparison crowd together: that is what equivalent modes do. A label is tried near its
-point first, around the clock and then farther out, and takes the place that covers least; the one
-that no place suits goes wherever the drawing is free. A line leads back to the point from afar.
+Points of equivalent modes lie close together. For each label, places are tried around its point,
+first near and then farther out, and at last on a grid over the drawing. The label takes the place
+that covers least. A line connects a distant label with its point.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 DISTANCES = (7.0, 16.0, 28.0, 42.0, 60.0, 82.0, 110.0)
 ANGLES = (0, 180, 45, 315, 135, 225, 90, 270, 20, 340, 160, 200, 67, 113, 247, 293)
-"""In the order tried: to the right first, as one reads."""
+"""In the order tried: to the right first."""
 
 
 class Box(NamedTuple):
@@ -31,7 +31,7 @@ class Box(NamedTuple):
         return max(0.0, wide) * max(0.0, high)
 
     def inside(self, other: Box) -> bool:
-        """Whether it reaches out of `other` nowhere."""
+        """Whether it lies completely inside `other`."""
         return (
             self.x >= other.x
             and self.y >= other.y
@@ -41,7 +41,7 @@ class Box(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a label goes, and whether it is far enough off to need a line."""
+    """The place of a label, and whether it needs a line to its point."""
 
     box: Box
     is_far: bool
@@ -56,10 +56,10 @@ def place(
     """A place for each label.
 
     Args:
-        points: what they label.
+        points: the labelled points.
         sizes: width and height of each label.
-        obstacles: what should not be covered; labels never cover each other while there is room.
-        bounds: what no label reaches out of.
+        obstacles: boxes that should not be covered; labels cover each other only without room.
+        bounds: all labels lie inside this box.
     """
     placed: list[Placed] = []
     for point, size in zip(points, sizes, strict=True):
@@ -72,7 +72,7 @@ def place(
             cost = reach + covered + 1e3 * sum(candidate.overlap(box) for box in taken)
             if cost < least:
                 best, least = Placed(candidate, reach > DISTANCES[1]), cost
-            if cost == reach:  # it covers nothing, and the next ones are farther off
+            if cost == reach:  # it covers nothing, and the next places are farther off
                 break
         placed.append(best)
     return placed

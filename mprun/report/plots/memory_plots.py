@@ -11,12 +11,12 @@ from matplotlib.figure import Figure
 
 from mprun.records.memory_record import MemoryRecord, ModeMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.memory_tables import NAMES, UNITS, amount, percent, unit_for
+from mprun.report.memory_tables import NAMES, UNITS, amount, change_text, unit_for
 from mprun.report.plots.canvas import legend_above, panels, save
 from mprun.report.theme import Theme
 
 SHADED = ("forward", "optimizer")
-"""Phases whose background is shaded, so that each phase can be seen."""
+"""Phases with a shaded background, to separate them from the others."""
 POINTS = 2000
 """The most ops drawn; of more, the one with the largest sum in each stretch of ops."""
 HEADROOM = 1.28
@@ -35,7 +35,7 @@ def _draw(modes: Sequence[ModeMemory], theme: Theme) -> Figure:
     for axes, mode in zip(axes_of, modes, strict=True):
         _draw_timeline(axes, mode, UNITS[unit], theme)
         _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit], theme)
-        change = "" if mode is modes[0] or mode.ratio is None else f": {percent(mode.ratio)}"
+        change = "" if mode is modes[0] or mode.ratio is None else f": {change_text(mode.ratio)}"
         axes.set_title(f"{mode.label}{change}")
         axes.set_xlabel("op of the step")
         axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))

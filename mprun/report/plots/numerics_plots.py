@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from mprun.records.numerics_record import LossScaleResult, NumericsResult, NumericsRow
-from mprun.report.numerics_tables import number, percent
+from mprun.report.numerics_tables import number, share_text
 from mprun.report.plots.canvas import figure, save
 from mprun.report.theme import FORMATS, Theme
 
@@ -31,7 +31,7 @@ LIMITS = {
 LEAST = 1e-6
 """Smaller shares are not drawn."""
 MOST_ROWS = 80
-"""The most rows drawn of a kind; a picture of more could not be read."""
+"""The most rows drawn of a kind; more could not be read."""
 
 
 def save_plots(result: NumericsResult, title: str, folder: Path) -> list[str]:
@@ -64,7 +64,7 @@ def exponents(result: NumericsResult, title: str, theme: Theme) -> Figure:
         scale = result.loss_scale.recommended if "gradients" in kind else None
         _draw_limits(panel, low, high, scale, theme)
     bar = made.colorbar(image, ax=list(axes), shrink=0.5, aspect=30, pad=0.01)
-    bar.ax.yaxis.set_major_formatter(lambda share, _: percent(share))
+    bar.ax.yaxis.set_major_formatter(lambda share, _: share_text(share))
     bar.set_label("share of the row's non-zero values")
     axes[-1].set_xlabel("exponent e: values of magnitude 2^e up to 2^(e+1)")
     made.suptitle(_title(result, title, low, high), fontsize=9)

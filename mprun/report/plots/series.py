@@ -1,8 +1,8 @@
 """The data of the plots: the steps in the runs' metrics.jsonl, as columns, thinned, over seeds.
 
-A long curve is cut into bins of equally many steps, and a point is the mean of its bin. That
-smooths and thins at once, and hides no level. The band over seeds reaches from the lowest to the
-highest run. It is not an interval: three seeds support nothing finer.
+A long curve is cut into bins of equally many steps, and a point is the mean of its bin. This both
+smooths and thins the curve, without a shift of its level. The band over seeds reaches from the
+lowest to the highest run. It is no confidence interval: three seeds are too few for one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StepColumns(NamedTuple):
     skipped: NDArray[np.bool_]
 
 
-class Series(NamedTuple):
-    """What one run logged."""
+class RunSeries(NamedTuple):
+    """The log of one run."""
 
     run: Run
     steps: StepColumns
@@ -44,9 +44,9 @@ class Series(NamedTuple):
 
 
 class Logs(NamedTuple):
-    """What the runs of a comparison logged."""
+    """The logs of the runs of a comparison."""
 
-    series: list[list[Series]]
+    series: list[list[RunSeries]]
     """The runs of each variant."""
     notes: tuple[str, ...]
     """A sentence for each run whose log cannot be read."""
@@ -65,7 +65,7 @@ class Band(NamedTuple):
 
 def read(comparison: Comparison) -> Logs:
     """Read the logs of all runs."""
-    series: list[list[Series]] = []
+    series: list[list[RunSeries]] = []
     notes: list[str] = []
     for variant in comparison.variants:
         series.append([])
@@ -80,10 +80,10 @@ def read(comparison: Comparison) -> Logs:
     return Logs(series, tuple(notes))
 
 
-def _series(run: Run, lines: Sequence[dict[str, Any]]) -> Series:
+def _series(run: Run, lines: Sequence[dict[str, Any]]) -> RunSeries:
     steps = [line for line in lines if line.get("kind") == "step"]
     validation = [line for line in lines if line.get("kind") == "validation"]
-    return Series(
+    return RunSeries(
         run,
         StepColumns(
             step=_column(steps, "step"),
@@ -107,11 +107,11 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def timed(series: Series) -> Column:
+def timed(series: RunSeries) -> Column:
     """Milliseconds of the steps that enter the statistics: full batches after the warm-up.
 
-    The log does not mark them, but they can be derived: an epoch's last batch is partial if the
-    batch size does not divide the samples, and the first timed steps are warm-up.
+    The log does not mark them. They follow from the summary: an epoch's last batch is partial if
+    the batch size does not divide the samples, and the first timed steps are warm-up.
     """
     step, time_ms = series.steps.step, series.steps.time_ms
     per_epoch, rest = _epoch(series.run.summary)
@@ -169,6 +169,6 @@ def _means(x: Column, y: Column, width: int, bins: int) -> Column:
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def has_broken_loss(run: Series) -> bool:
+def has_broken_loss(run: RunSeries) -> bool:
     """Whether a run logged a loss that is not finite."""
     return not np.isfinite(run.steps.loss).all()

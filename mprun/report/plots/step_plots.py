@@ -23,12 +23,12 @@ from mprun.report.plots.canvas import (
     name_rows,
     times_axis,
 )
-from mprun.report.plots.series import Column, Logs, Series, timed
+from mprun.report.plots.series import Column, Logs, RunSeries, timed
 from mprun.report.theme import Theme, colour
 
 BINS = 90
 FEWEST = 40
-"""If there are fewer steps, each is drawn as a stroke: they support no outline."""
+"""Fewer steps than this are drawn as single strokes, not as an outline."""
 
 
 def step_times(comparison: Comparison, logs: Logs) -> Plot:
@@ -64,8 +64,8 @@ def memory(comparison: Comparison) -> Plot:
     caption = (
         "Memory at the peak of a training step, counted from the tensors of a step on fake "
         "tensors. It is the same for every seed; for emulated variants it is that of the mode, not "
-        "of its emulation. Blue: what lives as long as the model; brown: what a step makes and "
-        "frees."
+        "of its emulation. Blue: tensors that live as long as the model; brown: those that a step "
+        "makes and frees."
     )
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: peak memory of a training step by category",
@@ -84,12 +84,12 @@ class TimedSteps(NamedTuple):
 
 
 def timed_steps(
-    series: Sequence[Sequence[Series]], variants: Sequence[Variant]
+    series: Sequence[Sequence[RunSeries]], variants: Sequence[Variant]
 ) -> TimedSteps | None:
     """The times to draw; None if there are none.
 
-    The axis ends at the 99th percentile of the slowest variant: a single step during which the
-    machine was busy would otherwise press all others into a corner.
+    The axis ends at the 99th percentile of the slowest variant. Otherwise one step during which the
+    machine was busy would compress all others.
     """
     rows = [np.concatenate([timed(one) for one in runs] or [np.zeros(0)]) for runs in series]
     rows = [row[row > 0] for row in rows]

@@ -18,7 +18,7 @@ from mprun.report.plots.series import (
     Band,
     Column,
     Logs,
-    Series,
+    RunSeries,
     band,
     epochs_per_step,
     has_broken_loss,
@@ -99,7 +99,7 @@ def in_epochs(comparison: Comparison) -> bool:
 
 
 def _draw_losses(
-    comparison: Comparison, series: Sequence[Sequence[Series]], theme: Theme
+    comparison: Comparison, series: Sequence[Sequence[RunSeries]], theme: Theme
 ) -> Figure:
     """A panel for each variant."""
     bands = [loss_band(one) for one in series]
@@ -114,7 +114,7 @@ def _draw_losses(
     return made
 
 
-def loss_band(runs: Sequence[Series]) -> Band | None:
+def loss_band(runs: Sequence[RunSeries]) -> Band | None:
     """A variant's training losses over its runs."""
     return band([(one.steps.step, one.steps.loss) for one in runs])
 
@@ -122,7 +122,7 @@ def loss_band(runs: Sequence[Series]) -> Band | None:
 def _loss(
     axes: Axes,
     comparison: Comparison,
-    runs: Sequence[Series],
+    runs: Sequence[RunSeries],
     curve: Band | None,
     index: int,
     theme: Theme,
@@ -149,7 +149,7 @@ def _loss(
         )
 
 
-def validation(runs: Sequence[Series]) -> tuple[Column, Column] | None:
+def validation(runs: Sequence[RunSeries]) -> tuple[Column, Column] | None:
     """Steps and the median over runs of the validation loss after them; None without any."""
     at_step: dict[float, list[float]] = {}
     for one in runs:
@@ -180,7 +180,7 @@ def _titles(made: Figure, y: str, x: str, theme: Theme) -> None:
     made.supxlabel(x, fontsize=8.5, color=theme.muted)
 
 
-def _scaling(comparison: Comparison, series: Sequence[Sequence[Series]]) -> list[int]:
+def _scaling(comparison: Comparison, series: Sequence[Sequence[RunSeries]]) -> list[int]:
     """The rows of the variants whose logs have a loss scale."""
     return [
         i
@@ -192,7 +192,7 @@ def _scaling(comparison: Comparison, series: Sequence[Sequence[Series]]) -> list
 
 def _draw_loss_scales(
     comparison: Comparison,
-    series: Sequence[Sequence[Series]],
+    series: Sequence[Sequence[RunSeries]],
     scaling: Sequence[int],
     theme: Theme,
 ) -> Figure:
@@ -213,14 +213,14 @@ def _draw_loss_scales(
     return made
 
 
-def _scales(one: Series) -> tuple[Column, Column, NDArray[np.bool_]]:
+def _scales(one: RunSeries) -> tuple[Column, Column, NDArray[np.bool_]]:
     """Steps, loss scales and whether the step was skipped, where both are numbers."""
     steps = one.steps
     keep = np.isfinite(steps.step) & np.isfinite(steps.scale) & (steps.scale > 0)
     return steps.step[keep], steps.scale[keep], steps.skipped[keep]
 
 
-def _scale(axes: Axes, comparison: Comparison, one: Series, index: int, theme: Theme) -> None:
+def _scale(axes: Axes, comparison: Comparison, one: RunSeries, index: int, theme: Theme) -> None:
     step, scale, skipped = _scales(one)
     per_step = epochs_per_step(one.run.summary) if in_epochs(comparison) else 1.0
     points = changes(scale, skipped)

@@ -66,9 +66,7 @@ def differences(comparison: Comparison) -> Plot | None:
     plot = Plot("difference", f"Difference from {baseline}", "")
     pairs = [v.difference.n for v in others if v.difference]
     if not pairs:
-        return plot._replace(
-            caption="No run of another variant has the seed of one of the baseline's."
-        )
+        return plot._replace(caption="No other variant has a seed in common with the baseline.")
     intervals = (
         "Thin: the 95 % interval. Thick: the 90 % interval. Where several variants are "
         "judged, the table has the wider intervals that decided, after Holm's adjustment."
@@ -145,7 +143,7 @@ def _draw_margin(axes: Axes, comparison: Comparison, theme: Theme) -> None:
 
 
 def _name_points(made: Figure, axes: Axes, points: Sequence[_Point]) -> None:
-    """Write labels beside the points; their places are known only after the layout."""
+    """Write labels beside the points. The layout must be done first: it moves the points."""
     agg = FigureCanvasAgg(made)
     agg.draw()
     made.set_layout_engine("none")
