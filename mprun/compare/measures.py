@@ -95,20 +95,11 @@ def step_percentiles(group: VariantRuns) -> StepPercentiles | None:
     return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
 
 
-def step_ms(summary: Summary) -> float | None:
-    """The median of a run's step times in milliseconds."""
-    return summary.step_time_ms.median
-
-
-def throughput(summary: Summary) -> float | None:
-    """A run's samples per second."""
-    return summary.samples_per_second
-
-
 def samples_per_second(group: VariantRuns) -> float | None:
     """The median over runs."""
-    rates = [rate for s in group.by_seed.values() if (rate := throughput(s)) is not None]
-    return median(rates) if rates else None
+    rates = [s.samples_per_second for s in group.by_seed.values()]
+    known = [rate for rate in rates if rate is not None]
+    return median(known) if known else None
 
 
 def _comparable_seeds(group: VariantRuns, baseline: VariantRuns) -> list[int]:

@@ -20,14 +20,6 @@ MOST_KINDS = 4
 """How many kinds of one thing a message lists."""
 
 
-def _recipe(summary: Summary) -> dict[str, Any]:
-    return {"recipe": summary.recipe}
-
-
-def _data(summary: Summary) -> dict[str, Any]:
-    return asdict(summary.data)
-
-
 def hardware(summary: Summary) -> dict[str, Any]:
     """What step times depend on."""
     row = summary.hardware
@@ -41,8 +33,8 @@ def _code(summary: Summary) -> dict[str, Any]:
 
 
 ASPECTS: dict[str, Callable[[Summary], dict[str, Any]]] = {
-    "recipes": _recipe,
-    "data": _data,
+    "recipes": lambda summary: {"recipe": summary.recipe},
+    "data": lambda summary: asdict(summary.data),
     "hardware": hardware,
     "code": _code,
 }
@@ -124,5 +116,4 @@ def _versions(summary: Summary) -> str:
 
 
 def _each(runs: Sequence[Run], text: Callable[[Summary], str]) -> str:
-    """The texts of all runs, each once."""
     return " / ".join(dict.fromkeys(readable(text(run.summary)) for run in runs))

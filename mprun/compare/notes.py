@@ -81,7 +81,6 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
 
 
 def _seeds(base: VariantRuns, others: Sequence[VariantRuns], split: str) -> Iterator[str]:
-    """Sentences on variants with fewer pairs than runs."""
     theirs = measures.scores(base, split)
     diverged = sum(not math.isfinite(value) for value in theirs.values())
     if diverged:

@@ -45,7 +45,6 @@ def _note(about: str, text: str) -> Finding:
 
 
 def _slow_formats(measured: Measured) -> Iterator[Finding]:
-    """A warning for each format in which an op is slower than in float32."""
     for format_ in FORMATS[1:]:
         rates = largest(measured.rates, format_)
         slow = {op: rate for op, rate in rates.items() if judge(rate) == "slower"}
@@ -74,7 +73,6 @@ def _disagreements(measured: Measured) -> Iterator[Finding]:
 
 
 def _noise(measured: Measured) -> Iterator[Finding]:
-    """The rate whose times vary most, if that is much."""
     worst = max(measured.rates, key=lambda r: r.time_ms.p90 / r.time_ms.p10)
     ratio = worst.time_ms.p90 / worst.time_ms.p10
     if ratio > NOISY:
@@ -102,7 +100,6 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def _onednn(machine: Machine) -> Iterator[Finding]:
-    """Limits of the environment on oneDNN."""
     limit, forbidden = machine.onednn.limit, forbidden_instructions(machine)
     if limit is None:
         return
@@ -126,7 +123,6 @@ def _onednn(machine: Machine) -> Iterator[Finding]:
 
 
 def _vectors(machine: Machine) -> Iterator[Finding]:
-    """Limits of the environment on PyTorch's own kernels and on MKL."""
     used, has = machine.cpu_capability, machine.instructions
     if wanted := machine.variables.get("ATEN_CPU_CAPABILITY"):
         setting = f"ATEN_CPU_CAPABILITY={wanted}"

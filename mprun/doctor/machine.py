@@ -96,34 +96,25 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
 
 SAME_ARCHITECTURE = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 
-_AVX2 = frozenset({"AVX2"})
-_AVX512 = _AVX2 | {"AVX512"}
-_BF16 = _AVX512 | {"AVX512-BF16"}
-_FP16 = _BF16 | {"AVX512-FP16"}
-_AMX = _FP16 | {"AMX-BF16"}
-_AMX_FP16 = _AMX | {"AMX-FP16"}
 ALLOWED: dict[str, frozenset[str]] = {
-    "SSE41": frozenset(),
-    "AVX": frozenset(),
-    "AVX2": _AVX2,
-    "AVX2_VNNI": _AVX2,
-    "AVX2_VNNI_2": _AVX2,
-    "AVX512_CORE": _AVX512,
-    "AVX512_CORE_VNNI": _AVX512,
-    "AVX512_CORE_BF16": _BF16,
-    "AVX512_CORE_FP16": _FP16,
-    "AVX10_1_512": _FP16,
-    "AVX512_CORE_AMX": _AMX,
-    "AVX10_1_512_AMX": _AMX,
-    "AVX512_CORE_AMX_FP16": _AMX_FP16,
-    "AVX10_1_512_AMX_FP16": _AMX_FP16,
-    "AVX10_2": _FP16,
-    "AVX10_2_512": _FP16,
-    "AVX10_2_AMX_2": _AMX_FP16,
-    "AVX10_2_512_AMX_2": _AMX_FP16,
-    "DEFAULT": _AMX_FP16,
+    value: frozenset([*INSTRUCTIONS["x86_64"]][:count])
+    for count, values in enumerate(
+        (
+            "SSE41 AVX",
+            "AVX2 AVX2_VNNI AVX2_VNNI_2",
+            "AVX512_CORE AVX512_CORE_VNNI",
+            "AVX512_CORE_BF16",
+            "AVX512_CORE_FP16 AVX10_1_512 AVX10_2 AVX10_2_512",
+            "AVX512_CORE_AMX AVX10_1_512_AMX",
+            "AVX512_CORE_AMX_FP16 AVX10_1_512_AMX_FP16 AVX10_2_AMX_2 AVX10_2_512_AMX_2 DEFAULT",
+        )
+    )
+    for value in values.split()
 }
-"""By the values of the variable: the sets of `INSTRUCTIONS` oneDNN may use on x86."""
+"""By the values of the variable: the sets of `INSTRUCTIONS` that oneDNN may use on x86.
+
+Each line allows one more set, in the order of `INSTRUCTIONS`.
+"""
 
 LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 

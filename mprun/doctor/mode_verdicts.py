@@ -55,7 +55,9 @@ def conclusions(measured: Measured) -> list[Conclusion]:
             natives.append(_native(format_, native, largest(measured.rates, format_)))
         if emulated:
             text = f"{', '.join(emulated)}: emulated here: for accuracy, not for speed"
-            emulations.append(_conclusion(format_, emulated, "not for speed", text))
+            emulations.append(
+                Conclusion(format=format_, modes=emulated, verdict="not for speed", text=text)
+            )
     return natives + emulations
 
 
@@ -96,7 +98,7 @@ def _native(format_: Format, modes: Sequence[Mode], rates: Mapping[OpName, Rate]
     text = (
         f"{format_} ({', '.join(names)}): {'; '.join(_facts(own, substituted))}: {ADVICE[verdict]}"
     )
-    return _conclusion(format_, names, verdict, text)
+    return Conclusion(format=format_, modes=names, verdict=verdict, text=text)
 
 
 def _verdict(states: Sequence[State], substituted: int) -> SpeedVerdict:
@@ -114,7 +116,3 @@ def _facts(own: Mapping[OpName, Rate], substituted: Sequence[OpName]) -> Iterato
         yield f"{times(own)} as fast as float32"
     if substituted:
         yield f"{', '.join(OP_NAMES[op] for op in substituted)} computed in float32 (speed=auto)"
-
-
-def _conclusion(format_: Format, modes: list[str], verdict: SpeedVerdict, text: str) -> Conclusion:
-    return Conclusion(format=format_, modes=modes, verdict=verdict, text=text)

@@ -71,7 +71,9 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     except RecursionError:
         raise ValueError(f"{path}:1: not YAML (nested too deep)") from None
     if isinstance(node, yaml.MappingNode):
-        sections = {key.value: value for key, value in node.value if _is_scalar(key)}
+        sections = {
+            key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)
+        }
         if kind not in sections:
             raise ValueError(
                 f"{path}:1: it has no '{kind}'; legal: a list of names, or a mapping with "
@@ -85,13 +87,9 @@ def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     return [_yaml_entry(path, item) for item in node.value]
 
 
-def _is_scalar(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode)
-
-
 def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
     where = f"{path}:{item.start_mark.line + 1}"
-    if not _is_scalar(item):
+    if not isinstance(item, yaml.ScalarNode):
         raise ValueError(f"{where}: not a name")
     return Entry(_checked(item.value.strip(), where), where)
 

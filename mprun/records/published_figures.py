@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 Kind = Literal[
@@ -65,84 +66,58 @@ def figures(recipes: Collection[str], precisions: Collection[str]) -> list[Figur
     ]
 
 
-def _keras(kind: Kind, what: str, value: float, epoch: int | None = None) -> Figure:
-    """A figure of the one run that the guide shows: batches of 8192, five epochs."""
-    return Figure(
-        kind,
-        what if epoch is None else f"{what}, epoch {epoch}",
-        f"{value:.4f}",
-        ("bf16_mixed",),
-        UNNAMED,
-        KERAS,
-        "mnist",
-        value,
-        epoch,
-        batch_size=8192,
-        epochs=5,
-    )
+_KERAS_EPOCHS: tuple[tuple[Kind, str, tuple[float, ...]], ...] = (
+    ("train_accuracy", "training accuracy", (0.5529, 0.7743, 0.8260, 0.8607, 0.8545)),
+    ("validation_accuracy", "validation accuracy", (0.7214, 0.7849, 0.8795, 0.8682, 0.8813)),
+)
+_keras_run = partial(
+    Figure,
+    precisions=("bf16_mixed",),
+    hardware=UNNAMED,
+    source=KERAS,
+    recipe="mnist",
+    batch_size=8192,
+    epochs=5,
+)
+"""Figures of the one run that the guide shows."""
+_keras_claim = partial(
+    Figure, "speed", "speed over fp32", precisions=("bf16_mixed",), recipe="mnist"
+)
+_graphcore = partial(
+    Figure,
+    precisions=("half_sr",),
+    hardware="IPU",
+    source=GRAPHCORE,
+    recipe="fashion_mnist",
+    batch_size=12,
+)
+_amp = partial(Figure, precisions=("fp16_mixed", "bf16_mixed"), source=PYTORCH)
 
-
-def _keras_claim(text: str, hardware: str, place: str = "") -> Figure:
-    source = f"{KERAS}, {place}" if place else KERAS
-    return Figure(
-        "speed", "speed over fp32", text, ("bf16_mixed",), hardware, source, recipe="mnist"
-    )
-
-
-def _graphcore(kind: Kind, what: str, text: str, value: float | None = None) -> Figure:
-    return Figure(
-        kind,
-        what,
-        text,
-        ("half_sr",),
-        "IPU",
-        GRAPHCORE,
-        "fashion_mnist",
-        value,
-        batch_size=12,
-        epochs=None if kind == "memory" else 10,
-    )
-
-
-def _amp(kind: Kind, what: str, text: str, hardware: str) -> Figure:
-    return Figure(kind, what, text, ("fp16_mixed", "bf16_mixed"), hardware, PYTORCH)
-
-
-MEMORY_OF_HALF_SR = _graphcore("memory", "peak memory over fp32's", "about 26 % less", 0.74)
+MEMORY_OF_HALF_SR = _graphcore("memory", "peak memory over fp32's", "about 26 % less", value=0.74)
 
 FIGURES = (
-    _keras("test_accuracy", "test accuracy", 0.8749),
-    _keras("test_loss", "test loss", 0.4217),
+    _keras_run("test_accuracy", "test accuracy", "0.8749", value=0.8749),
+    _keras_run("test_loss", "test loss", "0.4217", value=0.4217),
     *(
-        _keras("train_accuracy", "training accuracy", value, epoch)
-        for epoch, value in enumerate((0.5529, 0.7743, 0.8260, 0.8607, 0.8545), 1)
+        _keras_run(kind, f"{what}, epoch {epoch}", f"{value:.4f}", value=value, epoch=epoch)
+        for kind, what, values in _KERAS_EPOCHS
+        for epoch, value in enumerate(values, 1)
     ),
-    *(
-        _keras("validation_accuracy", "validation accuracy", value, epoch)
-        for epoch, value in enumerate((0.7214, 0.7849, 0.8795, 0.8682, 0.8813), 1)
+    _keras_run(
+        "time_per_sample", "time per sample, after the first epoch", "about 12 us", value=12e-6
     ),
-    Figure(
-        "time_per_sample",
-        "time per sample, after the first epoch",
-        "about 12 us",
-        ("bf16_mixed",),
-        UNNAMED,
-        KERAS,
-        "mnist",
-        12e-6,
-        batch_size=8192,
-        epochs=5,
+    _keras_claim("more than 2 times", hardware="HPU", source=f"{KERAS}, overview"),
+    _keras_claim("up to 2 times", hardware=UNNAMED, source=f"{KERAS}, summary"),
+    _keras_claim("60 % more", hardware="CPUs with native instructions", source=KERAS),
+    _keras_claim("significantly slower", hardware="CPUs without native instructions", source=KERAS),
+    _keras_claim("no benefit for toy models", hardware="any hardware", source=KERAS),
+    _graphcore("test_accuracy", "test accuracy", "about 0.84", value=0.84, epochs=10),
+    _graphcore(
+        "accuracy_difference", "test accuracy lost against fp32", "less than 1 point", epochs=10
     ),
-    _keras_claim("more than 2 times", "HPU", "overview"),
-    _keras_claim("up to 2 times", UNNAMED, "summary"),
-    _keras_claim("60 % more", "CPUs with native instructions"),
-    _keras_claim("significantly slower", "CPUs without native instructions"),
-    _keras_claim("no benefit for toy models", "any hardware"),
-    _graphcore("test_accuracy", "test accuracy", "about 0.84", 0.84),
-    _graphcore("accuracy_difference", "test accuracy lost against fp32", "less than 1 point"),
     MEMORY_OF_HALF_SR,
-    _amp("speed", "speed over fp32", "1.5 to 5.5 times", "V100"),
-    _amp("other", "speed over AMP on a V100", "a further 1.3 to 2.5 times", "A100"),
-    _amp("other", "peak rate of float16 matmuls over fp32's", "16 times", "A100"),
-    _amp("other", "bytes that a bandwidth-bound kernel moves", "half", "any hardware"),
+    _amp("speed", "speed over fp32", "1.5 to 5.5 times", hardware="V100"),
+    _amp("other", "speed over AMP on a V100", "a further 1.3 to 2.5 times", hardware="A100"),
+    _amp("other", "peak rate of float16 matmuls over fp32's", "16 times", hardware="A100"),
+    _amp("other", "bytes that a bandwidth-bound kernel moves", "half", hardware="any hardware"),
 )

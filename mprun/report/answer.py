@@ -37,7 +37,7 @@ class VariantSentence(NamedTuple):
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """The answer in one or two sentences: the fastest variant that keeps the metric, and the smallest.
+    """The answer in one or two sentences: the fastest that keeps the metric, and the smallest.
 
     If a study advises a mode, the advice is the answer, so that a page has one answer.
     """

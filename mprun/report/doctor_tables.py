@@ -119,7 +119,6 @@ def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
 
 
 def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
-    """An op's rate in a mode over float32's."""
     if mode.format == "float32":
         return "1"
     if op in mode.substituted:

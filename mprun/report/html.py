@@ -118,7 +118,6 @@ def _variants(comparison: Comparison) -> list[VariantView]:
 
 
 def _details(variant: Variant) -> list[tuple[str, str]]:
-    """The settings and the folders of a variant's runs."""
     if not variant.runs:
         return []
     summary = variant.runs[0].summary

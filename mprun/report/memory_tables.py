@@ -132,7 +132,6 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
 
 
 def _number(size: int, unit: str) -> str:
-    """An amount in a unit, with a useful number of digits."""
     value = size / UNITS[unit]
     return f"{value:,.2f}" if value < 1000 and unit != "B" else f"{value:,.0f}"
 

@@ -70,6 +70,5 @@ def _layers(search: OpSearch, modules: Sequence[str]) -> Iterator[str]:
 
 
 def _reason(search: OpSearch, row: SensitivityRow) -> str:
-    """The effect of the op or module alone, and whether it exceeds the tolerance."""
     harm = "" if row.harm_alone <= 1 else "harmful "
     return f"{harm}alone in {SHORT_DTYPES[search.dtype]}: {deviation_text(row.alone)}"

@@ -71,7 +71,6 @@ def _is_of(summary: Summary, figure: Figure) -> bool:
 
 
 def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
-    """The settings that differ from those of the published run."""
     settings: dict[str, None] = {}
     for summary in summaries:
         if figure.batch_size not in (None, summary.batch_size):

@@ -78,9 +78,7 @@ def test_a_gain_is_claimed_of_native_float16_alone() -> None:
     refused = advise(fp32_fallback, {}, Objective.time)
     assert refused.label == "fp32"
     assert refused.rejected["fp16_true"].startswith("matmuls in fp32: 0.50 ")
-    assert (
-        advise(fp32_fallback, {}, Objective.memory).label == "fp16_true"
-    )  # which is stored in 16 bits
+    assert advise(fp32_fallback, {}, Objective.memory).label == "fp16_true"
     (headline,) = answer.headline(own)
     assert "times as fast" in headline
     (headline,) = answer.headline(fp32_fallback)

@@ -166,7 +166,6 @@ def _settings(theme: Theme) -> Iterator[None]:
 
 
 def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
-    """matplotlib's SVG file as an element of a page."""
     root = ElementTree.fromstring(text)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))
     for element in list(root.iter()):

@@ -105,7 +105,6 @@ def timed_steps(
 
 
 def _draw_distributions(comparison: Comparison, times: TimedSteps, theme: Theme) -> Figure:
-    """An outline of each variant's step times, with the table's median and percentiles."""
     variants = comparison.variants
     made = figure(0.7 + 0.46 * len(variants))
     axes: Axes = made.subplots()
@@ -154,7 +153,6 @@ def smooth(counts: Column) -> Column:
 
 
 def _draw_memory(comparison: Comparison, theme: Theme) -> Figure:
-    """A bar for each variant: the memory at the peak of a step."""
     variants = comparison.variants
     unit, size = cells.memory_unit(comparison)
     made = figure(1.05 + 0.31 * len(variants))

@@ -101,7 +101,6 @@ def in_epochs(comparison: Comparison) -> bool:
 def _draw_losses(
     comparison: Comparison, series: Sequence[Sequence[RunSeries]], theme: Theme
 ) -> Figure:
-    """A panel for each variant."""
     bands = [loss_band(one) for one in series]
     others = [i for i in range(1, len(series)) if bands[i]] or [0]
     made, axes_of = panels(len(others))
@@ -181,7 +180,6 @@ def _titles(made: Figure, y: str, x: str, theme: Theme) -> None:
 
 
 def _scaling(comparison: Comparison, series: Sequence[Sequence[RunSeries]]) -> list[int]:
-    """The rows of the variants whose logs have a loss scale."""
     return [
         i
         for i, (variant, runs) in enumerate(zip(comparison.variants, series, strict=True))
@@ -196,7 +194,6 @@ def _draw_loss_scales(
     scaling: Sequence[int],
     theme: Theme,
 ) -> Figure:
-    """A panel for each variant in `scaling`, a line for each of its runs."""
     made, axes_of = panels(len(scaling))
     for index, axes in zip(scaling, axes_of, strict=True):
         for one in series[index]:

@@ -96,7 +96,6 @@ class _Point(NamedTuple):
 
 
 def _points(comparison: Comparison) -> list[_Point]:
-    """The variants with a step time and a finite metric."""
     points = []
     for index, variant in enumerate(comparison.variants):
         step, metric = variant.step_time_ms, variant.metric
@@ -192,7 +191,6 @@ def _write_label(axes: Axes, text: str, point: tuple[float, float], spot: Placed
 
 
 def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
-    """A row for each variant but the baseline."""
     rows = list(enumerate(comparison.variants))[1:]
     made = figure(0.75 + 0.33 * len(rows))
     axes: Axes = made.subplots()
