@@ -117,7 +117,7 @@ class Variant:
     """
     verdict: Verdict
     substituted: str = ""
-    """What native runs computed in float32 instead of float16: `matmuls in fp32`, or nothing.
+    """The ops that native runs computed in float32 instead of float16: `matmuls in fp32`.
 
     Times are this machine's and have ratios, but no gain is claimed from them.
     """

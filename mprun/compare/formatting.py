@@ -56,7 +56,7 @@ def readable(text: str, length: int = 120) -> str:
 
 
 def substitution_label(summaries: Iterable[Summary]) -> str:
-    """What native runs did not compute in their own dtype: `matmuls, convolutions in fp32`.
+    """The ops that native runs did not compute in their own dtype: `matmuls in fp32`.
 
     A CPU without a fast float16 kernel for an op computes it in float32 and rounds the result
     (`substitutions` in the record). The step time is then the time of that mode on this machine, so

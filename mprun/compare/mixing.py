@@ -1,4 +1,4 @@
-"""What the runs of one comparison must have in common: recipe, data, hardware and code.
+"""The conditions that the runs of a comparison share: recipe, data, hardware and code.
 
 A difference between two variants is an effect of precision only if all else is equal. Runs may
 differ in these four if the user allows it; a note then reports how they differ.
@@ -21,7 +21,7 @@ MOST_KINDS = 4
 
 
 def hardware(summary: Summary) -> dict[str, Any]:
-    """What step times depend on."""
+    """The hardware and threads that step times depend on."""
     row = summary.hardware
     names = {"device": row.device, "name": row.name, "cores": row.cores}
     return {**names, "threads": summary.backend.threads}

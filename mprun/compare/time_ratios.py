@@ -82,7 +82,7 @@ def overlapping(runs: Iterable[Run]) -> set[int]:
 
 
 def _machine(summary: Summary) -> tuple[object, ...]:
-    """What is known of the machine; runs with other threads may share it."""
+    """The machine's properties; runs with other threads may share it."""
     return tuple(value for name, value in hardware(summary).items() if name != "threads")
 
 
@@ -116,7 +116,7 @@ def no_time_verdict(pairs: Sequence[tuple[Summary, Summary]], shared: set[int]) 
 
 
 class RatioVerdict(NamedTuple):
-    """What is known of a ratio."""
+    """The size of a ratio, as far as it is known."""
 
     word: Direction
     """higher or lower than 1, the same within `SAME`, or open."""
@@ -128,7 +128,7 @@ class RatioVerdict(NamedTuple):
 
 
 def judge_ratio(ratio: Estimate) -> RatioVerdict:
-    """What the interval of a ratio shows."""
+    """The verdict from a ratio's interval."""
     if ratio.interval is None:
         return RatioVerdict("open", True, None)
     low, high = ratio.interval

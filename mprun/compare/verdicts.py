@@ -53,7 +53,7 @@ class Evidence:
     sample: Sample | None
     """Paired differences, the variant minus the baseline; None without a common seed."""
     margin: float
-    """What does not matter, in the unit of the differences."""
+    """Differences inside plus and minus this do not matter; in their unit."""
     unit: str
     """points, % or nothing: differences of accuracies, shares, plain differences."""
     failure: str = ""
@@ -156,7 +156,7 @@ class _HypothesisTest(NamedTuple):
     p: float
     """The p-value, adjusted."""
     level: float
-    """What the p-value before its adjustment was compared with."""
+    """The limit of the p-value before its adjustment."""
 
     @property
     def rejects(self) -> bool:

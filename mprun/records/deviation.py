@@ -60,4 +60,4 @@ class SearchTolerance:
     loss: float
     """Relative difference of the loss."""
     gradient_db: float | None
-    """Lowest SQNR of a parameter's gradient, in dB; None where only the loss was judged."""
+    """Lowest SQNR of a parameter's gradient, in dB; None if only the loss was judged."""

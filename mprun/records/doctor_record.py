@@ -99,7 +99,7 @@ class Cuda:
 
 @dataclass(kw_only=True)
 class Machine:
-    """What is known without measuring, except `hardware.accelerated`, which is measured."""
+    """Facts that need no measurement, except `hardware.accelerated`, which is measured."""
 
     system: str
     architecture: str

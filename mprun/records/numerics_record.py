@@ -128,7 +128,7 @@ class RangeShares:
 
 @dataclass(frozen=True)
 class HeldValues:
-    """The numbers that the run itself held."""
+    """The numbers in the run itself, before any simulated format."""
 
     dtypes: list[str]
     became_zero: float | None

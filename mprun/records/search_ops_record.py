@@ -89,7 +89,7 @@ class Fp32Selection:
     fp32: list[str]
     """The names; the most harmful first."""
     is_within: bool
-    """Whether the tolerance is kept; if not, no list keeps it."""
+    """Whether the result is within the tolerance; if not, no list is."""
     harm: float
     measure: Deviation
     float32_share: float
@@ -104,7 +104,7 @@ class Selections:
 
     ops: Fp32Selection
     modules: Fp32Selection | None
-    """None where no op has to be in float32, or modules were not measured."""
+    """None if no op has to be in float32, or modules were not measured."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class Proof:
     margin: float
     """Differences inside plus and minus this do not matter."""
     values: list[float]
-    """The metric by seed; NaN where the training failed."""
+    """The metric by seed; NaN if the training failed."""
     float32_values: list[float]
     skipped_steps: list[int]
     failures: list[str | None]
     difference: float
-    """The mean of `values` minus that of `float32_values`; NaN where a training failed."""
+    """The mean of `values` minus that of `float32_values`; NaN if a training failed."""
     interval: tuple[float, float] | None
     """The 95 % interval of `difference`."""
     equivalence_interval: tuple[float, float] | None

@@ -3,7 +3,7 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-says that the speed is open. Peak memory is computed, not sampled, so it has no interval.
+reports the speed as open. Peak memory is computed, not sampled, so it has no interval.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The colours of the series come from a search. Their contrast with the page is at
 2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large as
 ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al. 2009).
 Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
-its name stands beside it.
+its name is beside it.
 
 Memory has two ramps: blue for tensors that live as long as the model (parameters, buffers,
 gradients, optimizer state), brown for those that a step makes and frees (activations, temporary).

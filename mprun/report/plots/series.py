@@ -25,7 +25,7 @@ MOST_POINTS = 150
 
 
 class StepColumns(NamedTuple):
-    """A run's logged steps as columns of equal length; NaN where a line lacks a field."""
+    """A run's logged steps as columns of equal length; NaN if a line lacks a field."""
 
     step: Column
     loss: Column
