@@ -39,14 +39,15 @@ from mprun._torch import (
 )
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
+from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
     FAST_PATHS,
     LOW,
     MATMULS,
-    op_name,
     opened,
+    recorded_name,
     unfused,
     variants,
 )
@@ -210,7 +211,7 @@ def same_rounding() -> tuple[AbstractContextManager[object], AbstractContextMana
 def partials_substitutions(ops: Iterable[Any] = SUPPORTED) -> tuple[OpSubstitution, ...]:
     """The substitutions that float16 partials mean, one for each op they apply to."""
     reason = f"float16 partials: sums of {BLOCK} products in float32, added up in float16"
-    names = sorted(op_name(op) for op in ops)
+    names = sorted(recorded_name(op) for op in ops)
     return tuple(OpSubstitution(name, "float16", reason) for name in names)
 
 
@@ -339,7 +340,7 @@ def _check_mixed(op: Any, dtypes: Sequence[torch.dtype]) -> None:
     if op in NORMS:
         refused = not {*dtypes} <= {dtypes[0], torch.float32}
     if refused:
-        names = " and ".join(str(d).removeprefix("torch.") for d in dict.fromkeys(dtypes))
+        names = " and ".join(dtype_name(d) for d in dict.fromkeys(dtypes))
         raise RuntimeError(f"{op}: floating arguments of one dtype are needed; got {names}")
 
 

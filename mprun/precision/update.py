@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
+from mprun.precision.products import LOW
 
 
 class Clip:
@@ -62,7 +63,7 @@ class Unscaled:
     def __init__(self, optimizer: Optimizer, scale: Tensor) -> None:
         self._narrow: list[tuple[nn.Parameter, torch.dtype]] = []
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16):
+            if p.grad is not None and p.grad.dtype in LOW:
                 self._narrow.append((p, p.grad.dtype))
                 _replace_gradient(p, p.grad.float())
         self.overflow = unscale_and_check(optimizer, scale)
