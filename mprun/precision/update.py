@@ -6,8 +6,8 @@ that are not finite is skipped.
 A 16-bit gradient that is divided in its own dtype loses small values (3e-9 becomes 0 in float16).
 So 16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers
 compute in the parameters' dtype: they get the gradients rounded back, after clipping. The
-optimizers of `mprun.optim` take gradients of any dtype; unless `unscale` was called, they unscale,
-check and clip in float32 during their own pass, without copies.
+optimizers of `mprun.optim` take gradients of any dtype. Unless `unscale` was called, they unscale,
+check and clip in float32 during their step, without copies.
 """
 
 from __future__ import annotations
