@@ -25,12 +25,7 @@ from mprun.optim import SGD
 from mprun.precision.rounding import merge
 
 PARAMETERS, STEPS, UPDATE = 10_000, 1000, 1e-4
-COLOURS = {
-    "float32": "#000000",
-    "nearest": "#d55e00",
-    "stochastic": "#0072b2",
-    "kahan": "#009e73",
-}
+COLOURS = {"float32": "#000000", "nearest": "#d55e00", "stochastic": "#0072b2", "kahan": "#009e73"}
 LOSSES = {
     "fp32": ("#000000", "-"),
     "bf16_true": ("#d55e00", "-"),

@@ -145,7 +145,6 @@ def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     """The dispatch key of the kernel that an op is composed in; None where there is none.
 
     Args:
-        op: the op.
         device_type: cpu or cuda, whose kernel is meant.
         backend: whether a kernel below autograd counts, which an op has besides composite ones.
     """

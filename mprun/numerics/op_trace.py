@@ -85,6 +85,9 @@ class LabelledCaster(Caster):
         self.columns = caster.columns
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
 
+    def convert(self, model: nn.Module) -> None:
+        self._caster.convert(model)
+
     @contextmanager
     def region(self) -> Iterator[None]:
         with self._caster.region(), region(self._table):

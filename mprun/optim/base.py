@@ -184,10 +184,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     @torch.no_grad()
     def scaled_step(
-        self,
-        scale: Tensor | None,
-        max_norm: float | None = None,
-        overflow: Tensor | None = None,
+        self, scale: Tensor | None, max_norm: float | None = None, overflow: Tensor | None = None
     ) -> Tensor | None:
         """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
 

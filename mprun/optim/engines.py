@@ -78,7 +78,6 @@ def run(
     Args:
         engine: one of `ENGINES`.
         storage: how the operands are stored.
-        operands: the tensors.
         hyper: float32 [HYPERS], on the device.
         keys: of parameter, first and second moment.
         skip: float32 scalar on the device; if it is not 0, nothing changes. The C engine ignores

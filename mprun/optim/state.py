@@ -31,7 +31,6 @@ def complete_state(
 
     Args:
         state: the entries; changed in place.
-        p: the parameter.
         storage: how the step stores its results.
         first, second: PyTorch's names of the moments.
 

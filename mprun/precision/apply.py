@@ -50,10 +50,8 @@ class Precision:
     """A policy at work on a model, or on several that train together.
 
     Args:
-        policy: the mode.
         caster: the region the forward pass runs in.
         arithmetic: the region forward pass, loss and backward pass run in.
-        loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
         layers: module names or globs to the precision of each: fp32, fp16, bf16, or a mode.
     """

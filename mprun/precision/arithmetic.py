@@ -85,7 +85,6 @@ class WrappedArithmetic(Arithmetic):
     """Another arithmetic with a second region inside its own.
 
     Args:
-        inner: the arithmetic.
         region: makes the inner region; its modes see ops before the arithmetic does.
     """
 
@@ -164,7 +163,6 @@ class _KernelMode(TorchDispatchMode):
     """Lists products in 16 bits, and computes ops of a table in float32.
 
     Args:
-        products: the list.
         fallback: op to the dtypes of its first argument for which it is computed in float32.
         on_fallback: called with such an op and dtype.
     """

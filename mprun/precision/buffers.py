@@ -115,7 +115,6 @@ class BufferGuard:
     On CUDA it needs no host synchronization, but for `overflows`.
 
     Args:
-        model: the model.
         prefix: what is put before its buffers' names.
         active: whether buffers can overflow; a guard that is not active does nothing.
     """

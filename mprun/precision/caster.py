@@ -186,7 +186,6 @@ def caster_of(
     """The caster that carries out `policy.casting`.
 
     Args:
-        policy: the mode.
         device_type: "cpu" or "cuda", whose kernels run.
         lists, keep, watcher: see `OpListCaster`, which is made where `lists` are given.
     """

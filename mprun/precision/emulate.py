@@ -27,13 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from mprun._torch import (
-    TorchDispatchMode,
-    aten_packets,
-    dispatch_modes,
-    in_recomputation,
-    tree_map,
-)
+from mprun._torch import TorchDispatchMode, aten_packets, dispatch_modes, in_recomputation, tree_map
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (

@@ -80,7 +80,6 @@ def quantise(x: Tensor, to: Format, shift: int = 0, overflow: bool = True) -> Te
     Args:
         x: float32, any shape; finite and below 2^100, except for a format with float32's exponents
             and no shift, which takes every float32.
-        to: the format.
         shift: the scale's exponent. Only `to` overflows, no intermediate result.
         overflow: False rounds as if the format had no largest number.
 

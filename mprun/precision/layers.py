@@ -160,7 +160,6 @@ def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> li
     """The dtypes of a prepared model's layers.
 
     Args:
-        model: the model.
         named: module names to dtypes or modes, as `resolve` gives them.
         policy: the mode of all other layers.
     """
@@ -185,7 +184,6 @@ def keep_layers(
     """Make the layers of a converted model compute in their precision.
 
     Args:
-        model: the model.
         named: module name to its precision.
         stored: what the parameters of all other modules are stored in, where nothing casts; None
             where a caster decides.
@@ -213,7 +211,6 @@ def computing_in(
     """Inside, modules compute in a dtype of their own where a caster decides; parameters stay.
 
     Args:
-        model: the model.
         named: module name to its dtype, which its floating inputs are cast to.
         layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
@@ -244,7 +241,6 @@ class InDtype(ForwardWrapper):
     """A module's forward with its floating inputs cast, in a region.
 
     Args:
-        module: the module.
         region: makes the region its ops run in.
         dtype: what its inputs are cast to.
     """

@@ -93,7 +93,6 @@ class StaticLossScale(LossScale):
     """One factor for the whole run; steps whose gradients overflow are skipped.
 
     Args:
-        value: the factor.
         device: where the gradients are.
     """
 
@@ -185,7 +184,6 @@ class DynamicLossScale(StaticLossScale):
     """Follows `next_state` from an initial factor.
 
     Args:
-        initial: the first factor.
         rule: when it moves.
         device: where the gradients are.
     """

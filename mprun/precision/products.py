@@ -109,7 +109,6 @@ def opened(func: Any, args: Any, names: frozenset[str]) -> Callable[..., Any] | 
     to a mode undivided.
 
     Args:
-        func: the op.
         args: its arguments, whose device decides on the kernel.
         names: ops to open besides the composite ones.
     """

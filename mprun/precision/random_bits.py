@@ -79,7 +79,6 @@ def name_parameters(model: nn.Module, prefix: str = "") -> None:
     same bits. `Precision.prepare` does it.
 
     Args:
-        model: the model.
         prefix: put before the names, to distinguish several models.
     """
     for name, p in model.named_parameters():

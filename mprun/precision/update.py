@@ -98,7 +98,6 @@ def step_scaled(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tenso
     """One step on gradients of the loss times `scale`: unscale, check, clip, step.
 
     Args:
-        optimizer: the optimizer.
         scale: float32 scalar; None where the loss was not scaled and no step is ever skipped.
         clip: what limits the unscaled gradients.
 

@@ -244,7 +244,6 @@ class OpenedFunction:
     runs here the answer is always no.
 
     Args:
-        function: the function.
         whole: the handler if the body hands the function itself on again; then the mode cannot see
             inside it.
     """
