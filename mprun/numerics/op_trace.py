@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from mprun.numerics.op_watcher import RecordedOp, TensorRecord
 from mprun.precision import Caster
