@@ -3,7 +3,7 @@
     python -m benchmarks.emulation [--steps N]
 
 mprun's loop in both, `speed=auto`, taking turns block by block (`alternate.py`). Times of emulated
-modes say what emulation costs here, not what a mode gains.
+modes show what emulation costs here, not what a mode gains.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 @functools.cache
 def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
-    """The dispatch key of the kernel that an op is composed in; None where there is none.
+    """The dispatch key of an op's kernel that consists of other ops; None without one.
 
     Args:
         device_type: cpu or cuda, whose kernel is meant.
@@ -454,7 +454,7 @@ def op_name(op: OpOverload) -> str:
 
 
 SCALER_CHECK: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""The op by which a loss scaler divides gradients and looks for overflows; its arguments are the
+"""The op with which a loss scaler divides gradients and checks for overflows; its arguments are the
 gradients, a flag that becomes 1 where one is not finite, and the inverse of the scale."""
 
 

@@ -85,7 +85,7 @@ def why_not() -> str | None:
 
 @cache
 def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why it cannot be made."""
     if os.environ.get("MPRUN_NO_COMPILER"):
         return "MPRUN_NO_COMPILER is set"
     try:

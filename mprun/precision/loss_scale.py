@@ -211,7 +211,7 @@ class DynamicLossScale(StaticLossScale):
         return (
             f"the loss scale fell to its floor, {scale:g}, after {skipped_in_a_row} skipped steps "
             "in a row: the gradients are not finite at any scale; try a smaller train.lr, "
-            "precision=bf16_mixed, or precision=fp32 to tell the model from the precision; "
+            "precision=bf16_mixed, or precision=fp32, which fails too if the model is the cause; "
             "debug.fp_exceptions=halt names the op it begins with"
         )
 

@@ -54,7 +54,7 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
             if change not in reported:
                 reported.add(change)
                 warnings.warn(
-                    f"the model's code set {change} during a run; the run keeps what its mode says",
+                    f"the model's code set {change} during a run; the run keeps that of its mode",
                     stacklevel=4,
                 )
 

@@ -284,30 +284,30 @@ def _no(*_: object) -> bool:
 
 
 OPERATORS = "<operators>"
-"""Stands for `+`, `/`, `@` and the like, on tensors or not."""
+"""The entry for `+`, `/`, `@` and the like, on tensors or not."""
 
 
 @functools.cache
 def calls_of(function: Any) -> frozenset[str]:
-    """Every name that the function's code, or that of PyTorch's functions it names, looks up."""
+    """The names in the code of a function and of PyTorch's functions that it uses."""
     names: set[str] = set()
-    _collect_names(function, names, set())
+    functions: list[FunctionType] = [function]
+    seen: set[CodeType] = set()
+    while functions:
+        function = functions.pop()
+        code = function.__code__
+        if code in seen:
+            continue
+        seen.add(code)
+        names.update(code.co_names)
+        if any(map(_computes, dis.get_instructions(code))):
+            names.add(OPERATORS)
+        cells = (cell.cell_contents for cell in function.__closure__ or ())
+        for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
+            ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
+            if ours and inner.__name__ not in _HELPERS:
+                functions.append(inner)
     return frozenset(names)
-
-
-def _collect_names(function: FunctionType, names: set[str], seen: set[CodeType]) -> None:
-    code = function.__code__
-    if code in seen:
-        return
-    seen.add(code)
-    names.update(code.co_names)
-    if any(map(_computes, dis.get_instructions(code))):
-        names.add(OPERATORS)
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
-        ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
-        if ours and inner.__name__ not in _HELPERS:
-            _collect_names(inner, names, seen)
 
 
 def _computes(instruction: dis.Instruction) -> bool:
