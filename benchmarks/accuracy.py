@@ -29,8 +29,8 @@ def run(recipe: str, precision: str, seed: int, out: Path, overrides: list[str])
     """One run; its summary."""
     mode, *own = precision.split(":")
     folder = out / f"{recipe}-{mode}-seed{seed}"
-    words = [f"recipe={recipe}", f"precision={mode}", f"seed={seed}", "data.source=real", *own]
-    if mprun([*words, f"run.dir='{folder}'", *overrides]) != 0:
+    args = [f"recipe={recipe}", f"precision={mode}", f"seed={seed}", "data.source=real", *own]
+    if mprun([*args, f"run.dir='{folder}'", *overrides]) != 0:
         raise SystemExit(f"{folder} failed")
     return read_summary(folder)
 
@@ -55,19 +55,19 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     modes = options.precision.split(",")
-    found: dict[str, list[Summary]] = {mode: [] for mode in modes}
+    summaries: dict[str, list[Summary]] = {mode: [] for mode in modes}
     for seed in range(options.seeds):
         for mode in modes:
-            found[mode].append(run(options.recipe, mode, seed, options.out, options.overrides))
+            summaries[mode].append(run(options.recipe, mode, seed, options.out, options.overrides))
 
     print(
         f"\n{date.today()}  {options.recipe} {' '.join(options.overrides)}  {cpu_name()}, "
         f"{usable_cores()} cores, torch {torch.__version__}, seeds 0 to {options.seeds - 1}"
     )
-    accuracy = {m: [float(s.test.accuracy or 0) for s in found[m]] for m in modes}
+    accuracy = {m: [float(s.test.accuracy or 0) for s in summaries[m]] for m in modes}
     for mode in modes:
         mean = statistics.mean(accuracy[mode])
-        times = [float(s.step_time_ms.median or math.nan) for s in found[mode]]
+        times = [float(s.step_time_ms.median or math.nan) for s in summaries[mode]]
         print(
             f"{mode:11} accuracy {' '.join(f'{a:.4f}' for a in accuracy[mode])}  "
             f"mean {mean:.4f}; median step {statistics.median(times):.2f} ms "

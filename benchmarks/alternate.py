@@ -55,12 +55,12 @@ def alternate(base: Iterator[float], other: Iterator[float], blocks: int = BLOCK
 def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]:
     """95 % bootstrap interval of a statistic of block indices."""
     rng = random.Random(0)
-    found = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
-    return found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES)]
+    ratios = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
+    return ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES)]
 
 
 def keep_the_heap() -> None:
-    """Tell glibc to neither trim its heap nor map large blocks apart (mallopt(3))."""
+    """Make glibc neither trim its heap nor map large blocks apart (mallopt(3))."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4

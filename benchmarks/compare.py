@@ -45,15 +45,15 @@ def make(folder: Path, runs: int) -> None:
         (path / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
 
-def times_s(words: list[str], folder: Path, repeats: int) -> list[float]:
+def times_s(args: list[str], folder: Path, repeats: int) -> list[float]:
     """Wall times of new processes, sorted."""
-    found = []
+    times = []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        command = [sys.executable, "-m", "mprun", *words]
+        command = [sys.executable, "-m", "mprun", *args]
         subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, check=True)
-        found.append(time.perf_counter() - began)
-    return sorted(found[1:])
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])
 
 
 def main() -> None:
@@ -72,12 +72,12 @@ def main() -> None:
         make(folder, options.runs)
         where = f"Python {platform.python_version()}, {os.cpu_count()} cores"
         print(f"{date.today()}  {options.runs} runs of {VARIANTS} variants, {where}")
-        for case, words in cases.items():
-            found = times_s(words, folder, options.repeats)
-            text = f"median {median(found):.2f} s, {found[0]:.2f} to {found[-1]:.2f}"
-            missed = case == "the table" and median(found) > TARGET_S
+        for case, args in cases.items():
+            times = times_s(args, folder, options.repeats)
+            text = f"median {median(times):.2f} s, {times[0]:.2f} to {times[-1]:.2f}"
+            missed = case == "the table" and median(times) > TARGET_S
             target = f" (target {TARGET_S} s: {'MISSED' if missed else 'met'})"
-            print(f"{case:26} {text}, n={len(found)}{target if case == 'the table' else ''}")
+            print(f"{case:26} {text}, n={len(times)}{target if case == 'the table' else ''}")
 
 
 if __name__ == "__main__":

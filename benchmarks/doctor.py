@@ -1,8 +1,8 @@
-"""Rewrite the examples of docs/reference/doctor.md with what `mprun doctor` says on this machine.
+"""Rewrite the examples of docs/reference/doctor.md with the output of `mprun doctor` here.
 
     python -m benchmarks.doctor
 
-Each example stands between two comments, `<!-- VARIABLE=value -->` and `<!-- end -->`; the variable
+Each example is between two comments, `<!-- VARIABLE=value -->` and `<!-- end -->`; the variable
 is set for the command, `<!-- as it is -->` sets none. Run it on a quiet machine.
 """
 
@@ -22,8 +22,8 @@ def example(variable: str) -> str:
     """The command and its tables as a block of text."""
     name, _, value = variable.partition("=")
     env = {**os.environ, "COLUMNS": "100", **({name: value} if value else {})}
-    words = [sys.executable, "-m", "mprun", "doctor", "device=cpu"]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
+    args = [sys.executable, "-m", "mprun", "doctor", "device=cpu"]
+    done = subprocess.run(args, env=env, capture_output=True, text=True, check=True)
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("precision modes"))
     command = f"$ {variable + ' ' if value else ''}mprun doctor device=cpu"

@@ -3,7 +3,7 @@
     python -m benchmarks.emulation [--steps N]
 
 mprun's loop in both, `speed=auto`, taking turns block by block (`alternate.py`). Times of emulated
-modes say what emulation costs here, not what a mode gains.
+modes show what emulation costs here, not what a mode gains.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ BLOCKS = 30
 
 def planned(mode: list[str]) -> Plan:
     """The recipe in a mode, float16 with the published loss scale."""
-    words = ["recipe=fashion_mnist", "device=cpu", "data.train_limit=1200", *mode]
+    args = ["recipe=fashion_mnist", "device=cpu", "data.train_limit=1200", *mode]
     scale = [] if "bf16" in mode[0] or "fp32" in mode[0] else ["loss_scale=static"]
-    return make_plan(compose([*words, *scale]).config, ())
+    return make_plan(compose([*args, *scale]).config, ())
 
 
 def main() -> None:
@@ -53,13 +53,13 @@ def main() -> None:
     )
     rows = {}
     for mode in MODES:
-        chosen, fp32 = planned(mode), planned(["precision=fp32"])
-        with backend_flags(chosen.policy):
-            blocks = (mprun_blocks(fp32, steps), mprun_blocks(chosen, steps))
-            found = alternate(*blocks, blocks=BLOCKS)
+        plan, fp32 = planned(mode), planned(["precision=fp32"])
+        with backend_flags(plan.policy):
+            blocks = (mprun_blocks(fp32, steps), mprun_blocks(plan, steps))
+            comparison = alternate(*blocks, blocks=BLOCKS)
         name = " ".join(word.removeprefix("precision=") for word in mode)
-        rows[name] = {"execution": chosen.execution, **found._asdict()}
-        print(f"{name:52} {chosen.execution:8} {found}", flush=True)
+        rows[name] = {"execution": plan.execution, **comparison._asdict()}
+        print(f"{name:52} {plan.execution:8} {comparison}", flush=True)
     print(json.dumps(rows))
 
 

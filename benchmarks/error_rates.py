@@ -30,8 +30,8 @@ def _t(differences: Floats, shift: Floats | float, resolution: float) -> Floats:
     n = differences.shape[1]
     sd = np.maximum(differences.std(1, ddof=1), resolution / math.sqrt(12))
     with np.errstate(divide="ignore", invalid="ignore"):
-        found: Floats = stdtr(n - 1, shift / (sd / math.sqrt(n)))
-    return found
+        result: Floats = stdtr(n - 1, shift / (sd / math.sqrt(n)))
+    return result
 
 
 def different(differences: Floats, resolution: float = 0.0) -> float:
@@ -55,8 +55,8 @@ def accuracies(rng: np.random.Generator, samples: int, rate: float) -> None:
 
     def drawn(n: int, shift: float = 0.0) -> Floats:
         base, other = (rng.binomial(samples, rate + s, (REPETITIONS, n)) for s in (0.0, shift))
-        found: Floats = (other - base) / samples
-        return found
+        result: Floats = (other - base) / samples
+        return result
 
     step, blank = 1 / samples, " " * 10
     name = f"accuracy {rate:.1%} of {samples} samples, equal: found different"
@@ -74,8 +74,8 @@ def losses(rng: np.random.Generator, spread: float) -> None:
         base = np.exp(rng.normal(0, spread, (REPETITIONS, n)))
         true_mean = math.exp(spread * spread / 2)
         differences = RELATIVE_MARGIN * true_mean + rng.normal(0, 0.01, base.shape)
-        found: Floats = differences / base.mean(1, keepdims=True)
-        return found
+        result: Floats = differences / base.mean(1, keepdims=True)
+        return result
 
     shares = [equivalent(drawn(n), RELATIVE_MARGIN) for n in SEEDS]
     _row(f"loss that seeds spread by {spread:.0%}, +2 %: found equivalent", shares)
@@ -86,8 +86,8 @@ def collapses(rng: np.random.Generator, share: float, spread: float) -> None:
 
     def drawn(n: int) -> Floats:
         differences = rng.normal(0, spread, (REPETITIONS, n))
-        found: Floats = np.where(rng.random(differences.shape) < share, -0.8, differences)
-        return found
+        result: Floats = np.where(rng.random(differences.shape) < share, -0.8, differences)
+        return result
 
     shares = [equivalent(drawn(n), MARGIN) for n in SEEDS]
     _row(f"1 seed in {1 / share:.0f} collapses, others spread by {spread:.2%}", shares)

@@ -35,18 +35,18 @@ BLOCKS = 80
 
 def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> Iterator[float]:
     """Seconds per step, block after block, after one that warms up; none: a loop without it."""
-    words = [f"recipe={recipe}", f"train.batch_size={batch}", f"precision={mode}", "device=cpu"]
-    words += ["speed=plain", "data.train_limit=1200", "data.source=generated"]
-    words += [] if action == "none" else [f"debug.fp_exceptions={action}"]
-    chosen = make_plan(compose(words).config, ())
+    args = [f"recipe={recipe}", f"train.batch_size={batch}", f"precision={mode}", "device=cpu"]
+    args += ["speed=plain", "data.train_limit=1200", "data.source=generated"]
+    args += [] if action == "none" else [f"debug.fp_exceptions={action}"]
+    plan = make_plan(compose(args).config, ())
     if action == "none":
-        parts = build_parts(chosen)
+        parts = build_parts(plan)
     else:
-        exceptions = build_exceptions(chosen)
-        parts = build_parts(chosen, build_precision(chosen, make=exceptions.precision))
+        exceptions = build_exceptions(plan)
+        parts = build_parts(plan, build_precision(plan, make=exceptions.precision))
         exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
-    trainer = Trainer(parts, chosen.limits)
-    yield from step_blocks(chosen, trainer, steps)
+    trainer = Trainer(parts, plan.limits)
+    yield from step_blocks(plan, trainer, steps)
 
 
 def main() -> None:
@@ -59,10 +59,10 @@ def main() -> None:
     rows = {}
     for (recipe, mode, batch, steps), action in itertools.product(CASES, ACTIONS):
         base, ours = (step_times(recipe, mode, batch, each, steps) for each in ("none", action))
-        found = alternate(base, ours, blocks=blocks)
+        comparison = alternate(base, ours, blocks=blocks)
         name = f"{recipe} {mode} at {batch}, {action}"
-        rows[name] = found._asdict()
-        print(f"{name:40} {found}", flush=True)
+        rows[name] = comparison._asdict()
+        print(f"{name:40} {comparison}", flush=True)
     print(json.dumps(rows))
 
 

@@ -31,14 +31,14 @@ BLOCKS = 80
 
 def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) -> Iterator[float]:
     """Seconds per step, block after block, after one that warms up."""
-    words = [f"recipe={recipe}", f"train.batch_size={batch}", "precision=bf16_mixed", "device=cpu"]
-    words += [f"op_lists={lists}", "speed=plain", "data.train_limit=1200"]
-    chosen = make_plan(compose(words).config, ())
-    parts = build_parts(chosen)
+    args = [f"recipe={recipe}", f"train.batch_size={batch}", "precision=bf16_mixed", "device=cpu"]
+    args += [f"op_lists={lists}", "speed=plain", "data.train_limit=1200"]
+    plan = make_plan(compose(args).config, ())
+    parts = build_parts(plan)
     if compiled:
         parts.model = torch.compile(parts.model)  # type: ignore[assignment]
-    trainer = Trainer(parts, chosen.limits)
-    yield from step_blocks(chosen, trainer, steps)
+    trainer = Trainer(parts, plan.limits)
+    yield from step_blocks(plan, trainer, steps)
 
 
 def main() -> None:
@@ -57,10 +57,10 @@ def main() -> None:
             base, ours = (
                 step_times(recipe, batch, each, compiled, steps) for each in ("none", lists)
             )
-            found = alternate(base, ours, blocks=BLOCKS)
+            comparison = alternate(base, ours, blocks=BLOCKS)
             name = f"{recipe} at {batch}, {how}, {lists}"
-            rows[name] = found._asdict()
-            print(f"{name:40} {found}", flush=True)
+            rows[name] = comparison._asdict()
+            print(f"{name:40} {comparison}", flush=True)
     print(json.dumps(rows))
 
 

@@ -74,10 +74,10 @@ def main() -> None:
                 model, F.cross_entropy, data, dtype, modules=False, arithmetic=fp32_fallback
             )
             weights, lower = result.unavoidable.worst_db, result.lower.worst_db
-            kept = ", ".join(result.smallest_ops().fp32) or "nothing"
+            fp32 = ", ".join(result.smallest_ops().fp32) or "nothing"
             print(
                 f"{name:26} {str(dtype)[6:]:9} weights alone {weights:5.1f} dB   everything "
-                f"{lower:5.1f} dB   {weights - lower:5.1f} dB worse   kept in float32: {kept}",
+                f"{lower:5.1f} dB   {weights - lower:5.1f} dB worse   kept in float32: {fp32}",
                 flush=True,
             )
 

@@ -20,6 +20,7 @@ from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.optim import AdamW
 from mprun.optim.engines import fastest
+from mprun.precision.policy import dtype_name
 
 
 def times(step: Callable[[], object], device: torch.device) -> Iterator[float]:
@@ -44,13 +45,12 @@ def parameter(size: int, dtype: torch.dtype, device: torch.device) -> torch.nn.P
 def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[[], object]]]:
     """What is compared with fused float32 AdamW: a name and one step."""
     for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         for moments in (torch.float32, dtype):
-            kept = str(moments).removeprefix("torch.")
             made = AdamW(
                 [parameter(size, dtype, device)], momentum_dtype=moments, variance_dtype=moments
             )
-            yield f"{name}, moments {kept}, stochastic", made.step
+            yield f"{name}, moments {dtype_name(moments)}, stochastic", made.step
         nearest = AdamW([parameter(size, dtype, device)], rounding="nearest")
         yield f"{name}, moments float32, nearest", nearest.step
         kahan = AdamW([parameter(size, dtype, device)], rounding="kahan")
@@ -82,9 +82,9 @@ def main() -> None:
     rows = {}
     for name, step in candidates(size, device):
         fused = torch.optim.AdamW([parameter(size, torch.float32, device)], fused=True)
-        found = alternate(times(fused.step, device), times(step, device))
-        rows[name] = found._asdict()
-        print(f"{name:52} {found}", flush=True)
+        comparison = alternate(times(fused.step, device), times(step, device))
+        rows[name] = comparison._asdict()
+        print(f"{name:52} {comparison}", flush=True)
     print(json.dumps(rows))
 
 

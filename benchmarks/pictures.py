@@ -25,12 +25,7 @@ from mprun.optim import SGD
 from mprun.precision.rounding import merge
 
 PARAMETERS, STEPS, UPDATE = 10_000, 1000, 1e-4
-COLOURS = {
-    "float32": "#000000",
-    "nearest": "#d55e00",
-    "stochastic": "#0072b2",
-    "kahan": "#009e73",
-}
+COLOURS = {"float32": "#000000", "nearest": "#d55e00", "stochastic": "#0072b2", "kahan": "#009e73"}
 LOSSES = {
     "fp32": ("#000000", "-"),
     "bf16_true": ("#d55e00", "-"),
@@ -58,8 +53,8 @@ def walk(rounding: str) -> tuple[Tensor, Tensor]:
 
 def losses(precision: str, folder: Path) -> list[float]:
     """The training loss of each step of `recipe=linear`."""
-    words = ["recipe=linear", f"precision={precision}", f"run.dir='{folder / precision}'"]
-    if mprun(words) != 0:
+    args = ["recipe=linear", f"precision={precision}", f"run.dir='{folder / precision}'"]
+    if mprun(args) != 0:
         raise SystemExit(f"{precision} failed")
     lines = (folder / precision / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
@@ -87,8 +82,8 @@ def draw_losses(axes: Any) -> None:
     """The right picture."""
     with tempfile.TemporaryDirectory() as folder:
         for precision, (colour, style) in LOSSES.items():
-            found = losses(precision, Path(folder))
-            axes.plot(range(1, len(found) + 1), found, color=colour, ls=style, label=precision)
+            curve = losses(precision, Path(folder))
+            axes.plot(range(1, len(curve) + 1), curve, color=colour, ls=style, label=precision)
     axes.set_title("recipe=linear, SGD at 1e-3, seed 0")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
@@ -98,8 +93,8 @@ def draw_losses(axes: Any) -> None:
 def draw_memory(out: Path) -> None:
     """Take over the command's own picture."""
     with tempfile.TemporaryDirectory() as folder:
-        words = ["recipe=fashion_mnist", "precision=fp32,half_sr", f"run.dir='{folder}'"]
-        if mprun(["memory", *words, "device=cpu"]) != 0:
+        args = ["recipe=fashion_mnist", "precision=fp32,half_sr", f"run.dir='{folder}'"]
+        if mprun(["memory", *args, "device=cpu"]) != 0:
             raise SystemExit("mprun memory failed")
         shutil.copy(Path(folder) / "memory.png", out)
 

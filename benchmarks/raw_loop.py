@@ -45,14 +45,14 @@ class Empty(Recipe):
         return (output - target).mean()
 
 
-def raw_blocks(chosen: Plan, steps: int) -> Iterator[float]:
+def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of a raw loop, block after block."""
-    parts, recipe = build_parts(chosen), chosen.recipe
-    model, optimizer, data = parts.model, parts.optimizer, chosen.splits.train
-    bf16 = chosen.policy.casting == "autocast"
-    size = chosen.batch.effective
-    order = torch.Generator().manual_seed(chosen.config.seed)
-    shuffle = chosen.splits.shuffle
+    parts, recipe = build_parts(plan), plan.recipe
+    model, optimizer, data = parts.model, parts.optimizer, plan.splits.train
+    bf16 = plan.policy.casting == "autocast"
+    size = plan.batch.effective
+    order = torch.Generator().manual_seed(plan.config.seed)
+    shuffle = plan.splits.shuffle
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         while True:
@@ -78,11 +78,11 @@ def raw_blocks(chosen: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
-def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
+def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of mprun's loop, block after block."""
-    full = len(chosen.splits.train) // chosen.batch.effective * chosen.batch.effective
-    whole = replace(chosen.splits, train=chosen.splits.train.first(full))
-    parts = build_parts(replace(chosen, splits=whole))
+    full = len(plan.splits.train) // plan.batch.effective * plan.batch.effective
+    whole = replace(plan.splits, train=plan.splits.train.first(full))
+    parts = build_parts(replace(plan, splits=whole))
     none = parts.train.data.first(0)
     parts.validation.data = none
     done = 0
@@ -95,15 +95,15 @@ def mprun_blocks(chosen: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
-def compare(chosen: Plan, steps: int) -> dict[str, float]:
+def compare(plan: Plan, steps: int) -> dict[str, float]:
     """Alternate blocks of both loops; ratio of medians with its interval."""
-    found = alternate(raw_blocks(chosen, steps), mprun_blocks(chosen, steps))
+    comparison = alternate(raw_blocks(plan, steps), mprun_blocks(plan, steps))
     return {
-        "raw_ms": found.base_ms,
-        "mprun_ms": found.other_ms,
-        "ratio": found.ratio,
-        "low": found.low,
-        "high": found.high,
+        "raw_ms": comparison.base_ms,
+        "mprun_ms": comparison.other_ms,
+        "ratio": comparison.ratio,
+        "low": comparison.low,
+        "high": comparison.high,
     }
 
 
@@ -121,10 +121,10 @@ def main() -> None:
     )
     for recipe, steps in cases.items():
         for precision in ("fp32", "bf16_mixed"):
-            words = [f"recipe={recipe}", f"precision={precision}", "speed=plain", "device=cpu"]
-            chosen = make_plan(compose(words).config, ())
-            with backend_flags(chosen.policy):
-                row = compare(chosen, max(1, int(steps * scale)))
+            args = [f"recipe={recipe}", f"precision={precision}", "speed=plain", "device=cpu"]
+            plan = make_plan(compose(args).config, ())
+            with backend_flags(plan.policy):
+                row = compare(plan, max(1, int(steps * scale)))
             rows[f"{recipe} {precision}"] = row
             print(
                 f"{recipe:14} {precision:11} raw {row['raw_ms']:8.3f} ms  "
@@ -133,8 +133,8 @@ def main() -> None:
             )
     linear = make_plan(compose(["recipe=linear", "speed=plain", "device=cpu"]).config, ())
     empty = Empty()
-    chosen = replace(linear, recipe=empty, splits=empty.data(DataRequest()))
-    row = compare(chosen, int(2000 * scale))
+    plan = replace(linear, recipe=empty, splits=empty.data(DataRequest()))
+    row = compare(plan, int(2000 * scale))
     overhead_us = (row["mprun_ms"] - row["raw_ms"]) * 1e3
     rows["empty"] = {**row, "overhead_us": overhead_us}
     print(

@@ -1,12 +1,13 @@
-"""What rounding errors cost, beside what gradients and losses differ by from batch to batch.
+"""The cost of rounding errors, beside the spread of gradients and losses over batches.
 
     python -m benchmarks.sampling_noise
 
-What `mprun numerics` and `mprun search-ops` forgive rests on it (mprun/numerics/tolerance.py). A
-layer takes differences on an offset that its dtype is the coarser for, the larger it is. Trained
-with PyTorch's autocast and in float32, 200 steps each; along the float32 training the errors of the
-16-bit passes over the variance over batches, in dB, and the errors of the loss over its standard
-deviation.
+The tolerance of `mprun numerics` and `mprun search-ops` is based on it
+(mprun/numerics/tolerance.py). A layer computes differences of numbers with an offset: the larger
+the offset, the larger the rounding errors. The model is trained for 200 steps with PyTorch's
+autocast, and in float32. During the float32 training, the errors of 16-bit passes are measured:
+those of gradients over their variance between batches, in dB, and those of the loss over its
+standard deviation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from mprun.doctor.environment import cpu_name
 
 STEPS, BATCH, SAMPLES = 200, 64, 512
-LOOKS = (0, 20, 80, 160)
+MEASURED_AT = (0, 20, 80, 160)
 CENTRES = torch.randn(4, 16, generator=torch.Generator().manual_seed(17))
 
 
@@ -55,16 +56,16 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tenso
     return F.cross_entropy(out.float(), y)
 
 
-def look(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> str:
-    """The errors of a dtype on the batches of the training samples, over what batches differ by."""
+def step_errors(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> str:
+    """The errors of a dtype on the training batches, relative to the spread over batches."""
     parameters = list(model.parameters())
     batches = list(zip(x.split(BATCH), y.split(BATCH), strict=True))
-    found = {
+    passes = {
         d: [(loss := loss_of(model, a, b, d), torch.autograd.grad(loss, parameters))
             for a, b in batches]
         for d in (torch.float32, dtype)
     }  # fmt: skip
-    exact, low = found[torch.float32], found[dtype]
+    exact, low = passes[torch.float32], passes[dtype]
     ratios = []
     for k in range(len(parameters)):
         gradients = torch.stack([g[k] for _, g in exact])
@@ -77,7 +78,7 @@ def look(model: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> str:
 
 
 def accuracy(offset: float, dtype: torch.dtype, seed: int, other: torch.dtype) -> tuple[float, str]:
-    """On unseen samples behind a training, and the errors of another dtype on the way."""
+    """The accuracy on unseen samples after training, and the errors of another dtype during it."""
     torch.manual_seed(seed)
     model, seen = Offset(offset), []
     x, y = points(SAMPLES, 1000 + seed)
@@ -85,8 +86,8 @@ def accuracy(offset: float, dtype: torch.dtype, seed: int, other: torch.dtype) -
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == torch.float16)
     order = torch.Generator().manual_seed(seed)
     for step in range(STEPS):
-        if other != dtype and step in LOOKS:
-            seen.append(look(model, x, y, other))
+        if other != dtype and step in MEASURED_AT:
+            seen.append(step_errors(model, x, y, other))
         rows = torch.randperm(SAMPLES, generator=order)[:BATCH]
         optimizer.zero_grad()
         scaler.scale(loss_of(model, x[rows], y[rows], dtype)).backward()
@@ -101,7 +102,7 @@ def accuracy(offset: float, dtype: torch.dtype, seed: int, other: torch.dtype) -
 def main() -> None:
     """Print a line per dtype, offset and seed."""
     print(f"{date.today()}  {cpu_name()}, torch {torch.__version__}")
-    print(f"errors over the variance and the deviation of batches, before steps {LOOKS}")
+    print(f"errors over the variance and the deviation of batches, before steps {MEASURED_AT}")
     for dtype, offsets in ((torch.bfloat16, (4, 8, 16, 32, 64)), (torch.float16, (64, 128, 256))):
         for offset in offsets:
             for seed in (0, 1):

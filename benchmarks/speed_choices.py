@@ -32,9 +32,9 @@ IMPLEMENTATIONS = {
 }
 
 
-def stepper(chosen: Plan) -> Callable[[], float]:
+def stepper(plan: Plan) -> Callable[[], float]:
     """A function that takes one step of its own model and gives its milliseconds."""
-    parts = build_parts(chosen)
+    parts = build_parts(plan)
     trainer = Trainer(parts, Limits(1, None, None))
     clock = HostClock()
 
@@ -57,12 +57,12 @@ def main() -> None:
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}; {rounds} rounds, {WARMUP} of them warm-up"
     )
-    found = {}
+    table = {}
     for recipe, implementations in IMPLEMENTATIONS.items():
         formats = ("contiguous", "channels_last") if recipe == "fashion_mnist" else ("contiguous",)
         for precision in ("fp32", "bf16_mixed"):
-            words = [f"recipe={recipe}", f"precision={precision}", "device=cpu"]
-            base = make_plan(compose(words).config, ())
+            args = [f"recipe={recipe}", f"precision={precision}", "device=cpu"]
+            base = make_plan(compose(args).config, ())
             choices = [SpeedChoice(f, i) for f in formats for i in implementations]
             with backend_flags(base.policy):
                 steppers = {c: stepper(replace(base, speed=c)) for c in choices}
@@ -73,9 +73,9 @@ def main() -> None:
             for choice, ms in times.items():
                 p10, median, p90 = quantiles(ms[WARMUP:])
                 name = f"{recipe} {precision} {choice.memory_format} {choice.optimizer_impl}"
-                found[name] = {"p10": p10, "median": median, "p90": p90}
+                table[name] = {"p10": p10, "median": median, "p90": p90}
                 print(f"{name:45} {median:8.2f} ms ({p10:.2f} to {p90:.2f})")
-    print(json.dumps(found))
+    print(json.dumps(table))
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ MODES = ("tf32", "bf16_mixed", "fp16_mixed")
 
 def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
     """Outputs and gradients of a mode's first step, each as one flat float64 tensor."""
-    words = [f"recipe={recipe}", f"precision={precision}", "device=cpu", "train.batch_size=64"]
-    chosen = make_plan(compose(words).config, ())
-    with backend_flags(chosen.policy, chosen.native_tf32):
-        parts = build_parts(chosen)
+    args = [f"recipe={recipe}", f"precision={precision}", "device=cpu", "train.batch_size=64"]
+    plan = make_plan(compose(args).config, ())
+    with backend_flags(plan.policy, plan.native_tf32):
+        parts = build_parts(plan)
         batch = next(parts.train.epoch(None))
         output = parts.precision.forward(parts.model, batch.inputs)
         loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
@@ -47,8 +47,8 @@ def main() -> None:
     for recipe in ("linear", "mnist", "fashion_mnist"):
         exact = first_step(recipe, "fp32")
         for mode in MODES:
-            found = first_step(recipe, mode)
-            out, grad = (sqnr_db(a, b) for a, b in zip(exact, found, strict=True))
+            low = first_step(recipe, mode)
+            out, grad = (sqnr_db(a, b) for a, b in zip(exact, low, strict=True))
             print(f"{recipe:14} {mode:11} outputs {out:6.1f} dB   gradients {grad:6.1f} dB")
 
 

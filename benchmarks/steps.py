@@ -15,11 +15,11 @@ from mprun.precision import backend_flags
 from mprun.train.loop import Trainer
 
 
-def step_blocks(chosen: Plan, trainer: Trainer, steps: int) -> Iterator[float]:
+def step_blocks(plan: Plan, trainer: Trainer, steps: int) -> Iterator[float]:
     """Seconds per step on the first batch, block after block, after one that warms up."""
     taken = next(trainer.parts.train.epoch(None))
     for block in itertools.count():
-        with backend_flags(chosen.policy):
+        with backend_flags(plan.policy):
             start = time.perf_counter()
             for _ in range(steps):
                 trainer.optimizer_step(taken)

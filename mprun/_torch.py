@@ -66,7 +66,7 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
 def in_backward() -> bool:
     """Whether the calling thread is inside autograd's backward pass."""
-    return torch._C._current_autograd_node() is not None
+    return backward_node() is not None
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -124,7 +124,7 @@ def in_recomputation() -> bool:
     for frame in calling_frames():
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True
-        if frame.f_code.co_name == "_engine_run_backward":  # the innermost backward pass
+        if is_backward_call(frame.f_code):  # the innermost backward pass
             return False
     return False
 
@@ -142,10 +142,9 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 
 @functools.cache
 def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
-    """The dispatch key of the kernel that an op is composed in; None where there is none.
+    """The dispatch key of an op's kernel that consists of other ops; None without one.
 
     Args:
-        op: the op.
         device_type: cpu or cuda, whose kernel is meant.
         backend: whether a kernel below autograd counts, which an op has besides composite ones.
     """
@@ -176,11 +175,6 @@ def aten_packets(names: str) -> frozenset[OpOverloadPacket]:
 def schema_of(op: OpOverload) -> Any:
     """The schema of an op: names, types and aliases of its arguments and results."""
     return op._schema
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor's memory has been written to. Raises for inference tensors."""
-    return int(tensor._version)
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -304,7 +298,7 @@ _FP32_SWITCHES = {
 }
 """Names in `torch.backends` -> backend and op of the setters."""
 _FP32_LEVELS = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
-"""What holds for ops that have no setting of their own."""
+"""The settings of ops that have none of their own."""
 _REDUCTION_SWITCHES = (
     "allow_bf16_reduced_precision_reduction",
     "allow_fp16_reduced_precision_reduction",
@@ -322,7 +316,7 @@ _SETTERS = {
         "_set_cublas_allow_fp16_accumulation",
     )
 }
-"""What `torch.backends` looks up and calls when a switch is set."""
+"""The functions of `torch._C` that `torch.backends` calls to set a switch."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +363,7 @@ class BackendSwitches:
 
 
 def backend_switches() -> BackendSwitches:
-    """The switches as they are.
+    """The current switches.
 
     An op without a setting of its own reads as its level, so levels are read first and taken away.
     The older interface raises an error where it disagrees with the newer one; it is read with the
@@ -445,7 +439,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def write_count(x: Tensor) -> int:
-    """How often a tensor, or a view of it, was written to; 0 in inference mode."""
+    """How often the memory of a tensor was written to; 0 for an inference tensor."""
     return 0 if x.is_inference() else int(x._version)
 
 
@@ -460,7 +454,7 @@ def op_name(op: OpOverload) -> str:
 
 
 SCALER_CHECK: Any = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-"""The op by which a loss scaler divides gradients and looks for overflows; its arguments are the
+"""The op with which a loss scaler divides gradients and checks for overflows; its arguments are the
 gradients, a flag that becomes 1 where one is not finite, and the inverse of the scale."""
 
 

@@ -1,4 +1,4 @@
-"""The terminal: where results and warnings are printed, tables in one style, progress of runs.
+"""The terminal: consoles for results and warnings, tables in one style, progress of runs.
 
 Progress is a display that redraws itself on a terminal. Anywhere else (a file, a pipe, a CI log) it
 is a plain line at most every ten seconds, so that a log stays readable.
@@ -44,7 +44,7 @@ def stderr_console() -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line as it is: not wrapped, not coloured, square brackets are not markup."""
+    """Print a line unchanged: no wrapping, no colour, no markup in square brackets."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -77,7 +77,7 @@ def framed_table(title: str, *columns: str) -> Table:
 
 
 def text_column(heading: str, **options: Any) -> Column:
-    """A column whose long words are folded; `options` are those of rich's `Column`."""
+    """A column that folds long text; `options` are those of rich's `Column`."""
     return Column(heading, overflow="fold", **options)
 
 

@@ -1,13 +1,13 @@
-"""The errors a user can cause, and the exit status each one ends with.
+"""The errors a user can cause, and their exit statuses.
 
-An error names what was received, what is legal and how to mend it, in one line. `cli.main`
-prints it and exits with `status`; no traceback is shown for a mistake of the user's.
+An error names the value received, the legal ones and a remedy, in one line. `cli.main` prints it
+and exits with `status`, without a traceback.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -49,7 +49,7 @@ class StoppedError(BaseException):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The entry of `known` closest in spelling to `word`, or None where nothing is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def hint(word: str, known: Iterable[str]) -> str:

@@ -43,22 +43,21 @@ class Recipe(ABC):
         """The samples.
 
         Raises:
-            UsageError: the data are not available; the message says what to do.
+            UsageError: the data are not available; the message names the remedies.
         """
 
     def sample(self) -> TensorSet | None:
-        """Samples such as `data` gives, any number of them, or None.
+        """Samples like those of `data`, any number of them, or None.
 
-        Only shapes and dtypes are used, to plan a step without the data (`mprun memory`). It is
-        called where tensors are made without values, so `torch.empty` is enough. With None,
-        planning loads the data.
+        Only shapes and dtypes are used, to plan a step without the data (`mprun memory`), so
+        `torch.empty` is enough. With None, planning loads the data.
         """
         return None
 
     def prepare(self, inputs: Tensor) -> Tensor:
         """A stored batch [B, ...] as the model's input, float32 or, like token ids, integer.
 
-        As it is unless overridden. Floating inputs are then brought to the mode's dtype. Integers
+        Unchanged unless overridden. Floating inputs are then brought to the mode's dtype. Integers
         are prepared on the training device, floating samples before they are sent there.
         """
         return inputs

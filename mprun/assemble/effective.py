@@ -23,11 +23,11 @@ from mprun.numerics.memory_recorder import fake_tensors
 from mprun.optim import LowPrecisionOptimizer
 from mprun.precision import Precision
 from mprun.precision.convert import dtype_of
+from mprun.precision.policy import dtype_name
+from mprun.precision.products import LOW
 from mprun.precision.switches import tf32_is_on
 from mprun.records.run_record import PrecisionRow
 from mprun.train.init_from import DRAWN
-
-LOW = (torch.float16, torch.bfloat16)
 
 
 def requested(plan: Plan) -> PrecisionRow:
@@ -70,9 +70,11 @@ def effective(
     outside = outside or [p for _, p in named]
     if outside:
         stored = _most((p.dtype, p.numel()) for p in outside)
-        row["param_dtype"] = row["compute_dtype"] = _name(stored)
+        row["param_dtype"] = row["compute_dtype"] = dtype_name(stored)
     if trained := [p for p in outside if p.requires_grad]:
-        row["accum_dtype"] = _name(_most((p.grad_dtype or p.dtype, p.numel()) for p in trained))
+        row["accum_dtype"] = dtype_name(
+            _most((p.grad_dtype or p.dtype, p.numel()) for p in trained)
+        )
     row.update(_optimizer_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
     if row["casting"] != "op_lists":
@@ -94,7 +96,7 @@ def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[
     group = optimizer.param_groups[0]
     first = group["momentum_dtype"] if optimizer.keeps_first(group) else torch.float32
     second = torch.float32 if optimizer.second is None else group["variance_dtype"]
-    row["momentum_dtype"], row["variance_dtype"] = _name(first), _name(second)
+    row["momentum_dtype"], row["variance_dtype"] = dtype_name(first), dtype_name(second)
     rounding: str = group["rounding"]
     if not any(dtype in LOW for dtype in (*stored, first, second)):
         return row
@@ -112,7 +114,3 @@ def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
     for dtype, elements in dtypes:
         counts[dtype] += elements
     return counts.most_common(1)[0][0]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

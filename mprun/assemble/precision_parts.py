@@ -12,7 +12,6 @@ from mprun.config.validate import loss_scale_kind
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
 from mprun.precision import (
     Arithmetic,
-    AutocastCaster,
     BlockedConvolutions,
     Caster,
     Clip,
@@ -23,15 +22,13 @@ from mprun.precision import (
     Float16Fallback,
     LossScale,
     NativeArithmetic,
-    NoCaster,
     NoLossScale,
-    OpListCaster,
     Policy,
     Precision,
     StaticLossScale,
 )
+from mprun.precision.caster import caster_of
 from mprun.precision.op_lists import Watcher
-from mprun.precision.policy import torch_dtype
 
 DEFAULT_STATIC = 1024.0
 DEFAULT_INITIAL = 2.0**16
@@ -73,13 +70,8 @@ def build_exceptions(plan: Plan) -> RunExceptions:
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
     """What decides the dtypes of ops; `watcher` is called for what op lists do."""
-    device, dtype = plan.device.type, torch_dtype(plan.policy.compute_dtype)
-    if plan.op_lists is not None:
-        several = plan.batch.accumulate > 1
-        return OpListCaster(plan.op_lists, dtype, device, keep=several, watcher=watcher)
-    if plan.policy.casting == "autocast":
-        return AutocastCaster(device, dtype)
-    return NoCaster()
+    several = plan.batch.accumulate > 1
+    return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
 
 def build_arithmetic(plan: Plan) -> Arithmetic:

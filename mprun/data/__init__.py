@@ -1,8 +1,8 @@
 """Data sets as tensors: where they come from, and how batches are made of them.
 
-`files.py` knows the published files and checks them; `sources.py` finds, downloads and reads them;
-`generated.py` draws a set where there are none; `batches.py` holds decoded samples in memory and
-batches them there.
+`files.py` checks the published files; `sources.py` locates, downloads and reads them;
+`generated.py` draws a set as a substitute; `batches.py` has decoded samples in memory and batches
+them there.
 """
 
 from mprun.data.batches import Batch, Batches, Order, TensorSet

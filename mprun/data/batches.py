@@ -3,9 +3,9 @@
 A data loader with worker processes pays for decoding, pickling and collating every sample; for
 sets that fit in memory that is most of a step's wait. Here samples lie decoded in one tensor, on
 the training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
-batch, with no Python work per sample. What is sent to a device is sent as small as it can be: bytes
-and other integers as they are stored, to be prepared there; floating samples after they were
-prepared, in the dtype the mode's inputs have.
+batch, with no Python work per sample. Transfers to a device are as small as possible: bytes and
+other integers are sent as stored and prepared there; floating samples are prepared first, in the
+dtype of the mode's inputs.
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
@@ -52,10 +52,8 @@ class TensorSet:
         return self.first(n), TensorSet(self.inputs[n:], self.targets[n:])
 
     def with_inputs(self, dtype: torch.dtype) -> TensorSet:
-        """The same samples with inputs of `dtype`; itself where they are."""
-        return (
-            self if self.inputs.dtype == dtype else TensorSet(self.inputs.to(dtype), self.targets)
-        )
+        """The same samples with inputs of `dtype`; no copy if they are."""
+        return TensorSet(self.inputs.to(dtype), self.targets)
 
     def to(self, device: torch.device) -> TensorSet:
         """A copy on `device`."""
@@ -76,7 +74,7 @@ class Order:
     Args:
         samples: how many there are.
         seed: the run's seed.
-        shuffle: False visits them as they are stored.
+        shuffle: False visits them in the stored order.
     """
 
     def __init__(self, samples: int, seed: int, shuffle: bool) -> None:
@@ -150,7 +148,7 @@ class Batches:
 
 
 def place(data: TensorSet, device: torch.device) -> TensorSet:
-    """`data` on `device` where it takes at most half of the free memory there, else as it is."""
+    """`data`, on `device` if it takes at most half of the free memory there."""
     if device.type != "cuda" or data.inputs.device == device:
         return data
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,12 +1,12 @@
-"""The files of MNIST and FashionMNIST: where they lie, and whether they are the published ones.
+"""The files of MNIST and FashionMNIST: their folder, and whether they are the published ones.
 
-A set is four files, laid out in the data folder as torchvision lays them:
+A set is four files, in the data folder's layout of torchvision:
 
     MNIST/raw/train-images-idx3-ubyte    MNIST/raw/t10k-images-idx3-ubyte
     MNIST/raw/train-labels-idx1-ubyte    MNIST/raw/t10k-labels-idx1-ubyte
 
-A file is good when it has the published SHA-256. The size
-only distinguishes a download that broke off (truncated) from changed bytes (corrupt).
+A file is good if it has the published SHA-256. The size only distinguishes an interrupted download
+(truncated) from changed bytes (corrupt).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def raw_folder(name: str, root: Path) -> Path:
 
 
 def is_complete(name: str, root: Path) -> bool:
-    """Whether all four files of the set exist; `check` says whether they are good."""
+    """Whether all four files of the set exist; `check` tests whether they are good."""
     return all((raw_folder(name, root) / file).is_file() for file in SHA256[name])
 
 

@@ -133,14 +133,14 @@ class DownloadError(Exception):
 def download(name: str, root: Path) -> str:
     """Bring what is missing or damaged of the set into `root`; one process at a time.
 
-    Where a packed file (`train-images-idx3-ubyte.gz`) lies beside, it is unpacked, not downloaded.
-    Files appear in their place when all are whole and have the published SHA-256. A reader without
-    the lock, or after a download that broke off, sees the earlier files or the published ones,
-    never half of one. Good files are not touched.
+    A packed file in the same folder (`train-images-idx3-ubyte.gz`) is unpacked, not downloaded.
+    Files appear in their place when all are whole and have the published SHA-256. So a reader
+    without the lock, or after an interrupted download, gets the earlier files or the published
+    ones, never half of one. Good files are not touched.
 
     Returns:
-        "download", or "local" where nothing had to be downloaded: another process completed the set
-        meanwhile, or packed files lay beside.
+        "download", or "local" if nothing had to be downloaded: another process completed the set
+        meanwhile, or packed files were there.
 
     Raises:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
@@ -164,10 +164,10 @@ def download(name: str, root: Path) -> str:
 
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
-    """Put a file into `folder`: the packed one in `raw` unpacked, else (True) a download."""
+    """Put a file into `folder`: unpacked from `raw`, else downloaded; True if downloaded."""
     try:
         _unpack(name, file, raw, folder)
-    except (OSError, DownloadError):  # it is not there, or not the published one
+    except (OSError, DownloadError):  # it is missing, or not the published one
         _download_packed(name, file, folder)
         _unpack(name, file, folder, folder)
         return True
@@ -213,7 +213,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _timeout() -> Iterator[None]:
-    """torchvision opens its connections without a timeout; they take the process's default."""
+    """A timeout for torchvision's connections, by the process's default: they have none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
     try:
@@ -239,7 +239,7 @@ def read(name: str, root: Path) -> tuple[TensorSet, TensorSet]:
 
 
 def _read_part(raw: Path, prefix: str) -> TensorSet:
-    """One part from the files that were checked (a dataset object may take older ones beside)."""
+    """One part from the files that were checked (a dataset object may read older ones)."""
     from torchvision.datasets.mnist import read_image_file, read_label_file
 
     images = read_image_file(str(raw / f"{prefix}-images-idx3-ubyte"))

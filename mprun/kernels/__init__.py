@@ -43,18 +43,18 @@ VARIANTS = (
     ("-lm",),
 )
 PATIENCE_S = 60
-"""How long a compiler may take; it needs a quarter of a second."""
+"""Time limit of the compiler, which needs a quarter of a second."""
 
 
 class NoCompilerError(Exception):
-    """There is no C compiler here, or it cannot compile for this machine; the text says why."""
+    """There is no C compiler here, or it cannot compile for this machine; the text is why."""
 
 
 def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
     """The library made of `source` (a file of this folder) with macros (None: without a value).
 
     Raises:
-        NoCompilerError: see there. A process tries each library once.
+        NoCompilerError: there is no library. A process tries each library once.
     """
     flags = (f"-D{name}" + (f"={value}" if value else "") for name, value in defines.items())
     library = _load(source, tuple(sorted(flags)))
@@ -64,7 +64,7 @@ def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
 
 
 def load_or_warn(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL | None:
-    """As `load`, but None and a warning where there is no library; a single one may fail."""
+    """As `load`, but with a warning and None instead of an error; a single library may fail."""
     try:
         return load(source, defines)
     except NoCompilerError as error:
@@ -85,7 +85,7 @@ def why_not() -> str | None:
 
 @cache
 def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why it cannot be made."""
     if os.environ.get("MPRUN_NO_COMPILER"):
         return "MPRUN_NO_COMPILER is set"
     try:
@@ -160,7 +160,7 @@ def cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: a home folder may be shared by unlike machines."""
+    """What `-march=native` depends on; unlike machines may share a home folder."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         flags = next((x for x in text.splitlines() if x.startswith(("flags", "Features"))), "")

@@ -39,12 +39,12 @@ from mprun.numerics.passes import CastPlan, NotMeasurableError, is_out_of_memory
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
 from mprun.precision.forward_backward import call_arguments
 from mprun.precision.op_lists import Entry, Watcher
-from mprun.precision.op_lists.names import ATTENTION, CONVOLUTIONS, RECURRENT, known, spelled
+from mprun.precision.op_lists.names import CONVOLUTIONS, RECURRENT, known, spelled
 
 HEAVY = (
     *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),
     *("linalg_multi_dot", "matmul", "mm", "mv", "tensordot", "bilinear", "conv_tbc"),
-    *(*CONVOLUTIONS, *RECURRENT, *ATTENTION),
+    *(*CONVOLUTIONS, *RECURRENT, "scaled_dot_product_attention"),
     *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention"),
 )
 """Ops that are on the lower list unless they need float32."""

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from mprun.numerics.op_watcher import RecordedOp, TensorRecord
 from mprun.precision import Caster
@@ -84,6 +85,9 @@ class LabelledCaster(Caster):
         self._caster = caster
         self.columns = caster.columns
         self._table = Table(lists, torch.float32, _NoCasts(), "cpu", calls)
+
+    def convert(self, model: nn.Module) -> None:
+        self._caster.convert(model)
 
     @contextmanager
     def region(self) -> Iterator[None]:

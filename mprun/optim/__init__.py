@@ -10,8 +10,8 @@ Usable in anyone's own loop:
     loss.backward()
     optimizer.step()
 
-A 16-bit parameter that moves by small steps stands still when it is rounded to nearest. These
-optimizers compute a step in float32 and round it once, stochastically or with a remainder.
+With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
+compute a step in float32 and round it once, stochastically or with a remainder.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer

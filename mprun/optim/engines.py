@@ -52,7 +52,7 @@ class Operands:
 
 
 def fastest(device: torch.device, storage: Storage | None = None) -> str:
-    """The fastest engine there is; for `storage`, where it is given: each has a kernel in C."""
+    """The fastest engine of a device; with `storage`, c only if its kernel compiles."""
     if device.type == "cuda":
         return "inductor"
     if device.type != "cpu" or kernels.why_not() is not None:
@@ -78,11 +78,10 @@ def run(
     Args:
         engine: one of `ENGINES`.
         storage: how the operands are stored.
-        operands: the tensors.
         hyper: float32 [HYPERS], on the device.
         keys: of parameter, first and second moment.
-        skip: float32 scalar on the device; nothing changes where it is not 0. The C engine ignores
-            it: its caller checks it before.
+        skip: float32 scalar on the device; if it is not 0, nothing changes. The C engine ignores
+            it; its caller checks it.
 
     Raises:
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
@@ -164,7 +163,7 @@ def _update(
     index: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """The same as update.c's loop body, over a block."""
+    """The loop body of update.c, over a block."""
     o = operands
     old = o.param.float() if o.remainder is None else merge(o.param, o.remainder)
     m = _loaded(o.first, storage.first_scale, hyper.device)
@@ -203,7 +202,7 @@ def _update(
 
 
 def _loaded(moment: Tensor | None, scale: float, device: torch.device) -> Tensor:
-    """A moment in float32, of its shape; a 0 where there is none."""
+    """A moment in float32; a scalar 0 for None."""
     if moment is None:
         return torch.zeros((), dtype=torch.float32, device=device)
     return moment.float() if scale == 1 else moment.float() * (1 / scale)
@@ -224,7 +223,7 @@ def _by_inductor(
 
 @cache
 def _compiled(storage: Storage) -> Callable[..., None]:
-    """A function compiled for one storage; its own code object, or they would share one cache."""
+    """A function compiled for one storage, with its own code object: Dynamo's cache is per code."""
 
     def update(
         param: Tensor,
@@ -242,7 +241,7 @@ def _compiled(storage: Storage) -> Callable[..., None]:
 
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
     _seen.append(storage)
-    # Without the option it leaves out a cast down and up again, which is the rounding.
+    # Without the option Inductor removes a cast down and up again, which is the rounding.
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(update, dynamic=True, fullgraph=True, options=options)
 

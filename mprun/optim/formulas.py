@@ -1,12 +1,12 @@
-"""What an optimizer computes for one element, in float32, and how its results are stored.
+"""The formulas of the optimizers, for one element in float32, and how their results are stored.
 
-A formula takes the parameter w, the gradient g and two moments m and v and returns what is
-subtracted from w, and the new moments; the constants of a step come in `hyper`, whose first entry
-the gradient was already multiplied by. The order of operations is that of
-`mprun/kernels/update.c`, so that both give the same bits.
+A formula takes the parameter w, the gradient g and two moments m and v. It returns the change that
+is subtracted from w, and the new moments. `hyper` has the constants of a step; the gradient was
+already multiplied by the first one. The order of operations is that of `mprun/kernels/update.c`, so
+that both give the same bits.
 
-AdamW's decay is part of what is subtracted: in the factor 1 - lr * weight_decay float32 would round
-a decay below 3e-8 away, and one of 1e-7 to 1.2e-7.
+AdamW's decay is a part of the change. In a factor 1 - lr * weight_decay float32 would round a decay
+below 3e-8 to 0, and one of 1e-7 to 1.2e-7.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
 HYPERS = 9
 """Entries of `hyper`; a formula that needs fewer leaves the rest at 0."""
 SCALE = 2.0**6
-"""What a moment in float16 is multiplied by where the update is a quotient of moments.
+"""The factor of a moment in float16, if the update is a quotient of moments.
 
 Gradients are small for float16's range: a moment below 2^-24 is 0 at most steps and 2^-24 at the
-others, and a quotient of two such moments is up to 40 times what it should be. Multiplied by this,
-moments are representable from 2^-30 (1e-9) on, with all 11 bits from 2^-20 (1e-6) on, and up to
-1023.5; larger ones become 1023.5 instead of infinite. The C kernels have it as format S16.
+others, so a quotient of two such moments is up to 40 times too large. With this factor, moments are
+representable from 2^-30 (1e-9) on, with all 11 bits from 2^-20 (1e-6) on, and up to 1023.5; larger
+ones become 1023.5 instead of infinite. The C kernels call this format S16.
 """
 
 
 def scale(dtype: torch.dtype | None) -> float:
-    """What a moment of a quotient is multiplied by where it is stored in `dtype`."""
+    """The factor of a moment of a quotient that is stored in `dtype`."""
     return SCALE if dtype == torch.float16 else 1.0
 
 
@@ -76,12 +76,7 @@ def root(x: Tensor) -> Tensor:
     return x.sqrt()
 
 
-FORMULAS: dict[str, Formula] = {
-    "adamw": adamw,
-    "sgd": sgd,
-    "nesterov": nesterov,
-    "rmsprop": rmsprop,
-}
+FORMULAS: dict[str, Formula] = {f.__name__: f for f in (adamw, sgd, nesterov, rmsprop)}
 
 
 @dataclass(frozen=True)
@@ -101,20 +96,20 @@ class Storage:
     rounding: str
     """nearest, stochastic or kahan, of the parameters.
 
-    A first moment in 16 bits is rounded to nearest where the parameters are, else stochastically; a
-    second one always stochastically, because to nearest it never decays: 0.999 of a bfloat16 number
-    rounds back to it.
+    A first moment in 16 bits is rounded to nearest if the parameters are, else stochastically. A
+    second moment is always rounded stochastically. To nearest it would never decay: 0.999 times a
+    bfloat16 number rounds to that number.
     """
     saturate: bool
 
     @property
     def first_scale(self) -> float:
-        """What the first moment is multiplied by where it is stored."""
+        """The factor of the stored first moment."""
         return scale(self.first) if self.formula == "adamw" else 1.0
 
     @property
     def second_scale(self) -> float:
-        """What the second moment's root is."""
+        """The factor of the stored root of the second moment."""
         return scale(self.second)
 
     @property

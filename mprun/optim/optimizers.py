@@ -1,4 +1,7 @@
-"""AdamW, SGD and RMSprop over parameters and moments in 16 bits."""
+"""AdamW, SGD and RMSprop over parameters and moments in 16 bits.
+
+Their options are those of `torch.optim`, and those of `StorageOptions` (`rounding`, ...).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,6 @@ class AdamW(LowPrecisionOptimizer):
     """`torch.optim.AdamW` with parameters and moments in low dtypes.
 
     eps is added in float32: float16 has no 1e-8.
-
-    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
     """
 
     first = "exp_avg"
@@ -33,34 +34,20 @@ class AdamW(LowPrecisionOptimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}; legal is 0 or more and below 1, each")
         super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            **storage,
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, **storage
         )
 
     def formula_of(self, group: dict[str, Any]) -> str:
         return "adamw"
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
-        beta1, beta2 = group["betas"]
-        lr = float(group["lr"])
-        return [
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            lr * group["weight_decay"],
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** -0.5,
-            group["eps"],
-        ]
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        decays = [beta1, 1 - beta1, beta2, 1 - beta2, lr * group["weight_decay"]]
+        return [*decays, lr / (1 - beta1**step), (1 - beta2**step) ** -0.5, group["eps"]]
 
 
 class SGD(LowPrecisionOptimizer):
-    """`torch.optim.SGD` with parameters and momentum in low dtypes.
-
-    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
-    """
+    """`torch.optim.SGD` with parameters and momentum in low dtypes."""
 
     first = "momentum_buffer"
 
@@ -105,10 +92,7 @@ class SGD(LowPrecisionOptimizer):
 
 
 class RMSprop(LowPrecisionOptimizer):
-    """`torch.optim.RMSprop` with parameters and moments in low dtypes.
-
-    The further options (`rounding`, `momentum_dtype`, ...): see `StorageOptions`.
-    """
+    """`torch.optim.RMSprop` with parameters and moments in low dtypes."""
 
     first = "momentum_buffer"
     second = "square_avg"
@@ -142,12 +126,5 @@ class RMSprop(LowPrecisionOptimizer):
         return bool(group["momentum"])
 
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
-        alpha = group["alpha"]
-        return [
-            group["weight_decay"],
-            alpha,
-            1 - alpha,
-            group["momentum"],
-            group["eps"],
-            float(group["lr"]),
-        ]
+        alpha, lr = group["alpha"], float(group["lr"])
+        return [group["weight_decay"], alpha, 1 - alpha, group["momentum"], group["eps"], lr]

@@ -1,8 +1,8 @@
-"""In which dtype a matmul's or convolution's own kernel adds up its products: measured.
+"""Measures in which dtype the kernel of a matmul or convolution adds up its products.
 
 A kernel for 16-bit numbers should keep its running sum in float32, and most do. Some do not: the
 fallback for a convolution's backward pass, on CPUs without 16-bit instructions, adds up the
-samples' weight gradients in 16 bits. No list of processors or versions says which, so the op is run
+samples' weight gradients in 16 bits. No list of processors or versions names them, so the op is run
 on ones. A sum of 4,096 ones is representable in float16 and in bfloat16. But a running sum in
 float16 stops at 2,048, where 1 is half of the distance to the next number, and one in bfloat16 at
 256. A vector instruction may keep several running sums, each of which stays below that. Long sums
@@ -27,7 +27,7 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 aten = torch.ops.aten
 
 TERMS = 4096
-"""Ones in a sum, or what a matmul's longer sum of smaller numbers should be."""
+"""Ones in a sum; a matmul's longer sum of smaller numbers has this value too."""
 LANES = 32
 """Running sums that a vector instruction may keep side by side, in 16 bits."""
 LONG = TERMS * LANES
@@ -77,7 +77,7 @@ def _convolutions(op: Any) -> list[Case]:
 
 @cache
 def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """What `op`'s kernel computes for sums that are `TERMS`; less if it accumulates in 16 bits.
+    """The result of `op`'s kernel for sums that are `TERMS`; less if it accumulates in 16 bits.
 
     Measured once in a process; the backend switches are those of the first call.
 
@@ -104,7 +104,7 @@ def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _matmul_operands(op: Any, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Operands whose product is `TERMS` everywhere; what it is added to, if anything, is 0."""
+    """Operands whose product is `TERMS` everywhere; an addend is 0."""
     operands = [torch.ones(s, dtype=dtype, device=device) for s in _MATMULS[op]]
     operands[-1] /= LANES
     return [torch.zeros_like(operands[0]), *operands[1:]] if len(operands) == 3 else operands

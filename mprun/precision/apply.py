@@ -1,9 +1,9 @@
 """What carries a policy out: prepare the model, run it, go backward, step.
 
-One class by composition. The policy says which dtypes, the caster decides how ops get theirs, the
-arithmetic computes them, the loss scale scales the loss and decides whether a step is taken. A mode
-is a choice of parts, never a subclass, so the training loop is the same for all modes. In your own
-loop:
+`Precision` is one class with four parts. The policy names the dtypes. The caster decides how ops
+get theirs. The arithmetic computes the ops. The loss scale scales the loss and decides whether a
+step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
+all modes. In your own loop:
 
     precision.prepare(model, device)
     for step, (x, y) in enumerate(batches, start=1):
@@ -41,7 +41,7 @@ from mprun.precision.layers import keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import Policy, torch_dtype
+from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.update import Clip
 
@@ -50,10 +50,8 @@ class Precision:
     """A policy at work on a model, or on several that train together.
 
     Args:
-        policy: the mode.
         caster: the region the forward pass runs in.
         arithmetic: the region forward pass, loss and backward pass run in.
-        loss_scale: the loss scale.
         clip: the gradient clipping between unscaling and stepping.
         layers: module names or globs to the precision of each: fp32, fp16, bf16, or a mode.
     """
@@ -79,8 +77,8 @@ class Precision:
     @property
     def columns(self) -> dict[str, object]:
         """The policy's columns that caster, arithmetic and the cast of outputs decide."""
-        output = str(self._output_dtype).removeprefix("torch.")
-        return {**self._caster.columns, **self.arithmetic.columns, "output_dtype": output}
+        output_dtype = dtype_name(self._output_dtype)
+        return {**self._caster.columns, **self.arithmetic.columns, "output_dtype": output_dtype}
 
     def prepare(
         self,
@@ -90,19 +88,20 @@ class Precision:
     ) -> nn.Module:
         """`model` on `device`, its parameters and floating buffers in the parameter dtype.
 
-        Layers named otherwise apart; gradients are accumulated in the policy's dtype.
+        Layers of `layers` get their own dtype. Gradients are accumulated in the policy's dtype.
 
         Raises:
-            ValueError: `layers` names no module, names one twice, parts tied parameters, or gives
-                a layer what it cannot have in this mode.
+            ValueError: `layers` names no module, names one twice, gives tied parameters two
+                dtypes, or gives a layer what it cannot have in this mode.
         """
         named = layer_precisions(resolve(model, self._layers), self.policy)
         dtype = torch_dtype(self.policy.param_dtype)
         convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
         if named:
-            uncast = self.policy.casting == "none"
-            caster = AutocastCaster(device.type, torch.float32) if uncast else self._caster
-            keep_layers(model, named, dtype if uncast else None, caster.layer_region)
+            casts = self.policy.casts
+            caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
+            keep_layers(model, named, None if casts else dtype, caster.layer_region)
+        self._caster.convert(model)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
@@ -127,7 +126,7 @@ class Precision:
         """`model(*args, **kwargs)`, its floating tensors in the policy's output dtype.
 
         Tuples, mappings and dataclasses keep their type; other leaves pass. The output dtype is
-        float32 unless the policy says otherwise.
+        float32 unless the policy names another one.
         """
         with self.arithmetic.region():
             with self._caster.region():

@@ -2,8 +2,8 @@
 
 An arithmetic is a region, entered for the forward pass, the loss and the backward pass. The native
 one changes nothing. The others are dispatch modes: they see each op after autocast has cast its
-inputs, forward and backward, and compute some ops otherwise. `tf32.py` and `emulate.py` emulate
-formats; here is the fallback to float32.
+inputs, forward and backward, and replace some ops. `tf32.py` and `emulate.py` emulate formats; this
+file has the fallback to float32.
 
 float16 on a CPU: some kernels are reference loops, 20 to 700 times slower than float32
 (convolution's backward on every CPU we tried, matmuls on CPUs without AVX512-FP16). oneDNN trains
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import TorchDispatchMode, aten_packets, onednn_has_lstm
+from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
     CONVOLUTION_BACKWARD,
     CONVOLUTIONS,
@@ -29,7 +30,7 @@ from mprun.precision.products import (
     MATMULS,
     PRODUCTS,
     is_float32,
-    op_name,
+    recorded_name,
 )
 
 
@@ -42,18 +43,18 @@ class OpSubstitution(NamedTuple):
 
 
 class Arithmetic:
-    """PyTorch's kernels, and what every arithmetic has."""
+    """What every arithmetic has."""
 
     columns: Mapping[str, object] = {}
     """Columns of a policy that the arithmetic decides, for the record."""
     substitutions: tuple[OpSubstitution, ...] = ()
-    """Ops that are computed otherwise than by their kernel, where they occur."""
+    """Ops that their own kernel does not compute, if they occur."""
 
     def __init__(self) -> None:
         self.occurred: set[Any] = set()
-        """Substituted ops that did occur: PyTorch's overloads or names. It grows with the steps."""
+        """Substituted ops that occurred so far: PyTorch's overloads or names."""
         self.products: set[tuple[Any, torch.dtype]] = set()
-        """Matmuls and convolutions that their own kernels computed in 16 bits, with the dtype."""
+        """Matmuls and convolutions that their own kernels computed in 16 bits, and the dtypes."""
 
     def region(self) -> AbstractContextManager[object]:
         """A new region."""
@@ -66,26 +67,25 @@ class Arithmetic:
         """Its gradients are complete. No training follows until the next `begin_step`."""
 
     def substitute(self, op: Any, dtype: str, reason: str) -> bool:
-        """List an op that turned out to be computed otherwise; True the first time."""
-        if any(s.op == op_name(op) for s in self.substitutions):
+        """Add an op to `substitutions` while it runs; True the first time."""
+        if any(s.op == recorded_name(op) for s in self.substitutions):
             return False
-        self.substitutions += (OpSubstitution(op_name(op), dtype, reason),)
+        self.substitutions += (OpSubstitution(recorded_name(op), dtype, reason),)
         self.occurred.add(op)
         return True
 
 
 def occurred_substitutions(arithmetic: Arithmetic) -> list[OpSubstitution]:
-    """The substitutions whose op occurred; that of every op, "*", where any did."""
-    names = {op_name(op) for op in arithmetic.occurred}
+    """The substitutions whose op occurred; "*" stands for any op."""
+    names = {recorded_name(op) for op in arithmetic.occurred}
     return [s for s in arithmetic.substitutions if s.op in names or (s.op == "*" and names)]
 
 
 class WrappedArithmetic(Arithmetic):
-    """Another arithmetic with a further region inside its own.
+    """Another arithmetic with a second region inside its own.
 
     Args:
-        inner: the arithmetic.
-        region: makes the further region, whose modes see ops before the arithmetic does.
+        region: makes the inner region; its modes see ops before the arithmetic does.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Float16Fallback(Arithmetic):
         reasons = dict.fromkeys(CONVOLUTION_BACKWARD, missing)
         reasons |= dict.fromkeys([*MATMULS, *CONVOLUTIONS], slow) if matmuls else {}
         self.substitutions = tuple(
-            OpSubstitution(op_name(op), "float16", reason) for op, reason in reasons.items()
+            OpSubstitution(recorded_name(op), "float16", reason) for op, reason in reasons.items()
         )
         self._fallback = {op: frozenset({torch.float16}) for op in reasons}
 
@@ -163,7 +163,6 @@ class _KernelMode(TorchDispatchMode):
     """Lists products in 16 bits, and computes ops of a table in float32.
 
     Args:
-        products: the list.
         fallback: op to the dtypes of its first argument for which it is computed in float32.
         on_fallback: called with such an op and dtype.
     """
@@ -229,6 +228,6 @@ class LstmFallback(WrappedArithmetic):
         super().__init__(inner, lambda: _KernelMode(set(), fallback, self._on_fallback))
 
     def _on_fallback(self, op: Any, dtype: torch.dtype) -> None:
-        low = str(dtype).removeprefix("torch.")
+        low = dtype_name(dtype)
         reason = f"oneDNN trains no {low} LSTM on this CPU: computed in float32, rounded to {low}"
         self.substitute(op, low, reason)

@@ -2,12 +2,13 @@
 
 A step that overflows in the forward pass writes infinities and NaN into running statistics;
 skipping the optimizer step does not undo that, and every later evaluation is NaN. So after a
-skipped step the elements of floating buffers that became non-finite in it get their values from
-before it. The others keep what the step wrote: where only the backward pass overflowed, the
-statistics of the forward pass are good.
+skipped step, elements of floating buffers that became non-finite get their values from before it.
+The others keep what the step wrote: if only the backward pass overflowed, the statistics of the
+forward pass are good.
 
-After a step that was taken nothing is restored: a buffer that stands still while training continues
-would be wrong and look right. `overflows` reports such an overflow as an event.
+After a step that was taken nothing is restored. A restored buffer would stop following the
+activations while training continues, and nobody would notice. `overflows` reports such an overflow
+as an event.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mprun.precision.policy import dtype_name
 
 CHANNELS = 8
 """Channels that an event's text names."""
@@ -85,7 +88,7 @@ class _BufferGroup:
             if bool(part.any()):
                 rows = (part > 0).view(len(buffer) if buffer.dim() else 1, -1)
                 channels = rows.any(1).nonzero().flatten().tolist()
-                dtype = str(buffer.dtype).removeprefix("torch.")
+                dtype = dtype_name(buffer.dtype)
                 step = int(part[part > 0].min())
                 overflows.append(
                     BufferOverflow(step, name, channels if buffer.dim() else [], dtype)
@@ -112,7 +115,6 @@ class BufferGuard:
     On CUDA it needs no host synchronization, but for `overflows`.
 
     Args:
-        model: the model.
         prefix: what is put before its buffers' names.
         active: whether buffers can overflow; a guard that is not active does nothing.
     """
@@ -137,6 +139,6 @@ class BufferGuard:
             group.after(skipped)
 
     def overflows(self) -> list[BufferOverflow]:
-        """What became non-finite in steps that were taken, since the last call; waits for them."""
+        """Elements that became non-finite in taken steps since the last call; waits for them."""
         overflows = [x for group in self._groups for x in group.overflows()]
         return sorted(overflows, key=lambda x: x.step)

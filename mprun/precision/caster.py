@@ -12,12 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.mode import disable_casts, region
 from mprun.precision.op_lists.rules import Casts
 from mprun.precision.op_lists.table import Table, Watcher
+from mprun.precision.policy import Policy, dtype_name, torch_dtype
 
 RegionFactory = Callable[[], AbstractContextManager[object]]
 LayerRegions = Callable[[torch.dtype], RegionFactory]
@@ -25,10 +26,13 @@ LayerRegions = Callable[[torch.dtype], RegionFactory]
 
 
 class Caster:
-    """Nothing is cast: ops run in the dtype of their inputs. Other casters derive from it."""
+    """What every caster has; by itself it casts nothing."""
 
     columns: Mapping[str, object] = {"casting": "none"}
     """Columns of a policy that it decides, for the record."""
+
+    def convert(self, model: nn.Module) -> None:
+        """Replace or wrap modules of a model whose parameters have their dtype and device."""
 
     def region(self) -> AbstractContextManager[object]:
         """A new region for a forward pass."""
@@ -51,10 +55,6 @@ class Caster:
         """A training step's gradients are complete."""
 
 
-def _columns(casting: str, dtype: torch.dtype) -> dict[str, object]:
-    return {"casting": casting, "compute_dtype": str(dtype).removeprefix("torch.")}
-
-
 class NoCaster(Caster):
     """Nothing is cast: ops run in the dtype of their inputs."""
 
@@ -70,7 +70,7 @@ class AutocastCaster(Caster):
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self.columns = _columns("autocast", dtype)
+        self.columns = {"casting": "autocast", "compute_dtype": dtype_name(dtype)}
         self._device_type = device_type
         self._dtype = dtype
 
@@ -135,7 +135,7 @@ class OpListCaster(Caster):
         keep: bool = False,
         watcher: Watcher | None = None,
     ) -> None:
-        self.columns = _columns("op_lists", dtype)
+        self.columns = {"casting": "op_lists", "compute_dtype": dtype_name(dtype)}
         self._casts = Casts()
         self._lists, self._device_type = lists, device_type
         self._keep = keep
@@ -174,3 +174,24 @@ class OpListCaster(Caster):
 
     def end_step(self) -> None:
         self._casts.forget()
+
+
+def caster_of(
+    policy: Policy,
+    device_type: str,
+    lists: OpLists | None = None,
+    keep: bool = False,
+    watcher: Watcher | None = None,
+) -> Caster:
+    """The caster that carries out `policy.casting`.
+
+    Args:
+        device_type: "cpu" or "cuda", whose kernels run.
+        lists, keep, watcher: see `OpListCaster`, which is made where `lists` are given.
+    """
+    dtype = torch_dtype(policy.compute_dtype)
+    if lists is not None:
+        return OpListCaster(lists, dtype, device_type, keep, watcher)
+    if policy.casting == "autocast":
+        return AutocastCaster(device_type, dtype)
+    return NoCaster()

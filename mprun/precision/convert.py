@@ -5,9 +5,9 @@ fake tensors, on which mprun counts memory, cannot be converted in place. Conver
 optimizer is made.
 
 Running statistics of PyTorch's batch and instance norms stay in float32. They are a few numbers per
-layer, and 16 bits do not hold them: a variance above 65,504 overflows in float16, and a moving
-average that is rounded at each step stops before it reaches its mean, in bfloat16 up to 4 % before.
-Training does not use those values, evaluation does.
+layer, and 16 bits are not enough for them: a variance above 65,504 overflows in float16, and a
+moving average that is rounded at each step stops up to 4 % before its mean in bfloat16. Training
+does not use those values, evaluation does.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class ForwardWrapper:
-    """What `module.forward` becomes: the forward it had, with something around it.
+    """A module's forward with code around it, to be put in place of `module.forward`.
 
-    An object with the module in a field, not a closure: a copy or pickle of the model has a copy of
-    it, bound to the copied module.
+    It is an object with the module in a field, not a closure. So a copy or pickle of the model has
+    a copy of it that is bound to the copied module.
 
     Args:
         module: the module, whose `forward` the caller replaces by this.
@@ -73,7 +73,7 @@ def convert(
     Args:
         model: the model; tied parameters stay tied.
         device: where parameters and buffers go.
-        dtype: what floating ones become, but for running statistics (see above).
+        dtype: of floating ones, except for running statistics (see above).
         memory_format: of those with four dimensions.
         layers: module names to another dtype, for the module and all inside it.
 

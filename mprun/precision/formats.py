@@ -80,8 +80,7 @@ def quantise(x: Tensor, to: Format, shift: int = 0, overflow: bool = True) -> Te
     Args:
         x: float32, any shape; finite and below 2^100, except for a format with float32's exponents
             and no shift, which takes every float32.
-        to: the format.
-        shift: the scale's exponent. Nothing overflows on the way except in `to`.
+        shift: the scale's exponent. Only `to` overflows, no intermediate result.
         overflow: False rounds as if the format had no largest number.
 
     Returns:
@@ -110,7 +109,7 @@ def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:
     """`x` with `addend` added to its bit pattern and the last `dropped` bits cleared.
 
     Args:
-        x: float32; NaN are kept.
+        x: float32; NaN stay NaN.
         addend: int32 of that shape, below 2^dropped: a carry leads to the next number.
         dropped: how many bits of the mantissa go.
     """

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -35,11 +34,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from mprun.errors import hint
 from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import ALIASES, NAMED, Policy, policy, torch_dtype
+from mprun.precision.policy import ALIASES, NAMED, Policy, dtype_name, policy, torch_dtype
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that a layer can have, by the names users write."""
@@ -58,9 +58,9 @@ class LayerPrecision(NamedTuple):
 
 
 LAYER_MODES = {
-    name: LayerPrecision(torch_dtype(row.param_dtype), torch_dtype(row.compute_dtype))
-    for name, row in zip(NAMED, map(policy, NAMED), strict=True)
-    if row.is_low
+    row.name: LayerPrecision(torch_dtype(row.param_dtype), torch_dtype(row.compute_dtype))
+    for row in map(policy, NAMED)
+    if row.is_low and row.casting in ("none", "autocast")
 }
 """The modes that a layer can have; fp32 is the dtype of that name."""
 STOCHASTIC = [name for name in LAYER_MODES if policy(name).rounding == "stochastic"]
@@ -102,13 +102,13 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
 
 
 def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
-    """Whether the one optimizer of `policy` rounds as the layers' modes state.
+    """Check that the one optimizer of `policy` rounds as the layers' modes do.
 
     Raises:
         ValueError: it does not.
     """
+    stochastic = policy.rounding == "stochastic"
     for name, value in named.items():
-        stochastic = policy.rounding == "stochastic"
         if (value in STOCHASTIC and not stochastic) or (value in NEAREST and stochastic):
             rounds = ("to nearest", "stochastically")
             stored = LAYER_MODES[value].stored
@@ -139,10 +139,9 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
             named[name] = layers[fitting[0]]
     for key in layers:
         if key not in names and not any(fnmatchcase(n, key) for n in names):
-            near = get_close_matches(key, names, n=1)
-            meant = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(
-                f"precision.layers: no module is named '{key}'{meant}; legal: {', '.join(names)}"
+                f"precision.layers: no module is named '{key}'{hint(key, names)}; "
+                f"legal: {', '.join(names)}"
             )
     return named
 
@@ -161,18 +160,17 @@ def layer_rows(model: nn.Module, named: Mapping[str, str], policy: Policy) -> li
     """The dtypes of a prepared model's layers.
 
     Args:
-        model: the model.
         named: module names to dtypes or modes, as `resolve` gives them.
         policy: the mode of all other layers.
     """
-    others = LayerPrecision(torch.float32, getattr(torch, policy.compute_dtype))
+    others = LayerPrecision(torch.float32, torch_dtype(policy.compute_dtype))
     precisions = layer_precisions(named, policy)
     rows = []
     for name, module in model.named_modules():
         own = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
         if own is not None or (name in named and not any(True for _ in module.parameters())):
-            stored = "none" if own is None else str(own.dtype).removeprefix("torch.")
-            compute = str(dtype_of(name, precisions, others).compute).removeprefix("torch.")
+            stored = "none" if own is None else dtype_name(own.dtype)
+            compute = dtype_name(dtype_of(name, precisions, others).compute)
             rows.append(LayerRow(name, type(module).__name__, stored, compute))
     return rows
 
@@ -186,7 +184,6 @@ def keep_layers(
     """Make the layers of a converted model compute in their precision.
 
     Args:
-        model: the model.
         named: module name to its precision.
         stored: what the parameters of all other modules are stored in, where nothing casts; None
             where a caster decides.
@@ -202,7 +199,9 @@ def keep_layers(
             region = layer_region(layer.compute) if layer.casts else uncast
             module.forward = InDtype(module, region, layer.compute)
         elif layer is not None and not layer.casts and (stored or layer.stored != torch.float32):
-            _cast_inputs(module, layer.stored)
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            if any(x.is_floating_point() for x in own):
+                module.forward = InDtype(module, nullcontext, layer.stored)
 
 
 @contextmanager
@@ -212,7 +211,6 @@ def computing_in(
     """Inside, modules compute in a dtype of their own where a caster decides; parameters stay.
 
     Args:
-        model: the model.
         named: module name to its dtype, which its floating inputs are cast to.
         layer_region: a caster's regions for a dtype (`Caster.layer_region`).
     """
@@ -229,15 +227,8 @@ def computing_in(
                 module.forward = forward
 
 
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make `module` cast its floating inputs to `dtype` if it has floating tensors of its own."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if any(x.is_floating_point() for x in own):
-        module.forward = InDtype(module, nullcontext, dtype)
-
-
 def to_layer(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a layer's dtype, at its border; function modes can tell it from a model's own cast."""
+    """`x` in a layer's dtype; function modes see that it is not a cast of the model's own code."""
     if has_torch_function_unary(x):
         return handle_torch_function(to_layer, (x,), x, dtype)
     return x.to(dtype)
@@ -250,20 +241,13 @@ class InDtype(ForwardWrapper):
     """A module's forward with its floating inputs cast, in a region.
 
     Args:
-        module: the module.
         region: makes the region its ops run in.
         dtype: what its inputs are cast to.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        region: RegionFactory,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, module: nn.Module, region: RegionFactory, dtype: torch.dtype) -> None:
         super().__init__(module)
-        self._region = region
-        self._dtype = dtype
+        self._region, self._dtype = region, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(self._cast, (args, kwargs))

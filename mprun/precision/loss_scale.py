@@ -1,25 +1,25 @@
 """Loss scales: keeping small gradients representable.
 
 In float16 a gradient below 2^-24 becomes 0. Multiplying the loss by S multiplies every gradient by
-S (the chain rule is linear), so they are computed S times larger and divided by S before the
-optimizer sees them (Micikevicius et al., "Mixed Precision Training", 2018). float32 and bfloat16
-share an exponent range that needs none of it: their loss scale is the no-op.
+S (the chain rule is linear). So gradients are computed S times larger, and divided by S before the
+optimizer gets them (Micikevicius et al., "Mixed Precision Training", 2018). float32 and bfloat16
+have an exponent range that needs no scale: their loss scale is the no-op.
 
-A scale that is too large overflows. The dynamic scale searches for the largest that does not: it
-starts high, is multiplied by `backoff` at every overflow, whose step is skipped, and by `growth`
-after `interval` steps without one:
+A scale that is too large overflows. The dynamic scale searches for the largest that does not. It
+starts high, is multiplied by `backoff` at every overflow (that step is skipped), and by `growth`
+after `interval` steps without overflow:
 
     overflow:                        scale, tracker = max(scale * backoff, floor), 0
     else, tracker + 1 == interval:   scale, tracker = scale * growth (unless infinite), 0
     else:                            scale, tracker = scale, tracker + 1
 
-This is torch.amp.GradScaler's rule with a floor added: where gradients are NaN at any scale, the
-scale would fall to zero; at the floor the run ends with an explanation. The transition is a pure
-function on tensors, so on CUDA the host never waits for it.
+This is torch.amp.GradScaler's rule with a floor. If gradients are NaN at any scale, the scale would
+fall to zero; at the floor the run ends with an explanation. The transition is a pure function on
+tensors, so on CUDA the host never waits for it.
 
 As in GradScaler an iteration may step several optimizers: `scale` any number of losses, `step`
 each optimizer, then `update` once, which moves the scale. All of them are unscaled by the same
-factor, an optimizer is skipped for overflows of its own gradients alone, and the scale backs off if
+factor. An optimizer is skipped for overflows of its own gradients alone, and the scale backs off if
 any overflowed. `unscale` before `step` gives unscaled gradients, to read or to clip; those of
 16-bit parameters are then float32 until `update`.
 """
@@ -40,7 +40,7 @@ STATIC_PATIENCE = 100
 
 
 class LossScale:
-    """No scaling: the loss as it is, and every step is taken. Other loss scales derive from it."""
+    """No scaling, and every step is taken. Other loss scales derive from it."""
 
     kind = "none"
     """none, static or dynamic."""
@@ -78,22 +78,21 @@ class LossScale:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` resumes from."""
+        """The state for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume."""
+        """Resume from `state_dict`."""
 
 
 class NoLossScale(LossScale):
-    """The loss as it is; every step is taken."""
+    """No scaling, and every step is taken."""
 
 
 class StaticLossScale(LossScale):
     """One factor for the whole run; steps whose gradients overflow are skipped.
 
     Args:
-        value: the factor.
         device: where the gradients are.
     """
 
@@ -150,13 +149,13 @@ class StaticLossScale(LossScale):
         return {"scale": self.tensor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        StaticLossScale.update(self)  # an iteration that had begun is forgotten
+        StaticLossScale.update(self)  # drops an unfinished iteration
         self.tensor = state["scale"].to(self.tensor.device)
 
 
 @dataclass(frozen=True)
 class DynamicRule:
-    """When a dynamic scale moves; GradScaler's defaults, and a floor, which it has not."""
+    """When a dynamic scale moves; GradScaler's defaults and a floor."""
 
     growth: float = 2.0
     backoff: float = 0.5
@@ -185,7 +184,6 @@ class DynamicLossScale(StaticLossScale):
     """Follows `next_state` from an initial factor.
 
     Args:
-        initial: the first factor.
         rule: when it moves.
         device: where the gradients are.
     """
@@ -213,7 +211,7 @@ class DynamicLossScale(StaticLossScale):
         return (
             f"the loss scale fell to its floor, {scale:g}, after {skipped_in_a_row} skipped steps "
             "in a row: the gradients are not finite at any scale; try a smaller train.lr, "
-            "precision=bf16_mixed, or precision=fp32 to tell the model from the precision; "
+            "precision=bf16_mixed, or precision=fp32, which fails too if the model is the cause; "
             "debug.fp_exceptions=halt names the op it begins with"
         )
 

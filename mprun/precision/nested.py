@@ -1,13 +1,14 @@
 """Tensors inside other things: a model's inputs and outputs, nested as they like.
 
 Tuples, named tuples, lists, mappings and dataclasses are visited (Transformers' `ModelOutput` is
-both of the last two), and keep their type. Other leaves pass. What holds nothing to change is
-returned itself, not a copy.
+both of the last two), and keep their type. Other leaves pass. A value without a change is returned
+itself, not a copy.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -28,11 +29,12 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
         return value
     if isinstance(value, MutableMapping):
         new = {k: map_tensors(function, v) for k, v in value.items()}
-        return _with(value, {k: v for k, v in new.items() if v is not value[k]}, _set_item)
+        return _with(value, {k: v for k, v in new.items() if v is not value[k]}, operator.setitem)
     if is_dataclass(value) and not isinstance(value, type):
         old = {f.name: getattr(value, f.name, None) for f in fields(value)}
         new = {k: map_tensors(function, v) for k, v in old.items()}
-        return _with(value, {k: v for k, v in new.items() if v is not old[k]}, _set_field)
+        changes = {k: v for k, v in new.items() if v is not old[k]}
+        return _with(value, changes, object.__setattr__)  # a frozen one too
     return value
 
 
@@ -71,11 +73,3 @@ def _with(value: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any], No
     for key, new in changes.items():
         put(copied, key, new)
     return copied
-
-
-def _set_item(mapping: Any, key: Any, new: Any) -> None:
-    mapping[key] = new
-
-
-def _set_field(instance: Any, name: Any, new: Any) -> None:
-    object.__setattr__(instance, name, new)  # a frozen one too

@@ -1,7 +1,7 @@
-"""The dtype of partials: what a matmul or convolution adds its products up in.
+"""The dtype of partials, in which a matmul or convolution adds up its products.
 
-A matmul's output element is a sum of K products, and the sum has a dtype of its own, which need not
-be that of the inputs. Graphcore calls the running sums *partials*. Products of two float16 values
+A matmul's output element is a sum of K products. The sum's dtype can differ from that of the
+inputs. Graphcore calls the running sums *partials*. Products of two float16 values
 are exact in float32 (11-bit significands give 22 bits), but their sum need not be. CPU kernels with
 16-bit instructions keep it in float32, some others do not (`accumulation.py` measures which).
 Hardware that keeps it in float16 is faster and loses digits.
@@ -17,9 +17,9 @@ Each rounding is off by at most 2^-11 of the partial at hand, so that the result
 about K / 64 * 2^-11 * max |acc|. A partial beyond 65504 becomes infinite, and a block of less than
 1, half a unit there, adds nothing to a partial of 2048 or more.
 
-The trade-off: a chain after every product, instead of every block, would be 64 times longer, could
-not use a matmul kernel, and is not what hardware does that has short dot products inside. No
-particular machine's order of additions is claimed. Inside a block the order is the float32
+The trade-off: rounding after every product, instead of every block, would take 64 times as many
+steps and could not use a matmul kernel, and hardware with short dot products does not do it either.
+No particular machine's order of additions is claimed. Inside a block the order is the float32
 kernel's, whose roundings (2^-24) are far below float16's (2^-11): another kernel may give other
 bits where a partial lies next to a tie.
 
@@ -58,8 +58,8 @@ SUPPORTED: frozenset[Any] = frozenset({*MATMULS, *CONVOLUTIONS, *CONVOLUTION_BAC
 Round = Callable[[Tensor], Tensor]
 """float32 tensor to one of the same shape with values representable in float16, in any dtype."""
 
-# What is made at a time of block sums and of the patches they are computed from, in float32
-# elements: 32 MiB. A block, or a sample's patches in a weight gradient, may be larger by itself.
+# Block sums and their patches that exist at one time, in float32 elements: 32 MiB. One block, or
+# one sample's patches in a weight gradient, may be larger.
 _SCRATCH = 32 * 2**20 // 4
 
 
@@ -77,8 +77,8 @@ def blocked(
         kwargs: the op's keyword arguments (`beta` and `alpha` are such).
 
     Returns:
-        What the op returns, in float32: a tensor, or for a convolution's backward the gradients of
-        input, weight and bias, None where the op's mask says so. Values are as `round_` gives them.
+        The op's result in float32: a tensor, or for a convolution's backward the gradients of
+        input, weight and bias, None by the op's mask. Values are those of `round_`.
         beta * input + alpha * product, and a convolution's bias, are added to the finished sum in
         float32, and the result rounded once more.
 
@@ -100,7 +100,7 @@ def blocked(
 
 
 class _Right(NamedTuple):
-    """A right factor, made a stretch of the reduction at a time: patches may be large."""
+    """A right factor whose rows are made on demand, because patches may be large."""
 
     shape: tuple[int, int, int]
     """[G, K, N]: G independent matmuls over K."""
@@ -194,7 +194,7 @@ class _Geometry(NamedTuple):
 
 def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> _Geometry:
     rank = weight.dim() - 2
-    # One value may stand for all dimensions.
+    # One value may be for all dimensions.
     stride, padding, dilation = (
         tuple(v) * (rank if len(v) == 1 else 1) for v in (stride, padding, dilation)
     )

@@ -1,6 +1,6 @@
 """A precision mode is a row of data.
 
-The table of modes is `conf/precision/*.yaml`. Two modes differ exactly where their rows differ:
+The table of modes is `conf/precision/*.yaml`. Two modes differ only where their rows differ:
 
     mode          parameters  computation  casting   rounding    of         gradients
     fp32          float32     float32      none      nearest     updates    float32
@@ -18,14 +18,13 @@ the partial sums inside a matmul and the outputs are float32 in all of them.
 
 `policy("bf16_sr")` gives the row of a name. `fp16_sr` is another name of `half_sr` (`ALIASES`).
 
-A row must be one that this version really carries out. A combination that would have to be replaced
-silently by another is refused here.
+A row must be one that this version really carries out. Other combinations are refused here, so that
+none is silently replaced by another.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -33,13 +32,14 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from mprun.errors import hint
+
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 
 
 def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
-    """What the name of a mode with 16-bit parameters fixes."""
     return {"casting": ("none",), "param_dtype": (dtype,), "rounding": roundings, "tf32": (False,)}
 
 
@@ -64,6 +64,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a name in `FLOAT_DTYPES`."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """PyTorch's name of a dtype, as in records: `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -118,11 +123,16 @@ class Policy:
         The parameters' dtype where nothing casts (PyTorch's `model.half()` needs float16 inputs
         too); float32 where a caster casts them.
         """
-        return self.param_dtype if self.casting == "none" else "float32"
+        return "float32" if self.casts else self.param_dtype
+
+    @property
+    def casts(self) -> bool:
+        """Whether ops cast their inputs; otherwise they run in the dtype of the parameters."""
+        return self.casting != "none"
 
     def _legal(self) -> dict[str, tuple[Any, ...]]:
-        parameters = FLOAT_DTYPES if self.casting == "none" else ("float32",)
-        computes = (self.param_dtype,) if self.casting == "none" else LOW_DTYPES
+        parameters = ("float32",) if self.casts else FLOAT_DTYPES
+        computes = LOW_DTYPES if self.casts else (self.param_dtype,)
         everywhere = self.is_low and self.rounding == "stochastic"
         legal = {
             "casting": ("none", "autocast", "op_lists"),
@@ -136,7 +146,7 @@ class Policy:
             "momentum_dtype": FLOAT_DTYPES,
             "variance_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
-            "tf32": (False, self.casting == "none" and not self.is_low),
+            "tf32": (False, not self.casts and not self.is_low),
         }
         # A shipped mode's name fixes these: another value needs another name.
         named = NAMED.get(self.name, {})
@@ -163,10 +173,9 @@ def policy(name: str) -> Policy:
     """
     name = ALIASES.get(name, name)
     if name not in NAMED:
-        near = get_close_matches(name, [*NAMED, *ALIASES], n=1)
-        meant = f"did you mean '{near[0]}'? " if near else ""
+        legal = [*NAMED, *ALIASES]
         raise ValueError(
-            f"no precision mode is named '{name}'; {meant}legal: {', '.join([*NAMED, *ALIASES])}"
+            f"no precision mode is named '{name}'{hint(name, legal)}; legal: {', '.join(legal)}"
         )
     path = files("mprun.conf") / "precision" / f"{name}.yaml"
     return Policy(overflow="infinity", **yaml.safe_load(path.read_text(encoding="utf-8")))

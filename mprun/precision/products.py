@@ -1,19 +1,19 @@
 """The ops that multiply: matmuls and convolutions, and the kernels that contain some.
 
-Everything that changes or measures how products are added up uses these tables: the emulations, the
-fallback to float32, float16 partials, the measurement of what kernels accumulate in.
+The emulations, the fallback to float32, float16 partials and the measurement of accumulation all
+use these tables.
 
 A composite op (`linear`, `matmul`) and some fused kernels (attention's fast path) are made of other
-ops. Such a kernel is *opened*: called inside a dispatch mode, it shows each of its ops to the mode.
-Other fused kernels cannot be opened; `CLOSED` lists them. Recurrent layers run without oneDNN's and
-cuDNN's kernels, so that each of their products is an op of its own.
+ops. Such a kernel is *opened*: it is called inside a dispatch mode, and the mode sees each of its
+ops. `CLOSED` lists the fused kernels that cannot be opened. Recurrent layers run without oneDNN's
+and cuDNN's kernels, so that each of their products is a separate op.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _names(text: str) -> list[str]:
     return text.split()
 
 
-# What a program can call directly besides: the ops of one library or one kind of convolution.
+# Ops of one library or one kind of convolution, which a program can call directly.
 _CONVOLUTIONS = _names(
     "_convolution _conv_depthwise2d _slow_conv2d_forward conv_depthwise3d cudnn_convolution "
     "cudnn_convolution_add_relu cudnn_convolution_relu cudnn_convolution_transpose "
@@ -103,13 +103,12 @@ def all_products() -> dict[Any, tuple[int, ...]]:
 
 
 def opened(func: Any, args: Any, names: frozenset[str]) -> Callable[..., Any] | None:
-    """The kernel of an op that consists of others; called inside a mode, it shows them to the mode.
+    """The kernel of an op that consists of other ops; a mode around its call sees those ops.
 
     Below autograd, and in `torch.inference_mode`, PyTorch hands composite ops (`linear`, `matmul`)
-    to a mode as they are.
+    to a mode undivided.
 
     Args:
-        func: the op.
         args: its arguments, whose device decides on the kernel.
         names: ops to open besides the composite ones.
     """
@@ -139,30 +138,24 @@ class _RecurrentByOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        whole = getattr(func, "__name__", "") in self.NAMES
-        with _without_recurrent_kernels() if whole else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _without_recurrent_kernels() -> Iterator[None]:
-    """Inside, oneDNN and cuDNN are off."""
-    libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)
-    before = [library.enabled for library in libraries]
-    for library in libraries:
-        library.enabled = False
-    try:
-        yield
-    finally:
-        for library, enabled in zip(libraries, before, strict=True):
-            library.enabled = enabled
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in self.NAMES:
+            return func(*args, **kwargs)
+        libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)
+        before = [library.enabled for library in libraries]
+        for library in libraries:
+            library.enabled = False
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for library, enabled in zip(libraries, before, strict=True):
+                library.enabled = enabled
 
 
 def is_float32(x: Any) -> bool:
-    """Whether `x` is a float32 tensor."""
     return isinstance(x, Tensor) and x.dtype == torch.float32
 
 
-def op_name(op: Any) -> str:
+def recorded_name(op: Any) -> str:
     """An overload's name in records: "aten.mm", "aten.dot.out"."""
     return str(op).removesuffix(".default")

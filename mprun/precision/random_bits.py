@@ -75,11 +75,10 @@ def tensor_number(name: str) -> int:
 def name_parameters(model: nn.Module, prefix: str = "") -> None:
     """Give the parameters of `model` their names, by which `mprun.optim` draws random bits.
 
-    Two optimizers, or the shards of one, then round with bits of their own, and replicas with the
-    same ones. `Precision.prepare` does it.
+    Then two optimizers, or the shards of one, round with different bits, and replicas with the
+    same bits. `Precision.prepare` does it.
 
     Args:
-        model: the model.
         prefix: put before the names, to distinguish several models.
     """
     for name, p in model.named_parameters():

@@ -1,9 +1,9 @@
-"""How fast a device computes in which number format: measured.
+"""Measures how fast a device computes in each number format.
 
 A kernel for a dtype is not hardware for it: on a CPU without AMX-BF16 or AVX512-BF16, bfloat16 runs
-up to a hundred times slower than float32. A list of processors does not answer it either: kernels
-change with PyTorch's version, and environment variables can forbid instructions. So the op is run
-in both formats and timed.
+up to a hundred times slower than float32. A list of processors is no answer: kernels change with
+PyTorch's version, and environment variables can forbid instructions. So the op is timed in both
+formats.
 
 Calls that are compared take turns. A round times each call once, in alternating order, and a ratio
 is that of two times of the same round. A slowdown longer than a round affects both times; the
@@ -30,7 +30,7 @@ from torch import Tensor
 from mprun.precision.switches import switches
 
 SAMPLE_S = 1e-3
-"""How long calls are repeated for one time."""
+"""Seconds for which calls are repeated to get one time."""
 ROUNDS = 9
 """Rounds of `accelerated`."""
 SIDE = {"cpu": 256, "cuda": 2048}
@@ -94,11 +94,11 @@ class Timer:
     repeats: int
     """Calls in a row for one time."""
     call_s: float
-    """What a call takes, measured once: for planning."""
+    """Seconds of one call, measured once: for planning."""
 
     @property
     def round_s(self) -> float:
-        """What a round takes, about."""
+        """Seconds of a round, estimated."""
         return self.repeats * self.call_s
 
     def time_s(self) -> float:
@@ -164,7 +164,7 @@ def accelerated(
         dtype: the dtype in question.
         device: where.
         side: matmuls are of [side, side] by [side, side]; None for `SIDE`.
-        tolerance: how many times float32's time still counts.
+        tolerance: the largest ratio to float32's time that still counts as faster.
     """
     if dtype == torch.float32:
         return True

@@ -12,19 +12,19 @@ the lower neighbour, so the expected result is the number itself.
 **float16** keeps 10 bits of mantissa; among its *normals* (2^-14 and above) neighbours lie 2^13
 patterns apart, and 13 bits do the same. Its *subnormals* lie 2^-24 apart whatever the exponent: for
 2^-15 that is 2^14 float32 patterns, for 2^-16 2^15, and adding 13 bits would round to neighbours
-float16 does not have. So a number below 2^-14 has 2^-14 added first, which brings it into the
-binade whose spacing in float16 is 2^-24, rounded there with 13 bits, and 2^-14 taken off again. The
-addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
+float16 does not have. So 2^-14 is added to a number below 2^-14 first. The sum lies in the binade
+whose spacing in float16 is 2^-24; it is rounded there with 13 bits, and 2^-14 is subtracted again.
+The addition itself rounds to a multiple of 2^-37: the expected result is off by at most 2^-38, the
 2^-14th part of float16's spacing there; nothing below 2^-38 is ever rounded up.
 
-Signed zeros, infinities and NaN stay what they are. What rounds beyond the largest finite number
+Signed zeros, infinities and NaN do not change. A number that rounds beyond the largest finite one
 (for float16: 65504 < |x| < 65536 with probability (|x| - 65504) / 32, and all above) becomes
-infinity, or with `saturate` that largest number, as on Graphcore's IPU; an infinity stays one in
-both.
+infinity, or with `saturate` that largest number, as on Graphcore's IPU. An infinity stays infinite
+in both.
 
-Stochastic rounding keeps what nearest loses on average (Croci et al., "Stochastic rounding:
-implementation, error analysis and applications", 2022). **Kahan**'s method (1965) loses nothing:
-what nearest rounding cuts off is stored and added back next time. `split` stores it in a 16-bit
+Stochastic rounding is right on average (Croci et al., "Stochastic rounding: implementation, error
+analysis and applications", 2022). **Kahan**'s method (1965) loses nothing: the remainder that
+rounding to nearest cuts off is stored and added back next time. `split` stores it in a 16-bit
 integer that counts the float32 patterns between the result and the number, so that `merge` gives
 the float32 number back exactly (in float16's subnormals: to 2^-38).
 
@@ -51,7 +51,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 RANDOM_BITS = {torch.float16: 13, torch.bfloat16: 16}
 """How many bits decide a stochastic rounding; they are the upper ones of the 32 given."""
 
-_MAGNITUDE = 0x7FFFFFFF
 _SIGN = -(2**31)
 _SMALLEST_NORMAL = 2.0**-14
 _QUANTUM_EXPONENT = 0x38800000
@@ -75,7 +74,7 @@ def round_stochastic(
         overflow: infinity or saturate.
 
     Returns:
-        The rounded numbers in `dtype`; a number of `dtype` is returned as it is.
+        The rounded numbers in `dtype`; a number of `dtype` does not change.
     """
     word = shift_right(bits, 32 - RANDOM_BITS[dtype])
     rounded = add_and_truncate(x, word, 16) if dtype == torch.bfloat16 else _to_float16(x, word)
@@ -129,9 +128,10 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
     """The float32 numbers that `split` took apart.
 
-    Where anything else has written the rounded number since, the remainder is that of another one.
-    It moves the number by half the distance to its neighbour at most (by all of it in float16 where
-    it was cut off 2^-14), and is left out where it would carry it past zero or infinity.
+    If other code has written the rounded number since, the remainder belongs to another number. It
+    then moves the number by at most half the distance to its neighbour (in float16 by the whole
+    distance if it was cut off 2^-14). It is left out if it would carry the number past zero or
+    infinity.
 
     Args:
         rounded: float16 or bfloat16, any shape.
@@ -154,9 +154,8 @@ def merge(rounded: Tensor, remainder: Tensor) -> Tensor:
 def settle(difference: Tensor, a: Tensor, b: Tensor, bits: Tensor) -> Tensor:
     """`difference`, the float32 `a - b`, or its neighbour, so that the mean is the exact `a - b`.
 
-    What float32 cuts off is below half a unit of it, and would be lost before the rounding to 16
-    bits sees it: a decay of 1e-8, for one. The lower 16 bits of `bits` (int32) decide; rounding to
-    16 bits uses the upper ones.
+    The part that float32 cuts off, such as a decay of 1e-8, would be lost before the rounding to 16
+    bits. The lower 16 bits of `bits` (int32) decide; rounding to 16 bits uses the upper ones.
     """
     back = difference - a
     rest = (a - (difference - back)) + (-b - back)  # exact (Knuth, "The Art ...", volume 2, 4.2.2)

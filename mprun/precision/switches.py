@@ -5,10 +5,10 @@ TensorFloat-32 on NVIDIA GPUs (by default off for matmuls, *on* for convolutions
 oneDNN on CPUs, reduced-precision accumulation in 16-bit matmuls. A run sets all of them from its
 policy and restores them however it ends.
 
-They have two interfaces, `fp32_precision` and the older `allow_tf32`, and PyTorch raises an error
-where the two disagree. Both are set, so that a model's code can use either
-(`torch.backends.cudnn.flags` uses both). What such code sets is undone at once, with a warning: a
-run computes as its mode says, and as its record states.
+They have two interfaces, `fp32_precision` and the older `allow_tf32`. PyTorch raises an error if
+the two disagree. Both are set, so that a model's code can use either (`torch.backends.cudnn.flags`
+uses both). If such code sets a switch, it is reset at once, with a warning: a run computes in its
+mode, as its record states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mprun.precision.policy import Policy
 
 @contextmanager
 def backend_flags(policy: Policy, native_tf32: bool = False) -> Iterator[None]:
-    """Set the process-wide switches to what `policy` says; restore them at the end.
+    """Set the process-wide switches as `policy` needs them; restore them at the end.
 
     float32 arithmetic is IEEE unless `native_tf32`, for a TF32 policy on hardware that has it
     (emulation rounds around IEEE arithmetic); float32 partials switch the reduced-precision
@@ -54,7 +54,7 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
             if change not in reported:
                 reported.add(change)
                 warnings.warn(
-                    f"the model's code set {change} during a run; the run keeps what its mode says",
+                    f"the model's code set {change} during a run; the run keeps that of its mode",
                     stacklevel=4,
                 )
 
@@ -62,7 +62,7 @@ def switches(tf32: bool = False, reduced: bool = False) -> Iterator[None]:
         set_backend_switches(wanted)
         with on_backend_switch(restore):
             yield
-        restore()  # what was set without a setter that is followed
+        restore()  # switches that were set past the followed setters
     finally:
         set_backend_switches(before)
 

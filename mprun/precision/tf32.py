@@ -1,9 +1,9 @@
 """TensorFloat-32 on any device.
 
 NVIDIA, "TensorFloat-32 in the A100 GPU": matmuls and convolutions take float32 inputs rounded to a
-10-bit mantissa, with float32's 8-bit exponent; products and sums are float32. Where no hardware has
-it, mprun rounds the inputs of those ops, gradients included. The format is the same; the order of
-the sums is the CPU's.
+10-bit mantissa, with float32's 8-bit exponent; products and sums are float32. Without such hardware
+mprun rounds the inputs of those ops, gradients included. The format is the same; the order of the
+sums is the CPU's.
 
 A kernel that cannot be opened (`products.py`) computes in float32. mprun warns of it once and lists
 it in `substitutions`.
@@ -34,12 +34,12 @@ from mprun.precision.products import (
 
 
 def round_to_tf32(x: Tensor) -> Tensor:
-    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even; NaN are kept."""
+    """`x` (float32) rounded to a 10-bit mantissa, to nearest, ties to even; NaN stay NaN."""
     return quantise(x, TF32)
 
 
 class EmulatedTf32(Arithmetic):
-    """TF32 on any device: the inputs of matmuls and convolutions are rounded."""
+    """Rounds the inputs of matmuls and convolutions to TF32, on any device."""
 
     columns: Mapping[str, object] = {"tf32": True}
 
@@ -86,7 +86,7 @@ def _with_tf32(args: Any, positions: tuple[int, ...]) -> list[Any]:
 
 
 def _with_bias_gradient(result: Any, args: Any) -> Any:
-    """A convolution's gradients, that of the bias from the gradient as it came: it is a sum."""
+    """A convolution's gradients; that of the bias is a sum of unrounded output gradients."""
     gradient, mask = args[0], args[-1]
     if not mask[2]:
         return result

@@ -6,8 +6,8 @@ that are not finite is skipped.
 A 16-bit gradient that is divided in its own dtype loses small values (3e-9 becomes 0 in float16).
 So 16-bit gradients are replaced by float32 copies, and those are divided. PyTorch's optimizers
 compute in the parameters' dtype: they get the gradients rounded back, after clipping. The
-optimizers of `mprun.optim` take gradients of any dtype; unless `unscale` was called, they unscale,
-check and clip in float32 during their own pass, without copies.
+optimizers of `mprun.optim` take gradients of any dtype. Unless `unscale` was called, they unscale,
+check and clip in float32 during their step, without copies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
+from mprun.precision.products import LOW
 
 
 class Clip:
@@ -62,7 +63,7 @@ class Unscaled:
     def __init__(self, optimizer: Optimizer, scale: Tensor) -> None:
         self._narrow: list[tuple[nn.Parameter, torch.dtype]] = []
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if p.grad is not None and p.grad.dtype in (torch.float16, torch.bfloat16):
+            if p.grad is not None and p.grad.dtype in LOW:
                 self._narrow.append((p, p.grad.dtype))
                 _replace_gradient(p, p.grad.float())
         self.overflow = unscale_and_check(optimizer, scale)
@@ -97,7 +98,6 @@ def step_scaled(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tenso
     """One step on gradients of the loss times `scale`: unscale, check, clip, step.
 
     Args:
-        optimizer: the optimizer.
         scale: float32 scalar; None where the loss was not scaled and no step is ever skipped.
         clip: what limits the unscaled gradients.
 

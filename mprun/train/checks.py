@@ -9,7 +9,8 @@ import torch
 from mprun.errors import RunFailedError
 from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.arithmetic import Arithmetic
-from mprun.precision.products import op_name
+from mprun.precision.policy import dtype_name
+from mprun.precision.products import recorded_name
 from mprun.records.run_record import PrecisionRow, Status, Summary
 from mprun.train.callbacks import Callback
 
@@ -117,11 +118,11 @@ class AccumulationCheck(Callback):
         lowest = float(TERMS)
         for op, dtype in sorted(self._arithmetic.products, key=str):
             reached = sum_of_ones(op, dtype, self._device)
-            short = str(dtype).removeprefix("torch.")
+            short = dtype_name(dtype)
             if reached < TERMS:
                 self._warn(
-                    f"{op_name(op)} adds up in {short} on this machine, not in float32: a sum "
-                    f"that should be {TERMS:,} comes out as {reached:,.0f}"
+                    f"{recorded_name(op)} adds up in {short} on this machine, not in float32: a "
+                    f"sum that should be {TERMS:,} comes out as {reached:,.0f}"
                 )
             if reached < lowest:
                 lowest, self._row.partials_dtype = reached, short

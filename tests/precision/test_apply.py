@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from mprun.precision import (
     AutocastCaster,
+    Caster,
     Clip,
     DynamicLossScale,
     DynamicRule,
@@ -66,6 +68,44 @@ def test_computes_in_the_compute_dtype_and_gives_float32_out(
     assert model.layer.weight.dtype == torch.float32
     assert model.layer.weight.grad is not None
     assert model.layer.weight.grad.dtype == torch.float32
+
+
+class Doubled(nn.Linear):
+    """A layer that another one was swapped for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class SwappedLayers(Caster):
+    """A mode's caster that swaps every linear layer, with its parameters."""
+
+    columns: Mapping[str, object] = {"casting": "doubled"}
+
+    def convert(self, model: nn.Module) -> None:
+        for parent in [*model.modules()]:
+            for name, layer in parent.named_children():
+                if type(layer) is nn.Linear:
+                    swapped = Doubled(layer.in_features, layer.out_features, device="meta")
+                    swapped.weight, swapped.bias = layer.weight, layer.bias
+                    setattr(parent, name, swapped)
+
+
+def test_a_caster_may_swap_layers_for_other_modules() -> None:
+    """They have the converted parameters, train, and the record names the casting."""
+    row = policy("bf16_true")
+    ours = Precision(row, SwappedLayers(), NativeArithmetic(), NoLossScale(), Clip())
+    plain, model, x = precision("bf16_true"), Spy(), torch.randn(2, 4).bfloat16()
+    plain.prepare(model, CPU)
+    expected = 2 * plain.forward(model, x)
+    ours.prepare(model, CPU)
+    assert type(model.layer) is Doubled
+    output = ours.forward(model, x)
+    assert output.equal(expected)
+    ours.backward(output.sum())
+    assert model.layer.weight.dtype == torch.bfloat16
+    assert model.layer.weight.grad is not None
+    assert ours.columns["casting"] == "doubled"
 
 
 def test_output_dtype_can_be_left_as_computed() -> None:

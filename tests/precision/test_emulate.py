@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import Emulated16, same_rounding
 from mprun.precision.convert import accumulate_in
-from mprun.precision.emulate import EXACT, partials_substitutions
+from mprun.precision.emulate import partials_substitutions
+from mprun.precision.result_dtypes import EXACT
 
 aten = torch.ops.aten
 

@@ -61,7 +61,7 @@ def custom_functions_cast(
 
 @functools.lru_cache(maxsize=256)
 def _in_regions(cls: type[Function], region: RegionFactory, off: RegionFactory) -> type[Function]:
-    """A function like `cls` whose passes run in their regions."""
+    """A subclass of `cls` whose passes run in their regions."""
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     forward, backward = cls.forward, cls.backward
     decorated = _decorator(forward, "decorate_fwd")

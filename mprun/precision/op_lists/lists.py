@@ -11,26 +11,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import NamedTuple
 
+from mprun.errors import nearest
 from mprun.precision.op_lists.names import known, spelled
 from mprun.records.op_list_files import KINDS, Entry
 
 
 class Unknown(NamedTuple):
-    """A name no op answers to."""
+    """A name that no op has."""
 
     entry: Entry
 
     @property
     def nearest(self) -> str | None:
         """The known name most like it; computed when it is needed, as it takes milliseconds."""
-        return _nearest(self.entry.text)
+        return nearest(spelled(self.entry.text)[0].lower(), known())
 
     def __str__(self) -> str:
-        nearest = self.nearest
-        meant = f"; did you mean '{nearest}'?" if nearest else ""
+        meant = f"; did you mean '{self.nearest}'?" if self.nearest else ""
         return f"{self.entry.where}: no op is named '{self.entry.text}'{meant}"
 
 
@@ -79,18 +78,14 @@ def op_lists(
             canonical = spelled(entry.text)
             if not any(name in known() for name in canonical) and entry.text not in unknown:
                 unknown[entry.text] = Unknown(entry)
-                _report(unknown[entry.text], strict, in_code=isinstance(item, str))
+                if strict:
+                    raise ValueError(str(unknown[entry.text]))
+                if isinstance(item, str):
+                    warnings.warn(f"a name is left out: {unknown[entry.text]}", stacklevel=2)
             for name in canonical:
                 _put(entries, name, kind, entry)
     rules = {name: kind for name, (kind, _) in entries.items() if name in known()}
     return OpLists(rules, first_input, tuple(unknown.values()))
-
-
-def _report(unknown: Unknown, strict: bool, in_code: bool) -> None:
-    if strict:
-        raise ValueError(str(unknown))
-    if in_code:
-        warnings.warn(f"a name is left out: {unknown}", stacklevel=3)
 
 
 def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Entry) -> None:
@@ -102,9 +97,3 @@ def _put(entries: dict[str, tuple[str, Entry]], name: str, kind: str, entry: Ent
             f"'{entry.text}'{same}: on the {before[0]} list ({other.where}) and on the {kind} list "
             f"({entry.where}); an op is on one of them: take it off the other, or bring both files"
         )
-
-
-def _nearest(text: str) -> str | None:
-    (name, *_) = spelled(text)
-    near = get_close_matches(name.lower(), known(), n=1)
-    return near[0] if near else None

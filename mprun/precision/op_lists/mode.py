@@ -2,12 +2,12 @@
 
 A `TorchFunctionMode` sees every call from Python (functions, methods, operators, modules through
 the functions they call) before autograd does, so casts are part of the graph and gradients of
-float32 weights are float32. Below autograd it would be too late; in PyTorch's dispatcher, where
-torch.autocast sits, kernels can be replaced, but Inductor's cache does not notice.
+float32 weights are float32. Below autograd it would be too late. In PyTorch's dispatcher, where
+torch.autocast works, kernels can be replaced, but Inductor's cache does not notice it.
 
-The backward pass follows the dtypes of the forward one; Python code in it (hooks, custom autograd
-functions) is not cast. Two things are: activation checkpointing runs forward code again there, and
-must cast it as before; custom autograd functions with torch.amp's decorators (`custom.py`).
+The backward pass follows the dtypes of the forward one. Python code in it (hooks, custom autograd
+functions) is not cast, with two exceptions: activation checkpointing runs forward code again and
+must cast it as before, and custom autograd functions can have torch.amp's decorators (`custom.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from mprun._torch import (
     function_modes,
@@ -29,11 +28,11 @@ from mprun._torch import (
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.custom import custom_functions_cast
 from mprun.precision.op_lists.rules import Function
-from mprun.precision.op_lists.table import OpenedFunction, Table
+from mprun.precision.op_lists.table import OpenedFunction, OpeningMode, Table
 
 
 class _State:
-    """What holds in the innermost region; no fields of the mode: compiled code cannot set those."""
+    """The innermost region's; not fields of the mode, because compiled code cannot set those."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -41,7 +40,7 @@ class _State:
         self.in_custom_backward = False
 
 
-class _CastMode(TorchFunctionMode):
+class _CastMode(OpeningMode):
     """Hands each call to its handler in the table of the innermost region."""
 
     def __init__(self, table: Table) -> None:
@@ -78,7 +77,7 @@ def _current() -> _CastMode | None:
 
 @contextmanager
 def region(table: Table) -> Iterator[None]:
-    """Calls are cast by `table` inside; of regions in one another the innermost holds."""
+    """Inside, calls are cast by `table`; of nested regions the innermost decides."""
     mode = _current()
     if mode is None:
         by_lists = custom_functions_cast(_custom_backward, disable_casts)
@@ -144,13 +143,11 @@ def disable_casts() -> Iterator[None]:
         def penalty(weights): ...
     """
     mode = _current()
-    with (
-        _off(mode) if mode is not None else nullcontext(),
-        _autocast_off("cpu") if torch.is_autocast_enabled("cpu") else nullcontext(),
-        _autocast_off("cuda") if torch.is_autocast_enabled("cuda") else nullcontext(),
-    ):
+    off = nullcontext() if mode is None else _off(mode)
+    with off, _autocast_off("cpu"), _autocast_off("cuda"):
         yield
 
 
-def _autocast_off(device_type: str) -> torch.autocast:
-    return torch.autocast(device_type, enabled=False)
+def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()

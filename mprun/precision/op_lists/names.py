@@ -1,14 +1,14 @@
 """Which op a name means: Python functions, tensor methods, operators and ATen ops by one name.
 
-People write an op's name as they know it: `relu`, `F.relu`, `Tensor.relu`, `aten::relu.default`,
+People write an op's name in many ways: `relu`, `F.relu`, `Tensor.relu`, `aten::relu.default`,
 `__add__`, `iadd`, `truediv`, `max_pool2d_with_indices`. Casts are decided where Python calls
 PyTorch, so each of these names is mapped to the name of that call, the *canonical* name. Names of
-in-place ops end in `_` and are ops of their own.
+in-place ops end in `_` and are separate ops.
 
 There are two tables. `ALIASES` has other spellings, and the ATen ops that Python functions end in.
-`INNER` has functions that are one C++ call and hide the op that a list is about (an einsum is a
-bmm, an LSTM a sequence of linear layers); if such a function is on no list itself, the entry of its
-inner op holds.
+`INNER` has functions that are one C++ call and hide the op that a list names (an einsum is a bmm,
+an LSTM a sequence of linear layers). If such a function is on no list itself, the entry of its
+inner op applies.
 """
 
 from __future__ import annotations
@@ -29,108 +29,67 @@ CONVOLUTIONS = (
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-ATTENTION = ("scaled_dot_product_attention",)
 
 
-def _all_to(names: str, *targets: str) -> dict[str, tuple[str, ...]]:
-    return dict.fromkeys(names.split(), targets)
+def _spellings(text: str) -> dict[str, tuple[str, ...]]:
+    """Other spelling -> canonical name, of entries `canonical: spelling spelling; ...`."""
+    entries = (entry.split(":") for entry in text.replace("\n", ";").split(";") if entry)
+    return {name: (target.strip(),) for target, names in entries for name in names.split()}
 
+
+_PYTHON = """
+div: truediv true_divide divide rtruediv rdiv; mul: multiply rmul; sub: subtract; add: radd
+pow: rpow; matmul: rmatmul linalg_matmul; mm: dsmm spmm; hsmm: hspmm; sspaddmm: saddmm
+floor_divide: floordiv rfloordiv; remainder: mod rmod; neg: negative; abs: absolute
+cat: concat concatenate _cat; clamp: clip; outer: ger; gt: greater; ge: greater_equal; lt: less
+le: less_equal; ne: not_equal; acos: arccos; asin: arcsin; atan: arctan; atan2: arctan2
+acosh: arccosh; asinh: arcsinh; atanh: arctanh; trunc: fix; vstack: row_stack
+linalg_matrix_power: matrix_power; linalg_det: det; linalg_inv: inverse; linalg_slogdet: slogdet
+erf: special_erf; erfc: special_erfc; erfinv: special_erfinv; exp2: special_exp2
+expm1: special_expm1; log1p: special_log1p; logit: special_logit; xlogy: special_xlogy
+sinc: special_sinc; log_sigmoid: logsigmoid log_sigmoid_forward; sigmoid: special_expit
+softmax: special_softmax _softmax _safe_softmax; log_softmax: special_log_softmax _log_softmax
+logsumexp: special_logsumexp
+"""
+_IN_PLACE = """
+add_: iadd; sub_: isub subtract_; mul_: imul multiply_; div_: itruediv idiv divide_ true_divide_
+pow_: ipow; remainder_: imod; floor_divide_: ifloordiv
+"""
+_ATEN = """
+conv2d: thnn_conv2d _slow_conv2d_forward slow_conv2d_forward
+conv3d: slow_conv3d slow_conv3d_forward
+batch_norm: native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm
+batch_norm: _batch_norm_impl_index _batch_norm_with_update _batch_norm_no_update
+layer_norm: native_layer_norm; group_norm: native_group_norm; rms_norm: _fused_rms_norm
+dropout: native_dropout _fused_dropout; dropout2d: feature_dropout
+cross_entropy: cross_entropy_loss
+nll_loss: nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward
+multilabel_margin_loss: multilabel_margin_loss_forward; max_pool1d: max_pool1d_with_indices
+max_pool2d: max_pool2d_with_indices mkldnn_max_pool2d
+max_pool3d: max_pool3d_with_indices mkldnn_max_pool3d; adaptive_avg_pool2d: _adaptive_avg_pool2d
+adaptive_avg_pool3d: _adaptive_avg_pool3d; adaptive_max_pool2d: adaptive_max_pool2d_with_indices
+adaptive_max_pool3d: adaptive_max_pool3d_with_indices
+embedding_bag: _embedding_bag _embedding_bag_forward_only; lstm_cell: _thnn_fused_lstm_cell
+gru_cell: _thnn_fused_gru_cell
+scaled_dot_product_attention: _scaled_dot_product_flash_attention
+scaled_dot_product_attention: _scaled_dot_product_attention_math
+scaled_dot_product_attention: _scaled_dot_product_efficient_attention
+scaled_dot_product_attention: _scaled_dot_product_flash_attention_for_cpu
+scaled_dot_product_attention: _scaled_dot_product_cudnn_attention
+ctc_loss: _ctc_loss _cudnn_ctc_loss; cdist: _cdist_forward; pdist: _pdist_forward
+prelu: _prelu_kernel; bilinear: _trilinear; stack: _stack
+grid_sampler: _grid_sampler_2d_cpu_fallback; T: numpy_T
+"""
+"""ATen ops that a Python function of one name ends in."""
+_ANY_CONVOLUTION = """
+_convolution convolution _convolution_mode cudnn_convolution mkldnn_convolution miopen_convolution
+convolution_overrideable
+"""
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    # other spellings of Python's
-    **_all_to("truediv true_divide divide rtruediv rdiv", "div"),
-    **_all_to("multiply rmul", "mul"),
-    **_all_to("subtract", "sub"),
-    **_all_to("radd", "add"),
-    **_all_to("rpow", "pow"),
-    **_all_to("rmatmul linalg_matmul", "matmul"),
-    **_all_to("dsmm spmm", "mm"),
-    **_all_to("hspmm", "hsmm"),
-    **_all_to("saddmm", "sspaddmm"),
-    **_all_to("floordiv rfloordiv", "floor_divide"),
-    **_all_to("mod rmod", "remainder"),
-    **_all_to("negative", "neg"),
-    **_all_to("absolute", "abs"),
-    **_all_to("concat concatenate _cat", "cat"),
-    **_all_to("clip", "clamp"),
-    **_all_to("ger", "outer"),
-    **_all_to("greater", "gt"),
-    **_all_to("greater_equal", "ge"),
-    **_all_to("less", "lt"),
-    **_all_to("less_equal", "le"),
-    **_all_to("not_equal", "ne"),
-    **_all_to("arccos", "acos"),
-    **_all_to("arcsin", "asin"),
-    **_all_to("arctan", "atan"),
-    **_all_to("arctan2", "atan2"),
-    **_all_to("arccosh", "acosh"),
-    **_all_to("arcsinh", "asinh"),
-    **_all_to("arctanh", "atanh"),
-    **_all_to("fix", "trunc"),
-    **_all_to("row_stack", "vstack"),
-    **_all_to("matrix_power", "linalg_matrix_power"),
-    **_all_to("det", "linalg_det"),
-    **_all_to("inverse", "linalg_inv"),
-    **_all_to("slogdet", "linalg_slogdet"),
-    **{
-        f"special_{name}": (name,)
-        for name in ("erf", "erfc", "erfinv", "exp2", "expm1", "log1p", "logit", "xlogy", "sinc")
-    },
-    **_all_to("logsigmoid", "log_sigmoid"),
-    **_all_to("special_expit", "sigmoid"),
-    **_all_to("special_softmax _softmax _safe_softmax", "softmax"),
-    **_all_to("special_log_softmax _log_softmax", "log_softmax"),
-    **_all_to("special_logsumexp", "logsumexp"),
-    # in-place operators
-    **_all_to("iadd", "add_"),
-    **_all_to("isub", "sub_"),
-    **_all_to("imul", "mul_"),
-    **_all_to("itruediv idiv divide_ true_divide_", "div_"),
-    **_all_to("ipow", "pow_"),
-    **_all_to("imod", "remainder_"),
-    **_all_to("ifloordiv", "floor_divide_"),
-    **_all_to("multiply_", "mul_"),
-    **_all_to("subtract_", "sub_"),
-    # ATen ops that a Python function ends in
-    **_all_to("_convolution convolution _convolution_mode cudnn_convolution", *CONVOLUTIONS),
-    **_all_to("mkldnn_convolution miopen_convolution convolution_overrideable", *CONVOLUTIONS),
-    **_all_to("thnn_conv2d _slow_conv2d_forward slow_conv2d_forward", "conv2d"),
-    **_all_to("slow_conv3d slow_conv3d_forward", "conv3d"),
-    **_all_to("native_batch_norm _native_batch_norm_legit cudnn_batch_norm", "batch_norm"),
-    **_all_to("miopen_batch_norm _batch_norm_impl_index", "batch_norm"),
-    **_all_to("_batch_norm_with_update _batch_norm_no_update", "batch_norm"),
-    **_all_to("native_layer_norm", "layer_norm"),
-    **_all_to("native_group_norm", "group_norm"),
-    **_all_to("_fused_rms_norm", "rms_norm"),
-    **_all_to("native_dropout _fused_dropout", "dropout"),
-    **_all_to("feature_dropout", "dropout2d"),
-    **_all_to("cross_entropy_loss", "cross_entropy"),
-    **_all_to("nll_loss2d nll_loss_nd nll_loss_forward nll_loss2d_forward", "nll_loss"),
-    **_all_to("multilabel_margin_loss_forward", "multilabel_margin_loss"),
-    **_all_to("max_pool1d_with_indices", "max_pool1d"),
-    **_all_to("max_pool2d_with_indices mkldnn_max_pool2d", "max_pool2d"),
-    **_all_to("max_pool3d_with_indices mkldnn_max_pool3d", "max_pool3d"),
-    **_all_to("_adaptive_avg_pool2d", "adaptive_avg_pool2d"),
-    **_all_to("_adaptive_avg_pool3d", "adaptive_avg_pool3d"),
-    **_all_to("adaptive_max_pool2d_with_indices", "adaptive_max_pool2d"),
-    **_all_to("adaptive_max_pool3d_with_indices", "adaptive_max_pool3d"),
-    **_all_to("_embedding_bag _embedding_bag_forward_only", "embedding_bag"),
-    **_all_to("_thnn_fused_lstm_cell", "lstm_cell"),
-    **_all_to("_thnn_fused_gru_cell", "gru_cell"),
-    **_all_to("_cudnn_rnn mkldnn_rnn_layer", *RECURRENT),
-    **_all_to("_scaled_dot_product_flash_attention _scaled_dot_product_attention_math", *ATTENTION),
-    **_all_to("_scaled_dot_product_efficient_attention", *ATTENTION),
-    **_all_to("_scaled_dot_product_flash_attention_for_cpu", *ATTENTION),
-    **_all_to("_scaled_dot_product_cudnn_attention", *ATTENTION),
-    **_all_to("_ctc_loss _cudnn_ctc_loss", "ctc_loss"),
-    **_all_to("_cdist_forward", "cdist"),
-    **_all_to("_pdist_forward", "pdist"),
-    **_all_to("_prelu_kernel", "prelu"),
-    **_all_to("_trilinear", "bilinear"),
-    **_all_to("_stack", "stack"),
-    **_all_to("log_sigmoid_forward", "log_sigmoid"),
-    **_all_to("_grid_sampler_2d_cpu_fallback", "grid_sampler"),
-    **_all_to("numpy_T", "T"),
+    **_spellings(_PYTHON + _IN_PLACE + _ATEN),
+    **dict.fromkeys(_ANY_CONVOLUTION.split(), CONVOLUTIONS),
+    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), RECURRENT),
 }
 """Another spelling -> the canonical names it means."""
 
@@ -152,12 +111,11 @@ INNER: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("log_softmax",),
     "softmin": ("softmax",),
 }
-"""A function that hides an op -> the ops whose entry holds for it, the first that has one."""
+"""A function that hides an op -> the ops whose entry applies to it; the first that has one."""
 
 _PREFIX = re.compile(
     r"^(torch\.ops\.aten\.|aten(::|\.)|torch\.nn\.functional\.|torch\._C\._nn\.|F\.)"
 )
-_NAMESPACES = {"torch.Tensor.": "", "Tensor.": "", "torch.": ""}
 _SUBMODULES = ("linalg", "special", "fft")
 _OPERATOR = re.compile(r"^__(\w+?)__$")
 
@@ -165,8 +123,8 @@ _OPERATOR = re.compile(r"^__(\w+?)__$")
 def spelled(text: str) -> tuple[str, ...]:
     """The canonical names that a user's spelling means, known or not."""
     name = _PREFIX.sub("", text.strip())
-    for prefix, to in _NAMESPACES.items():
-        name = to + name.removeprefix(prefix) if name.startswith(prefix) else name
+    for prefix in ("torch.Tensor.", "Tensor.", "torch."):
+        name = name.removeprefix(prefix)
     first, _, rest = name.partition(".")
     # torch.linalg.inv is linalg_inv in ATen; otherwise what follows a dot is an overload.
     name = f"{first}_{rest.partition('.')[0]}" if first in _SUBMODULES and rest else first
@@ -196,11 +154,8 @@ def name_of(function: Callable[..., Any]) -> str | None:
         return spelled(str(function))[0]
     name = getattr(function, "__name__", None)
     module = getattr(function, "__module__", None) or "torch"
-    if (
-        not isinstance(name, str)
-        or not module.startswith("torch")
-        or name in ("__get__", "__set__")
-    ):
+    getter = name in ("__get__", "__set__")
+    if getter or not isinstance(name, str) or not module.startswith("torch"):
         return None
     operator = _OPERATOR.match(name)
     return spelled(operator[1] if operator else name)[0]

@@ -5,21 +5,21 @@
     lower, fp32  the op is on that list: its inputs go to the lower dtype, or to float32
     promote      its inputs go to the widest dtype among them (float16 with bfloat16: float32)
     first input  on no list: its inputs go to the dtype of the first floating one
-    as it is     on no list of lists that leave such ops to PyTorch's own type promotion
+    as it is     on no list, and the lists leave such ops to PyTorch's own type promotion
 
-The first rule that applies holds, in this order. float64, integer and bool tensors are never cast,
-and neither are the inputs of a listed op with a float64 input: float64 is used on purpose.
-Normalisations take their activation in the lower dtype and their weights, which are few and matter,
-as they are; running statistics are written into and never cast.
+The first rule that applies decides. float64, integer and bool tensors are never cast. A listed op
+with a float64 input is not cast either, because float64 is used on purpose. Normalisations take
+their activation in the lower dtype and their few weights uncast; running statistics are written
+into and never cast.
 
 A *handler* carries a rule out: it gets the call and calls the op. Source of the rules: Habana,
 "Mixed Precision Training with PyTorch Autocast / HMP"; PyTorch, `aten/src/ATen/autocast_mode.h`.
 
-Without a cache a weight would be cast wherever an op takes it: twice where layers are tied, at
-every step of a recurrent loop, for every micro-batch. `Casts` stores the cast copy until the region
-ends (until the step ends, where several forward passes make one), as torch.autocast does. A copy is
-not used for another weight, for one that has been written to since (its version), or where a graph
-is recorded and the copy was cast without one: no gradient would flow back through it.
+Without a cache a weight would be cast by each op that takes it: twice for tied layers, at every
+step of a recurrent loop, for every micro-batch. As in torch.autocast, `Casts` stores the cast copy
+until the region ends (until the step ends, if a step has several forward passes). A copy is not
+used for a weight that was written to since, or for a recorded graph if the copy was cast without
+one: no gradient would flow back through it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun._torch import version_of
+from mprun._torch import write_count
 from mprun.precision.nested import map_tensors, tensors_in
 
 CASTABLE = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -67,8 +67,8 @@ class Casts:
         if torch.is_inference_mode_enabled() or weight.is_inference():
             return weight.to(dtype)
         entry = self._copies.get(key)
-        if entry is None or entry[0] is not weight or entry[1] != version_of(weight):
-            entry = self._copies[key] = weight, version_of(weight), weight.to(dtype)
+        if entry is None or entry[0] is not weight or entry[1] != write_count(weight):
+            entry = self._copies[key] = weight, write_count(weight), weight.to(dtype)
         return entry[2]
 
     def forget(self) -> None:
@@ -81,7 +81,7 @@ Cast = Callable[[Tensor, torch.dtype], Tensor]
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, tuple[Any, ...], Mapping[str, Any]], Any]
-"""Calls a function with its arguments, cast as a rule says."""
+"""Calls a function with its arguments, cast by a rule."""
 
 NORMS = frozenset(("batch_norm", "instance_norm", "layer_norm", "group_norm", "rms_norm"))
 WRITES_STATISTICS = frozenset(("batch_norm", "instance_norm"))
@@ -177,7 +177,7 @@ def mutated(cast: Cast) -> Handler:
 
 
 def unless_mutating(handler: Handler, writes: Handler) -> Handler:
-    """`writes` where the call says `inplace=True` or `max_norm` (which writes to the weights)."""
+    """`writes` for a call with `inplace=True`; nothing is cast with `max_norm` (weights change)."""
 
     def either(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if kwargs.get("inplace"):
@@ -203,7 +203,7 @@ def _cast(value: Any, dtype: torch.dtype, cast: Cast) -> Any:
     """`value` with the floating tensors in it in `dtype`."""
     if isinstance(value, Tensor):
         return cast(value, dtype)
-    if isinstance(value, _SEQUENCE) and any(isinstance(x, _WITH_TENSORS) for x in value):
+    if isinstance(value, _SEQUENCE) and any(isinstance(x, (Tensor, *_SEQUENCE)) for x in value):
         return map_tensors(lambda x: cast(x, dtype), value)
     return value
 
@@ -219,4 +219,3 @@ def _has_float64(values: Iterable[Any]) -> bool:
 
 
 _SEQUENCE = (list, tuple)
-_WITH_TENSORS = (Tensor, list, tuple)

@@ -4,17 +4,16 @@ A `Table` has a handler for every PyTorch function that Python can call; `mode.p
 handlers are those of `rules.py`.
 
 PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
-(`F.multi_head_attention_forward`) would therefore hide the ops inside it: its body is run with the
-mode on. That costs microseconds a call, and most such functions call one op of the same name
-(`F.relu` calls `torch.relu` and nothing else). So only those are opened whose code names a listed
-op.
+(`F.multi_head_attention_forward`) would therefore hide the ops inside it. Such a function is
+*opened*: its body runs with the mode on. That costs microseconds a call, and most Python functions
+call one op of the same name (`F.relu` calls `torch.relu` and nothing else). So a function is opened
+only if its code names a listed op.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, FunctionType
@@ -23,13 +22,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.overrides import get_overridable_functions
+from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from mprun._torch import OpOverload, calling_frames
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
 from mprun.precision.op_lists.rules import Casts, Function, Handler
+from mprun.precision.policy import dtype_name
 from mprun.records.op_list_files import KINDS
 
 
@@ -44,7 +44,7 @@ class Watcher(Protocol):
 
 
 class CastLog:
-    """A watcher that reports each distinct cast once, with the module that it happens in.
+    """A watcher that reports each distinct cast once, with its module.
 
     `cast: linear (lower) in encoder.fc1 (Linear): float32 to bfloat16`
 
@@ -67,15 +67,16 @@ class CastLog:
             self._running.pop()
 
     def cast(self, have: torch.dtype, want: torch.dtype) -> None:
-        names = (str(dtype).removeprefix("torch.") for dtype in (have, want))
-        line = f"cast: {self._running[-1]}{self._module()}: {' to '.join(names)}"
+        names = f"{dtype_name(have)} to {dtype_name(want)}"
+        line = f"cast: {self._running[-1]}{self._module()}: {names}"
         if line not in self._reported:
             self._reported.add(line)
             self._report(line)
 
     def _module(self) -> str:
         """` in NAME (CLASS)` of the innermost module that runs, empty outside of all."""
-        modules = _running_modules()
+        call = nn.Module.__call__.__code__
+        modules = [f.f_locals["self"] for f in calling_frames() if f.f_code is call]
         if not modules:
             return ""
         outermost, innermost = modules[-1], modules[0]
@@ -83,13 +84,6 @@ class CastLog:
             self._names.setdefault(module, name)  # a part that is called by itself keeps its name
         name, kind = self._names.get(innermost, ""), type(innermost).__name__
         return f" in {name} ({kind})" if name else f" in {kind}"
-
-
-def _running_modules() -> list[nn.Module]:
-    """The modules whose calls the calling thread is in, the innermost first."""
-    call = nn.Module.__call__.__code__
-    frames = (frame for frame in calling_frames() if frame.f_code is call)
-    return list(dict.fromkeys(frame.f_locals["self"] for frame in frames))
 
 
 class Table:
@@ -133,7 +127,7 @@ class Table:
         }
 
     def rule(self, name: str) -> str:
-        """The rule of an op: its list, or what holds for ops on none."""
+        """The rule of an op: its list, or the rule of unlisted ops."""
         for candidate in (name, *INNER.get(name, ())):
             if (kind := self.lists.rules.get(candidate)) is not None:
                 return kind
@@ -148,14 +142,14 @@ class Table:
         own_rule = getattr(function, "cast_rule", None)
         if own_rule is not None or name in rules.EXPLICIT:
             return self._watched(name or function.__name__, own_rule or "explicit", rules.plain)
-        if name in ("backward", "grad") and isinstance(function, types.FunctionType):
-            return _opened(function, rules.plain)  # so that recomputation is seen
+        if name in ("backward", "grad") and isinstance(function, FunctionType):
+            return OpenedFunction(function, rules.plain)  # so that recomputation is seen
         if name is None or name in rules.UNCAST or name.startswith(("_foreach_", "is_", "sym_")):
             return rules.plain
         if name.endswith("_") and not name.startswith("_"):
             return self._watched(name, "in-place", self._mutated)
         rule = self.rule(name)
-        in_python = isinstance(function, types.FunctionType)
+        in_python = isinstance(function, FunctionType)
         handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
         if name == "linalg_matrix_power" and name not in self.lists.rules:
             handler = self._power(handler)
@@ -163,7 +157,7 @@ class Table:
             handler = rules.unless_mutating(handler, self._mutated)
         handler = self._watched(name, rule, handler)
         if in_python and rule not in KINDS and self._hides_listed(function, name):
-            return _opened(function, handler)
+            return OpenedFunction(function, handler)
         return handler
 
     def _hides_listed(self, function: Any, name: str) -> bool:
@@ -182,14 +176,14 @@ class Table:
             return function(*args, **kwargs)
 
     def _norm(self, name: str, rule: str) -> Handler:
-        """The activation alone is cast, but where that cannot be or float32 is wanted of all."""
+        """Casts the activation alone, or all inputs for float32 and for kernels that need it."""
         whole = rule == "fp32" or name in self._same_dtype
         if whole and name not in rules.WRITES_STATISTICS:
             return self._by_rule[rule]
         return self._activation.get(rule, rules.plain)
 
     def _power(self, products: Handler) -> Handler:
-        """A matrix power by what it consists of: an inverse where n < 0, then products."""
+        """Casts a matrix power as its parts: an inverse if n < 0, then products."""
         inverse = self._by_rule[self.rule("linalg_inv")]
 
         def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -237,27 +231,34 @@ def _functions() -> tuple[Function, ...]:
     return tuple(dict.fromkeys(f for functions in groups for f in functions if callable(f)))
 
 
-class OpeningMode(Protocol):
+class OpeningMode(TorchFunctionMode):
     """A function mode that knows which function it has opened."""
 
     inside: Function | None
-
-    def __enter__(self) -> object: ...
-
-    def __exit__(self, *error: Any) -> None: ...
 
 
 class OpenedFunction:
     """A handler that runs the body of a Python function with the mode on.
 
+    Such a function first asks whether a mode is active, and hands itself to it. In the copy that
+    runs here the answer is always no.
+
     Args:
-        body: a copy of the function that does not hand itself to modes.
-        whole: the handler where the body hands the function itself on again: its inside cannot be
-            seen.
+        whole: the handler if the body hands the function itself on again; then the mode cannot see
+            inside it.
     """
 
-    def __init__(self, body: Function, whole: Handler) -> None:
-        self._body = body
+    def __init__(self, function: Any, whole: Handler) -> None:
+        names = function.__globals__
+        answers = {name: _no for name in names if name.startswith("has_torch_function")}
+        self._body = FunctionType(
+            function.__code__,
+            {**names, **answers},
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        self._body.__kwdefaults__ = function.__kwdefaults__
         self._whole = whole
 
     def run(
@@ -278,59 +279,35 @@ class OpenedFunction:
             mode.inside = before
 
 
-def _opened(function: Any, whole: Handler) -> OpenedFunction:
-    """Runs the body of a Python function with the mode on.
-
-    Such a function first asks whether a mode is active, and hands itself to it. For its copy the
-    answer is always no.
-
-    Args:
-        function: the function.
-        whole: the handler for a body that hands the function itself on again, whose inside cannot
-            be seen.
-    """
-    answers = {name: _no for name in function.__globals__ if name.startswith("has_torch_function")}
-    copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **answers},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-
-    return OpenedFunction(copy, whole)
-
-
 def _no(*_: object) -> bool:
     return False
 
 
 OPERATORS = "<operators>"
-"""Stands for `+`, `/`, `@` and the like, on tensors or not."""
+"""The entry for `+`, `/`, `@` and the like, on tensors or not."""
 
 
 @functools.cache
 def calls_of(function: Any) -> frozenset[str]:
-    """Every name that the function's code, or that of PyTorch's functions it names, looks up."""
+    """The names in the code of a function and of PyTorch's functions that it uses."""
     names: set[str] = set()
-    _collect_names(function, names, set())
+    functions: list[FunctionType] = [function]
+    seen: set[CodeType] = set()
+    while functions:
+        function = functions.pop()
+        code = function.__code__
+        if code in seen:
+            continue
+        seen.add(code)
+        names.update(code.co_names)
+        if any(map(_computes, dis.get_instructions(code))):
+            names.add(OPERATORS)
+        cells = (cell.cell_contents for cell in function.__closure__ or ())
+        for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
+            ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
+            if ours and inner.__name__ not in _HELPERS:
+                functions.append(inner)
     return frozenset(names)
-
-
-def _collect_names(function: FunctionType, names: set[str], seen: set[CodeType]) -> None:
-    code = function.__code__
-    if code in seen:
-        return
-    seen.add(code)
-    names.update(code.co_names)
-    if any(map(_computes, dis.get_instructions(code))):
-        names.add(OPERATORS)
-    cells = (cell.cell_contents for cell in function.__closure__ or ())
-    for inner in (*cells, *(function.__globals__.get(name) for name in code.co_names)):
-        ours = isinstance(inner, FunctionType) and inner.__module__.startswith("torch")
-        if ours and inner.__name__ not in _HELPERS:
-            _collect_names(inner, names, seen)
 
 
 def _computes(instruction: dis.Instruction) -> bool:
