@@ -603,6 +603,7 @@ class Blocks(nn.Module):
         return torch.softmax(x, -1)
 
 
+@pytest.mark.representative("False-True-True", "True-True-False")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
