@@ -426,7 +426,7 @@ def forking() -> Iterator[Forking]:
     server.close()
 
 
-@pytest.mark.representative("half_sr")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
 def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, mode: str) -> None:
     words = [*QUICK, f"precision={mode}", "train.epochs=12", "train.checkpoint_every_steps=12"]

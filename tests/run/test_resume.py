@@ -356,7 +356,7 @@ def forking() -> Iterator[Forking]:
     server.close()
 
 
-LONG = [*MNIST, "train.epochs=12", "train.checkpoint_every_steps=7"]
+LONG = [*MNIST, "train.epochs=8", "train.checkpoint_every_steps=7"]
 ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -427,7 +427,7 @@ def test_killed_many_times_in_every_mode(
 @pytest.mark.representative("SIGKILL")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
 def test_killed_before_the_first_checkpoint(forking: Forking, number: signal.Signals) -> None:
-    words = [*MNIST, "train.epochs=20"]
+    words = [*MNIST, "train.epochs=10"]
     forking.start([*words, "run.dir=whole"], Path.cwd())
     assert forking.wait() == 0
     kill_and_go_on(forking, words, [(0.0, int(number))])
