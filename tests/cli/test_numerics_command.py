@@ -196,6 +196,7 @@ def test_range_or_precision(between: str, word: str, precision: str) -> None:
     )
 
 
+@pytest.mark.representative(0, 2)
 @pytest.mark.parametrize(
     ("value", "word"), [("1e-6", "too low"), ("1024", "fine"), ("1e9", "too high")]
 )

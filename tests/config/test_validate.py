@@ -88,6 +88,7 @@ def test_one_limit_is_enough(limit: str) -> None:
         check(replace(LINEAR, train=no_limit))
 
 
+@pytest.mark.representative("cosine")
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
 def test_a_schedule_needs_planned_steps(scheduler: str) -> None:
     by_time = ["train.max_time_s=1", f"train.scheduler={scheduler}"]

@@ -193,6 +193,7 @@ NO_CASTS: dict[str, set[str]] = {"cpu": set(), "cuda": {"binary_cross_entropy"}}
 """Registered to be refused: on CUDA autocast raises in its place."""
 
 
+@pytest.mark.representative("cuda")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_native_lists_are_what_pytorch_registers(device: str) -> None:
     theirs = registered(f"Autocast{device.upper()}")
