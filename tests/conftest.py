@@ -1,10 +1,74 @@
-"""What every test shares: an empty current folder, and process-wide state put back."""
+"""What every test shares: an empty current folder, remembered compositions, and sweeps in part.
+
+A sweep over modes, recipes or seeds repeats one behaviour many times. Its few representative
+cases run in every test run; the others are marked `exhaustive`:
+
+    @pytest.mark.representative("mnist-fp16_true", "linear-*")
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_one_behaviour(recipe, mode): ...
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
+
+# By name: `mprun.config` exports a function of the module's name.
+_compose = importlib.import_module("mprun.config.compose")
+_by_hydra = _compose._compose
+_composed: dict[tuple[str, ...], DictConfig] = {}
+_OFTEN_CHANGED = ("run.dir", "seed", "train.max_steps")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "representative(*cases): ids (* stands for any text) or positions of the cases that every"
+        " run takes; the other cases are exhaustive",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is exhaustive
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unmatched: dict[str, set[str | int]] = defaultdict(set)
+    matched: dict[str, set[str | int]] = defaultdict(set)
+    normal: set[str] = set()
+    for item in items:
+        marker = item.get_closest_marker("representative")
+        if marker is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        cases = {case for case in marker.args if _is_case(item, case)}
+        if not cases:
+            item.add_marker(pytest.mark.exhaustive)
+        function = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("exhaustive") is None:
+            normal.add(function)
+        matched[function] |= cases
+        unmatched[function] |= set(marker.args)
+    for function, cases in unmatched.items():
+        # A single case can be named on the command line; then the others are not collected.
+        if cases - matched[function] and not any("[" in text for text in config.args):
+            names = sorted(map(str, cases - matched[function]))
+            raise pytest.UsageError(f"{function}: no case is {', '.join(names)}")
+        if function not in normal and not any("[" in text for text in config.args):
+            raise pytest.UsageError(f"{function}: every case is exhaustive")
+
+
+def _is_case(item: pytest.Function, case: str | int) -> bool:
+    """Whether an id, a pattern of ids or a position is that of this case."""
+    if isinstance(case, int):
+        return set(item.callspec.indices.values()) == {case}
+    pattern = ".*".join(re.escape(part) for part in case.split("*"))
+    return re.fullmatch(pattern, item.callspec.id, re.DOTALL) is not None
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +78,30 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember what Hydra composed of the shipped files: it takes 0.15 s, in nearly every test.
+
+    Tests of the composition itself, in tests/config, have a fixture of this name that does nothing.
+    """
+    monkeypatch.setattr(_compose, "_compose", _remembered)
+
+
+def _remembered(texts: list[str], parsed: list[Any]) -> DictConfig:
+    changed = {key: [t for t in texts if t.startswith(f"{key}=")] for key in _OFTEN_CHANGED}
+    rest = tuple(t for t in texts if not any(t in found for found in changed.values()))
+    own_files = any(text.startswith("hydra.") for text in rest)
+    if own_files or any(len(found) > 1 for found in changed.values()):
+        return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
+    try:
+        if rest not in _composed:
+            _composed[rest] = _by_hydra(list(rest), parsed)
+        config = copy.deepcopy(_composed[rest])
+        for override in parsed:
+            if override.key_or_group in _OFTEN_CHANGED:
+                OmegaConf.update(config, override.key_or_group, override.value())
+    except Exception:  # a mistake: told as without this
+        return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
+    return config

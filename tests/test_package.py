@@ -43,17 +43,18 @@ def test_a_wheel_holds_conf_and_recipes_and_runs_from_any_folder(
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     env = {**os.environ, "PYTHONPATH": str(site)}
-    command = [sys.executable, "-m", "mprun", "recipe=linear", "train.max_steps=3", "run.dir=run"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    assert done.returncode == 0, done.stderr
     # Where mprun is installed editable, its finder answers for a package the wheel lacks.
     script = (
         "import sys, mprun.cli.main, mprun.run, mprun.conf, mprun.recipes.mnist\n"
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.startswith('mprun')), sep='\\n')"
+        "status = mprun.cli.main.main(['recipe=linear', 'train.max_steps=3', 'run.dir=run'])\n"
+        "found = [m.__file__ for name, m in sys.modules.items() if name.startswith('mprun')]\n"
+        "print('FILES', *found, sep='\\n')\n"
+        "sys.exit(status)"
     )
-    where = [sys.executable, "-c", script]
-    found = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, env=env)
-    files = found.stdout.split()
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    files = done.stdout.rpartition("FILES")[2].split()
     assert len(files) > 30
     assert all(f.startswith(str(site)) for f in files), "not the wheel alone answered"
 

@@ -172,6 +172,16 @@ def test_more_false_studies_than_that_are_noticed(
             check(studies)
 
 
+def test_clear_cases_are_judged_rightly() -> None:
+    """A mode that fails is not kept, and none is lost where all are as good."""
+    failing, healthy = study("fp16_hostile", 0), study("symmetry", 0)
+    for judged in (failing, healthy):
+        assert not judged.wrongly_kept
+        assert not judged.wrongly_lost
+        assert judged.settled
+
+
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_false_verdicts_are_as_rare_as_promised() -> None:
     check([study(case, 0) for case in CASES])

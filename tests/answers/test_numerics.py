@@ -57,6 +57,9 @@ MADE_BY = {
 """Rows that have to be named beside a verdict, with others or without."""
 
 
+@pytest.mark.representative(
+    "fp16_hostile-0", "bf16_hostile-0", "outlier*-0", "log_of_zero-0", "tied-0"
+)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_verdict_is_what_training_shows(

@@ -59,6 +59,7 @@ def test_the_hostile_op_is_found_and_nothing_else(name: str, precision: str, see
     assert modules["is_within"]
 
 
+@pytest.mark.representative("mask-*-0", "tied-fp16_mixed-0", "outlier-bf16_mixed-0")
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("name", "precision"),

@@ -43,6 +43,7 @@ def inert(summary: Summary) -> list[str]:
     return [text for text in summary.warnings if " has no effect: " in text]
 
 
+@pytest.mark.representative(0, 1, 3)
 @pytest.mark.parametrize(
     ("words", "field", "value"),
     [
@@ -182,6 +183,17 @@ def legal(mode: str, change: str) -> bool:
     return change != "emulated" or mode not in ("fp32",)
 
 
+@pytest.mark.representative(
+    "fp32-momentum",
+    "tf32-emulated",
+    "bf16_mixed-nothing",
+    "fp16_mixed-gradients",
+    "bf16_true-variance",
+    "fp16_true-saturating",
+    "bf16_sr-gradients",
+    "half_sr-saturating",
+    "half_sr*-emulated",
+)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", MODES)
 def test_effective_is_what_a_probe_sees(mode: str, change: str) -> None:

@@ -67,6 +67,7 @@ def test_real_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert [v["label"] for v in found["variants"]] == ["fp32", "bf16_mixed"]
 
 
+@pytest.mark.representative(0, 3, 8)
 @pytest.mark.parametrize(
     ("words", "folder"),
     [
@@ -145,6 +146,7 @@ def test_a_label_with_a_blank_can_be_named(capsys: pytest.CaptureFixture[str]) -
 # ---- fail_if -------------------------------------------------------------------------------------
 
 
+@pytest.mark.representative(1, 3, 4, 9, 10)
 @pytest.mark.parametrize(
     ("accuracies", "condition", "status"),
     [

@@ -239,6 +239,7 @@ def test_a_mistake_is_answered_in_one_line(
     assert [f for f in fragments if f not in message] == [], message
 
 
+@pytest.mark.representative(1, 3)
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
@@ -344,14 +345,31 @@ INVALID = st.one_of(
 )
 
 
-@given(before=st.sampled_from([[], ["train"], LINEAR]), override=INVALID)
-@settings(
-    max_examples=300,
+wrong_overrides = given(before=st.sampled_from([[], ["train"], LINEAR]), override=INVALID)
+drawn = settings(
+    max_examples=50,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@wrong_overrides
+@drawn
 def test_whatever_is_wrong_is_answered_in_one_line(before: list[str], override: str) -> None:
+    assert_answered_in_one_line(before, override)
+
+
+@pytest.mark.exhaustive
+@wrong_overrides
+@settings(drawn, max_examples=1000)
+def test_whatever_of_many_is_wrong_is_answered_in_one_line(
+    before: list[str], override: str
+) -> None:
+    assert_answered_in_one_line(before, override)
+
+
+def assert_answered_in_one_line(before: list[str], override: str) -> None:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main([*before, override])
@@ -506,6 +524,7 @@ def without_torch(words: list[str]) -> str:
     )
 
 
+@pytest.mark.representative(0, 2, 3)
 @pytest.mark.parametrize(
     ("words", "status"),
     [
@@ -529,6 +548,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"mprun {__version__}\n"
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["recipe=linear", "--show-config"]])
 def test_a_reader_that_left_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()

@@ -141,6 +141,7 @@ def test_sweeps_can_follow_each_other() -> None:
     assert len(list(Path("outputs").glob("*/*/0/summary.json"))) == 2
 
 
+@pytest.mark.representative("2-130")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
     words = ["-m", "recipe=linear", "train.epochs=null", "train.max_time_s=120", "seed=0,1"]
@@ -163,9 +164,12 @@ def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
     assert [read_summary(run).status for run in runs()] == ["interrupted"]
 
 
-def test_joblib_runs_several_at_once() -> None:
+@pytest.mark.representative("1")
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_joblib_runs_several_at_once(jobs: int) -> None:
+    """One job runs in this process; two in processes that import torch each."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "train.lr=1e-3,1e30"]
+    words = ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={jobs}", "train.lr=1e-3,1e30"]
     words.append("recipe.model.out_features=8")
     command = [sys.executable, "-m", "mprun", "-m", "recipe=linear", "train.max_steps=5", *words]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -130,6 +130,7 @@ def own(in_empty_folder: Path) -> None:
 # ---- what it finds -------------------------------------------------------------------------------
 
 
+@pytest.mark.representative("recipe=mnist precision=fp16_mixed")
 @pytest.mark.parametrize(
     "words",
     [
@@ -152,6 +153,7 @@ def test_the_recommended_loss_scale_is_within_four_of_the_best_tried(words: list
     assert tried[best * 4] == -math.inf
 
 
+@pytest.mark.representative("fp16_mixed")
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("precision", ["fp32", "fp16_mixed", "bf16_mixed"])
 def test_a_model_that_underflows(precision: str) -> None:
@@ -170,6 +172,7 @@ def test_a_model_that_underflows(precision: str) -> None:
     assert first["loss_scaled"]["fp16_db"] > first["sqnr_db"]["fp16"]
 
 
+@pytest.mark.representative("fp32-large*", "fp32-cancelling*", "bf16_true-plain*")
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("between", "word"),
@@ -193,6 +196,7 @@ def test_range_or_precision(between: str, word: str, precision: str) -> None:
     )
 
 
+@pytest.mark.representative(0, 2)
 @pytest.mark.parametrize(
     ("value", "word"), [("1e-6", "too low"), ("1024", "fine"), ("1e9", "too high")]
 )
@@ -256,6 +260,7 @@ def test_shares_follow_from_the_histogram() -> None:
             assert row["loss_scaled"]["fp16"]["below_normal"] == below(-14 - 16) / total
 
 
+@pytest.mark.representative(2, 3)
 @pytest.mark.parametrize(
     ("words", "dtype", "rule"),
     [
@@ -287,6 +292,7 @@ def test_steps_of_several_micro_batches() -> None:
     assert sum(rows["updates", "2.weight"]["histogram"]["exponents"].values()) <= 2 * 256
 
 
+@pytest.mark.representative(1, 2, 4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -350,6 +356,7 @@ def weights_of(parts: Parts) -> dict[str, Tensor]:
     return {**parts.model.state_dict(), **tensors, "random": torch.get_rng_state()}
 
 
+@pytest.mark.representative(1, 3)
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     "words",

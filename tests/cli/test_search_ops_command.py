@@ -131,6 +131,7 @@ def read() -> dict[str, Any]:
 # ---- what it finds -------------------------------------------------------------------------------
 
 
+@pytest.mark.representative("none-*", "exp_reciprocal-*")
 @pytest.mark.parametrize(
     ("plant", "expected"),
     [
@@ -261,6 +262,7 @@ def test_what_the_configuration_has_is_measured_beside() -> None:
     assert not math.isfinite(number(given["measure"]["loss_difference"]))
 
 
+@pytest.mark.representative(0)
 @pytest.mark.parametrize("options", [["execution=emulated"], ["loss_scale=static"]], ids=str)
 def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are(
     options: list[str],

@@ -55,7 +55,7 @@ def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[s
 
 
 def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "train.lr=1e30", "seeds=1"]
+    words = ["sweep", *LINEAR, "precision=fp32", "train.lr=1e30", "seeds=1"]
     assert main(words) == 1
     assert "no run was completed" in capsys.readouterr().out
 
@@ -246,9 +246,9 @@ def test_a_recipe_with_splits_of_its_own_is_chosen_for_without_its_test_set(
 
 
 def test_a_study_is_resumed_by_its_own_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=1", r"run.dir='it\'s'"]
+    words = ["sweep", *LINEAR, "precision=fp32", "seeds=1", r"run.dir='it\'s'"]
     assert main(words) == 0
-    assert runs("it's") == ["bf16_mixed-seed0", "fp32-seed0"]
+    assert runs("it's") == ["fp32-seed0"]
     assert main(["advise", r"run.resume='it\'s'"]) == 2
     assert "a study of mprun sweep; resume it with: mprun sweep" in capsys.readouterr().err
 
@@ -261,8 +261,8 @@ def test_a_study_is_run_by_one_process(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_conditions_are_checked_after_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["advise", *MNIST, "precision=fp32,bf16_true", "compare.fail_if=not_equivalent"]
-    status = main([*words, "compare.margin=1e-9", "run.dir=a"])
+    words = ["advise", *LINEAR, "precision=fp32,bf16_true", "compare.fail_if=not_equivalent"]
+    status = main([*words, "seeds=2", "compare.margin=1e-9", "run.dir=a"])
     assert status in (0, 3)  # 0: screened out by its time, or equal to the last sample
     assert "\ntake " in capsys.readouterr().out
     assert (Path("a") / "preset" / "advised.yaml").exists()

@@ -145,6 +145,7 @@ def test_generated_data_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert "data: generated glyphs (generated)" in capsys.readouterr().out
 
 
+@pytest.mark.representative(0, 3)
 @pytest.mark.parametrize(
     ("words", "noted"),
     [

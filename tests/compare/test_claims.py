@@ -374,6 +374,7 @@ def closed_testing(p_values: Sequence[float]) -> list[bool]:
     return [all(rejected[s] for s in sets if i in s) for i in places]
 
 
+@pytest.mark.representative("3")
 @pytest.mark.parametrize("n", SEEDS)
 def test_verdicts_on_several_variants_are_those_of_closed_testing(n: int) -> None:
     rng = np.random.default_rng(n)
@@ -425,6 +426,7 @@ def most(studies: int) -> int:
     return int(stats.binom.ppf(1 - 1e-4, studies, 0.05))
 
 
+@pytest.mark.representative("*-3", "three equal-10")
 @pytest.mark.parametrize("n", SEEDS)
 @pytest.mark.parametrize(
     ("study", "words"),

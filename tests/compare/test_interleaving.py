@@ -207,6 +207,7 @@ def at_least(share: float, studies: int) -> float:
     return studies * (share - 4 * math.sqrt(share * (1 - share) / studies))
 
 
+@pytest.mark.representative("3-sweep", "5-seed by seed")
 @pytest.mark.parametrize("order", ["sweep", "seed by seed"])
 @pytest.mark.parametrize("n", [3, 5, 10])
 def test_under_drift_interleaved_intervals_hold_the_ratio(order: str, n: int) -> None:

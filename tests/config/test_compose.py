@@ -47,6 +47,7 @@ def refusal(*overrides: str, config_dir: Path | None = None) -> str:
     return str(caught.value)
 
 
+@pytest.mark.representative("*-bf16_mixed")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_in_a_precision_is_a_typed_config(recipe: str, precision: str) -> None:
@@ -68,6 +69,7 @@ def test_the_defaults_are_mnist_in_fp32() -> None:
     assert (config.seed, config.device, config.batch.factor) == (0, Device.auto, 1)
 
 
+@pytest.mark.representative(0, 1, 2, 5, 10, 11, 12, 13, 16)
 @pytest.mark.parametrize(
     ("override", "value"),
     [
@@ -124,6 +126,7 @@ def test_the_smoke_preset_shortens_each_recipe(recipe: str, lr: float) -> None:
     assert config.recipe.name == recipe
 
 
+@pytest.mark.representative("-1")
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_users_value_beats_the_presets(order: int) -> None:
     words = ["recipe=linear", "preset=smoke", "train.lr=0.5", "train.max_steps=3"]
@@ -145,6 +148,13 @@ def test_a_recipes_parameters_are_left_to_its_class() -> None:
     assert config.recipe.model == {"units": 64, "unitz": 3, "more": "x"}
 
 
+@pytest.mark.representative(
+    "op_lists/hmp*",
+    "preset_recipe/*",
+    "precision/fp16_sr.yaml",
+    "batch/double.yaml",
+    "logger/tensorboard.yaml",
+)
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_every_shipped_file_composes(path: Path) -> None:
     group, option = path.parent.name, path.stem
@@ -190,6 +200,7 @@ def own(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.representative("it's, here")
 def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
     config = composed("recipe=own", "recipe.model.width=8", config_dir=own)
     assert (config.recipe.target, config.recipe.model) == ("my_module.Mine", {"width": 8})

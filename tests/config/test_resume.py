@@ -48,6 +48,7 @@ def test_the_run_keeps_its_configuration() -> None:
     assert after == before
 
 
+@pytest.mark.representative(0, 2, 6)
 @pytest.mark.parametrize(
     ("override", "value"),
     [
@@ -67,6 +68,9 @@ def test_what_does_not_touch_the_bits_may_change(override: str, value: object) -
     assert OmegaConf.select(OmegaConf.create(resume(override).resolved), key) == value
 
 
+@pytest.mark.representative(
+    "train.lr=0.1", "batch=double", "run.dir=other", "loss_scale=dynamic", "recipe=mnist"
+)
 @pytest.mark.parametrize(
     "override",
     [
@@ -93,6 +97,7 @@ def test_what_would_change_the_run_is_refused(override: str) -> None:
     assert all(key in message for key in MAY_CHANGE)
 
 
+@pytest.mark.representative("batch=double", "train.lr=5e-1", "run.dir=run", "+seed=3")
 @pytest.mark.parametrize(
     "override",
     [

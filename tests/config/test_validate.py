@@ -88,6 +88,7 @@ def test_one_limit_is_enough(limit: str) -> None:
         check(replace(LINEAR, train=no_limit))
 
 
+@pytest.mark.representative("cosine")
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
 def test_a_schedule_needs_planned_steps(scheduler: str) -> None:
     by_time = ["train.max_time_s=1", f"train.scheduler={scheduler}"]
@@ -171,6 +172,7 @@ SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rms
 LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"
 
 
+@pytest.mark.representative(0, 4, 5, 7, 9, 11, 13)
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
@@ -210,6 +212,7 @@ def test_a_precision_field_without_effect_is_told(words: list[str], key: str, re
     assert compose(["recipe=linear", *words, f"precision.{key}"]).warnings == (sentence,)
 
 
+@pytest.mark.representative(0, 2, 3, 6, 8, 10)
 @pytest.mark.parametrize(
     "words",
     [
@@ -232,6 +235,7 @@ def test_a_precision_field_with_effect_is_not(words: list[str]) -> None:
     assert compose(["recipe=linear", *words]).warnings == ()
 
 
+@pytest.mark.representative("sgd-alpha", "rmsprop-beta1", "adamw-momentum")
 @pytest.mark.parametrize(("optimizer", "field"), UNUSED)
 def test_a_parameter_the_optimizer_lacks_is_told(optimizer: str, field: str) -> None:
     name, parameter = f"train.optimizer.name={optimizer}", f"train.optimizer.{field}=0.5"
@@ -240,6 +244,7 @@ def test_a_parameter_the_optimizer_lacks_is_told(optimizer: str, field: str) -> 
     assert compose([name, parameter, parameter]).warnings == (sentence,)
 
 
+@pytest.mark.representative("*-eager")
 @pytest.mark.parametrize("implementation", ["forloop", "eager"])
 @pytest.mark.parametrize("optimizer", OptimizerName)
 @pytest.mark.parametrize("field", [k for k in vars(OPTIMIZER_DEFAULTS) if k != "name"])

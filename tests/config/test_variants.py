@@ -50,6 +50,7 @@ def test_a_combination_without_effect_of_its_own_is_the_variant_it_repeats() -> 
     }
 
 
+@pytest.mark.representative(1, 2)
 @pytest.mark.parametrize(
     ("words", "names"),
     [
@@ -62,6 +63,7 @@ def test_names_say_what_varies(words: list[str], names: list[str]) -> None:
     assert list(variants(words).overrides) == names
 
 
+@pytest.mark.representative(0, 2, 3, 5)
 @pytest.mark.parametrize(
     ("words", "text"),
     [

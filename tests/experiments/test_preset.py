@@ -19,6 +19,7 @@ CASES = [
 ]
 
 
+@pytest.mark.representative(2, 4)
 @pytest.mark.parametrize("words", CASES, ids=lambda w: w[1])
 def test_a_preset_is_the_same_run_and_the_same_variant(words: list[str]) -> None:
     path = write_preset(Path("made"), "advised", preset_text("advised", words, ["why\nso"]))

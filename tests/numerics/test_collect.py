@@ -266,6 +266,7 @@ def trained(
     return {**model.state_dict(), "random": torch.get_rng_state()}
 
 
+@pytest.mark.representative("sgd-torch.float16", "fused adamw-None", "our adamw-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "make",

@@ -92,6 +92,7 @@ MIXED = ("fp32", "tf32", "bf16_mixed", "fp16_mixed")
 LOW = ("bf16_true", "bf16_sr", "fp16_true", "half_sr", "half_sr_full")
 
 
+@pytest.mark.representative("fp32-plain", "fp16_mixed-auto", "bf16_sr-auto", "half_sr_full-auto")
 @pytest.mark.parametrize(
     ("precision", "speed"),
     [*((p, s) for p in MIXED for s in ("plain", "auto")), *((p, "auto") for p in LOW)],
@@ -115,6 +116,7 @@ def test_parameters_gradients_and_state_of_every_mode(precision: str, speed: str
             assert step.categories["gradients"] == step.categories["parameters"]
 
 
+@pytest.mark.representative("bfloat16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_state_in_16_bits_and_kahan(dtype: str) -> None:
     moments = (f"precision.momentum_dtype={dtype}", f"precision.variance_dtype={dtype}")
@@ -166,6 +168,7 @@ MODES = [
 ]
 
 
+@pytest.mark.representative(2, 3)
 @pytest.mark.parametrize("words", MODES, ids=" ".join)
 def test_all_sums_agree_and_repeat_exactly(words: list[str]) -> None:
     first, second = (step_memory(planned(*words)) for _ in range(2))
@@ -226,6 +229,7 @@ REAL = [
 ]
 
 
+@pytest.mark.representative(1, 2, 4)
 @pytest.mark.parametrize(("words", "tolerance"), REAL, ids=str)
 def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) -> None:
     chosen = make_plan(compose(("device=cpu", *words, *GENERATED)).config, ())
@@ -302,6 +306,7 @@ def encoder(recompute: bool, foreach: bool) -> tuple[Any, ...]:
     return step, model, optimizer, x, y
 
 
+@pytest.mark.representative("True-True")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_an_encoder_of_one_s_own(recompute: bool, foreach: bool) -> None:

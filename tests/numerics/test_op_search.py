@@ -94,6 +94,7 @@ def inverse(x: Tensor) -> Tensor:
     return x @ torch.linalg.inv(x.mT @ x + torch.eye(16, dtype=x.dtype))
 
 
+@pytest.mark.representative(1, 4, 8)
 @pytest.mark.parametrize(
     ("between", "expected"),
     [
@@ -121,6 +122,7 @@ def test_the_planted_ops_and_no_others_are_on_the_list(
     assert (ops.float32_share > 0) == bool(expected)
 
 
+@pytest.mark.representative(2, 3)
 @pytest.mark.parametrize(
     ("before", "largest", "expected"),
     [

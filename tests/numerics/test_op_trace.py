@@ -115,6 +115,7 @@ def is_a_kernel_s_own(event: Any) -> bool:
     return inside and (backward or number)
 
 
+@pytest.mark.representative("linear-hmp", "mnist-native", "fashion_mnist-fp16_mixed", "linear-fp32")
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -126,6 +127,7 @@ def test_casts_are_as_many_as_the_profiler_counts(recipe: str, mode: str) -> Non
     assert (len(found.casts) == 0) == (mode == "fp32")
 
 
+@pytest.mark.representative(0, 3)
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     "words",
@@ -165,6 +167,7 @@ def test_the_casts_of_a_linear_step_are_those_counted_by_hand() -> None:
 # ---- tracing changes nothing ---------------------------------------------------------------------
 
 
+@pytest.mark.representative("op_lists=hmp", "precision=half_sr_full")
 @pytest.mark.parametrize(
     "words",
     [["op_lists=hmp"], ["precision=bf16_mixed"], ["precision=half_sr"], ["precision=half_sr_full"]],

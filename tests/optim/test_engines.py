@@ -86,6 +86,9 @@ def moments_of(
         yield first, DTYPES[(number + row + rule) % 3]
 
 
+@pytest.mark.representative(
+    "adamw-*", "sgd-torch.float16-torch.float32", "rmsprop_momentum-torch.bfloat16-torch.bfloat16"
+)
 @needs_c
 @pytest.mark.parametrize("row", range(len(STORED)), ids=lambda n: "-".join(map(str, STORED[n])))
 @pytest.mark.parametrize("name", MAKE)
@@ -110,6 +113,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.representative(0, 3)
 @needs_c
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
@@ -168,6 +172,7 @@ def compiles_for_torch() -> bool:
 
 
 # Each case is compiled once, some ten seconds; sizes are dynamic.
+@pytest.mark.representative(1)
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
 @pytest.mark.parametrize(

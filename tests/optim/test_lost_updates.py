@@ -80,6 +80,7 @@ def test_stochastic_moves_as_binomially_as_it_should(dtype: torch.dtype, sign: f
     assert statistic < stats.chi2(often.sum()).ppf(CONFIDENCE)
 
 
+@pytest.mark.representative("dtype0-below 1", "dtype1-above 1")
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["below 1", "above 1"])
 @pytest.mark.parametrize("dtype", LOW)
 def test_kahan_loses_nothing_that_float32_keeps(dtype: torch.dtype, sign: float) -> None:

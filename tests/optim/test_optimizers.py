@@ -267,6 +267,11 @@ def reloaded(optimizer: LowPrecisionOptimizer, path: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.representative(
+    "adamw-*-torch.float32",
+    "sgd_momentum-torch.bfloat16-torch.bfloat16",
+    "rmsprop-torch.float16-torch.float16",
+)
 @pytest.mark.parametrize("stored", STORED, ids=lambda s: f"{s[0]}-{s[1]}")
 @pytest.mark.parametrize("name", MAKE)
 def test_a_saved_state_continues_with_the_same_bits(
@@ -862,6 +867,7 @@ def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: Clip) -> None:
     assert unlike(*found) == []
 
 
+@pytest.mark.representative("0.4")
 @pytest.mark.parametrize("rate", [0.02, 0.4])
 def test_a_thousand_steps_of_the_dynamic_scale_with_float16_parameters(rate: float) -> None:
     rule = DynamicRule(interval=7, floor=2.0**-10)
@@ -1161,6 +1167,7 @@ QUOTIENTS: dict[str, Callable[[nn.Parameter, torch.dtype, str | None], LowPrecis
 }
 
 
+@pytest.mark.representative("*-1.0-*", "*-1e-07-*")
 @pytest.mark.parametrize("engine", ["eager", None])
 @pytest.mark.parametrize("size", [1e3, 1.0, 1e-4, 1e-6, 1e-7, 1e-8])
 @pytest.mark.parametrize("name", QUOTIENTS)

@@ -45,6 +45,7 @@ CASES = {
 }
 
 
+@pytest.mark.representative("fashion_mnist-bf16_mixed", "linear-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("name", CASES)
 def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None:
@@ -104,6 +105,7 @@ class Planted(Mnist):
         return loss
 
 
+@pytest.mark.representative("planted1")
 @pytest.mark.parametrize("planted", [set(), {3, 9, 10}])
 def test_fp16_mixed_equals_autocast_with_grad_scaler(
     planted: set[int], monkeypatch: pytest.MonkeyPatch

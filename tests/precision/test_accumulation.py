@@ -31,6 +31,7 @@ def change(precision: str, batch_size: int, accumulate: int) -> torch.Tensor:
     return torch.cat([(after[k] - before[k]).double().flatten() for k in before])
 
 
+@pytest.mark.representative("fp32", "fp16_mixed")
 @pytest.mark.parametrize("precision", FLOOR_DB)
 def test_four_micro_batches_equal_the_full_batch(precision: str) -> None:
     whole, split = change(precision, 64, 1), change(precision, 16, 4)

@@ -265,6 +265,7 @@ def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Seq
     return loss.item(), model
 
 
+@pytest.mark.representative("0-half_sr_full")
 @pytest.mark.parametrize("mode", ["fp16_true", "half_sr", "half_sr_full", "bf16_true"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_statistics_beyond_float16_give_the_test_loss_of_float32(mode: str, seed: int) -> None:

@@ -24,6 +24,7 @@ def test_modes_differ_exactly_where_their_rows_differ() -> None:
     }
 
 
+@pytest.mark.representative(0, 2, 5)
 @pytest.mark.parametrize(
     ("name", "change", "legal"),
     [

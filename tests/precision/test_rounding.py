@@ -136,6 +136,7 @@ def test_float16_normals_round_up_as_often_as_the_exact_share() -> None:
         assert_exact_frequencies(x, torch.float16, every)
 
 
+@pytest.mark.representative("(32767, 32768)")
 @pytest.mark.parametrize(
     "dropped",
     [

@@ -71,6 +71,12 @@ class Step:
 # ---- a whole model -----------------------------------------------------------------------------
 
 
+@pytest.mark.representative(
+    "fp16_true-native-fashion_mnist",
+    "bf16_true-emulated-linear",
+    "half_sr_full-emulated-mnist",
+    "bf16_sr-native-linear",
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("mode", "execution"), EXECUTIONS)
 def test_parameters_gradients_and_activations_are_16_bits_and_the_output_is_not(
@@ -117,6 +123,7 @@ def test_integer_inputs_stay_integer(mode: str) -> None:
     assert bool(step.loss.isfinite())
 
 
+@pytest.mark.representative("fp16_true-native", "half_sr_full-emulated")
 @pytest.mark.parametrize(("mode", "execution"), EXECUTIONS)
 def test_gradients_can_be_accumulated_in_float32(mode: str, execution: str) -> None:
     words = [*MNIST, f"precision={mode}", f"execution={execution}"]
@@ -142,6 +149,7 @@ def test_the_output_can_be_left_in_16_bits(mode: str) -> None:
     assert all(g is not None and g.dtype == dtype for g in step.gradients.values())
 
 
+@pytest.mark.representative("half_sr", "half_sr_full")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
     parts = build_parts(planned(*MNIST, f"precision={mode}"))
@@ -169,6 +177,7 @@ def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
 # ---- inputs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.representative("linear-fp16_true", "mnist-bf16_sr", "fashion_mnist-half_sr_full")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str) -> None:
@@ -179,6 +188,7 @@ def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str)
     assert parts.train.data.inputs.dtype == stored
 
 
+@pytest.mark.representative("linear-bf16_mixed", "mnist-tf32")
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_mixed", "fp16_mixed"])
 @pytest.mark.parametrize("recipe", ["linear", "mnist"])
 def test_inputs_stay_float32_where_something_else_casts(recipe: str, mode: str) -> None:
@@ -195,6 +205,7 @@ def test_targets_keep_their_dtype() -> None:
     )
 
 
+@pytest.mark.representative("fp16_true", "half_sr_full")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_stored_floating_samples_take_half_the_memory(mode: str) -> None:
     samples, width, targets = 64, 12, 6
@@ -226,6 +237,7 @@ class Watched:
         return hook
 
 
+@pytest.mark.representative("bf16_true-native", "half_sr-emulated")
 @pytest.mark.parametrize("execution", ["native", "emulated"])
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_true", "bf16_sr", "half_sr"])
 def test_layers_are_stored_and_computed_in_their_own_dtype(mode: str, execution: str) -> None:
@@ -557,6 +569,7 @@ def test_these_are_legal(words: list[str]) -> None:
 # ---- loss scale --------------------------------------------------------------------------------
 
 
+@pytest.mark.representative(1, 5, 8, 9, 12, 13, 14)
 @pytest.mark.parametrize(
     ("words", "kind"),
     [

@@ -237,6 +237,7 @@ def test_a_hash_is_twelve_hex_digits_and_leaves_the_configuration_alone() -> Non
     assert config == before
 
 
+@pytest.mark.representative(0, 1)
 @pytest.mark.parametrize(
     "override", ["seed=123", "run.dir=elsewhere", "data.root=elsewhere", "train.log_every=7"]
 )

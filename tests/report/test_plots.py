@@ -115,6 +115,7 @@ def in_folder(folder: Path, runs: int) -> Any:
     )
 
 
+@pytest.mark.representative(0, 3, 5)
 @pytest.mark.parametrize(
     "text", ["no json\n", "[]\n", '{"kind": "step"\n', "\udcff\n", '"text"\n', "[" * 5000 + "\n"]
 )
@@ -356,6 +357,7 @@ def test_steps_beyond_the_axis_are_counted(tmp_path: Path) -> None:
     assert f"{times.outside} steps (" in said(plots(found, "step-time")["step-time"])
 
 
+@pytest.mark.representative(0, 3, 6)
 @pytest.mark.parametrize(
     "label",
     [HOSTILE, "_begins so", "$x^2$", "a" * 300, "", "\u65e5\u672c\u8a9e \U0001f600", "\x00\ud800"],

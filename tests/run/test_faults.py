@@ -70,6 +70,7 @@ def goes_on_like_a_whole_run() -> None:
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.representative("1-lines", "2-summary", "1-checkpoint")
 @pytest.mark.parametrize("what", ["lines", "summary", "checkpoint"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str, n: int) -> None:
@@ -161,7 +162,7 @@ def test_a_folder_another_run_is_in(stderr: Stderr) -> None:
 
 
 def test_two_processes_and_one_folder() -> None:
-    command = [sys.executable, "-m", "mprun", *RUN, "train.max_steps=500", "train.epochs=500"]
+    command = [sys.executable, "-m", "mprun", *RUN, "train.max_steps=200", "train.epochs=200"]
     both = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -172,7 +173,7 @@ def test_two_processes_and_one_folder() -> None:
     assert refused.startswith("mprun: run.dir=run")
     assert refused.count("\n") == 1
     steps = [x["step"] for x in read_lines(Path("run"))]
-    assert steps == list(range(1, 501))
+    assert steps == list(range(1, 201))
     assert read_summary(Path("run")).status == "completed"
 
 

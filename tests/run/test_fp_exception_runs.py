@@ -162,6 +162,11 @@ def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none(fused: bool) -> None
     assert {e["phase"] for e in events("run")} <= {"backward"}
 
 
+@pytest.mark.representative(
+    "precision=fp16_mixed train.accumulate=2*",
+    "precision=half_sr_full",
+    "precision=fp16_true speed=auto",
+)
 @pytest.mark.parametrize(
     "words",
     [
@@ -312,6 +317,7 @@ def test_saturation_is_a_finding_where_the_mode_saturates() -> None:
 # ---- skip ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.representative(1, 2)
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -36,6 +36,8 @@ RECIPES = {
         *("recipe=fashion_mnist", "recipe.model.image_size=28", "data.source=generated"),
     ],
 }
+# Every mode in one recipe or another; all of them in all recipes are exhaustive.
+SMOKE_RUNS = ("linear-fp16_true", "fashion_mnist-bf16_true", "fashion_mnist-half_sr*")
 QUICK = [*RECIPES["mnist"], "data.train_limit=320", "data.eval_limit=64", "device=cpu"]
 QUICK += ["data.validation_fraction=0.1", "train.batch_size=32", "train.eval_batch_size=64"]
 
@@ -76,6 +78,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 # ---- every mode, every recipe -------------------------------------------------------------------
 
 
+@pytest.mark.representative(*SMOKE_RUNS)
 @pytest.mark.parametrize("mode", TRUE_HALF)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_smoke_preset_passes_and_its_record_says_what_ran(
@@ -117,6 +120,7 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
     assert summary.backend.memory_format == "contiguous"
 
 
+@pytest.mark.representative(*SMOKE_RUNS)
 @pytest.mark.parametrize("mode", TRUE_HALF)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_saved_in_16_bits(
@@ -129,6 +133,7 @@ def test_weights_are_saved_in_16_bits(
     assert all(x.isfinite().all() for x in state["model"].values())
 
 
+@pytest.mark.representative("half_sr", "half_sr_full", "bf16_true")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_substitutions_name_what_is_not_pytorch_s_kernel(
     smoke: Callable[[str, str], Path], mode: str
@@ -144,6 +149,7 @@ def test_substitutions_name_what_is_not_pytorch_s_kernel(
         assert {x.dtype for x in found} == {"float16"}
 
 
+@pytest.mark.representative(*SMOKE_RUNS)
 @pytest.mark.parametrize("mode", TRUE_HALF)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_parameters_and_gradients_take_half_of_float32_s_bytes(
@@ -202,6 +208,7 @@ def test_float32_gradients_without_a_loss_scale() -> None:
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
+@pytest.mark.representative("fp16_true")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_a_static_loss_scale(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "loss_scale=static", "loss_scale.value=1024")
@@ -213,6 +220,7 @@ ADAMW = ["train.optimizer.name=adamw"]
 MOMENTUM = ["train.optimizer.name=sgd", "train.optimizer.momentum=0.9"]
 
 
+@pytest.mark.representative("half_sr-bfloat16")
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mode", ["half_sr", "bf16_true", "fp32"])
 def test_moments_in_16_bits_save_two_bytes_each(mode: str, low: str) -> None:
@@ -240,6 +248,7 @@ def test_sgd_s_momentum_in_16_bits() -> None:
     assert low.memory_bytes.optimizer_state == 2 * size + 6 * 4
 
 
+@pytest.mark.representative("bf16_true")
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_true"])
 def test_kahan_keeps_two_more_bytes_a_parameter(mode: str) -> None:
     plain = quick("plain", f"precision={mode}").memory_bytes.optimizer_state
@@ -266,6 +275,7 @@ def test_small_steps_move_weights_stochastically_and_by_kahan_and_not_to_nearest
     assert (remainders != 0).float().mean() > 0.5
 
 
+@pytest.mark.representative("fp16_true", "bf16_mixed")
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_sr", "half_sr", "fp16_mixed", "bf16_mixed"])
 def test_native_modes_can_be_emulated(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "execution=emulated")
@@ -281,6 +291,7 @@ def test_native_modes_can_be_emulated(mode: str) -> None:
     assert ours == pytest.approx(theirs, rel=2**-6)
 
 
+@pytest.mark.representative("half_sr")
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full", "fp16_mixed"])
 def test_float16_partials_are_emulated_and_said(mode: str) -> None:
     summary = quick("run", f"precision={mode}", "precision.partials_dtype=float16")
@@ -301,6 +312,7 @@ def test_saturation_with_a_static_scale() -> None:
 # ---- the same again -----------------------------------------------------------------------------
 
 
+@pytest.mark.representative("half_sr_full")
 @pytest.mark.parametrize("mode", TRUE_HALF)
 def test_the_same_seed_gives_the_same_weights_and_another_others(mode: str) -> None:
     for name, seed in (("one", 3), ("two", 3), ("other", 4)):
@@ -353,6 +365,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.representative("half_sr_full", "adamw")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_a_compiler_the_bits_are_the_same(
     without_compiler: Callable[[], None], variant: str
@@ -393,6 +406,7 @@ RESUMED: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.representative("half_sr_full", "adamw", "overflowing")
 @pytest.mark.parametrize("variant", RESUMED)
 def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     Path("layers.yaml").write_text("0: fp32\n4: bf16\n", encoding="utf-8")
@@ -412,6 +426,7 @@ def forking() -> Iterator[Forking]:
     server.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
 def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, mode: str) -> None:
     words = [*QUICK, f"precision={mode}", "train.epochs=12", "train.checkpoint_every_steps=12"]

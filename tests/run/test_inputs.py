@@ -81,6 +81,7 @@ def sent(kind: type[Stored], stored: str, mode: str) -> tuple[list[torch.dtype],
     return found[0], batch.inputs
 
 
+@pytest.mark.representative("fp16_mixed-Stored", "half_sr-*", "bf16_true-Prepared", "fp32-Prepared")
 @pytest.mark.parametrize("kind", [Stored, Prepared])
 @pytest.mark.parametrize("mode", INPUTS)
 def test_floating_inputs_are_sent_in_the_mode_s_dtype(mode: str, kind: type[Stored]) -> None:

@@ -100,11 +100,13 @@ def test_memory_of_a_step_that_cannot_run_is_not_shown(
     assert "MiB" not in out
 
 
+@pytest.mark.representative("trace")
 @pytest.mark.parametrize("command", ["trace", "memory"])
 def test_the_same_model_runs_where_nothing_differs(command: str, own: list[str]) -> None:
     assert main([command, *own, "precision=bf16_mixed"]) == 0
 
 
+@pytest.mark.representative("trace", "numerics")
 @pytest.mark.parametrize("command", ["trace", "numerics", "memory", "search-ops"])
 def test_any_fault_of_a_model_is_one_line(
     command: str, own: list[str], capsys: pytest.CaptureFixture[str]

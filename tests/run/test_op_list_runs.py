@@ -87,6 +87,7 @@ def test_hmp_alone_takes_bf16_mixed_and_the_record_says_so() -> None:
     assert losses("run")[0] == pytest.approx(losses("fp32")[0], rel=2**-6)
 
 
+@pytest.mark.representative("words0")
 @pytest.mark.parametrize(
     "words", [("precision=fp16_mixed", "op_lists=hmp"), ("op_lists=hmp", "precision=fp16_mixed")]
 )
@@ -98,6 +99,7 @@ def test_fp16_mixed_with_hmp_has_a_dynamic_loss_scale(words: tuple[str, str]) ->
     assert summary.loss_scale.initial == 65536
 
 
+@pytest.mark.representative("hmp_resnet50")
 @pytest.mark.parametrize("lists", ["hmp", "hmp_resnet50", "native", "native_uniform"])
 def test_every_shipped_list_trains_a_model_with_batch_norm(lists: str) -> None:
     words = [*FASHION, "train.max_steps=4", f"op_lists={lists}", "run.dir=run"]
@@ -123,6 +125,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     assert_equal(weights("one"), weights("two"))
 
 
+@pytest.mark.representative("recipe0")
 @pytest.mark.parametrize("recipe", [MNIST, FASHION])
 def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
     """Bit for bit: a region in which no rule casts changes nothing."""
@@ -159,6 +162,7 @@ def test_verbose_says_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]
 # ---- what does not go together -------------------------------------------------------------------
 
 
+@pytest.mark.representative("True-fp32", "False-half_sr")
 @pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_true", "half_sr"])
 @pytest.mark.parametrize("first", [True, False])
 def test_modes_without_casts_are_refused_with_the_fix(
@@ -171,6 +175,7 @@ def test_modes_without_casts_are_refused_with_the_fix(
     assert "precision=fp16_mixed" in message
 
 
+@pytest.mark.representative("mode0-lower", "mode1-fp32", "mode2-promote")
 @pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
 @pytest.mark.parametrize("mode", [[], ["precision=bf16_mixed"], ["op_lists=none"]])
 def test_a_file_without_lists_is_refused_with_the_fix(
@@ -346,6 +351,7 @@ def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
 # ---- emulated, and going on ----------------------------------------------------------------------
 
 
+@pytest.mark.representative("fp16_mixed")
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
 def test_op_lists_can_be_emulated(mode: str) -> None:
     words = [f"precision={mode}", "op_lists=hmp"]
@@ -369,6 +375,7 @@ RESUMED: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.representative("float16")
 @pytest.mark.parametrize("variant", RESUMED)
 def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     words = RESUMED[variant]
@@ -438,6 +445,7 @@ def planned(*words: str) -> tuple[dict[str, str], tuple[str, ...]]:
 SHIPPED = ("hmp", "hmp_resnet50", "native")
 
 
+@pytest.mark.representative("lower-hmp", "promote-native")
 @pytest.mark.parametrize("lists", SHIPPED)
 @pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
 def test_what_one_file_names_leaves_the_other_shipped_lists(lists: str, kind: str) -> None:

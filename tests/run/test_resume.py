@@ -113,6 +113,7 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.representative("fp16_mixed")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_given_more_steps_is_the_longer_run(mode: str) -> None:
     words = [*MNIST, *MODES[mode]]
@@ -126,6 +127,7 @@ def test_a_run_given_more_steps_is_the_longer_run(mode: str) -> None:
         assert len(scales) > 2
 
 
+@pytest.mark.representative("accumulated-13", "linear-1")
 @pytest.mark.parametrize("first", [1, 10, 13])
 @pytest.mark.parametrize("recipe", ["mnist", "linear", "accumulated", "unvalidated"])
 def test_it_holds_wherever_in_an_epoch_the_run_ended(recipe: str, first: int) -> None:
@@ -142,6 +144,7 @@ def test_it_holds_wherever_in_an_epoch_the_run_ended(recipe: str, first: int) ->
     assert_same_run(Path("run"), Path("whole"))
 
 
+@pytest.mark.representative("crash-1-cosine", "terminate-143-linear")
 @pytest.mark.parametrize("scheduler", ["linear", "cosine"])
 @pytest.mark.parametrize(("fault", "status"), [(crash, 1), (terminate, 143)])
 def test_a_schedule_goes_on_where_it_was(
@@ -353,7 +356,7 @@ def forking() -> Iterator[Forking]:
     server.close()
 
 
-LONG = [*MNIST, "train.epochs=12", "train.checkpoint_every_steps=7"]
+LONG = [*MNIST, "train.epochs=8", "train.checkpoint_every_steps=7"]
 ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -398,6 +401,7 @@ def kill_and_go_on(forking: Forking, words: list[str], kills: list[tuple[float, 
     assert "Traceback" not in Path("log.txt").read_text()
 
 
+@pytest.mark.representative("0-SIGKILL")
 @pytest.mark.parametrize("number", ENDS, ids=lambda x: x.name)
 @pytest.mark.parametrize("moment", range(3))
 def test_killed_at_a_random_moment(
@@ -420,15 +424,17 @@ def test_killed_many_times_in_every_mode(
     assert_same_run(Path("run"), whole(mode))
 
 
+@pytest.mark.representative("SIGKILL")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
 def test_killed_before_the_first_checkpoint(forking: Forking, number: signal.Signals) -> None:
-    words = [*MNIST, "train.epochs=20"]
+    words = [*MNIST, "train.epochs=10"]
     forking.start([*words, "run.dir=whole"], Path.cwd())
     assert forking.wait() == 0
     kill_and_go_on(forking, words, [(0.0, int(number))])
     assert_same_run(Path("run"), Path("whole"))
 
 
+@pytest.mark.representative("3-SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
 @pytest.mark.parametrize("every", [3, 10])
 def test_killed_during_validation(forking: Forking, number: signal.Signals, every: int) -> None:

@@ -27,6 +27,7 @@ def run(*words: str) -> Summary:
     return read_summary(Path("run"))
 
 
+@pytest.mark.representative("fashion_mnist-fp32", "linear-bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("recipe", ["linear", "mnist", "fashion_mnist"])
 def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -> None:
@@ -202,6 +203,7 @@ def test_backend_switches_are_restored_after_a_failed_run() -> None:
     assert torch.backends.cudnn.conv.fp32_precision == before  # type: ignore[attr-defined]
 
 
+@pytest.mark.representative("15-143")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_leave_a_usable_record_and_the_right_status(
     number: signal.Signals, status: int

@@ -39,6 +39,7 @@ from tests.seeds.runs import (
 FP16 = torch.float16
 
 
+@pytest.mark.representative("half_sr")
 @pytest.mark.parametrize("mode", ["half_sr", "fp16_true"])
 def test_d1_the_whole_model_and_its_inputs_are_in_float16(mode: str) -> None:
     summary = run(f"precision={mode}")

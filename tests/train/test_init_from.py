@@ -120,6 +120,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
 # What a run begins with
 
 
+@pytest.mark.representative("fp16_mixed")
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp16_mixed", "tf32"])
 def test_the_first_step_has_the_bits_the_source_ended_with(
     trained: Callable[[str], str], mode: str, begins: list[dict[str, Tensor]]
@@ -323,6 +324,7 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
     assert "torch.save(model.state_dict(), path)" in line
 
 
+@pytest.mark.representative(1, 3, 6, 7, 8)
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor")
 @pytest.mark.parametrize(
     "found",
@@ -377,6 +379,7 @@ def test_shapes_that_do_not_fit(linear: str, capsys: pytest.CaptureFixture[str])
     assert "recipe=linear: weight is 4 x 8, not 5 x 8, bias is 4, not 5; give the recipe" in line
 
 
+@pytest.mark.representative(2)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
 def test_numbers_of_another_kind(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"weight": torch.zeros(4, 8, dtype=dtype), "bias": torch.zeros(4)}, "file.pt")
@@ -384,6 +387,7 @@ def test_numbers_of_another_kind(dtype: torch.dtype, capsys: pytest.CaptureFixtu
     assert f"recipe=linear: weight is {dtype}, not torch.float32; give the recipe" in line
 
 
+@pytest.mark.representative(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nan(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     weight = torch.zeros(4, 8, dtype=dtype)
@@ -424,6 +428,9 @@ def warnings_of(capsys: pytest.CaptureFixture[str], mode: str, source: str) -> s
     return said(capsys, *words)[1]
 
 
+@pytest.mark.representative(
+    "bf16_mixed-fp16_mixed-True", "bf16_mixed-fp32-False", "fp32-fp16_mixed-False"
+)
 @pytest.mark.parametrize(
     ("before", "after", "warned"),
     [
@@ -489,6 +496,7 @@ def _fill(module: nn.Module) -> None:
         parameter.fill_(0.5)
 
 
+@pytest.mark.representative(0)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_plain_file_says_its_dtype_by_its_tensors(dtype: torch.dtype) -> None:
     torch.save(nn.Linear(8, 4).to(dtype).state_dict(), "plain.pt")
@@ -530,6 +538,9 @@ def test_the_rule_in_the_small() -> None:
     assert range_warning(bf16, float16, {"a": "fp32", "b": "bf16"}) is None
 
 
+@pytest.mark.representative(
+    "fp16_true-*", "half_sr-True-65520.0*", "fp32 *-True-65520.0*", "fp32-False-65520.0*"
+)
 @pytest.mark.parametrize(
     ("value", "count", "warned"),
     [

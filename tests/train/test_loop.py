@@ -195,6 +195,7 @@ def test_evaluation_weighs_the_partial_batch_and_leaves_no_gradients() -> None:
     assert all(p.grad is None for p in ours.parts.model.parameters())
 
 
+@pytest.mark.representative("4")
 @pytest.mark.parametrize("micro", [2, 4])
 def test_accumulated_micro_batches_equal_the_full_batch(micro: int) -> None:
     whole, _ = trainer(n=20, batch=8)

@@ -78,6 +78,7 @@ def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> N
     assert summary.test.accuracy in (0, 0.25, 0.5, 0.75, 1)
 
 
+@pytest.mark.representative("tokens-", "mean-*", "number-*")
 @pytest.mark.parametrize(
     ("count", "received"),
     [

@@ -104,6 +104,7 @@ def test_halt_raises_for_a_forward_pass_alone() -> None:
 # ---- skip ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.representative("adamw fused", "low kahan")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skip_takes_the_whole_step_back(name: str) -> None:
     """Parameters, running statistics and the optimizer's state, of the first step too."""
@@ -395,6 +396,7 @@ class Everything(nn.Module):
         return x + checkpoint(self.block, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+@pytest.mark.representative("dtype0-adamw fused", "dtype1-low", "dtype1-low kahan", "dtype2-sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_bits_are_those_without(dtype: torch.dtype, name: str) -> None:

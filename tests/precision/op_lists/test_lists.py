@@ -209,6 +209,7 @@ def test_what_is_no_list_is_said_with_file_and_line(name: str) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.representative("a NUL", "no UTF-8", "a program")
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_command_says_it_with_status_2_and_makes_no_folder(
     name: str, capsys: pytest.CaptureFixture[str]

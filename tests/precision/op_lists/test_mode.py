@@ -536,6 +536,7 @@ def product(x: Tensor) -> Tensor:
 SWITCHED = [BF16, FP32, FP32, BF16]
 
 
+@pytest.mark.representative("op lists-*")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["aot_eager"])
 @pytest.mark.parametrize("kind", REGIONS)
@@ -603,6 +604,7 @@ class Blocks(nn.Module):
         return torch.softmax(x, -1)
 
 
+@pytest.mark.representative("False-True-True", "True-True-False")
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("attention", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -706,6 +708,7 @@ def test_a_custom_function_is_cast_forward_and_not_backward(
     assert Gate.seen == [("forward", BF16), ("backward", FP32)]
 
 
+@pytest.mark.representative("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_custom_function_that_is_run_again_is_cast_as_it_was(
     monkeypatch: pytest.MonkeyPatch, reentrant: bool
@@ -717,6 +720,7 @@ def test_a_custom_function_that_is_run_again_is_cast_as_it_was(
     assert Gate.seen == [("forward", BF16)] * 2 + [("backward", FP32)]
 
 
+@pytest.mark.representative("True")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_code_without_graph_that_is_run_again_is_cast_as_it_was(reentrant: bool) -> None:
     """A mask of the products that are bfloat16 numbers: all of them, where they are cast."""

@@ -193,6 +193,7 @@ NO_CASTS: dict[str, set[str]] = {"cpu": set(), "cuda": {"binary_cross_entropy"}}
 """Registered to be refused: on CUDA autocast raises in its place."""
 
 
+@pytest.mark.representative("cuda")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_native_lists_are_what_pytorch_registers(device: str) -> None:
     theirs = registered(f"Autocast{device.upper()}")
@@ -207,6 +208,7 @@ def test_the_uniform_lists_are_those_of_cuda() -> None:
     assert native.rules != shipped("native").rules
 
 
+@pytest.mark.representative("hmp-cpu", "native_uniform-cuda")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", SHIPPED)
 def test_no_shipped_list_has_a_name_that_no_op_has(name: str, device: str) -> None:
@@ -465,6 +467,7 @@ SMALL = ["speed=plain", "device=cpu", "train.max_steps=20", "train.batch_size=16
 SMALL += ["data.eval_limit=32"]
 
 
+@pytest.mark.representative("fashion_mnist-bf16_mixed", "mnist-fp16_mixed")
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     [*((name, "bf16_mixed") for name in RECIPES), ("mnist", "fp16_mixed")],
