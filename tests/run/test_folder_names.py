@@ -61,7 +61,8 @@ def begin():
 TAKES_NAMES = """
 from mprun.records.files import dated_folder, new_folder
 from mprun.records.run_folder import RunFolder
-from mprun.experiments.sweep import new_sweep
+from mprun.config.study_request import study_request
+from mprun.experiments.study import new_study
 
 def run_folder():
     folder = RunFolder(dated_folder())
@@ -71,7 +72,7 @@ def run_folder():
 WAYS = {
     "run": run_folder,
     "new_folder": lambda: new_folder(None),
-    "new_sweep": lambda: new_sweep("sweep", {"a": ("x=1",)}, (0,)).folder,
+    "new_study": lambda: new_study(study_request("sweep", [], None), {"a": ("x=1",)}).folder,
 }
 
 def body(ways):
@@ -125,17 +126,17 @@ def check_names(processes: int, ways: Sequence[str]) -> None:
 
 
 def test_names_taken_at_once_are_distinct() -> None:
-    check_names(4, ["run", "new_folder", "new_sweep"] * 2)
+    check_names(4, ["run", "new_folder", "new_study"] * 2)
 
 
 @pytest.mark.exhaustive
 def test_names_taken_by_64_processes_are_distinct() -> None:
-    check_names(64, ["run", "new_folder", "new_sweep"] * 2)
+    check_names(64, ["run", "new_folder", "new_study"] * 2)
 
 
 @pytest.mark.exhaustive
 def test_names_taken_by_16_processes_five_times_are_distinct() -> None:
-    for way in ("run", "new_folder", "new_sweep"):
+    for way in ("run", "new_folder", "new_study"):
         check_names(16, [way] * 5)
 
 
