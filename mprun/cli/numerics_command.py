@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
@@ -22,7 +22,7 @@ from mprun.errors import EXIT_FAILED, EXIT_OK
 if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
-    from mprun.experiments.recipe_numerics import RecipeNumerics
+    from mprun.experiments.recipe_numerics import InspectedSteps
     from mprun.records.numerics_record import NumericsResult
     from mprun.train.signals import StopSignals
 
@@ -60,16 +60,18 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     introduce(planned)
     console, folder = stdout_console(), new_folder(composed.config.run.dir)
     with traceback_in(folder):
-        numerics = recipe_numerics(planned, settings, stop, ProgressDisplay(console).status)
-    names = _write(numerics, folder, settings.plots)
-    steps, skipped = numerics.inspected.steps, numerics.inspected.skipped
-    _print(numerics.result, settings.top)
+        content, inspected = recipe_numerics(
+            planned, settings, stop, ProgressDisplay(console).status
+        )
+    names = _write(content, inspected, folder, settings.plots)
+    steps, skipped = inspected.steps, inspected.skipped
+    _print(inspected.result, settings.top)
     print_line(
         console,
         f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped; "
         f"written: {folder}/{', '.join(names)}",
     )
-    if (ended := numerics.inspected.ended) is not None:
+    if (ended := inspected.ended) is not None:
         print_line(
             stderr_console(),
             f"the run ended early, its results are above: {ended}",
@@ -88,18 +90,19 @@ def _print(result: NumericsResult, top: int) -> None:
         console.print(table, highlight=False)
 
 
-def _write(numerics: RecipeNumerics, folder: Path, plots: bool) -> list[str]:
+def _write(
+    content: dict[str, Any], inspected: InspectedSteps, folder: Path, plots: bool
+) -> list[str]:
     """Write numerics.json and the plots; the files' names."""
     from mprun.records.files import jsonable
 
-    text = json.dumps(jsonable(numerics.content), indent=1, allow_nan=False)
+    text = json.dumps(jsonable(content), indent=1, allow_nan=False)
     (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")
     if not plots:
         return ["numerics.json"]
     from mprun.report.plots.numerics_plots import save_plots
 
-    content = numerics.content
     data = content["data"]
     title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
-    title += f"{len(numerics.inspected.steps)} steps measured"
-    return ["numerics.json", *save_plots(numerics.result, title, folder)]
+    title += f"{len(inspected.steps)} steps measured"
+    return ["numerics.json", *save_plots(inspected.result, title, folder)]

@@ -21,7 +21,7 @@ from mprun.console import print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from mprun.experiments.planned_search import PlannedSearch
+    from mprun.experiments.search_ops import PlannedSearch
     from mprun.records.search_ops_record import OpSearch, Proof
 
 
@@ -37,7 +37,7 @@ def search_ops_command(args: Sequence[str]) -> int:
 
     known = parse_arguments("search-ops", args)
     settings, overrides = take(known.overrides, "search_ops", "seeds")
-    from mprun.experiments.planned_search import key_of, plan_search
+    from mprun.experiments.search_ops import key_of, plan_search
     from mprun.records.files import new_folder
 
     if not {"precision", "op_lists"} & {text.lstrip("+").partition("=")[0] for text in overrides}:

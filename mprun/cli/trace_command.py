@@ -25,12 +25,18 @@ def trace_command(args: Sequence[str]) -> int:
         UsageError: anything wrong with the overrides, or a folder that holds something already.
         RunFailedError: the step cannot run.
     """
+    import msgspec
+
     from mprun.config import compose
 
     known = parse_arguments("trace", args)
     composed = compose(known.overrides, known.config_dir)
     from mprun.experiments.planned_run import plan_run
-    from mprun.experiments.recipe_trace import TraceFailedError, trace_recipe
+    from mprun.experiments.recipe_trace import (
+        TraceFailedError,
+        is_computed_by_mprun,
+        trace_recipe,
+    )
     from mprun.records.files import new_folder
     from mprun.report.trace_tables import chrome, step_table, totals
 
@@ -39,20 +45,20 @@ def trace_command(args: Sequence[str]) -> int:
     console, folder = stdout_console(), new_folder(composed.config.run.dir)
     with traceback_in(folder):
         try:
-            trace = trace_recipe(planned)
+            record = trace_recipe(planned)
         except TraceFailedError as failed:
             (folder / "trace.json").write_text(json.dumps(failed.content), encoding="utf-8")
-            if failed.rows:
-                console.print(step_table(failed.rows), highlight=False)
+            if failed.trace.rows:
+                console.print(step_table(failed.trace.rows), highlight=False)
             raise RunFailedError(
                 f"the step cannot run, the ops before the failure are above: {failed}"
             ) from failed.__cause__
-    rows = trace.record.rows
-    for name, data in (("trace.json", trace.content), ("trace.chrome.json", chrome(rows))):
+    content, rows = msgspec.to_builtins(record), record.rows
+    for name, data in (("trace.json", content), ("trace.chrome.json", chrome(rows))):
         (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
     console.print(step_table(rows), highlight=False)
-    console.print(totals(trace.record), highlight=False)
-    if trace.is_computed_by_mprun:
+    console.print(totals(record), highlight=False)
+    if is_computed_by_mprun(planned.plan):
         print_line(
             console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 import torch
 
 from mprun.assemble import Plan, load_shapes, make_plan, step_memory, with_batch_size
@@ -19,10 +18,17 @@ from mprun.doctor.environment import versions
 from mprun.errors import RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
 from mprun.experiments.planned_run import unused_fields
-from mprun.numerics.fault import DtypeMismatchError
+from mprun.numerics.memory_recorder import DtypeMismatchError
 from mprun.numerics.step_memory import StepMemory
-from mprun.records.memory_record import LargestBatch, MemoryRecord, ModeMemory, PublishedMemory
+from mprun.records.memory_record import (
+    LargestBatch,
+    MemoryRecord,
+    ModeMemory,
+    OptimizerChoice,
+    PublishedMemory,
+)
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.run_record import BatchRow
 
 SCHEMA_VERSION = 1
 
@@ -66,25 +72,23 @@ def side_by_side(
 
 def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
     """A mode's part, without the ratios to the first mode."""
-    config = plan.config
-    row = {
-        "label": label,
-        "precision": plan.policy.name,
-        "policy": {
-            **plan.policy.columns(),
-            "op_lists": config.op_lists.name,
-            "layers": plan.layers,
-        },
-        "batch": asdict(plan.batch),
-        "optimizer": {
-            "name": config.train.optimizer.name.name,
-            "impl": plan.speed.optimizer_impl,
-        },
-        "memory_format": plan.speed.memory_format,
-        **_counted(label, plan).as_dict(),
-        "fits": None if limit is None else asdict(_fit(label, plan, limit)),
-    }
-    return msgspec.convert(row, ModeMemory)
+    config, counted = plan.config, _counted(label, plan)
+    lists = {"op_lists": config.op_lists.name, "layers": plan.layers}
+    return ModeMemory(
+        label=label,
+        precision=plan.policy.name,
+        policy={**plan.policy.columns(), **lists},
+        batch=BatchRow(**vars(plan.batch)),
+        optimizer=OptimizerChoice(config.train.optimizer.name.name, plan.speed.optimizer_impl),
+        memory_format=plan.speed.memory_format,
+        bytes=counted.totals,
+        peak_at=counted.peak,
+        phase_peaks=counted.phase_peaks,
+        modules=counted.module_rows(),
+        largest=counted.largest(),
+        timeline=counted.timeline_rows(),
+        fits=None if limit is None else _fit(label, plan, limit),
+    )
 
 
 def _counted(label: str, plan: Plan) -> StepMemory:

@@ -1,7 +1,7 @@
 """Proof of selected casts: short trainings with them and in float32, from the same weights.
 
-A few batches say how large the errors of gradients are at one moment, which is no promise for a
-training. So both are trained, in turn, on the same samples, and their metric (accuracy or loss) is
+A few batches show how large the errors of gradients are at one moment; a training may differ. So
+both are trained, in turn, on the same samples, and their metric (accuracy or loss) is
 compared in pairs, a pair for each seed, as `mprun compare` does. It is measured on validation data,
 several times in the second half of the training, because its value at one step is noisy. The test
 set is not used.
@@ -27,6 +27,7 @@ from mprun.compare.comparison import Estimate, Interval, Verdict
 from mprun.compare.statistics import ALPHA, estimate, interval
 from mprun.compare.verdicts import Criterion, judge, paired_evidence
 from mprun.config import Config
+from mprun.config.settings import SearchOpsSettings
 from mprun.errors import RunFailedError
 from mprun.precision import OpLists, backend_flags
 from mprun.records.run_record import Epoch, number
@@ -49,14 +50,6 @@ class SelectedCasts:
     """Modules in another dtype, as in `precision.layers`."""
     loss_scale: float
     """The initial value of a dynamic loss scale."""
-
-
-class Margins(NamedTuple):
-    """Differences inside plus and minus these do not matter."""
-
-    accuracy: float
-    loss: float
-    """A share of float32's."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +80,8 @@ def prove(
     low: Config,
     float32: Config,
     casts: SelectedCasts,
-    *,
+    settings: SearchOpsSettings,
     seeds: int,
-    warmup_steps: int,
-    steps: int,
-    margins: Margins,
-    timed: bool,
     report: Callable[[str], None],
 ) -> Proof:
     """Train with selected casts and in float32.
@@ -101,11 +90,8 @@ def prove(
         low: the configuration of the mixed mode.
         float32: the same in fp32.
         casts: what to prove.
+        settings: steps of the trainings and of the warm-up, margins, and whether steps are timed.
         seeds: pairs of trainings, with the seeds 0, 1, ... below this.
-        warmup_steps: float32 steps before both.
-        steps: optimizer steps of each.
-        margins: differences that do not matter.
-        timed: whether step times are recorded.
         report: is called with a short text before each training.
 
     Raises:
@@ -116,14 +102,15 @@ def prove(
     low = copy.deepcopy(low)
     low.loss_scale.value = low.loss_scale.value or casts.loss_scale
     for seed in range(seeds):
-        exact = _plan(float32, seed, steps)
-        cast = replace(_plan(low, seed, steps), op_lists=casts.lists, layers=dict(casts.layers))
+        exact = _plan(float32, seed, settings.steps)
+        cast = _plan(low, seed, settings.steps)
+        cast = replace(cast, op_lists=casts.lists, layers=dict(casts.layers))
         report(f"training in fp32 with seed {seed}, for the initial weights")
-        weights = weights_after(exact, warmup_steps)
+        weights = weights_after(exact, settings.warmup_steps)
         pair = [(cast, trainings), (exact, base)]
         for planned, results in pair if seed % 2 else reversed(pair):  # drift affects both alike
             report(f"training in {planned.policy.name} with seed {seed}")
-            results.append(_train(planned, weights, timed))
+            results.append(_train(planned, weights, settings.timed_steps > 0))
         if not math.isfinite(base[-1].value):
             reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
             raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
@@ -131,14 +118,16 @@ def prove(
     criterion = Criterion(
         "validation" if len(exact.splits.validation) else "train",
         exact.recipe.metric,
-        margins.loss if is_relative else margins.accuracy,
+        settings.relative_margin if is_relative else settings.margin,
         is_relative,
         resolution=0.0,
     )
     values, base_values = [x.value for x in trainings], [x.value for x in base]
     difference, equivalence, verdict = compare_trainings(values, base_values, criterion)
+    timed = ((a.step_time_ms, b.step_time_ms) for a, b in zip(trainings, base, strict=True))
+    time_ratios = [a / b for a, b in timed if a is not None and b is not None]
     return Proof(
-        steps=steps,
+        steps=settings.steps,
         split=criterion.split,
         metric=criterion.metric,
         is_relative=is_relative,
@@ -153,7 +142,7 @@ def prove(
         verdict=verdict.word,
         reason=verdict.reason,
         more_seeds=verdict.more_seeds,
-        step_time_ratio=_step_time_ratio(trainings, base),
+        step_time_ratio=median(time_ratios) if time_ratios else None,
     )
 
 
@@ -189,15 +178,6 @@ def weights_after(plan: Plan, steps: int) -> Mapping[str, Tensor]:
             Trainer(parts, Limits(None, steps, None)).fit()
     state: Mapping[str, Tensor] = parts.model.state_dict()
     return state
-
-
-def _step_time_ratio(
-    trainings: Sequence[ProofTraining], base: Sequence[ProofTraining]
-) -> float | None:
-    """Step time over float32's, the median over seeds."""
-    timed = ((a.step_time_ms, b.step_time_ms) for a, b in zip(trainings, base, strict=True))
-    ratios = [a / b for a, b in timed if a is not None and b is not None]
-    return median(ratios) if ratios else None
 
 
 def _plan(config: Config, seed: int, steps: int) -> Plan:

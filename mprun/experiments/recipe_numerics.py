@@ -6,7 +6,7 @@ Each inspected step is taken several times from the same weights on the same sam
                 its gradients are rounding errors (mprun/numerics/rounding_errors.py)
     rounded     in float32 from weights of each 16-bit format's precision, for their effect alone
     float16     at a loss scale that fits this step, from the exact pass: the error of its
-                gradients, and the largest number that float16 had to hold
+                gradients, and the largest number that float16 has to represent
     bfloat16    the error of its gradients
     the run's   as configured; this one alone moves the weights
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,8 @@ from mprun.config.settings import NumericsSettings
 from mprun.data import Batch
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
-from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in, unchanged
+from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in
 from mprun.numerics.collect import GRADIENTS, Statistics
-from mprun.numerics.findings import FROM_THE_RUN, Findings
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.format_verdict import (
     FormatPasses,
@@ -42,6 +41,7 @@ from mprun.numerics.format_verdict import (
 )
 from mprun.numerics.gradients import LargestGradients
 from mprun.numerics.loss_scale_advice import largest_power
+from mprun.numerics.measurements import FROM_THE_RUN, Measurements
 from mprun.numerics.rounding_errors import (
     FLOAT64,
     OWN_SEED,
@@ -49,6 +49,7 @@ from mprun.numerics.rounding_errors import (
     is_rounding,
     weights_moved,
 )
+from mprun.numerics.updates import DTYPES
 from mprun.precision.formats import FP16
 from mprun.precision.policy import policy
 from mprun.records.numerics_record import NumericsResult
@@ -63,16 +64,15 @@ BELOW, ABOVE = 20, 8
 """How many powers of two on each side of a fitting loss scale are tried."""
 LEAST_HALF = 2
 """Samples in half a batch: batch normalisation takes no fewer."""
-FORMATS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROWS_BY_POWER = ("activation_gradients",)
 """Kinds whose rounding errors are recognised by their power: there are no tensors to compare."""
 
 
 @dataclass(frozen=True)
 class InspectedSteps:
-    """The findings of some steps of a run."""
+    """The results of some steps of a run."""
 
-    findings: Findings
+    result: NumericsResult
     steps: tuple[int, ...]
     """The inspected steps, counted from 1."""
     skipped: tuple[int, ...]
@@ -121,7 +121,7 @@ def inspect_steps(
         StopRequestedError: `stop` ended the run before the first of them.
     """
     steps = steps_to_inspect(plan, settings)
-    none = plan.splits.train.first(0)  # nothing is evaluated on the way
+    none = plan.splits.train.first(0)  # without evaluations
     parts = build_parts(replace(plan, splits=replace(plan.splits, validation=none, test=none)))
     inspector = _StepInspector(plan, settings, parts)
     limits = Limits(None, steps[-1], plan.limits.max_time_s)
@@ -143,19 +143,8 @@ def inspect_steps(
             "the first to inspect"
         )
     return InspectedSteps(
-        inspector.findings(), tuple(inspector.steps), tuple(inspector.skipped), ended
+        inspector.measurements().result(), tuple(inspector.steps), tuple(inspector.skipped), ended
     )
-
-
-@dataclass(frozen=True)
-class RecipeNumerics:
-    """The numerics of a recipe's steps."""
-
-    content: dict[str, Any]
-    """What numerics.json holds."""
-    result: NumericsResult
-    """Its measurements, typed."""
-    inspected: InspectedSteps
 
 
 def recipe_numerics(
@@ -163,8 +152,8 @@ def recipe_numerics(
     settings: NumericsSettings,
     stop: StopSignals,
     report: Callable[[str], None],
-) -> RecipeNumerics:
-    """Train a planned run and inspect some steps; see `inspect_steps`.
+) -> tuple[dict[str, Any], InspectedSteps]:
+    """Train a planned run and inspect some steps; the content of numerics.json, and the results.
 
     Raises:
         RunFailedError: the run failed before the first of them.
@@ -172,7 +161,6 @@ def recipe_numerics(
     """
     with planned.executing(), stop.deferred():
         inspected = inspect_steps(planned.plan, settings, stop.requested, report)
-    findings = inspected.findings.as_dict()
     content = {
         "schema_version": SCHEMA_VERSION,
         **planned.described(
@@ -182,9 +170,9 @@ def recipe_numerics(
         "steps": list(inspected.steps),
         "skipped": list(inspected.skipped),
         "ended": inspected.ended,
-        **findings,
+        **msgspec.to_builtins(inspected.result),
     }
-    return RecipeNumerics(content, msgspec.convert(findings, NumericsResult), inspected)
+    return content, inspected
 
 
 class _InspectingTrainer(Trainer):
@@ -208,7 +196,7 @@ class _InspectingTrainer(Trainer):
             return super().optimizer_step(batch)
         self._flush()  # a loss that broke a few steps ago ends the run before the inspection
         self._inspector.before(batch)
-        with self._inspector.held.watching():
+        with self._inspector.of_run.watching():
             result = super().optimizer_step(batch)
         self._inspector.after(number, result)
         done, last = len(self._inspector.steps), self._steps[-1]
@@ -224,7 +212,7 @@ class _StepInspector:
         self.skipped: list[int] = []
         self._settings, self._run = settings, parts.model
         self._kind = parts.precision.loss_scale.kind
-        self.held = Statistics(
+        self.of_run = Statistics(
             parts.model, parts.optimizer, parts.precision.loss_scale, FROM_THE_RUN
         )
         self._exact_probe = PolicyProbe(plan, policy(EXACT))
@@ -235,8 +223,8 @@ class _StepInspector:
         self._rounding = RoundingErrors()
         self._true = Statistics(self._exact_probe.model, formats=(), kinds=ROWS_BY_POWER)
         """Gradients by activations of the float64 passes, for the powers of their rows."""
-        self._passes = {name: FormatPasses() for name in FORMATS}
-        self._unavoidable = {name: FormatPasses() for name in FORMATS}
+        self._passes = {name: FormatPasses() for name in DTYPES}
+        self._unavoidable = {name: FormatPasses() for name in DTYPES}
         self._tried: dict[float, FormatPasses] = {}
         self._variances: dict[str, float] | None = None
         self._deviation = 0.0
@@ -254,7 +242,7 @@ class _StepInspector:
             lambda most, seed: self._with_moved_weights(batch, most, seed),
         )
         self._measure_spread(batch)
-        for name, dtype in FORMATS.items():
+        for name, dtype in DTYPES.items():
             rounded = self._with_moved_weights(batch, torch.finfo(dtype).eps / 2, OWN_SEED)
             errors = gradient_errors(exact, rounded)
             self._unavoidable[name].add(errors, self._exact_probe.loss, loss)
@@ -273,8 +261,8 @@ class _StepInspector:
         if result.skipped is not None and result.skipped.item():
             self.skipped.append(number)
 
-    def findings(self) -> Findings:
-        """The findings of all steps."""
+    def measurements(self) -> Measurements:
+        """The measurements of all steps."""
         largest, where = max(self._largest)
         unjudged = (*self._rounding.undetermined, *self._rounding.zero)
 
@@ -282,9 +270,9 @@ class _StepInspector:
             passes, rounded = self._passes[name], self._unavoidable[name]
             return FormatVerdict.of(passes, rounded, unjudged, self._settings.needed_db)
 
-        return Findings(
+        return Measurements(
             exact=self._exact,
-            held=self.held,
+            of_run=self.of_run,
             largest=largest,
             where=where,
             fp16=verdict("fp16"),
@@ -302,7 +290,7 @@ class _StepInspector:
     def _exact_gradients(
         self,
         batch: Batch,
-        inside: Callable[[nn.Module], AbstractContextManager[None]] = unchanged,
+        inside: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
     ) -> dict[str, Tensor]:
         return self._exact_probe.gradients(self._run, batch, inside=inside)
 
@@ -355,9 +343,9 @@ class _StepInspector:
         for _ in range(ATTEMPTS):
             largest = LargestGradients(lambda scale=scale: scale)  # type: ignore[misc]
             with largest.following(self._fp16_probe.model):
-                self._fp16_probe.gradients(self._run, batch, scale, largest)
+                self._fp16_probe.gradients(self._run, batch, scale, largest.follow)
             if not math.isfinite(self._fp16_probe.loss):
-                break  # it overflows on the way there, at any loss scale
+                break  # the forward pass overflows, at any loss scale
             low_size, low_place = largest.worst()
             if math.isfinite(low_size):
                 size, place = low_size, low_place

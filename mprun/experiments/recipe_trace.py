@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from importlib.resources import files
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
-from mprun.records.trace_record import TraceRecord, TraceRow
+from mprun.records.trace_record import TraceRecord
 from mprun.train.loop import Trainer
 
 SCHEMA_VERSION = 1
@@ -37,7 +36,7 @@ REPEATS = 5
 
 
 class TraceFailedError(RunFailedError):
-    """A step that raised; `trace` holds the rows up to there, `text` says where and why."""
+    """A step that raised an error: `trace` has the ops before it; the text names op and reason."""
 
     def __init__(self, trace: StepTrace, text: str) -> None:
         super().__init__(text)
@@ -45,91 +44,86 @@ class TraceFailedError(RunFailedError):
 
     @property
     def content(self) -> dict[str, Any]:
-        """What trace.json holds of it."""
-        traced = self.trace.as_dict(self.trace.time_s or 1.0)
-        return {"schema_version": SCHEMA_VERSION, "error": str(self), **traced}
-
-    @property
-    def rows(self) -> list[TraceRow]:
-        """The ops before the failure."""
-        return msgspec.convert(self.content["rows"], list[TraceRow])
-
-
-@dataclass(frozen=True)
-class RecipeTrace:
-    """A traced step."""
-
-    content: dict[str, Any]
-    """What trace.json holds."""
-    record: TraceRecord
-    """The same, typed."""
-    is_computed_by_mprun: bool
-    """Whether some ops are emulated or substituted; the casts inside them are not counted."""
+        """The content of trace.json."""
+        totals = self.trace.totals(self.trace.time_ms or 1e3)
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "error": str(self),
+            "totals": msgspec.to_builtins(totals),
+            "rows": msgspec.to_builtins(self.trace.rows),
+        }
 
 
-def trace_recipe(planned: PlannedRun) -> RecipeTrace:
+def trace_recipe(planned: PlannedRun) -> TraceRecord:
     """A training step of a planned run.
 
     Raises:
         TraceFailedError: the step cannot run.
     """
-    plan = planned.plan
     with planned.executing():
-        step, step_time_s = trace_step(plan)
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        **planned.described(
-            *("recipe", "precision", "variant", "execution", "hardware", "versions", "backend")
-        ),
-        "step_time_ms": step_time_s * 1e3,
-        **step.as_dict(step_time_s),
-    }
-    substituted = bool(build_arithmetic(plan).substitutions)
-    record = msgspec.convert(content, TraceRecord)
-    return RecipeTrace(content, record, plan.execution == "emulated" or substituted)
+        step, step_time_s = trace_step(planned.plan)
+    summary = planned.summary
+    return TraceRecord(
+        schema_version=SCHEMA_VERSION,
+        versions=summary.versions,
+        hardware=summary.hardware,
+        recipe=summary.recipe,
+        precision=summary.precision,
+        variant=summary.variant,
+        execution=summary.execution,
+        backend=summary.backend,
+        step_time_ms=step_time_s * 1e3,
+        totals=step.totals(step_time_s * 1e3),
+        rows=step.rows,
+    )
 
 
-def trace_step(chosen: Plan) -> tuple[StepTrace, float]:
+def is_computed_by_mprun(plan: Plan) -> bool:
+    """Whether mprun emulates or substitutes ops; a trace does not count the casts inside them."""
+    return plan.execution == "emulated" or bool(build_arithmetic(plan).substitutions)
+
+
+def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
         TraceFailedError: the step cannot run.
     """
-    calls = CallStack("autocast: " if chosen.policy.casting == "autocast" else "")
+    calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
     ops: list[RecordedOp] = []
-    recorder = OpRecorder(ops.append, calls.current, _waiting(chosen.device))
+    recorder = OpRecorder(ops.append, calls.current, _waiting(plan.device))
     precision = build_precision(
-        chosen, _caster(chosen, calls), _arithmetic(build_arithmetic(chosen), recorder)
+        plan, _caster(plan, calls), _arithmetic(build_arithmetic(plan), recorder)
     )
-    parts = build_parts(chosen, precision)
-    trainer = Trainer(parts, chosen.limits)
+    parts = build_parts(plan, precision)
+    trainer = Trainer(parts, plan.limits)
     batch = next(parts.train.epoch(parts.order.draw()))
-    try:  # traced, so that a step that cannot run is shown as far as it goes
+    try:  # traced: of a step that fails, the ops before the failure are shown
         with recorder.following(parts.model, parts.optimizer), recorder:
             trainer.optimizer_step(batch)
     except Exception as error:
         text = f"{type(error).__name__}: {first_line(error)}"
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
-        raise TraceFailedError(trace(ops, chosen.layers), f"{where}{text}") from error
-    times = [_timed(trainer, batch, chosen.device) for _ in range(WARMUP + REPEATS)]
+        raise TraceFailedError(trace(ops, plan.layers), f"{where}{text}") from error
+    times = [_timed(trainer, batch, plan.device) for _ in range(WARMUP + REPEATS)]
     traces = []
     for _ in range(REPEATS):
         ops.clear()
         with recorder.following(parts.model, parts.optimizer), recorder:
             trainer.optimizer_step(batch)
-        traces.append(trace(ops, chosen.layers))
+        traces.append(trace(ops, plan.layers))
     return typical(traces), median(times[WARMUP:])
 
 
-def _caster(chosen: Plan, calls: CallStack) -> Caster:
+def _caster(plan: Plan, calls: CallStack) -> Caster:
     """The plan's caster, or one around it that reports its rules."""
-    if chosen.op_lists is not None:
-        return build_caster(chosen, calls)
-    if chosen.policy.casting == "autocast":
-        lists = shipped_op_lists("native", chosen.device)
+    if plan.op_lists is not None:
+        return build_caster(plan, calls)
+    if plan.policy.casting == "autocast":
+        lists = shipped_op_lists("native", plan.device)
     else:
         lists = op_lists((), (), first_input=False)
-    return LabelledCaster(build_caster(chosen), lists, calls)
+    return LabelledCaster(build_caster(plan), lists, calls)
 
 
 def shipped_op_lists(name: str, device: torch.device) -> OpLists:

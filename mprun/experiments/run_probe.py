@@ -6,7 +6,7 @@ numbers stay as they are. Dropout draws the same numbers as in the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from mprun.assemble.machine_choices import choose_fp32_fallback
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster
 from mprun.data import Batch
-from mprun.numerics.gradients import LargestGradients
 from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.forward_backward import forward_backward
@@ -42,16 +41,6 @@ def policy_in(plan: Plan, short: str) -> Policy:
     return replace(policy, casting=casting, output_dtype=output)
 
 
-def _dtypes(layers: Mapping[str, str]) -> dict[str, str]:
-    """Layers without their rounding, which is that of the run and not of a probe's policy."""
-    return {name: "fp16" if mode == "half_sr_full" else mode for name, mode in layers.items()}
-
-
-def unchanged(model: nn.Module) -> AbstractContextManager[None]:
-    """A region in which the model computes as it is."""
-    return nullcontext()
-
-
 class PolicyProbe:
     """A model like the plan's, in another precision.
 
@@ -62,12 +51,14 @@ class PolicyProbe:
 
     def __init__(self, plan: Plan, policy: Policy) -> None:
         exact = policy.name == EXACT
+        # Rounding is the run's, and no part of a probe's policy.
+        layers = {n: "fp16" if mode == "half_sr_full" else mode for n, mode in plan.layers.items()}
         self._plan = replace(
             plan,
             policy=policy,
             execution="native",
             op_lists=None if exact else plan.op_lists,
-            layers={} if exact else _dtypes(plan.layers),
+            layers={} if exact else layers,
             fp32_fallback=choose_fp32_fallback(
                 plan.config.speed.name, policy, "native", plan.device
             ),
@@ -83,7 +74,7 @@ class PolicyProbe:
             Clip(),
             layers=self._plan.layers,
         )
-        with self._own_random_numbers():
+        with own_random_numbers([self._scale.tensor]):
             model = plan.recipe.model()
         self.model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
 
@@ -92,8 +83,8 @@ class PolicyProbe:
         run: nn.Module,
         batch: Batch,
         scale: float = 1.0,
-        largest: LargestGradients | None = None,
-        inside: Callable[[nn.Module], AbstractContextManager[None]] = unchanged,
+        before_backward: Callable[[Tensor], None] | None = None,
+        inside: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
     ) -> dict[str, Tensor]:
         """The unscaled gradients of the run's next step, in float64, by parameter.
 
@@ -101,15 +92,16 @@ class PolicyProbe:
             run: the run's model; its weights and buffers are copied.
             batch: the step's samples.
             scale: the loss scale.
-            largest: follows the loss; enter its `following` of `model` around the call.
+            before_backward: is called with the loss of each micro-batch.
             inside: makes a region of the probe's model, with the run's weights, to compute in.
         """
         self.model.load_state_dict(run.state_dict())
         self.model.train()
         self.model.zero_grad()
         self._scale.tensor.fill_(scale)
-        with self._own_random_numbers(), backend_flags(self._plan.policy), inside(self.model):
-            self._pass(batch, None if largest is None else largest.follow)
+        own_numbers = own_random_numbers([self._scale.tensor])
+        with own_numbers, backend_flags(self._plan.policy), inside(self.model):
+            self._pass(batch, before_backward)
             return {
                 name: p.grad.double() / scale
                 for name, p in self.model.named_parameters()
@@ -127,6 +119,3 @@ class PolicyProbe:
                 self._precision, self.model, loss_of, inputs, y, share, before_backward
             )
             self.loss += loss.item()
-
-    def _own_random_numbers(self) -> AbstractContextManager[None]:
-        return own_random_numbers([self._scale.tensor])

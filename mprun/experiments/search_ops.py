@@ -9,26 +9,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from mprun.assemble import Plan, build_arithmetic, build_caster, build_loss_scale, build_parts
-from mprun.config.settings import SearchOpsSettings
-from mprun.experiments.proof import SelectedCasts, weights_after
-from mprun.numerics.op_search import Fp32List, OpEffect, Sensitivity, sensitivity
+from mprun.assemble import (
+    Plan,
+    build_arithmetic,
+    build_caster,
+    build_loss_scale,
+    build_parts,
+    make_plan,
+)
+from mprun.config import Composed, compose
+from mprun.config.settings import SEEDS, SearchOpsSettings, Settings
+from mprun.errors import UsageError
+from mprun.experiments.planned_run import PlannedRun, plan_run
+from mprun.experiments.proof import SelectedCasts, prove, weights_after
+from mprun.numerics.op_search import Fp32List, OpEffect, sensitivity
+from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.passes import FLOAT32, Batch, CastPlan
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
-from mprun.records.deviation import SearchTolerance
 from mprun.records.search_ops_record import (
     CastResult,
     Float32Time,
     Fp32Selection,
     GivenCasts,
     OpSearch,
+    Proof,
     RoundedWeights,
     Samples,
     Selections,
@@ -36,29 +50,137 @@ from mprun.records.search_ops_record import (
 )
 from mprun.train.loop import Parts
 
+SCHEMA_VERSION = 1
+HELD_OUT = "data.validation_fraction"
+"""Set to `SHARE` for a recipe without validation data."""
+SHARE = 0.1
+OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
+"""Parts of a configuration that a mixed mode and fp32 do not share."""
 SCALE_STEP = 16.0
 """Loss scales that are tried are this factor apart."""
 
 
-def search_ops(
+@dataclass(frozen=True)
+class PlannedSearch:
+    """A search, before its first measurement."""
+
+    low: PlannedRun
+    float32: Composed
+    held_out: tuple[str, ...]
+    """The override that makes validation data, if one was added."""
+    settings: Settings
+
+    @property
+    def seeds(self) -> int:
+        """Pairs of trainings of the proof."""
+        return self.settings.seeds or SEEDS["search-ops"]
+
+    def notes(self) -> Iterator[str]:
+        """Notes for the user about the data and the times."""
+        name, low = self.low.composed.config.recipe.name, self.low.plan
+        for override in self.held_out:
+            yield f"note: recipe={name} has no validation data of its own; {override} is set"
+        if not len(low.splits.validation):
+            yield f"note: recipe={name} has no validation data: measured on training data"
+        if low.execution == "emulated":
+            yield "note: no times are measured: emulated arithmetic does not show the hardware's"
+
+    def measure(self, report: Callable[[str], None]) -> tuple[OpSearch, SelectedCasts]:
+        """Search; the result, and the casts to prove.
+
+        Raises:
+            UsageError: the model cannot be measured.
+            RunFailedError: the model's step cannot run.
+        """
+        reference = make_plan(self.float32.config, ())
+        with self.low.executing():
+            return _search(self.low.plan, reference, self.settings.search_ops, report)
+
+    def content(self, search: OpSearch, proof: Proof | None) -> dict[str, Any]:
+        """The content of search_ops.json."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **self.low.described(
+                *("recipe", "precision", "seed", "execution"),
+                *("hardware", "versions", "backend", "data"),
+            ),
+            "settings": {**asdict(self.settings.search_ops), "seeds": self.seeds},
+            "proof": None if proof is None else asdict(proof),
+            **asdict(search),
+        }
+
+    def prove(self, casts: SelectedCasts, report: Callable[[str], None]) -> Proof:
+        """Train with the casts and in float32.
+
+        Raises:
+            RunFailedError: a training in float32 failed.
+        """
+        configs = self.low.composed.config, self.float32.config
+        return prove(*configs, casts, self.settings.search_ops, self.seeds, report)
+
+
+def plan_search(overrides: list[str], config_dir: Path | None, settings: Settings) -> PlannedSearch:
+    """Plan the mixed mode and the same run in float32.
+
+    Raises:
+        UsageError: an override is not legal, or the mode casts no op.
+    """
+    low, held_out = _with_validation_data(overrides, config_dir)
+    shared = [text for text in (*overrides, *held_out) if key_of(text) not in OF_THE_MODE]
+    float32 = compose([*shared, "precision=fp32"], config_dir)
+    return PlannedSearch(low, float32, held_out, settings)
+
+
+def key_of(override: str) -> str:
+    """The first part of an override's key."""
+    return override.lstrip("+").partition("=")[0].partition(".")[0]
+
+
+def _with_validation_data(
+    overrides: list[str], config_dir: Path | None
+) -> tuple[PlannedRun, tuple[str, ...]]:
+    """The planned run, and the override that was added to split off validation data."""
+    low = plan_run(_composed(overrides, config_dir), "search-ops")
+    own = len(low.plan.splits.validation) or HELD_OUT in low.composed.given
+    if own or HELD_OUT in low.plan.recipe.ignores:
+        return low, ()
+    held_out = (f"{HELD_OUT}={SHARE}",)
+    other = plan_run(_composed([*overrides, *held_out], config_dir), "search-ops")
+    return (other, held_out) if len(other.plan.splits.validation) else (low, ())
+
+
+def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
+    composed = compose(overrides, config_dir)
+    precision = composed.config.precision
+    if precision.casting.name == "none":
+        raise UsageError(
+            f"precision={precision.name} casts no op: mprun search-ops chooses between float32 and "
+            "a 16-bit dtype; legal: precision=bf16_mixed, precision=fp16_mixed"
+        )
+    if precision.layers or precision.layers_file is not None:
+        raise UsageError(
+            "mprun search-ops searches the modules to keep in float32: leave out precision.layers "
+            "and precision.layers_file"
+        )
+    return composed
+
+
+# ---- the search ----------------------------------------------------------------------------------
+
+
+def _search(
     low: Plan,
     reference: Plan,
     settings: SearchOpsSettings,
     report: Callable[[str], None],
 ) -> tuple[OpSearch, SelectedCasts]:
-    """Measure and search.
+    """Measure and search; the result, and its answer as trainings take it.
 
     Args:
         low: the plan of a mixed mode, without `precision.layers`.
         reference: the same in fp32.
         settings: of the search.
         report: is called with a short text before each measurement.
-
-    Returns:
-        The result, and its answer as trainings take it.
-
-    Raises:
-        ValueError: the model cannot be measured, see `sensitivity`.
     """
     report(f"training {settings.warmup_steps} steps in float32")
     weights = weights_after(reference, settings.warmup_steps)
@@ -67,7 +189,7 @@ def search_ops(
         parts.model.load_state_dict(weights)
         samples, batches = _batches(parts, settings.batches)
         arithmetic = build_arithmetic(low)
-        native = low.execution == "native"  # times of emulation say nothing about the hardware
+        native = low.execution == "native"  # times of emulation are not the hardware's
         measured = sensitivity(
             parts.model,
             low.recipe.loss,
@@ -83,28 +205,36 @@ def search_ops(
         asked = Tolerance(settings.tolerance, settings.gradient_db)
         ops = measured.smallest_ops(asked)
         modules = measured.smallest_modules(asked) if ops.fp32 and settings.modules else None
-        by_modules = _by_modules(ops, modules)
+        by_modules = (
+            modules is not None
+            and modules.search.is_within
+            and modules.float32_share < ops.float32_share
+        )
         given = CastPlan(build_caster(low), arithmetic=arithmetic)
         tolerance = asked.beside(measured.unavoidable)
         plan = measured.candidates.plan
         result = OpSearch(
-            dtype=str(measured.candidates.dtype).removeprefix("torch."),
+            dtype=dtype_name(measured.candidates.dtype),
             measured_on=samples,
-            tolerance=SearchTolerance(tolerance.loss, tolerance.gradient_db),
+            tolerance=tolerance,
             unjudged_parameters=list(measured.probe.unjudged),
             zero_gradients=list(measured.probe.zero),
             reference=measured.probe.reference,
             unavoidable=RoundedWeights(measured.unavoidable),
             everything_lower=CastResult(measured.lower, time_ratio=1.0),
             given=GivenCasts(
-                given_name(low), measured.probe.measure(given), measured.time_ratio(given)
+                low.config.op_lists.name if low.op_lists is not None else low.policy.casting,
+                measured.probe.measure(given),
+                measured.time_ratio(given),
             ),
             float32=Float32Time(measured.time_ratio(FLOAT32)),
             ops=[_row(effect, tolerance) for effect in measured.ops],
             modules=[_row(effect, tolerance) for effect in measured.modules],
             search=Selections(
-                _selection(ops, measured, plan(ops.fp32)),
-                _selection(modules, measured, plan(modules=modules.fp32)) if modules else None,
+                _selection(ops, measured.time_ratio(plan(ops.fp32))),
+                _selection(modules, measured.time_ratio(plan(modules=modules.fp32)))
+                if modules
+                else None,
             ),
             always=list(measured.candidates.always),
             lower=list(measured.candidates.lower),
@@ -115,39 +245,20 @@ def search_ops(
     return result, SelectedCasts(answer.lists, layers, answer.measure.loss_scale)
 
 
-def _by_modules(ops: Fp32List, modules: Fp32List | None) -> bool:
-    """Whether modules are enough and leave less in float32 than the ops do."""
-    if modules is None or not modules.search.is_within:
-        return False
-    return modules.float32_share < ops.float32_share
-
-
 def _row(effect: OpEffect, tolerance: Tolerance) -> SensitivityRow:
-    return SensitivityRow(
-        name=effect.name,
-        calls=effect.calls,
-        harm_alone=tolerance.harm(effect.alone),
-        alone=effect.alone,
-        kept=effect.kept,
-        time_ratio=effect.time_ratio,
-    )
+    return SensitivityRow(harm_alone=tolerance.harm(effect.alone), **effect._asdict())
 
 
-def _selection(smallest: Fp32List, measured: Sensitivity, plan: CastPlan) -> Fp32Selection:
+def _selection(smallest: Fp32List, time_ratio: float | None) -> Fp32Selection:
     return Fp32Selection(
         fp32=list(smallest.fp32),
         is_within=smallest.search.is_within,
         harm=smallest.search.harm,
         measure=smallest.measure,
         float32_share=smallest.float32_share,
-        time_ratio=measured.time_ratio(plan),
+        time_ratio=time_ratio,
         steps=list(smallest.search.steps),
     )
-
-
-def given_name(plan: Plan) -> str:
-    """The name of a plan's casts."""
-    return plan.config.op_lists.name if plan.op_lists is not None else plan.policy.casting
 
 
 def loss_scales(plan: Plan) -> tuple[float, ...]:

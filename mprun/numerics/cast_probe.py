@@ -64,13 +64,13 @@ class CastProbe:
             self._gradients.append(_finite(exact, n))
         self._signal = _sums(map(_energies, self._gradients))
         self._variance = _variances(self._gradients)
-        """Of each parameter's gradient over batches, times their number, as `_signal` is a sum."""
+        """The variance of each gradient over batches, times their number: `_signal` is a sum."""
         self._loss_deviation = stdev(self._losses) if self._count > 1 else 0.0
         errors = RoundingErrors()
         for n in range(self._count):
             self._compare(errors, n)
         self.reference: Reference = errors.reference
-        """What float32 gradients were compared with to find rounding errors."""
+        """The gradients that float32's were compared with, to recognise rounding errors."""
         self.unjudged = errors.undetermined
         """Parameters whose gradients are rounding errors in float32 already."""
         self.zero = errors.zero

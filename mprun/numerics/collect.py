@@ -1,7 +1,7 @@
 """Statistics of a training step's numbers, layer by layer, while it runs.
 
     with mprun.numerics.statistics(model, optimizer) as measured:
-        for x, y in batches:  # a few steps of a loop of one's own
+        for x, y in batches:  # a few steps of any loop
             ...
     print(measured.recommended_loss_scale())
 
@@ -36,21 +36,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import in_backward, outside_of_modes, tree_leaves, viewed, write_count
+from mprun._torch import in_backward, outside_of_modes, viewed, write_count
 from mprun.numerics.gradients import ROOT, LargestGradients
 from mprun.numerics.histograms import Histogram, histogram
 from mprun.numerics.loss_scale_advice import (
     LayerGradients,
     ScaleAdvice,
-    ScaleVerdict,
     judge,
     recommend,
 )
-from mprun.numerics.lost_updates import LostUpdates, lost_updates
 from mprun.numerics.noise import Noise, noise_of
+from mprun.numerics.op_watcher import tensors_of
 from mprun.numerics.rounding_errors import power
 from mprun.numerics.tracker import StepListener
-from mprun.numerics.updates import ExactUpdate, exact_updates, exact_weights
+from mprun.numerics.updates import (
+    ExactUpdate,
+    LostUpdates,
+    exact_updates,
+    exact_weights,
+    lost_updates,
+)
+from mprun.records.numerics_record import ScaleVerdict
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")
@@ -66,7 +72,7 @@ class LayerStatistics:
     name: str
     """The parameter's, or the module's path."""
     dtypes: set[torch.dtype] = field(default_factory=set)
-    """What the values were held in."""
+    """The dtypes of the tensors."""
     histogram: Histogram = field(default_factory=Histogram)
     noise: Noise = field(default_factory=Noise)
     """The noise of rounding to other formats; the signal alone where formats were not asked for."""
@@ -82,12 +88,11 @@ class LayerStatistics:
 
 
 class Statistics(StepListener):
-    """What was measured of a model's steps.
+    """Statistics of a model's steps.
 
     Args:
-        model: the model.
-        optimizer: its optimizer; None to leave out updates.
-        loss_scale: what the loss is multiplied by: a number, a `torch.amp.GradScaler`, one of
+        model, optimizer: without an optimizer updates are left out.
+        loss_scale: the factor of the loss: a number, a `torch.amp.GradScaler`, one of
             mprun's loss scales, or a function that gives it.
         formats: kinds whose noise in other formats is wanted; it takes most of the time.
         kinds: kinds that are measured.
@@ -217,8 +222,7 @@ class Statistics(StepListener):
             with outside_of_modes():
                 after = exact_weights(p, optimizer)
                 lost = lost_updates(before, change, after)
-            self.lost[name] = self.lost.get(name, LostUpdates())
-            self.lost[name] += lost
+            self.lost[name] = self.lost.get(name, LostUpdates()) + lost
         self._updates = {}
 
     def _add(self, kind: str, name: str, x: Tensor, scale: float = 1.0) -> None:
@@ -250,6 +254,4 @@ def statistics(
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor) and x.is_floating_point():
-            yield x
+    return (x for x in tensors_of(tree) if x.is_floating_point())

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+
+from mprun._torch import TorchDispatchMode, tree_map
 
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """`model` computes in float64; afterwards it is as it was before.
+    """`model` computes in float64; its state is restored afterwards.
 
     Parameters have no gradients at first. Gradients of the region are discarded at its end.
     """

@@ -2,21 +2,21 @@
 
 float16 and bfloat16 spend 15 bits differently: float16 has 11 significand bits and 30 normal
 exponents, bfloat16 8 and 254. A model that exceeds float16's exponents needs *range*; one that 8
-bits are too few for needs *precision*. Both show as noise, so one criterion tells them apart:
+bits are too few for needs *precision*. Both appear as noise, so one criterion separates them:
 
-    both formats will do        either
+    both formats suffice        either
     bfloat16 alone              needs range: bf16
     float16 alone               needs precision: fp16
     neither                     needs fp32
 
 The verdict on a model uses the losses and weight gradients of a forward and backward pass in each
-format, and the criterion of `tolerance.py`: a format will do if the loss and the gradient of the
-worst parameter are as near to float32's as is needed, or nearly as near as with weights of the
-format's precision alone.
+format, and the criterion of `tolerance.py`: a format suffices if the loss and the gradient of the
+worst parameter are close enough to float32's, or nearly as close as with weights of the format's
+precision alone.
 
 The verdict on one tensor is about rounding its values. Rounding alone rarely leaves less than 50 dB
 in bfloat16, but it adds up through a model and grows where numbers cancel. If the passes in a
-format are fine, a tensor that the format holds badly does not matter.
+format are fine, a tensor with a large rounding error does not matter.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ from mprun.numerics.sqnr import ratio_db
 from mprun.numerics.tolerance import NEEDED_DB, Tolerance, gradient_error, loss_error
 from mprun.records.deviation import Deviation
 
-EITHER, RANGE, PRECISION, FP32 = (
-    "either",
-    "needs range: bf16",
-    "needs precision: fp16",
-    "needs fp32",
-)
+EITHER, FP32 = "either", "needs fp32"
+RANGE, PRECISION = "needs range: bf16", "needs precision: fp16"
 
 
 def range_or_precision(fp16: bool, bf16: bool) -> str:
-    """The verdict, from whether each of the two formats will do."""
+    """The verdict, from whether each of the two formats suffices."""
     if fp16 and bf16:
         return EITHER
     if bf16:
@@ -120,18 +116,13 @@ def typical_errors(steps: Iterable[GradientErrors]) -> GradientErrors:
     sample had been left out, in every format, and would dominate the mean.
     """
     errors = list(steps)
-    return GradientErrors(_median([x.ratios for x in errors]), _median([x.beyond for x in errors]))
 
+    def typical(rows: list[Mapping[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row[name] for row in rows if name in row] for name in names}
+        return {n: math.inf if math.inf in x else median(x) for n, x in columns.items()}
 
-def _median(steps: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    by_name: dict[str, list[float]] = {}
-    for step in steps:
-        for name, ratio in step.items():
-            by_name.setdefault(name, []).append(ratio)
-    return {
-        name: max(ratios) if math.inf in ratios else median(ratios)
-        for name, ratios in by_name.items()
-    }
+    return GradientErrors(typical([x.ratios for x in errors]), typical([x.beyond for x in errors]))
 
 
 class FormatPasses:
@@ -154,10 +145,9 @@ class FormatPasses:
 
         Args:
             gradients: the errors of its gradients.
-            loss: its loss.
-            float32: float32's loss.
+            loss, float32: its loss, and float32's.
             deviation: an estimate of the loss's standard deviation between batches.
-            scale: the loss scale that the gradients were taken with.
+            scale: the loss scale of the gradients.
         """
         self._steps.append(gradients)
         self._change += abs(loss - float32)
@@ -197,10 +187,10 @@ def _worst(ratios: Mapping[str, float]) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class FormatVerdict:
-    """Whether a format will do."""
+    """Whether a format suffices."""
 
     errors: GradientErrors
-    """Of the parameters that are judged."""
+    """The errors of the parameters that are judged."""
     measure: Deviation
     unavoidable: Deviation
     """The same with nothing but weights of the format's precision."""

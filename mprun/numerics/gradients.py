@@ -19,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from mprun._torch import node_number, outside_of_modes, tree_leaves
+from mprun._torch import node_number, outside_of_modes
+from mprun.numerics.op_watcher import tensors_of
 from mprun.numerics.tracker import StepListener, StepTracker
 
 ROOT = "(model)"
-"""What the model itself is called, whose path is empty."""
+"""The name of the model itself, whose path is empty."""
 
 PARAMETER = "parameter"
 
 
 class GradientSource(NamedTuple):
-    """What a gradient is the gradient of."""
+    """The tensor that a gradient belongs to."""
 
     module: str
     """The path of the module, or the parameter's name."""
@@ -45,7 +46,7 @@ class LargestGradients(StepListener):
     """Keeps the largest magnitude of each source; NaN and infinities as infinite.
 
     Args:
-        unscaled: what a gradient's magnitude is divided by, asked in the backward pass.
+        unscaled: returns the divisor of magnitudes, the loss scale; called in the backward pass.
     """
 
     def __init__(self, unscaled: Callable[[], float] = lambda: 1.0) -> None:
@@ -56,7 +57,7 @@ class LargestGradients(StepListener):
         self._names: dict[int, str] = {}
 
     def worst(self) -> tuple[float, GradientSource | None]:
-        """The largest that float16 has to hold: those in float16, or all where none is."""
+        """The largest that float16 has to represent: of those in float16, or of all if none is."""
         low = {p: v for p, v in self.magnitudes.items() if p.dtype == torch.float16}
         low = low or self.magnitudes
         source = max(low, key=lambda p: low[p], default=None)
@@ -70,7 +71,7 @@ class LargestGradients(StepListener):
 
     @contextmanager
     def parameter_hooks(self, model: nn.Module) -> Iterator[None]:
-        """Measure the parameters' gradients; for users of a tracker that notifies this already."""
+        """Measure the parameters' gradients; for callers whose tracker notifies this already."""
         self._names = {id(p): name for name, p in model.named_parameters()}
         with ExitStack() as stack:
             for name, p in model.named_parameters():
@@ -93,8 +94,7 @@ class LargestGradients(StepListener):
 
     def follow(self, outputs: Any) -> None:
         """Hook the nodes that led to `outputs` since the model was last called."""
-        nodes = (x.grad_fn for x in tree_leaves(outputs) if isinstance(x, Tensor))
-        todo: list[Node] = [node for node in nodes if node is not None]
+        todo = [x.grad_fn for x in tensors_of(outputs) if x.grad_fn is not None]
         seen = set(todo)
         while todo:
             node = todo.pop()
@@ -134,7 +134,7 @@ def _op(node: Node) -> str:
 
 
 def _parameter_behind(node: Node, names: Mapping[int, str]) -> tuple[str, str] | None:
-    """The parameter whose gradient a node passes on: as it is, cast or transposed."""
+    """The parameter whose gradient a node passes on: unchanged, cast or transposed."""
     following: Node | None = node
     while following is not None and following.name() in _PASSES_ON:
         following = following.next_functions[0][0]

@@ -1,6 +1,6 @@
-"""How a tensor's values spread over the powers of two, which decides what formats can hold them.
+"""How a tensor's values spread over the powers of two: it decides which formats have their range.
 
-A float is +-m 2^e with 1 <= m < 2; its exponent e alone says whether a format's range has room for
+A float is +-m 2^e with 1 <= m < 2; its exponent e alone decides whether a format's range includes
 it. (`frexp` has m in 0.5..1, and so e + 1.) Exponents are read from the bit patterns, which is
 exact for subnormal numbers too. Zeros, infinities and NaN have none and are counted apart.
 
@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from mprun.records.numerics_record import ExponentCounts
 
 BLOCK = 2**16
 """Elements counted together on a CPU: so many stay in a core's cache."""
@@ -39,7 +40,7 @@ class Histogram:
     infinite: int = 0
     nan: int = 0
     largest: float = 0.0
-    """The largest finite magnitude; 0 where there is none."""
+    """The largest finite magnitude; 0 without any."""
 
     @property
     def nonzero(self) -> int:
@@ -69,16 +70,12 @@ class Histogram:
             max(self.largest, other.largest),
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, exponents as text in ascending order."""
-        return {
-            "exponents": {str(e): self.exponents[e] for e in sorted(self.exponents)},
-            "powers": {str(e): self.powers[e] for e in sorted(self.powers)},
-            "zero": self.zero,
-            "infinite": self.infinite,
-            "nan": self.nan,
-            "largest": self.largest,
-        }
+    def counts(self) -> ExponentCounts:
+        """The same as recorded: exponents as text, in ascending order."""
+        exponents, powers = (
+            {str(e): n for e, n in sorted(x.items())} for x in (self.exponents, self.powers)
+        )
+        return ExponentCounts(exponents, powers, self.zero, self.infinite, self.nan, self.largest)
 
 
 def pooled(histograms: Iterable[Histogram]) -> Histogram:

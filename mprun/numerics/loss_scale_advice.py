@@ -31,6 +31,7 @@ from mprun.numerics.histograms import Histogram, pooled
 from mprun.numerics.noise import Noise, expected_db
 from mprun.numerics.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
+from mprun.records.numerics_record import ScaleVerdict
 
 BOUNDS = (2.0**-100, 2.0**100)
 """No scale is recommended beyond these: the loss times it has to be a float32."""
@@ -43,7 +44,7 @@ class LayerGradients:
     """Unscaled gradients of some steps, reduced to what a loss scale depends on."""
 
     largest: float
-    """The largest magnitude that float16 has to hold."""
+    """The largest magnitude that float16 has to represent."""
     where: str
     """Where it arose."""
     layers: Mapping[str, tuple[Histogram, Noise]]
@@ -64,20 +65,6 @@ class LayerGradients:
         whole = pooled(h for h, _ in self.layers.values())
         by = math.frexp(scale)[1] - 1
         return count(whole, by) / whole.nonzero if whole.nonzero else None
-
-
-@dataclass(frozen=True)
-class ScaleVerdict:
-    """Whether a loss scale fits."""
-
-    scale: float
-    word: str
-    """too low, too high or fine."""
-    reason: str
-    becoming_zero: float | None
-    """Share of non-zero gradients that become 0 at it."""
-    losing_bits: float | None
-    """Share of non-zero gradients that become subnormal or 0."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +117,13 @@ def recommend(gradients: LayerGradients, headroom: float = 2.0) -> ScaleAdvice |
     return ScaleAdvice(largest_power(limit), gradients, headroom)
 
 
-def judge(scale: float, advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> ScaleVerdict:
-    """Whether a loss scale is too low, too high or fine.
+def judge(
+    scale: float, advice: ScaleAdvice, needed_db: float = NEEDED_DB, label: str = ""
+) -> ScaleVerdict:
+    """Whether a loss scale (1 for none) is too low, too high or fine.
 
-    Args:
-        scale: the one in use; 1 for none.
-        advice: what is recommended, and why.
-        needed_db: the signal-to-noise ratio that gradients have to keep.
+    Gradients should keep a signal-to-noise ratio of `needed_db`, or what they have at the
+    recommended scale.
     """
     seen = advice.gradients
     word, reason = "fine", _why_fine(scale, advice, needed_db)
@@ -148,27 +135,24 @@ def judge(scale: float, advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> Sc
         word = "too low"
         reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
         reason += power(advice.scale)
-    return ScaleVerdict(scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale))
+    return ScaleVerdict(
+        label, scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale)
+    )
 
 
 def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
-    """Whether a loss scale is needed in float16, and why; the gain of the recommended one.
-
-    Args:
-        advice: what is recommended.
-        needed_db: the signal-to-noise ratio that gradients have to keep.
-    """
+    """Whether a loss scale is needed in float16, and why; the gain of the recommended one."""
     without = judge(1.0, advice, needed_db)
     if without.word != "fine":
         return True, f"one is needed: without it {without.reason}"
     seen, scale = advice.gradients, advice.scale
     text = f"none is needed: without one {without.reason}"
     name, have, could = min(_layers(1.0, advice), key=lambda x: x[1], default=("", 0.0, 0.0))
-    lost, kept = seen.becoming_zero(1.0), seen.becoming_zero(scale)
-    if lost is not None and kept is not None:
+    lost, lost_with = seen.becoming_zero(1.0), seen.becoming_zero(scale)
+    if lost is not None and lost_with is not None:
         text += (
             f"; of the non-zero gradients {lost:.2%} become 0, all so small that they do not count."
-            f" At {power(scale)} {kept:.2%} would, and {name} keep {could:.1f} instead of "
+            f" At {power(scale)} {lost_with:.2%} would, and {name} keep {could:.1f} instead of "
             f"{have:.1f} dB"
         )
     return False, text

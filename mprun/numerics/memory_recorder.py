@@ -1,13 +1,12 @@
 """Memory of a training step, counted from the tensors alive: by category, by module, over time.
 
-A process's resident memory says little about a model: allocators keep memory that was freed.
-Counting the storages of live tensors gives exact figures, the same on every run, split by what the
-tensors are for:
+A process's resident memory shows little of a model: allocators retain freed memory. Counting
+the storages of live tensors gives exact figures, the same on every run, by the use of the tensors:
 
     parameters, buffers     the model's
     gradients               what ends up in a parameter's `grad`
     optimizer_state         the optimizer's, once it exists
-    activations             made in the forward pass: inputs, results kept for the backward pass,
+    activations             made in the forward pass: inputs, results stored for the backward pass,
                             16-bit copies of weights that autocast makes
     temporary               made in the backward pass or after it, and none of the above
 
@@ -15,7 +14,7 @@ A storage keeps one category for its whole life: a tensor of the backward pass t
 gradient counts as a gradient from the start. So the categories sum to the live bytes at every op.
 
 Each storage also has an owner. Parameters, buffers, gradients and optimizer state belong to the
-module that holds the parameter, activations to the module whose forward pass made them, temporaries
+module with the parameter, activations to the module whose forward pass made them, temporaries
 to the module whose gradient was being computed.
 
 The step may run on real tensors, or on fake ones (`fake_tensors`), which have a shape, a dtype and
@@ -43,18 +42,25 @@ from mprun._torch import (
     is_traceable_wrapper_subclass,
     op_name,
     storage_key,
-    tree_leaves,
 )
-from mprun.numerics.fault import check_dtypes
-from mprun.numerics.op_watcher import OpWatcher, RunOp
+from mprun.numerics.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
 from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
 from mprun.numerics.tracker import OpContext, StepListener
 
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
 """Owners that are no modules; `(loss)` is everything outside of model and optimizer."""
 
+SAME_DTYPE = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr", "convolution")
+)
+"""ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it."""
+
 NO_OPS = ("prim", "profiler")
 """Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
+
+
+class DtypeMismatchError(RuntimeError):
+    """Real kernels would refuse this step; the text is that of the `OpFault`."""
 
 
 def memory(
@@ -107,7 +113,7 @@ def fake_tensors() -> Iterator[None]:
 def record_memory(
     model: nn.Module, optimizer: Optimizer, inputs: Iterable[Tensor] = ()
 ) -> Iterator[MemoryRecorder]:
-    """Count what is alive while one step runs inside, in a loop of one's own.
+    """Count the live memory while one step of any loop runs inside.
 
     Args:
         model: the model.
@@ -135,7 +141,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         super().__init__()
         self._model, self._optimizer = model, optimizer
         self._devices = {p.device for p in model.parameters()}
-        self._held: list[LiveStorage] = []
+        self._storages: list[LiveStorage] = []
         self._alive: dict[int, LiveStorage] = {}
         self._finalizers: list[Any] = []
         self._points: list[MemoryPoint] = []
@@ -147,7 +153,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         Raises:
             ValueError: no op ran.
         """
-        return StepMemory.of(self._held, self._points, dict(self._kinds()))
+        return StepMemory.of(self._storages, self._points, dict(self._kinds()))
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Count what exists before the step."""
@@ -159,7 +165,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._classify(inputs, "activations", INPUTS)
 
     def end(self) -> None:
-        """The step is over: what dies from now on is not counted."""
+        """The step is over: storages that die from now on are not counted."""
         self._classify_buffers()  # a module may have put new ones in their place
         for finalizer in self._finalizers:  # they would keep the model alive
             finalizer.detach()
@@ -168,18 +174,21 @@ class MemoryRecorder(OpWatcher, StepListener):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         context, back = self.tracker.context(), in_backward()
-        check_dtypes(func, args, context.module or "", context.phase)
+        name = op_name(func)
+        if name in SAME_DTYPE and len(dtypes := floating_dtypes(args)) > 1:
+            raise DtypeMismatchError(
+                str(OpFault(name, context.module or "", context.phase, dtypes))
+            )
         result = run()
         if func.namespace in NO_OPS:
             return result
         self._went_backward = back or (self._went_backward and context.phase != "forward")
         later = self._went_backward or context.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _owner_of(context)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._register(leaf, category, owner)
+        for x in tensors_of(result):
+            self._register(x, category, owner)
         phase = "backward" if back else context.phase  # a recomputation is the backward pass's
-        self._points.append(MemoryPoint(op_name(func), phase, owner))
+        self._points.append(MemoryPoint(name, phase, owner))
         return result
 
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -189,15 +198,15 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._classify_state()
 
     def _classify(self, tensors: Iterable[Tensor], category: str, owner: str) -> None:
-        """These tensors' storages are `category` of `owner`, whether registered before or not."""
+        """Set category and owner of the tensors' storages; new storages are registered."""
         for tensor in tensors:
-            for held in self._register(tensor, category, owner):
-                held.category, held.owner = category, owner
+            for storage in self._register(tensor, category, owner):
+                storage.category, storage.owner = category, owner
 
     def _register(self, tensor: Tensor, category: str, owner: str) -> Sequence[LiveStorage]:
         if names := _parts(tensor):
             parts = [self._register(getattr(tensor, name), category, owner) for name in names]
-            return [held for part in parts for held in part]
+            return [storage for part in parts for storage in part]
         if self._devices and tensor.device not in self._devices:
             return ()
         storage = tensor.untyped_storage()
@@ -211,12 +220,12 @@ class MemoryRecorder(OpWatcher, StepListener):
             known.died = now
         new = LiveStorage(nbytes, category, owner, now, tuple(tensor.shape), str(tensor.dtype))
         self._alive[key] = new
-        self._held.append(new)
+        self._storages.append(new)
         return (new,)
 
     def _forget(self, key: int) -> None:
-        if (held := self._alive.pop(key, None)) is not None:
-            held.died = len(self._points)
+        if (dead := self._alive.pop(key, None)) is not None:
+            dead.died = len(self._points)
 
     def gradient_hooks(self) -> Iterator[Any]:
         """Hooks that register parameters' gradients as such."""
@@ -244,8 +253,8 @@ class MemoryRecorder(OpWatcher, StepListener):
     def _classify_state(self) -> None:
         owners: dict[Tensor, str] = {p: _owner(name) for name, p in self._model.named_parameters()}
         for parameter, state in self._optimizer.state.items():
-            tensors = [x for x in tree_leaves(state) if isinstance(x, Tensor)]
-            self._classify(tensors, "optimizer_state", owners.get(parameter, OPTIMIZER))
+            owner = owners.get(parameter, OPTIMIZER)
+            self._classify(tensors_of(state), "optimizer_state", owner)
 
     def _kinds(self) -> Iterator[tuple[str, str]]:
         """Owners in the order of the model, the others last, with the class of each module."""
@@ -265,7 +274,7 @@ def _parts(tensor: Tensor) -> list[str]:
 
 
 def _owner(parameter: str) -> str:
-    """The path of the module that holds a parameter or buffer of this name."""
+    """The path of the module with the parameter or buffer of this name."""
     return parameter.rpartition(".")[0]
 
 

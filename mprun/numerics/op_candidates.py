@@ -1,4 +1,4 @@
-"""Which ops of a model can run in the lower dtype or in float32, and the lists that say so.
+"""The ops of a model that can run in the lower dtype or in float32, and the lists for it.
 
 A search starts with everything lower. Three rules do that:
 
@@ -65,7 +65,7 @@ class OpFailedError(Exception):
 
 
 class _FailedCalls(CallStack):
-    """Knows in which call an error was raised first."""
+    """Records the call in which an error was raised first."""
 
     failed = ""
 
@@ -87,9 +87,9 @@ class ForwardCall(NamedTuple):
     """Whose code made it; empty for the model's own."""
     is_movable: bool
     dtype: torch.dtype
-    """Of its result."""
+    """The dtype of its result."""
     elements: int
-    """How many numbers the result has."""
+    """The number of elements of the result."""
 
 
 def forward_calls(
@@ -98,8 +98,7 @@ def forward_calls(
     """The calls of a forward pass with floating results, in their order.
 
     Args:
-        model: the model.
-        inputs: of one batch.
+        model, inputs: the model, and the inputs of one batch.
         plan_with: makes the cast plan, with a watcher that is notified of its calls.
 
     Raises:
@@ -206,8 +205,7 @@ def op_candidates(
     """The ops and modules of a model that lists can move.
 
     Args:
-        model: the model.
-        inputs: of one batch; a few forward passes are run on them.
+        model, inputs: the model, and the inputs of one batch; a few forward passes are run on them.
         dtype: bfloat16 or float16.
         always: ops that are always in float32, by any of their names.
         arithmetic: computes the ops; PyTorch's kernels by default.

@@ -1,12 +1,12 @@
 """Which ops of a model do not tolerate the lower dtype, and the smallest list that spares them.
 
     result = sensitivity(model, torch.nn.functional.cross_entropy, batches, torch.float16)
-    for row in result.ops: ...                      # what each op does to loss and gradients
+    for row in result.ops: ...                      # the effect of each op on loss and gradients
     lists = result.smallest_ops().lists             # for OpListCaster(lists, torch.float16)
 
-An op is measured from both ends. *Alone*: it is lower and everything else is float32, which says
-whether it is to blame. *Kept*: it is float32 and everything else is lower, which says what sparing
-it would bring. Modules are measured in the same way, as `precision.layers` keeps them apart.
+An op is measured twice. *Alone*: it is lower and everything else is float32, which shows whether
+it does harm. *Kept*: it is float32 and everything else is lower, which shows the gain of sparing
+it. Modules are measured in the same way, with a dtype of their own as in `precision.layers`.
 
 The search for the smallest set knows only names and three measurements. Harm is 1 where the lower
 dtype does as much as is tolerated, 0 where it does none, and infinite where a loss is NaN:
@@ -19,11 +19,10 @@ dtype does as much as is tolerated, 0 where it does none, and infinite where a l
     drop          each again, the least harmful alone first, if the others are enough
     swap          each for another that is harmful alone, if that is enough and costs less
 
-`harm` by itself would not do. Of two ops that overflow, moving either leaves the loss NaN; what
-each does alone tells them from the harmless ones. Dropping removes what was added before the op
-that mattered. Swapping finds the op that overflows behind one that only feeds it. In the end no
-name can be left out. That no other, smaller set would do is not shown: it would take 2^n
-measurements instead of about 3 n.
+`harm` alone is not enough. If two ops overflow, the loss is NaN until both are moved; their harm
+alone distinguishes them from harmless ops. Dropping removes what was added before the op that
+mattered. Swapping finds the op that overflows behind one that only feeds it. In the end no name can
+be left out. Another, smaller set may exist: to exclude that takes 2^n measurements instead of 3 n.
 """
 
 from __future__ import annotations
@@ -145,18 +144,13 @@ def _worst_if_nan(harm: float) -> float:
 
 
 class OpEffect(NamedTuple):
-    """The effect of one op or module."""
+    """The effect of one op or module; the fields are those of the record's `SensitivityRow`."""
 
     name: str
     calls: int
-    """In a forward pass."""
     alone: Deviation
-    """Only this is lower, everything else is float32."""
     kept: Deviation
-    """Only this is float32, everything else is lower."""
     time_ratio: float | None
-    """Time of a forward and a backward pass with it in float32 over that with everything lower;
-    None if not timed."""
 
 
 @dataclass(frozen=True)
@@ -177,18 +171,8 @@ class Fp32List:
 _Names = tuple[str, ...]
 
 
-def _ops(names: _Names) -> tuple[_Names, _Names]:
-    """Ops and modules in float32, where the names are ops."""
-    return names, ()
-
-
-def _modules(names: _Names) -> tuple[_Names, _Names]:
-    """Ops and modules in float32, where the names are modules."""
-    return (), names
-
-
 class Sensitivity:
-    """What the ops and modules of a model do; made by `sensitivity`.
+    """The effects of the ops and modules of a model; made by `sensitivity`.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
@@ -219,19 +203,19 @@ class Sensitivity:
         self.lower = self._measure((), ())
         """Everything lower."""
         movable = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
-        self.ops = self._effects("op", movable, candidates.op_alone, _ops)
+        self.ops = self._effects("op", movable, candidates.op_alone)
         """The effect of each op, in the order of their first calls."""
         named = candidates.modules if with_modules else {}
-        self.modules = self._effects("module", named, candidates.module_alone, _modules)
+        self.modules = self._effects("module", named, candidates.module_alone)
         """The same for modules."""
 
     def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest list of ops in float32 that keeps to the tolerance."""
-        return self._smallest(self.ops, _ops, tolerance)
+        return self._smallest("op", self.ops, tolerance)
 
     def smallest_modules(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest set of modules in float32 that keeps to the tolerance."""
-        return self._smallest(self.modules, _modules, tolerance)
+        return self._smallest("module", self.modules, tolerance)
 
     def time_ratio(self, plan: CastPlan) -> float | None:
         """Time of a forward and a backward pass under a plan over that with everything lower."""
@@ -240,34 +224,25 @@ class Sensitivity:
         return self.probe.time_ratio(self.candidates.plan(), plan, self._timed_steps)
 
     def _effects(
-        self,
-        kind: str,
-        calls: Mapping[str, int],
-        alone: Callable[[str], CastPlan],
-        split: Callable[[_Names], tuple[_Names, _Names]],
+        self, kind: str, calls: Mapping[str, int], alone: Callable[[str], CastPlan]
     ) -> tuple[OpEffect, ...]:
         effects = []
         for name, count in calls.items():
             self._report(f"{kind} {name}")
-            in_float32 = split((name,))
+            in_float32 = _split(kind, (name,))
             ratio = self.time_ratio(self.candidates.plan(*in_float32))
             measure = self.probe.measure(alone(name))
             effects.append(OpEffect(name, count, measure, self._measure(*in_float32), ratio))
         return tuple(effects)
 
-    def _smallest(
-        self,
-        effects: Sequence[OpEffect],
-        split: Callable[[_Names], tuple[_Names, _Names]],
-        tolerance: Tolerance,
-    ) -> Fp32List:
+    def _smallest(self, kind: str, effects: Sequence[OpEffect], tolerance: Tolerance) -> Fp32List:
         harm = tolerance.beside(self.unavoidable).harm
         search = smallest_set(
             {effect.name: harm(effect.alone) for effect in effects},
-            lambda names: harm(self._measure(*split(names))),
-            lambda names: self._float32_share(*split(names)),
+            lambda names: harm(self._measure(*_split(kind, names))),
+            lambda names: self._float32_share(*_split(kind, names)),
         )
-        ops, modules = split(search.fp32)
+        ops, modules = _split(kind, search.fp32)
         measure, share = self._measure(ops, modules), self._float32_share(ops, modules)
         return Fp32List(search.fp32, self.candidates.lists(ops), search, measure, share)
 
@@ -284,6 +259,11 @@ class Sensitivity:
         return self._known[key]
 
 
+def _split(kind: str, names: _Names) -> tuple[_Names, _Names]:
+    """The ops and the modules among names of one kind, op or module."""
+    return (names, ()) if kind == "op" else ((), names)
+
+
 def sensitivity(
     model: nn.Module,
     loss: Loss,
@@ -297,9 +277,9 @@ def sensitivity(
     loss_scales: Sequence[float] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> Sensitivity:
-    """Measure what each op of a model does in a 16-bit dtype.
+    """Measure the effect of each op of a model in a 16-bit dtype.
 
-    The model is left as it was. About four forward and backward passes are run for each op, each
+    The model is not changed. About four forward and backward passes are run for each op, each
     module and each batch, and the float32 gradients of each batch are kept in memory.
 
     Args:

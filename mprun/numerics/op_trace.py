@@ -16,18 +16,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import nn
 
-from mprun.numerics.op_watcher import RecordedOp, TensorRecord
+from mprun.numerics.op_watcher import RecordedOp, TensorRecord, dtype_name
 from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.rules import Casts
+from mprun.records.trace_record import CastRecord, TraceRow, TraceTotals
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
 """Names of the lists' rules in a trace; the other rules keep their names."""
@@ -111,117 +113,44 @@ class _NoCasts(Casts):
         return x
 
 
-@dataclass
-class CastRow:
-    """A cast that was made."""
-
-    have: str
-    want: str
-    nbytes: int
-    """Bytes read and written."""
-    time_s: float
-    redundant: str | None
-    """`cast twice`, `cast back`, or None."""
-
-
-@dataclass
-class TracedOp:
-    """A Python call, or an op outside of any call, with the casts made for it."""
-
-    op: str
-    phase: str
-    module: str
-    rule: str
-    dtypes_in: tuple[str, ...]
-    dtypes_out: tuple[str, ...]
-    began_s: float
-    time_s: float
-    """Of its ops without casts."""
-    kernels: tuple[str, ...]
-    casts: list[CastRow] = field(default_factory=list)
-
-    @property
-    def cast_time_s(self) -> float:
-        """Of its casts."""
-        return sum(c.time_s for c in self.casts)
-
-
 @dataclass(frozen=True)
 class StepTrace:
     """A step's rows in the order they ran."""
 
-    rows: list[TracedOp]
+    rows: list[TraceRow]
 
     @property
-    def casts(self) -> list[CastRow]:
+    def casts(self) -> list[CastRecord]:
         """All casts of the step."""
         return [cast for row in self.rows for cast in row.casts]
 
     @property
-    def time_s(self) -> float:
-        """Of all ops and casts."""
-        return sum(row.time_s + row.cast_time_s for row in self.rows)
+    def time_ms(self) -> float:
+        """The time of all ops and casts."""
+        return sum(row.time_ms + row.cast_time_ms for row in self.rows)
 
-    @property
-    def cast_time_s(self) -> float:
-        """Of all casts."""
-        return sum(row.cast_time_s for row in self.rows)
+    def totals(self, step_time_ms: float) -> TraceTotals:
+        """Sums over the rows.
 
-    def by_dtype(self) -> dict[str, tuple[int, float]]:
-        """Output dtype to number and seconds of the calls with that output."""
-        totals: dict[str, tuple[int, float]] = {}
+        Args:
+            step_time_ms: of a step that is not traced; the share of casts is relative to it.
+        """
+        by_dtype: dict[str, tuple[int, float]] = {}
         for row in self.rows:
             if row.kernels:
                 for dtype in row.dtypes_out[:1]:
-                    count, time_s = totals.get(dtype, (0, 0.0))
-                    totals[dtype] = (count + 1, time_s + row.time_s)
-        return totals
-
-    def as_dict(self, step_time_s: float) -> dict[str, Any]:
-        """Totals and rows as JSON has them; times in milliseconds.
-
-        Args:
-            step_time_s: of a step that is not traced; the share of casts is relative to it.
-        """
-        totals = {
-            "time_ms": self.time_s * 1e3,
-            "by_dtype": {k: [n, s * 1e3] for k, (n, s) in self.by_dtype().items()},
-            "casts": len(self.casts),
-            "cast_bytes": sum(c.nbytes for c in self.casts),
-            "cast_time_ms": self.cast_time_s * 1e3,
-            "cast_share": self.cast_time_s / step_time_s,
-            "redundant": dict(self.redundant()),
-        }
-        return {"totals": totals, "rows": [_row_dict(row) for row in self.rows]}
-
-    def redundant(self) -> Counter[str]:
-        """How many casts are redundant, by kind."""
-        return Counter(c.redundant for c in self.casts if c.redundant)
-
-
-def _row_dict(row: TracedOp) -> dict[str, Any]:
-    return {
-        "op": row.op,
-        "phase": row.phase,
-        "module": row.module,
-        "rule": row.rule,
-        "dtypes_in": list(row.dtypes_in),
-        "dtypes_out": list(row.dtypes_out),
-        "kernels": list(row.kernels),
-        "began_ms": row.began_s * 1e3,
-        "time_ms": row.time_s * 1e3,
-        "cast_time_ms": row.cast_time_s * 1e3,
-        "casts": [
-            {
-                "from": c.have,
-                "to": c.want,
-                "bytes": c.nbytes,
-                "time_ms": c.time_s * 1e3,
-                "redundant": c.redundant,
-            }
-            for c in row.casts
-        ],
-    }
+                    count, time_ms = by_dtype.get(dtype, (0, 0.0))
+                    by_dtype[dtype] = (count + 1, time_ms + row.time_ms)
+        cast_time_ms = sum(row.cast_time_ms for row in self.rows)
+        return TraceTotals(
+            time_ms=self.time_ms,
+            by_dtype=by_dtype,
+            casts=len(self.casts),
+            cast_bytes=sum(cast.bytes for cast in self.casts),
+            cast_time_ms=cast_time_ms,
+            cast_share=cast_time_ms / step_time_ms,
+            redundant=dict(Counter(cast.redundant for cast in self.casts if cast.redundant)),
+        )
 
 
 def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
@@ -231,14 +160,12 @@ def trace(ops: Sequence[RecordedOp], layers: Iterable[str] = ()) -> StepTrace:
         ops: from an `OpRecorder` with `CallStack.current` as its `call`.
         layers: names of modules with a dtype of their own.
     """
-    redundant = _redundant(ops)
-    own_dtype = tuple(layers)
+    redundant, own_dtype = _redundant(ops), tuple(layers)
     rows = []
-    numbered = enumerate(ops)
-    for _, group in groupby(numbered, key=lambda item: _group(*item)):
+    for _, group in groupby(enumerate(ops), key=lambda item: _group(*item)):
         members = list(group)
-        row = _row([op for _, op in members], own_dtype)
-        row.casts = [_cast_row(op, redundant.get(i)) for i, op in members if op.is_cast]
+        casts = [_cast(op, redundant.get(i)) for i, op in members if op.is_cast]
+        row = _row([op for _, op in members], casts, own_dtype)
         if row.kernels or row.casts:
             rows.append(row)
     return StepTrace(rows)
@@ -250,21 +177,23 @@ def _group(index: int, op: RecordedOp) -> tuple[int, int]:
     return (number, 0) if number and op.phase == "forward" else (0, index)
 
 
-def _row(ops: list[RecordedOp], layers: tuple[str, ...]) -> TracedOp:
+def _row(ops: list[RecordedOp], casts: list[CastRecord], layers: tuple[str, ...]) -> TraceRow:
     first, computing = ops[0], [op for op in ops if not op.is_cast and not op.is_view]
     called = first.phase == "forward" and first.call is not None and first.call.number
     name = first.call.name if called else computing[0].name if computing else "cast"
     made = [v for op in computing[-1:] for v in op.outputs or op.inputs]  # some write in place
-    return TracedOp(
+    return TraceRow(
         op=name,
         phase=first.phase,
         module=first.module,
         rule=_rule(first, layers),
-        dtypes_in=_dtypes(v for op in computing for v in op.inputs) if computing else (),
+        dtypes_in=_dtypes(v for op in computing for v in op.inputs),
         dtypes_out=_dtypes(made),
-        began_s=first.began_s,
-        time_s=sum(op.time_s for op in ops if not op.is_cast),
-        kernels=tuple(op.name for op in computing),
+        kernels=[op.name for op in computing],
+        began_ms=first.began_s * 1e3,
+        time_ms=sum(op.time_s for op in ops if not op.is_cast) * 1e3,
+        cast_time_ms=sum(cast.time_ms for cast in casts),
+        casts=casts,
     )
 
 
@@ -279,19 +208,16 @@ def _rule(op: RecordedOp, layers: tuple[str, ...]) -> str:
     return "layer policy" if op.call.rule == "disabled" and in_layer else str(op.call.rule)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _dtypes(values: Iterable[TensorRecord]) -> list[str]:
+    names = (dtype_name(v.dtype) for v in values if v.dtype.is_floating_point)
+    return list(dict.fromkeys(names))
 
 
-def _dtypes(values: Iterable[TensorRecord]) -> tuple[str, ...]:
-    names = (_name(v.dtype) for v in values if v.dtype.is_floating_point)
-    return tuple(dict.fromkeys(names))
-
-
-def _cast_row(op: RecordedOp, redundant: str | None) -> CastRow:
+def _cast(op: RecordedOp, redundant: str | None) -> CastRecord:
     have, want = op.inputs[0], op.outputs[0]
     nbytes = have.nbytes + want.nbytes
-    return CastRow(_name(have.dtype), _name(want.dtype), nbytes, op.time_s, redundant)
+    names = dtype_name(have.dtype), dtype_name(want.dtype)
+    return CastRecord(*names, nbytes, op.time_s * 1e3, redundant)
 
 
 def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
@@ -315,13 +241,21 @@ def _redundant(ops: Sequence[RecordedOp]) -> dict[int, str]:
 
 def typical(traces: Sequence[StepTrace]) -> StepTrace:
     """The last trace, with medians as times, over the traces that ran the same ops."""
-    last = traces[-1]
-    alike = [t for t in traces if _shape(t) == _shape(last)]
-    for n, row in enumerate(last.rows):
-        row.time_s = median(t.rows[n].time_s for t in alike)
-        for m, cast in enumerate(row.casts):
-            cast.time_s = median(t.rows[n].casts[m].time_s for t in alike)
-    return last
+    alike = [t.rows for t in traces if _shape(t) == _shape(traces[-1])]
+    return StepTrace([_typical_row(rows) for rows in zip(*alike, strict=True)])
+
+
+def _typical_row(rows: Sequence[TraceRow]) -> TraceRow:
+    casts = [
+        msgspec.structs.replace(casts[-1], time_ms=median(cast.time_ms for cast in casts))
+        for casts in zip(*(row.casts for row in rows), strict=True)
+    ]
+    return replace(
+        rows[-1],
+        time_ms=median(row.time_ms for row in rows),
+        cast_time_ms=sum(cast.time_ms for cast in casts),
+        casts=casts,
+    )
 
 
 def _shape(t: StepTrace) -> list[tuple[str, str, int]]:

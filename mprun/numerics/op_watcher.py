@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from mprun._torch import (
     tree_leaves,
     write_count,
 )
-from mprun.numerics.fault import OpFault, floating_dtypes
 from mprun.numerics.tracker import StepListener, StepTracker
 
 RunOp = Callable[[], Any]
@@ -69,7 +68,7 @@ class OpWatcher(TorchDispatchMode):
             self.forget()
 
     def forget(self) -> None:
-        """Drop what belongs to steps that are done."""
+        """Drop the data of steps that are done."""
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -88,7 +87,7 @@ class OpWatcher(TorchDispatchMode):
             return func(*args, **kwargs)
 
         def run() -> Any:
-            self._muted = True  # what a mode below computes in place of the op is not the model's
+            self._muted = True  # ops that a mode below runs in its place are not the model's
             try:
                 return func(*args, **kwargs)
             finally:
@@ -127,13 +126,36 @@ class RecordedOp:
     is_view: bool
     """Whether it only gives its input another shape, offset or strides."""
     call: Any
-    """What `call` of the recorder returned after it ran."""
+    """The result of the recorder's `call`, after the op."""
 
     @property
     def is_cast(self) -> bool:
         """Whether it copies a tensor into another dtype."""
         copies = self.name == "_to_copy" and len(self.inputs) == 1
         return copies and self.inputs[0].dtype != self.outputs[0].dtype
+
+
+FIX = (
+    "make the tensor in the model's dtype (for example torch.zeros(..., dtype=x.dtype)), or take a "
+    "mode that casts (precision=bf16_mixed, precision=fp16_mixed)"
+)
+
+
+class OpFault(NamedTuple):
+    """An op that raised an error."""
+
+    op: str
+    module: str
+    """Path of the module whose forward pass ran; empty for the root or none."""
+    phase: str
+    dtypes: tuple[str, ...]
+    """Distinct floating dtypes of its inputs, in order."""
+
+    def __str__(self) -> str:
+        of = f" of module {self.module}" if self.module else ""
+        inputs = f" with inputs in {' and '.join(self.dtypes)}" if self.dtypes else ""
+        fix = f"; {FIX}" if len(self.dtypes) > 1 else ""
+        return f"{self.op} in the {self.phase} pass{of}{inputs}{fix}"
 
 
 class OpRecorder(OpWatcher):
@@ -187,13 +209,28 @@ class OpRecorder(OpWatcher):
         return result
 
 
-def _records(tree: Any) -> Iterable[TensorRecord]:
-    for x in tree_leaves(tree):
-        if isinstance(x, Tensor):
-            memory = storage_key(x), write_count(x)
-            layout = (x.storage_offset(), *x.stride()) if x.layout == torch.strided else ()
-            nbytes = x.numel() * x.element_size()
-            yield TensorRecord(x.dtype, tuple(x.shape), nbytes, memory, tuple(map(int, layout)))
+def _records(tree: Any) -> Iterator[TensorRecord]:
+    for x in tensors_of(tree):
+        memory = storage_key(x), write_count(x)
+        layout = (x.storage_offset(), *x.stride()) if x.layout == torch.strided else ()
+        nbytes = x.numel() * x.element_size()
+        yield TensorRecord(x.dtype, tuple(x.shape), nbytes, memory, tuple(map(int, layout)))
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors in a structure of arguments or results, in order."""
+    return (x for x in tree_leaves(tree) if isinstance(x, Tensor))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """PyTorch's name without the package."""
+    return str(dtype).removeprefix("torch.")
+
+
+def floating_dtypes(tree: Any) -> tuple[str, ...]:
+    """The distinct floating dtypes of the tensors in a structure of arguments, in order."""
+    names = (dtype_name(x.dtype) for x in tensors_of(tree) if x.is_floating_point())
+    return tuple(dict.fromkeys(names))
 
 
 @functools.cache

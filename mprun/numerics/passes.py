@@ -51,7 +51,7 @@ BATCH_STATISTICS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
 )
-"""Layers that use the batch's statistics in training, and running ones otherwise."""
+"""Layers that use the batch's statistics in training, and running statistics otherwise."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Pass(NamedTuple):
 
     loss: float
     gradients: list[Tensor] | None
-    """Of each trained parameter, zeros where it has none; None where the loss is not finite."""
+    """The gradient of each trained parameter, or zeros; None if the loss is not finite."""
     failure: str = ""
     """The error of an op that has no kernel for its dtypes; empty without one."""
 
@@ -195,7 +195,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """`model` trains, without dropout and gradients; afterwards it is as it was before."""
+    """`model` trains, without dropout and gradients; its state is restored afterwards."""
     training = [m for m in model.modules() if m.training]
     gradients = [(p, p.grad) for p in model.parameters()]
     buffers = [

@@ -10,11 +10,11 @@ numbers:
     undetermined   the float32 gradient is not 0, and its error (its difference from float64's) is
                    more than a tenth of the true gradient, over all samples
 
-float32 keeps some 100 dB of a gradient that means something, and about -150 dB of one that cancels:
-the limit, 20 dB, is far from both.
+A meaningful gradient has about 100 dB in float32, one that cancels about -150 dB: the limit, 20 dB,
+is far from both.
 
 If a model cannot be computed in float64, its weights are moved by about one part in a million
-instead, three times: float32 gradients that mean something move by as little.
+instead, three times: meaningful float32 gradients change by as little.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAME_LOSS = 1e-3
 """Relative difference of the losses above which the float64 pass computed something else: a model
 whose code branches on dtypes, or draws random numbers in a way that is not followed."""
 OWN_SEED = 2**31 - 1
-"""Of random changes: with the seed that weights were drawn from, the two would be correlated."""
+"""The seed of random changes: with that of the initial weights, both would be correlated."""
 
 MOVED = "float32 with weights moved by 2^-20"
 FLOAT64 = Reference("float64")
@@ -54,7 +54,7 @@ class RoundingErrors:
 
     def __init__(self) -> None:
         self.reference = FLOAT64
-        """What float32 gradients are compared with."""
+        """The gradients that float32's are compared with."""
         self._signal: dict[str, float] = {}
         self._error: dict[str, float] = {}
         self._float32: dict[str, float] = {}

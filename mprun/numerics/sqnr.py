@@ -16,8 +16,8 @@ from torch import Tensor
 def sqnr_db(exact: Tensor, low: Tensor) -> float:
     """The ratio of two tensors of one shape, in dB; computed in float64.
 
-    Infinite where they are equal, minus infinity where only the exact one is zero, NaN where either
-    holds a NaN or an infinity.
+    Infinite if they are equal, minus infinity if only the exact one is zero, NaN if a value of
+    either is not finite.
     """
     exact, low = exact.double(), low.double()
     return sums_db(exact.square().sum().item(), (low - exact).square().sum().item())

@@ -1,4 +1,4 @@
-"""The memory alive during a training step: sums over the storages `memory_recorder` saw."""
+"""The memory alive during a training step: sums over the storages of a `MemoryRecorder`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from mprun.records.memory_record import MemoryPeak, MemoryTimeline, ModuleMemory, StorageMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
 
 
@@ -23,7 +24,7 @@ class LiveStorage:
     born: int
     """The first point at which it is alive."""
     shape: tuple[int, ...]
-    """Of the first tensor on it."""
+    """The shape of the first tensor on it."""
     dtype: str
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
@@ -55,13 +56,16 @@ class StepMemory:
     peak_at: int
     """The first op after which the most is alive."""
     peak_holds: tuple[LiveStorage, ...]
-    """Everything alive then, the largest first."""
+    """All storages alive then, the largest first."""
     kinds: Mapping[str, str]
-    """Every owner in the model's order, with its class; empty for those that are no module."""
+    """Owner to its class, in the model's order; empty for owners that are no module."""
 
     @classmethod
     def of(
-        cls, held: Sequence[LiveStorage], points: Sequence[MemoryPoint], kinds: Mapping[str, str]
+        cls,
+        storages: Sequence[LiveStorage],
+        points: Sequence[MemoryPoint],
+        kinds: Mapping[str, str],
     ) -> StepMemory:
         """The sums.
 
@@ -71,12 +75,12 @@ class StepMemory:
         if not points:
             raise ValueError("no op ran: there is no step to count")
         timeline = {
-            category: _alive_after(len(points), (h for h in held if h.category == category))
+            category: _alive_after(len(points), (h for h in storages if h.category == category))
             for category in MEMORY_CATEGORIES
         }
         totals = [sum(row) for row in zip(*timeline.values(), strict=True)]
         at = totals.index(max(totals))
-        alive = sorted((h for h in held if h.alive_at(at)), key=lambda h: -h.nbytes)
+        alive = sorted((h for h in storages if h.alive_at(at)), key=lambda h: -h.nbytes)
         return cls(tuple(points), timeline, at, tuple(alive), kinds)
 
     @property
@@ -110,45 +114,39 @@ class StepMemory:
             peaks[point.phase] = max(peaks.get(point.phase, 0), sum(row))
         return peaks
 
-    def as_dict(self, largest: int = 10) -> dict[str, Any]:
-        """Plain values, as `memory.json` has them, with the `largest` storages at the peak."""
-        at = self.points[self.peak_at]
-        return {
-            "bytes": self.totals,
-            "peak_at": {
-                "point": self.peak_at,
-                "op": at.op,
-                "phase": at.phase,
-                "module": at.owner,
-            },
-            "phase_peaks": self.phase_peaks,
-            "modules": [
-                {"module": owner, "kind": self.kinds[owner], "total": sum(row.values()), **row}
-                for owner, row in self.modules.items()
-            ],
-            "largest": [
-                {
-                    "bytes": h.nbytes,
-                    "category": h.category,
-                    "module": h.owner,
-                    "shape": list(h.shape),
-                    "dtype": h.dtype.removeprefix("torch."),
-                }
-                for h in self.peak_holds[:largest]
-            ],
-            "timeline": {
-                "op": [p.op for p in self.points],
-                "phase": [p.phase for p in self.points],
-                "module": [p.owner for p in self.points],
-                **{category: list(row) for category, row in self.timeline.items()},
-            },
-        }
+    @property
+    def peak(self) -> MemoryPeak:
+        """The op after which the most is alive."""
+        op, phase, owner = self.points[self.peak_at]
+        return MemoryPeak(self.peak_at, op, phase, owner)
+
+    def module_rows(self) -> list[ModuleMemory]:
+        """The memory of each owner at the peak."""
+        return [
+            ModuleMemory(owner, self.kinds[owner], sum(row.values()), **row)
+            for owner, row in self.modules.items()
+        ]
+
+    def largest(self, count: int = 10) -> list[StorageMemory]:
+        """The largest storages at the peak."""
+        return [
+            StorageMemory(
+                h.nbytes, h.category, h.owner, list(h.shape), h.dtype.removeprefix("torch.")
+            )
+            for h in self.peak_holds[:count]
+        ]
+
+    def timeline_rows(self) -> MemoryTimeline:
+        """The timeline as recorded."""
+        op, phase, module = map(list, zip(*self.points, strict=True))
+        rows = {category: list(row) for category, row in self.timeline.items()}
+        return MemoryTimeline(op, phase, module, **rows)
 
 
-def _alive_after(points: int, held: Iterable[LiveStorage]) -> tuple[int, ...]:
+def _alive_after(points: int, storages: Iterable[LiveStorage]) -> tuple[int, ...]:
     """Bytes alive after each of `points` ops."""
     changes = [0] * (points + 1)
-    for h in held:
+    for h in storages:
         changes[min(h.born, points)] += h.nbytes
         if h.died is not None:
             changes[min(h.died, points)] -= h.nbytes

@@ -9,15 +9,14 @@ Two kinds of error are tolerated in any case.
 than a tenth as a rule, late in a training by more than all of it. A rounding error that is no
 larger adds to that noise and costs little. So of an error
 
-    along the gradient     nothing is tolerated: what a format flushes to 0 is lost at every step
+    along the gradient     nothing is tolerated: a value flushed to 0 is lost at every step
     in other directions    `SHARE` times the variance over batches is tolerated
 
-A layer that 16 bits are too coarse for was trained with inputs further and further off, and its
-loss of accuracy compared with these figures (benchmarks/sampling_noise.py): the tolerated error
-costs up to 3 points of accuracy; twice to four times its power 2 to 10, more than that 10 to 38.
-The tolerated error of the loss costs up to 3 points, more than twice as much 10 and more. The
-signal-to-noise ratio alone cannot tell them apart: it falls by 20 dB during a training, because
-gradients become smaller.
+The figures come from training a layer for which 16 bits are too coarse, with growing offsets of its
+inputs (benchmarks/sampling_noise.py). The tolerated error costs up to 3 points of accuracy; two to
+four times its power costs 2 to 10 points, more than that 10 to 38. The tolerated error of the loss
+costs up to 3 points, more than twice as much costs 10 and more. The signal-to-noise ratio alone
+cannot separate these cases: it falls by 20 dB during a training, because gradients become smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mprun.records.deviation import Deviation
+from mprun.records.deviation import Deviation, SearchTolerance
 
 NEEDED_DB = 20.0
 """Lowest SQNR of a parameter's gradient: its error is then a tenth of it."""
@@ -45,7 +44,7 @@ MOST_LOSS = 0.12
 
 
 @dataclass(frozen=True)
-class Tolerance:
+class Tolerance(SearchTolerance):
     """The distance from float32 that the lower dtype may have.
 
     Where weights of its precision are further away by themselves, no list of ops could keep to it:

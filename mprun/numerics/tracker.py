@@ -3,7 +3,7 @@
 An op below autograd knows neither. Hooks keep the path of the module whose forward pass runs. An op
 of the backward pass belongs to the module whose forward pass made its autograd node. Autograd
 numbers its nodes in the order they are made, and knows which node runs. So the tracker notes the
-next number whenever a module begins or ends: the notes say which module made which numbers.
+next number whenever a module begins or ends: so it knows which module made which numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,23 @@
-"""What an optimizer's step adds to each weight, as exactly as possible.
+"""The updates of an optimizer's step, as exactly as possible, and those that 16-bit weights lose.
 
-The difference of the weights before and after contains the update *and* the rounding of the stored
-result. For float32 weights and SGD at 1e-3 the rounding can be most of it, for 16-bit weights all
-of it. So the step is repeated on a copy of optimizer and weights in float64, and the difference is
-taken there. mprun's own optimizers compute in float32, so their copy is in float32.
+*Exact updates.* The difference of the weights before and after a step contains the update and the
+rounding of the stored result. For float32 weights and SGD at 1e-3 the rounding can be most of it,
+for 16-bit weights all of it. So the step is repeated on a copy of optimizer and weights in float64,
+and the difference is taken there. mprun's own optimizers compute in float32; so does their copy.
+
+*Lost updates.* A 16-bit weight w has neighbours at a distance, the gap (2^-10 of its size in
+float16, 2^-7 in bfloat16, both to within a factor of two). A step that moves it by u, computed in
+float32 or wider, leaves it unchanged
+
+    nearest     where |u| is below half the gap, or equal to it and w's last bit is 0 (ties to
+                even); and so at every later step
+    stochastic  with probability 1 - |u| / gap, between 0 and 1: what one step loses, another
+                gains. The expected share is the mean of these (to 2^-13 and 2^-16: mprun's rounding
+                has 13 and 16 random bits)
+    kahan       where w with its remainder, together a float32 number, does not move
+
+An update of exactly 0 (a gradient of 0) loses nothing and is not counted. Everything is computed
+from w, its neighbours' patterns and u in float64: exactly, not by rounding and comparing.
 """
 
 from __future__ import annotations
@@ -11,14 +25,21 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision.rounding import merge
+from mprun.precision.rounding import merge, split
 from mprun.precision.update import ScaledOptimizer
+from mprun.records.numerics_record import LostShares
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+LARGEST = {torch.float16: 0x7BFF, torch.bfloat16: 0x7F7F}
+"""The bits of the largest number."""
+RULES = ("nearest", "stochastic", "kahan")
 
 
 class ExactUpdate(NamedTuple):
@@ -27,14 +48,14 @@ class ExactUpdate(NamedTuple):
     before: Tensor
     """The weights before the step, with Kahan's remainder where there is one; float64."""
     change: Tensor
-    """What the step adds, float64."""
+    """The change that the step adds; float64."""
 
 
 def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
-    """What `optimizer.step()` would add to each parameter that has a gradient; nothing is changed.
+    """The exact update of each parameter that has a gradient by `optimizer.step()`, without a step.
 
     Gradients that are still scaled (`optimizer.grad_scale`, as `torch.amp.GradScaler` and mprun set
-    it) are divided; where `optimizer.found_inf` says that the step is skipped, there is no update.
+    it) are divided; if `optimizer.found_inf` is set, the step is skipped and there is no update.
 
     Raises:
         TypeError: the step needs a closure, and so cannot be repeated.
@@ -91,3 +112,87 @@ def _widen(optimizer: Optimizer, dtype: torch.dtype) -> None:
             moment = isinstance(value, Tensor) and value.shape == p.shape and name != "step"
             if moment and value.is_floating_point():
                 state[name] = value.to(dtype)
+
+
+@dataclass
+class LostUpdates:
+    """Counts over weights; sums over steps where several are added."""
+
+    updated: int = 0
+    """Weights whose update is finite and not 0, and which are finite in both formats."""
+    unchanged: dict[str, float] = field(default_factory=dict)
+    """`fp16.nearest` and so on to how many stay; expected numbers for stochastic rounding."""
+    really: int = 0
+    """How many weights the real step left unchanged, in the dtype they have."""
+
+    def __add__(self, other: LostUpdates) -> LostUpdates:
+        mine, others = self.unchanged, other.unchanged
+        unchanged = {name: mine.get(name, 0.0) + others.get(name, 0.0) for name in mine | others}
+        return LostUpdates(self.updated + other.updated, unchanged, self.really + other.really)
+
+    def share(self, dtype: str, rule: str) -> float | None:
+        """The share of updates lost; None where there was none."""
+        return self.unchanged[f"{dtype}.{rule}"] / self.updated if self.updated else None
+
+    def shares(self) -> LostShares:
+        """All shares; None where there was no update."""
+        by_rule = {d: {rule: self.share(d, rule) for rule in RULES} for d in DTYPES}
+        really = self.really / self.updated if self.updated else None
+        return LostShares(self.updated, really, **by_rule)
+
+
+def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) -> LostUpdates:
+    """How many of `updates` each format and rule would lose.
+
+    Args:
+        weights: before the step; float16, bfloat16 or float32, or float64 of such values.
+        updates: the exact change by the step, of the same shape.
+        after: the weights after the real step, in their own dtype; None if unknown.
+    """
+    weights, updates = weights.detach().double(), updates.detach().double()
+    rounded = {name: weights.to(torch.float32).to(dtype) for name, dtype in DTYPES.items()}
+    moves = (updates != 0) & torch.isfinite(updates)
+    for w16 in rounded.values():
+        moves &= torch.isfinite(w16)
+    lost = LostUpdates(updated=int(moves.sum()))
+    for name, w16 in rounded.items():
+        half = _gap(w16, updates > 0) / 2
+        size = updates.abs()
+        even = _magnitude(w16) & 1 == 0
+        stays = {
+            "nearest": (size < half) | ((size == half) & even),
+            "stochastic": (1 - size / (2 * half)).clamp(min=0),
+            "kahan": _compensated_stays(weights.float(), updates, w16.dtype),
+        }
+        for rule, probability in stays.items():
+            lost.unchanged[f"{name}.{rule}"] = float(probability.double()[moves].sum())
+    if after is not None:
+        lost.really = int((after.detach().double() == weights)[moves].sum())
+    return lost
+
+
+def _magnitude(w16: Tensor) -> Tensor:
+    """The bits without the sign, as int32."""
+    return w16.view(torch.int16).int() & 0x7FFF
+
+
+def _gap(w16: Tensor, upwards: Tensor) -> Tensor:
+    """The distance of each number to its neighbour above or below, float64.
+
+    The largest number's neighbour is as far as the one below it: rounding takes place as if there
+    were no largest number, and what rounds beyond it overflows.
+    """
+    magnitude = _magnitude(w16)
+    outwards = (w16 > 0) == upwards
+    outwards &= magnitude < LARGEST[w16.dtype]
+    step = torch.where(outwards | (magnitude == 0), 1, -1)
+    neighbour = (magnitude + step).to(torch.int16).view(w16.dtype)
+    return (neighbour.double() - w16.double().abs()).abs()
+
+
+def _compensated_stays(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whether a rounded weight and its remainder are those of before."""
+    rounded, remainder = split(weights, dtype)
+    before = merge(rounded, remainder)
+    after = split((before.double() + updates).float(), dtype)
+    return (after[0] == rounded) & (after[1] == remainder)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mprun.records.deviation import Deviation, Reference, SearchTolerance
 
 
@@ -44,17 +46,19 @@ class ModelVerdict:
 
 
 @dataclass(frozen=True)
-class LabelledScale:
-    """Whether one loss scale fits float16."""
+class ScaleVerdict:
+    """Whether a loss scale fits float16."""
 
     label: str
-    """none, published, in use or recommended."""
+    """none, published, in use or recommended; empty for another."""
     scale: float
     word: str
     """too low, too high or fine."""
     reason: str
     becoming_zero: float | None
+    """Share of non-zero gradients that become 0 at it."""
     losing_bits: float | None
+    """Share of non-zero gradients that become subnormal or 0."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class LossScaleResult:
     largest_gradient: float
     where: str
     headroom: float
-    verdicts: list[LabelledScale]
+    verdicts: list[ScaleVerdict]
     tried_db: dict[str, float]
     """Loss scale, as text, to the SQNR of the gradients, in dB."""
     best_tried: float | None
@@ -136,9 +140,8 @@ class HeldValues:
     nan: int
 
 
-@dataclass(frozen=True)
-class LossScaledRow:
-    """Gradients in float16 times a loss scale."""
+class LossScaledRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Gradients in float16 times a loss scale; the file leaves out `fp16` where it is None."""
 
     recommended: float
     fp16_db: float

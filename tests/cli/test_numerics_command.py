@@ -481,7 +481,7 @@ def test_what_was_seen_of_a_run_that_is_stopped_is_kept() -> None:
     asked = iter([False, False, True])
     result = inspecting(lambda: next(asked), steps=9)
     assert (result.steps, result.ended) == ((1, 2, 3), "stopped at step 3")
-    assert result.findings.as_dict()["rows"]
+    assert result.result.rows
     with pytest.raises(StopRequestedError):
         inspecting(lambda: True, steps=1)
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.numerics.histograms import BLOCK, Histogram, histogram, pooled
+from mprun.records.numerics_record import ExponentCounts
 
 DTYPES = (
     torch.float64,
@@ -110,13 +111,6 @@ def test_histograms_add_up(parts: list[list[float]]) -> None:
     assert pooled(histogram(x) for x in tensors) == histogram(together)
 
 
-def test_plain_values() -> None:
+def test_counts_as_recorded() -> None:
     seen = histogram(torch.tensor([0.5, 0.75, 4.0, 0.0]))
-    assert seen.as_dict() == {
-        "exponents": {"-1": 2, "2": 1},
-        "powers": {"-1": 1, "2": 1},
-        "zero": 1,
-        "infinite": 0,
-        "nan": 0,
-        "largest": 4.0,
-    }
+    assert seen.counts() == ExponentCounts({"-1": 2, "2": 1}, {"-1": 1, "2": 1}, 1, 0, 0, 4.0)

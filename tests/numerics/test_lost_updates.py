@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.numerics.lost_updates import DTYPES, LostUpdates, lost_updates
+from mprun.numerics.updates import DTYPES, LostUpdates, lost_updates
 from mprun.precision.rounding import RANDOM_BITS, merge, round_stochastic, split
 
 SIZES = st.floats(-8, 8, width=32) | st.floats(-(2.0**-20), 2.0**-20, width=32)
@@ -143,7 +143,7 @@ def test_what_the_step_really_left() -> None:
     updates = torch.tensor([1e-3, 1e-3, 0.0])
     after = torch.tensor([1.0, 1.001, 1.0])
     assert lost_updates(weights, updates, after).really == 1
-    assert lost_updates(weights, updates, after).as_dict()["really"] == 0.5
+    assert lost_updates(weights, updates, after).shares().really == 0.5
 
 
 def test_counts_add_up() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,9 @@ from mprun.config import compose
 from mprun.experiments.recipe_trace import shipped_op_lists, trace_step
 from mprun.numerics.op_trace import (
     CallStack,
-    CastRow,
     LabelledCaster,
     PythonCall,
     StepTrace,
-    TracedOp,
     trace,
     typical,
 )
@@ -39,6 +38,7 @@ from mprun.precision import (
     disable_casts,
     op_lists,
 )
+from mprun.records.trace_record import CastRecord, TraceRow
 from mprun.train.loop import Parts, Trainer
 from tests.precision.test_policy import policy
 
@@ -154,8 +154,10 @@ def test_the_casts_of_a_linear_step_are_those_counted_by_hand() -> None:
     parameters = outputs * inputs + outputs
     elements = samples * inputs + parameters + samples * outputs + samples * outputs + parameters
     assert len(found.casts) == 7
-    assert sum(c.nbytes for c in found.casts) == elements * (4 + 2)
-    kinds = [(row.phase, cast.have, cast.want) for row in found.rows for cast in row.casts]
+    assert sum(c.bytes for c in found.casts) == elements * (4 + 2)
+    kinds = [
+        (row.phase, cast.from_dtype, cast.to_dtype) for row in found.rows for cast in row.casts
+    ]
     assert kinds == [
         *[("forward", "float32", "bfloat16")] * 3,
         ("other", "bfloat16", "float32"),
@@ -277,7 +279,7 @@ def traced(
     return trace(ops, layers)
 
 
-def rules(rows: list[TracedOp], phase: str = "forward") -> list[tuple[str, str]]:
+def rules(rows: list[TraceRow], phase: str = "forward") -> list[tuple[str, str]]:
     return [(row.op, row.rule) for row in rows if row.phase == phase]
 
 
@@ -305,18 +307,18 @@ def test_each_row_has_the_dtypes_it_ran_in_and_the_casts_made_for_it() -> None:
     found = traced(EveryRule(), hmp_like(calls), calls, {"kept": "fp32"})
     down, up = ("float32", "bfloat16"), ("bfloat16", "float32")
     shown = {
-        row.op: (row.dtypes_in, row.dtypes_out, [(c.have, c.want) for c in row.casts])
+        row.op: (row.dtypes_in, row.dtypes_out, [(c.from_dtype, c.to_dtype) for c in row.casts])
         for row in found.rows
         if row.phase == "forward"
     }
-    low, wide = ("bfloat16",), ("float32",)
+    low, wide = ["bfloat16"], ["float32"]
     assert shown == {
         "mm": (low, low, [down, down]),
         "softmax": (wide, wide, [up]),
         "add": (wide, wide, [up]),
         "mul_": (wide, wide, [up]),
         "hypot": (low, low, [down]),
-        "float": ((), (), [up]),
+        "float": ([], [], [up]),
         "exp": (wide, wide, []),
         "cos": (wide, wide, []),
     }
@@ -542,7 +544,7 @@ def test_an_input_of_two_ops_is_cast_twice_and_a_weight_of_two_once(
     found = traced(TwoHeads(), make(calls), calls, {})
     casts = [(r.op, [c.redundant for c in r.casts]) for r in found.rows if r.phase == "forward"]
     assert casts == [("linear", [None, None]), ("linear", ["cast twice"]), ("mul", [])]
-    assert found.redundant() == {"cast twice": 1}
+    assert found.totals(1.0).redundant == {"cast twice": 1}
 
 
 # ---- totals --------------------------------------------------------------------------------------
@@ -554,69 +556,70 @@ def test_a_cast_reads_one_dtype_and_writes_the_other(dtype: torch.dtype) -> None
     with OpRecorder(ops.append):
         X[:3].to(dtype)
     (cast,) = trace(ops).casts
-    assert cast.nbytes == 3 * 4 * (4 + dtype.itemsize)
-    assert (cast.have, cast.want) == ("float32", str(dtype).removeprefix("torch."))
+    assert cast.bytes == 3 * 4 * (4 + dtype.itemsize)
+    assert (cast.from_dtype, cast.to_dtype) == ("float32", str(dtype).removeprefix("torch."))
 
 
 @pytest.mark.usefixtures("short")
 def test_times_of_rows_are_positive_and_add_up_to_the_totals() -> None:
     found, step_time_s = trace_step(planned("fashion_mnist", *MODES["hmp"]))
-    shown = found.as_dict(step_time_s)
-    totals, rows = shown["totals"], shown["rows"]
-    assert all((row["time_ms"] > 0) or not row["kernels"] for row in rows)
-    assert all(cast["time_ms"] > 0 for row in rows for cast in row["casts"])
-    casts_ms = sum(cast["time_ms"] for row in rows for cast in row["casts"])
-    # Sums of some fifty float64 numbers, in another order and unit: a few last bits.
+    totals, rows = found.totals(step_time_s * 1e3), found.rows
+    assert all((row.time_ms > 0) or not row.kernels for row in rows)
+    assert all(cast.time_ms > 0 for row in rows for cast in row.casts)
+    casts_ms = sum(cast.time_ms for row in rows for cast in row.casts)
+    # Sums of some fifty float64 numbers, in another order: a few last bits.
     rel = 1e-12
-    assert totals["cast_time_ms"] == pytest.approx(casts_ms, rel=rel)
-    ops_ms = sum(row["time_ms"] for row in rows)
-    assert totals["time_ms"] == pytest.approx(ops_ms + casts_ms, rel=rel)
-    assert totals["cast_share"] == pytest.approx(casts_ms / (step_time_s * 1e3), rel=rel)
-    assert totals["casts"] == sum(len(row["casts"]) for row in rows) > 0
-    assert totals["cast_bytes"] == sum(c["bytes"] for row in rows for c in row["casts"])
-    assert [row["began_ms"] for row in rows] == sorted(row["began_ms"] for row in rows)
+    assert totals.cast_time_ms == pytest.approx(casts_ms, rel=rel)
+    ops_ms = sum(row.time_ms for row in rows)
+    assert totals.time_ms == pytest.approx(ops_ms + casts_ms, rel=rel)
+    assert totals.cast_share == pytest.approx(casts_ms / (step_time_s * 1e3), rel=rel)
+    assert totals.casts == sum(len(row.casts) for row in rows) > 0
+    assert totals.cast_bytes == sum(c.bytes for row in rows for c in row.casts)
+    assert [row.began_ms for row in rows] == sorted(row.began_ms for row in rows)
 
 
 @pytest.mark.usefixtures("short")
 def test_every_row_that_computes_is_counted_under_the_dtype_it_gives() -> None:
     found, _ = trace_step(planned("fashion_mnist", *MODES["hmp"]))
-    by_dtype = found.by_dtype()
+    by_dtype = found.totals(1.0).by_dtype
     assert set(by_dtype) == {"bfloat16", "float32"}
-    for dtype, (count, time_s) in by_dtype.items():
-        rows = [row for row in found.rows if row.kernels and row.dtypes_out[:1] == (dtype,)]
+    for dtype, (count, time_ms) in by_dtype.items():
+        rows = [row for row in found.rows if row.kernels and row.dtypes_out[:1] == [dtype]]
         assert count == len(rows)
         # The same numbers summed in the same order, from 0 or from 0.0.
-        assert time_s == pytest.approx(sum(row.time_s for row in rows), rel=1e-12)
+        assert time_ms == pytest.approx(sum(row.time_ms for row in rows), rel=1e-12)
 
 
 def row(
     op: str = "mm", *, ms: float = 1.0, dtype: str = "float32", casts: tuple[float, ...] = ()
-) -> TracedOp:
-    return TracedOp(
+) -> TraceRow:
+    return TraceRow(
         op=op,
         phase="forward",
         module="",
         rule="listed lower",
-        dtypes_in=(dtype,),
-        dtypes_out=(dtype,),
-        began_s=0.0,
-        time_s=ms * 1e-3,
-        kernels=(op,),
-        casts=[CastRow("float32", "bfloat16", 6, at * 1e-3, None) for at in casts],
+        dtypes_in=[dtype],
+        dtypes_out=[dtype],
+        kernels=[op],
+        began_ms=0.0,
+        time_ms=ms,
+        cast_time_ms=sum(casts),
+        casts=[CastRecord("float32", "bfloat16", 6, at, None) for at in casts],
     )
 
 
 def test_totals_of_rows_made_by_hand() -> None:
     made = StepTrace([row(ms=1), row(ms=2, dtype="bfloat16", casts=(0.25, 0.75)), row(ms=4)])
-    made.rows[1].casts[1].redundant = "cast back"
-    totals = made.as_dict(step_time_s=0.02)["totals"]
-    assert (totals["casts"], totals["cast_bytes"]) == (2, 12)
-    assert totals["redundant"] == {"cast back": 1}
+    casts = made.rows[1].casts
+    casts[1] = msgspec.structs.replace(casts[1], redundant="cast back")
+    totals = made.totals(step_time_ms=20.0)
+    assert (totals.casts, totals.cast_bytes) == (2, 12)
+    assert totals.redundant == {"cast back": 1}
     # Products and sums of a few decimal fractions.
-    figures = [totals[key] for key in ("time_ms", "cast_time_ms", "cast_share")]
+    figures = [totals.time_ms, totals.cast_time_ms, totals.cast_share]
     assert figures == pytest.approx([8.0, 1.0, 0.05], rel=1e-12)
-    assert totals["by_dtype"]["float32"] == pytest.approx([2, 5.0], rel=1e-12)
-    assert totals["by_dtype"]["bfloat16"] == pytest.approx([1, 2.0], rel=1e-12)
+    assert totals.by_dtype["float32"] == pytest.approx((2, 5.0), rel=1e-12)
+    assert totals.by_dtype["bfloat16"] == pytest.approx((1, 2.0), rel=1e-12)
 
 
 def test_the_typical_step_has_the_median_time_of_each_row_and_cast() -> None:
@@ -624,14 +627,14 @@ def test_the_typical_step_has_the_median_time_of_each_row_and_cast() -> None:
     traces = [StepTrace([row(ms=a), row(ms=b, casts=(c,))]) for a, b, c in times]
     found = typical(traces)
     # Medians of three are numbers of the three: nothing is computed.
-    assert [r.time_s for r in found.rows] == [3.0e-3, 20.0 * 1e-3]
-    assert found.casts[0].time_s == 0.5e-3
+    assert [r.time_ms for r in found.rows] == [3.0, 20.0]
+    assert found.casts[0].time_ms == 0.5
 
 
 def test_the_typical_step_is_the_last_where_they_ran_different_ops() -> None:
     other = StepTrace([row("exp", ms=100)])
     last = StepTrace([row(ms=7)])
-    assert [(r.op, r.time_s) for r in typical([other, other, last]).rows] == [("mm", 7 * 1e-3)]
+    assert [(r.op, r.time_ms) for r in typical([other, other, last]).rows] == [("mm", 7)]
 
 
 def test_the_typical_step_leaves_out_those_that_cast_otherwise() -> None:
@@ -639,4 +642,4 @@ def test_the_typical_step_leaves_out_those_that_cast_otherwise() -> None:
     alike = [StepTrace([row(ms=ms)]) for ms in (1.0, 2.0)]
     (found,) = typical([cast, cast, *alike]).rows
     assert found.casts == []
-    assert found.time_s == median((1.0 * 1e-3, 2.0 * 1e-3))
+    assert found.time_ms == median((1.0, 2.0))

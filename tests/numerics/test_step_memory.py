@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
+from mprun.records.memory_record import MemoryPeak, ModuleMemory, StorageMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
@@ -67,7 +69,7 @@ def test_modules_keep_the_model_s_order_and_leave_out_what_holds_nothing() -> No
     assert list(found.modules) == ["", "a.b", "(loss)"]
 
 
-def test_as_plain_values() -> None:
+def test_as_recorded() -> None:
     held = [
         LiveStorage(4, "parameters", "a", 0, (2, 1), "torch.bfloat16"),
         LiveStorage(8, "activations", "(inputs)", 1, (2,), "torch.float32", 2),
@@ -77,62 +79,33 @@ def test_as_plain_values() -> None:
         MemoryPoint("sum", "other", "(loss)"),
         MemoryPoint("t", "other", ""),
     ]
-    assert StepMemory.of(held, points, KINDS).as_dict(largest=1) == {
-        "bytes": {
-            "peak": 12,
-            "parameters": 4,
-            "buffers": 0,
-            "gradients": 0,
-            "optimizer_state": 0,
-            "activations": 8,
-            "temporary": 0,
-        },
-        "peak_at": {"point": 1, "op": "sum", "phase": "other", "module": "(loss)"},
-        "phase_peaks": {"forward": 4, "other": 12},
-        "modules": [
-            {
-                "module": "a",
-                "kind": "Block",
-                "total": 4,
-                "parameters": 4,
-                "buffers": 0,
-                "gradients": 0,
-                "optimizer_state": 0,
-                "activations": 0,
-                "temporary": 0,
-            },
-            {
-                "module": "(inputs)",
-                "kind": "",
-                "total": 8,
-                "parameters": 0,
-                "buffers": 0,
-                "gradients": 0,
-                "optimizer_state": 0,
-                "activations": 8,
-                "temporary": 0,
-            },
-        ],
-        "largest": [
-            {
-                "bytes": 8,
-                "category": "activations",
-                "module": "(inputs)",
-                "shape": [2],
-                "dtype": "float32",
-            }
-        ],
-        "timeline": {
-            "op": ["mm", "sum", "t"],
-            "phase": ["forward", "other", "other"],
-            "module": ["a", "(loss)", ""],
-            "parameters": [4, 4, 4],
-            "buffers": [0, 0, 0],
-            "gradients": [0, 0, 0],
-            "optimizer_state": [0, 0, 0],
-            "activations": [0, 8, 0],
-            "temporary": [0, 0, 0],
-        },
+    step = StepMemory.of(held, points, KINDS)
+    assert step.totals == {
+        "peak": 12,
+        "parameters": 4,
+        "buffers": 0,
+        "gradients": 0,
+        "optimizer_state": 0,
+        "activations": 8,
+        "temporary": 0,
+    }
+    assert step.peak == MemoryPeak(1, "sum", "other", "(loss)")
+    assert step.phase_peaks == {"forward": 4, "other": 12}
+    assert step.module_rows() == [
+        ModuleMemory("a", "Block", 4, 4, 0, 0, 0, 0, 0),
+        ModuleMemory("(inputs)", "", 8, 0, 0, 0, 0, 8, 0),
+    ]
+    assert step.largest(1) == [StorageMemory(8, "activations", "(inputs)", [2], "float32")]
+    assert msgspec.to_builtins(step.timeline_rows()) == {
+        "op": ["mm", "sum", "t"],
+        "phase": ["forward", "other", "other"],
+        "module": ["a", "(loss)", ""],
+        "parameters": [4, 4, 4],
+        "buffers": [0, 0, 0],
+        "gradients": [0, 0, 0],
+        "optimizer_state": [0, 0, 0],
+        "activations": [0, 8, 0],
+        "temporary": [0, 0, 0],
     }
 
 

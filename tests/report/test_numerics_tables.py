@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mprun.numerics.collect import KINDS as COLLECTED
-from mprun.numerics.lost_updates import RULES as KNOWN_RULES
+from mprun.numerics.updates import RULES as KNOWN_RULES
 from mprun.records.deviation import Reference
 from mprun.records.numerics_record import NumericsResult
 from mprun.report.numerics_tables import (

@@ -1,18 +1,18 @@
 """Floating-point exceptions: which op first made a NaN, an infinity or a saturated number.
 
-A loss of NaN says that something went wrong, often many ops and steps earlier. Here each op is
-inspected as it runs, in forward pass, loss, backward pass and optimizer. An op that reads finite
+A loss of NaN shows that something went wrong, often many ops and steps earlier. So each op is
+inspected when it runs, in forward pass, loss, backward pass and optimizer. An op that reads finite
 numbers and makes others is the origin of an exception. Later NaN and infinities lead back to it.
 
     fp_exception       the results as plain data: exceptions, verdicts, counts
     tensor_stats       least and largest value of a tensor, statistics
     op_call            what an op reads and writes; running it again in float64
-    shadow             which origin spoiled which memory, and which numbers it should hold
+    shadow             which origin spoiled which memory, and the exact numbers
     origins            whether an op is an origin, a consequence, or a constant like a mask's -inf
     state_check        gradients, parameters, buffers and optimizer state after each step
     nonfinite_watcher  the mode that meets every op, and the line of Python the op is from
     step_monitor       a step from its beginning to its verdict and the response: log, halt, skip
-    loops              the two entries: a loop of one's own, and mprun's
+    loops              the two entries: any training loop, and mprun's run
 """
 
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines

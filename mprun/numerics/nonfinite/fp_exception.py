@@ -29,7 +29,7 @@ DETAILED = 100
 
 @dataclass(frozen=True)
 class TensorStats:
-    """A tensor that an op read or made; of one without numbers only dtype and shape are known."""
+    """A tensor that an op read or made; without data only its dtype and shape are known."""
 
     name: str
     """Its name in the op's schema."""
@@ -113,7 +113,7 @@ class FpException:
     loss_scale: float | None = None
     """The factor of the loss."""
     reached: tuple[str, ...] = ()
-    """What it spoiled: the loss, gradients, parameters, buffers, optimizer state; the first 50."""
+    """The first 50 values it spoiled: the loss, gradients, parameters, buffers, optimizer state."""
     reached_count: int = 0
     """The number of all these."""
     before: tuple[PastOp, ...] = ()
@@ -123,7 +123,7 @@ class FpException:
     wrong: WrongResult | None = None
     """For an overflow: the first finite result computed from it that is wrong."""
     reason: str | None = None
-    """The cause, where more is known than the figures say."""
+    """The cause, if more is known than the figures show."""
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -143,8 +143,8 @@ class FpException:
         if self.kind == "outside":
             bad = self.outputs[0]
             counts = ((bad.inf, "inf"), (bad.nan, "NaN"))
-            held = " and ".join(f"{n} {what}" for n, what in counts if n)
-            parts = [f"outside: {bad.name} holds {held}, first read by {self.where}"]
+            numbers = " and ".join(f"{n} {what}" for n, what in counts if n)
+            parts = [f"outside: {bad.name} holds {numbers}, first read by {self.where}"]
         if self.reason:
             parts.append(self.reason)
         overflow = self.verdict == "finding" and self.kind == "overflow"
@@ -176,13 +176,10 @@ class FpException:
                 yield f"{unscaled:.4g} without the loss scale of {self.loss_scale:g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """As JSON has it, with the largest magnitude of each tensor."""
         row: dict[str, Any] = msgspec.to_builtins(self)
-        tensors = (*self.inputs, *self.outputs, self.in_float64)
-        rows = (*row["inputs"], *row["outputs"], row["in_float64"])
-        for x, values in zip(tensors, rows, strict=True):
-            if x is not None:
-                values["max_abs"] = x.max_abs
+        for tensor in filter(None, (*row["inputs"], *row["outputs"], row["in_float64"])):
+            tensor["max_abs"] = TensorStats(**tensor).max_abs
         return row
 
 

@@ -1,6 +1,6 @@
-"""The two entries to `StepMonitor`: a loop of one's own, and mprun's.
+"""The two entries to `StepMonitor`: any training loop, and mprun's run.
 
-A loop of one's own:
+In any loop:
 
     with fp_exceptions(model, optimizer, action="halt") as report:
         for x, y in batches:
@@ -45,7 +45,7 @@ OnStepEnd = Callable[[StepOutcome], None]
 SLOW = "debug.fp_exceptions inspects every op of a training step: steps are not timed"
 
 
-# ---- a loop of one's own -------------------------------------------------------------------------
+# ---- any loop ------------------------------------------------------------------------------------
 
 
 class FpExceptionError(FloatingPointError):
@@ -112,7 +112,7 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer
 
 
 class _Loop(StepListener):
-    """Finds out from hooks where steps begin and end."""
+    """Recognises by hooks where steps begin and end."""
 
     def __init__(self, monitor: StepMonitor, optimizers: Sequence[Optimizer]) -> None:
         self.monitor = monitor
@@ -173,23 +173,22 @@ class _Loop(StepListener):
 
 
 class RunExceptions:
-    """What a run does about floating-point exceptions; here: nothing, and nothing is different."""
+    """What a run does about floating-point exceptions: here nothing."""
 
     def __init__(self) -> None:
         self.report = NonfiniteReport()
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
-        """What carries a policy out; the arguments are those of `Precision`."""
+        """A `Precision`, from its arguments."""
         return Precision(*args, **kwargs)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
     ) -> Sequence[str]:
-        """These train from now on; notices for the user.
+        """Inspect this training from now on; returns notices for the user.
 
         Args:
-            model: the model.
-            optimizer: of its parameters.
+            model, optimizer: what trains.
             on_step_end: called with the outcome of each inspected step.
         """
         return ()
@@ -206,9 +205,7 @@ class WatchedRunExceptions(RunExceptions):
     """Inspects every op of every training step.
 
     Args:
-        action: log, halt or skip.
-        halt_after: steps lost in a row that end halt and skip.
-        saturates: whether 16-bit results clamped to the largest number count.
+        action, halt_after, saturates: as in `fp_exceptions`.
     """
 
     def __init__(self, action: str, halt_after: int, saturates: bool) -> None:
@@ -238,12 +235,7 @@ class WatchedRunExceptions(RunExceptions):
 
 
 class WatchedPrecision(Precision):
-    """A policy at work while its steps are inspected.
-
-    Args:
-        exceptions: inspects them.
-        policy, caster, arithmetic, args, kwargs: those of `Precision`.
-    """
+    """A `Precision`, from its arguments, whose steps `exceptions` inspects."""
 
     def __init__(
         self,

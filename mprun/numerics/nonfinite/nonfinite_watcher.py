@@ -1,8 +1,7 @@
-"""The mode that hands over each op with its tensors, its module, its phase and its line of code.
+"""The mode that reports each op with its tensors, its module, its phase and its line of code.
 
-It sees an op below autograd and autocast, casts included. It does not see what a mode below makes
-of an op (emulated or substituted arithmetic). While it is entered, PyTorch runs compiled regions op
-by op.
+It sees an op below autograd and autocast, casts included. It does not see the ops that emulated or
+substituted arithmetic runs instead. While it is entered, PyTorch runs compiled regions op by op.
 
 The line is that of the innermost stack frame that belongs neither to PyTorch, nor to mprun, nor to
 Python's own library. Recipes are the user's code, mprun's own among them.
@@ -13,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +28,11 @@ from mprun._torch import (
     next_node,
     no_dispatch,
 )
-from mprun.numerics.nonfinite.op_call import OpCall, OpSpec, op_spec, written_arguments
-from mprun.numerics.nonfinite.tensor_stats import PLAIN_TYPES, tensors_in, value_range
+from mprun.numerics.nonfinite.op_call import OpCall, op_spec, written_arguments
+from mprun.numerics.nonfinite.tensor_stats import PLAIN_TYPES, value_range
 from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision import Precision
+from mprun.precision.nested import tensors_in
 
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
 
@@ -43,7 +43,7 @@ PYTHON = Path(sysconfig.get_path("stdlib"))
 PACKAGES = (Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib")))
 INTERACTIVE = ("<stdin>", "<ipython")
 LOOP = inspect.getfile(Precision)
-"""The code that calls a model for mprun's loop: outside of it no line is the user's."""
+"""The code that calls a model in mprun's loop: no caller of it is the user's code."""
 
 
 class CodeLine(NamedTuple):
@@ -70,11 +70,11 @@ class OpSite(NamedTuple):
 
 
 class NonfiniteWatcher(OpWatcher):
-    """Meets each op while it is entered.
+    """Calls `inspect` with each op that makes numbers, and where it ran, while it is entered.
 
     Args:
         model: whose modules are named.
-        inspect: is called with each op that makes numbers, and where it ran.
+        inspect: gets each op.
         on_scaler_check: is called before a loss scaler checks the gradients.
     """
 
@@ -88,7 +88,7 @@ class NonfiniteWatcher(OpWatcher):
         self.scaler_overflowed = False
         """Whether a loss scaler reported an overflow in this step's gradients."""
         self.loss_scale: float | None = None
-        """What the scaler divided them by."""
+        """The loss scale by which the scaler divided the gradients."""
         self.kinds = {path: type(module).__name__ for path, module in model.named_modules()}
         """The class of each module."""
         self._inspect = inspect
@@ -96,7 +96,7 @@ class NonfiniteWatcher(OpWatcher):
         self._lines: dict[int, CodeLine | None] = {}
 
     def begin_step(self) -> None:
-        """A step begins: the graphs of the last one are gone."""
+        """A step begins: the autograd graphs of the last one are gone."""
         self.scaler_overflowed, self.loss_scale = False, None
         self._lines.clear()
         self.tracker.forget_graph()
@@ -105,9 +105,15 @@ class NonfiniteWatcher(OpWatcher):
         site, spec = self._site(), op_spec(func)
         if func is SCALER_CHECK:
             self._on_scaler_check()
-        targets = [x for _, v in written_arguments(func, args, kwargs) for x in tensors_in(v)]
+        targets = list(tensors_in(v for _, v in written_arguments(func, args, kwargs)))
         before = {id(x): value_range(x) for x in targets}
-        saved = _copies(targets) if spec.reads_written and _may_run_again(spec, site) else {}
+        saved: dict[int, Tensor] = {}
+        # Ops of the optimizer and over lists are not run again: they would need a copy of all
+        # parameters.
+        optimizes = spec.listwise or site.phase == "optimizer"
+        if spec.reads_written and not (optimizes or spec.random):
+            with no_dispatch(), torch.no_grad():
+                saved = {id(x): x.clone() for x in targets if type(x) in PLAIN_TYPES}
         result = run()
         if spec.makes_numbers:
             self._inspect(OpCall(func, args, kwargs, result, before, saved), site)
@@ -127,18 +133,8 @@ class NonfiniteWatcher(OpWatcher):
         return OpSite(phase, module or "", kind, line)
 
 
-def _may_run_again(spec: OpSpec, site: OpSite) -> bool:
-    """Not the optimizer's ops nor those over lists: a copy of all parameters is too much."""
-    return not (spec.listwise or spec.random or site.phase == "optimizer")
-
-
-def _copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-    with no_dispatch(), torch.no_grad():
-        return {id(x): x.clone() for x in tensors if type(x) in PLAIN_TYPES}
-
-
 def current_line() -> CodeLine | None:
-    """The line that the caller's op is from; None where only libraries are on the stack."""
+    """The line of code that runs the caller's op; None if only libraries are on the stack."""
     for frame in calling_frames():
         code = frame.f_code
         if not _is_library(code.co_filename):

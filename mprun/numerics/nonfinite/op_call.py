@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mprun._torch import no_dispatch, op_name, schema_of, tree_leaves, tree_map
-from mprun.numerics.nonfinite.tensor_stats import ValueRange, tensors_in
+from mprun._torch import no_dispatch, op_name, schema_of, tree_map
+from mprun.numerics.nonfinite.tensor_stats import ValueRange
+from mprun.numerics.op_watcher import tensors_of
+from mprun.precision.nested import tensors_in
 
 aten = torch.ops.aten
 
@@ -35,7 +37,7 @@ NamedTensor = tuple[str, Tensor, ValueRange | None]
 
 
 class OpSpec(NamedTuple):
-    """What an op does to tensors."""
+    """The properties of an op that do not depend on its arguments."""
 
     makes_numbers: bool
     """Whether its results are inspected: not views, not memory without numbers in it yet."""
@@ -92,29 +94,26 @@ class OpCall(NamedTuple):
         """ATen's, without the overload."""
         return op_name(self.func)
 
-    def written(self) -> Iterator[tuple[str, Any]]:
-        """The arguments it writes to, with their names."""
-        return written_arguments(self.func, self.args, self.kwargs)
-
     def outputs(self) -> Iterator[tuple[str, int, Tensor]]:
-        """What it made: name, position in a list, tensor."""
+        """Its results: name, position in a list, tensor."""
         seen, result = set(), self.result
         if op_spec(self.func).first_alone and isinstance(result, tuple | list):
             result = result[:1]
-        for name, value in chain(self.written(), [("result", result)]):
-            for i, x in enumerate(tensors_in(value)):
+        written = written_arguments(self.func, self.args, self.kwargs)
+        for name, value in chain(written, [("result", result)]):
+            for i, x in enumerate(tensors_in([value])):
                 if id(x) not in seen:
                     seen.add(id(x))
                     yield name, i, x
 
     def inputs(self, index: int | None) -> list[NamedTensor]:
-        """What it read; of an op over lists, for the tensors at `index` of each, or all of them."""
+        """The tensors it read; of an op over lists those at `index` of each list, or all (None)."""
         spec = op_spec(self.func)
         unread = set() if spec.reads_written else {name for _, name in spec.written}
         named = zip((a.name for a in schema_of(self.func).arguments), self.args, strict=False)
         read: list[NamedTensor] = []
         for name, value in chain(named, self.kwargs.items()):
-            tensors = list(tensors_in(value))
+            tensors = list(tensors_in([value]))
             if spec.listwise and index is not None and not isinstance(value, Tensor):
                 tensors = tensors[index : index + 1]
             if name not in unread:
@@ -153,10 +152,10 @@ def in_float64(
     spec = op_spec(call.func)
     if spec.random:
         return None
-    leaves = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
-    if sum(x.numel() for x in leaves) > LARGEST:
+    if sum(x.numel() for x in tensors_of((call.args, call.kwargs))) > LARGEST:
         return None
-    targets = {id(x) for _, v in call.written() for x in tensors_in(v)}
+    written = written_arguments(call.func, call.args, call.kwargs)
+    targets = {id(x) for x in tensors_in(v for _, v in written)}
     if spec.reads_written and not targets <= call.saved.keys():
         return None
     wide: dict[int, Tensor] = {}

@@ -1,25 +1,25 @@
-"""Which op a number that is not finite comes from.
+"""Which op made a number that is not finite.
 
 An op that makes such a number out of finite ones is its origin. There are two exceptions:
 
     constants     an infinity among the op's own numbers, as in `masked_fill(mask, -inf)`: the
                   program wrote it
-    consequences  what is computed from something that is not finite has the origins of that; where
-                  that existed before the first op, it is from outside
+    consequences  a result of inputs that are not finite has the inputs' origins; inputs that were
+                  not finite before the first op are from outside
 
 A NaN made of constants alone, as by the softmax of a row that is masked whole, is a new origin.
 
-The kind of an exception is decided by running the op again in float64: what is finite there was too
-large for the dtype; what is infinite or NaN there too is so in any precision.
+The kind of an exception is decided by running the op again in float64: a number that is finite
+there was too large for the dtype; one that is infinite or NaN there too is so in any precision.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from math import inf, isfinite
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,34 +38,20 @@ from mprun.numerics.nonfinite.shadow import (
 )
 from mprun.numerics.nonfinite.tensor_stats import (
     ValueRange,
-    all_stats,
-    dtype_name,
     is_finite,
     is_plain,
     stats,
     value_range,
 )
+from mprun.numerics.op_watcher import dtype_name
 
 PAST = 20
 """Ops before an exception that are reported with it."""
 
+DESCRIBED = 16
+"""Inputs of one op that are described."""
+
 LOW = (torch.float16, torch.bfloat16)
-
-
-class _RanOp(NamedTuple):
-    """An op that ran; described only when an exception needs it."""
-
-    name: str
-    site: OpSite
-    dtype: torch.dtype
-    shape: Sequence[int]
-    range: ValueRange | None
-
-    def described(self) -> PastOp:
-        low, high = self.range or (None, None)
-        location = self.site.line and str(self.site.line)
-        where = (self.name, self.site.phase, self.site.module, location)
-        return PastOp(*where, dtype_name(self.dtype), tuple(map(int, self.shape)), low, high)
 
 
 class OriginFinder:
@@ -82,7 +68,8 @@ class OriginFinder:
         """Those of the step, in order."""
         self._shadow = ShadowValues()
         self._name = name
-        self._past: deque[_RanOp] = deque(maxlen=PAST)
+        self._past: deque[Callable[[], PastOp]] = deque(maxlen=PAST)
+        """Descriptions of the ops that ran last; few are needed, and each takes time."""
         self._saturates = saturates
         self._step = 0
         self._went_backward = False
@@ -90,7 +77,7 @@ class OriginFinder:
     @property
     def past(self) -> tuple[PastOp, ...]:
         """The ops that ran last."""
-        return tuple(ran.described() for ran in self._past)
+        return tuple(described() for described in self._past)
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
@@ -110,8 +97,8 @@ class OriginFinder:
             for result in results:
                 self._check_saturated(call, site, result)
         if results:
-            x = results[0].tensor
-            self._past.append(_RanOp(call.name, site, x.dtype, x.shape, results[0].range))
+            x, measured = results[0].tensor, results[0].range
+            self._past.append(partial(_past_op, call.name, site, x.dtype, x.shape, measured))
         if site.phase in ("forward", "backward"):
             self._went_backward = site.phase == "backward"
 
@@ -216,11 +203,10 @@ class OriginFinder:
         """The exception that an op raised.
 
         Args:
-            call: the op.
-            site: where it ran.
+            call, site: the op, and where it ran.
             bad: its results that are not finite, or the input that is not; the first one decides.
             kind: what happened, or None to decide here.
-            exact: the first of `bad` in float64; None where that is not known.
+            exact: the first of `bad` in float64; None if that is not known.
         """
         known = None if exact is None else stats(bad[0].name, exact)
         return FpException(
@@ -233,15 +219,22 @@ class OriginFinder:
             module=site.module,
             module_kind=site.module_kind,
             location=site.line and str(site.line),
-            inputs=all_stats(call.inputs(bad[0].number)),
+            inputs=tuple(stats(*x) for x in call.inputs(bad[0].number)[:DESCRIBED]),
             outputs=tuple(stats(result.name, result.tensor) for result in bad),
             in_float64=known,
             before=self.past,
         )
 
 
+def _past_op(
+    name: str, site: OpSite, dtype: torch.dtype, shape: Sequence[int], measured: ValueRange | None
+) -> PastOp:
+    where = name, site.phase, site.module, site.line and str(site.line)
+    return PastOp(*where, dtype_name(dtype), tuple(map(int, shape)), *(measured or (None, None)))
+
+
 def at_largest(dtype: torch.dtype, measured: ValueRange | None) -> bool:
-    """Whether a 16-bit tensor holds the largest number of its dtype."""
+    """Whether a 16-bit tensor contains the largest number of its dtype."""
     return measured is not None and dtype in LOW and measured.size == torch.finfo(dtype).max
 
 
@@ -274,13 +267,7 @@ def _differs(result: OpResult, exact: Tensor) -> bool:
 
 
 def _to_blame(origins: set[Origin], bad: list[OpResult], both: BothResults) -> set[Origin]:
-    """The origins of an op's inputs that made its `bad` results; none where the op itself did.
-
-    Args:
-        origins: those of inputs that are not finite.
-        bad: results that are not finite.
-        both: the results in float64, with and without the overflows among the origins.
-    """
+    """Those origins of an op's inputs that made its `bad` results; none if the op itself did."""
     blamed: set[Origin] = set()
     for result in bad:
         if not is_plain(result.tensor):

@@ -1,4 +1,4 @@
-"""What is known of numbers in memory: the origins of bad ones, and what they should be.
+"""The origins of bad numbers in memory, and their exact values.
 
 An op that makes a NaN or an infinity out of finite numbers is an origin (`Origin`). Whatever is
 computed from its result has the same origin (`Lineage`). So, at the end of a step, a gradient that
@@ -17,7 +17,7 @@ earlier ops, so their difference is the effect of the overflow. A finite number 
 Numbers that are not right are followed further. They may become wrong or not finite (0 / 0); the
 origin is the same overflow.
 
-Both are kept by storage, so views share them. Exact numbers are stored for one step, and the
+Both are stored by storage, so views share them. Exact numbers are stored for one step, and the
 optimizer is left out.
 """
 
@@ -58,7 +58,7 @@ class Origin:
 
     exception: FpException
     reached: dict[str, None] = field(default_factory=dict)
-    """What it spoiled that outlasts the step, in order."""
+    """The values it spoiled that outlast the step, in order."""
     owner: str = ""
     """The first parameter or buffer in `reached`, by its name."""
     upward: bool = False
@@ -83,25 +83,15 @@ class Origin:
         self.distorts |= self.upward
 
     @property
-    def module(self) -> str:
-        """The path of the module of `owner`."""
-        return self.owner.rpartition(".")[0]
-
-    @property
     def deliberate(self) -> bool:
         """Whether the program wrote it, or it existed before: no fault unless it does harm."""
         return self.exception.kind in ("constant", "outside")
 
 
 def mark_reached(origins: Iterable[Origin], what: str, owner: str = "") -> None:
-    """Note that these origins spoiled `what`, which outlasts the step.
+    """Note that these origins spoiled `what` (a gradient, the loss) of parameter `owner`.
 
-    A mask is not blamed beside a fault or beside an infinity from outside.
-
-    Args:
-        origins: those of `what`.
-        what: a gradient, a parameter, the loss.
-        owner: the name of the parameter it is or belongs to.
+    A mask is not blamed if there is also a fault or an infinity from outside.
     """
     every = list(origins)
     faults = [x for x in every if not x.deliberate]
@@ -148,7 +138,7 @@ class Shadow(NamedTuple):
 
     memory: StorageWeakRef
     dtype: torch.dtype
-    """Of the storage itself."""
+    """The dtype of the storage itself."""
     numbers: Tensor
     """float64 [numbers in the storage]; where the real number is right, the same."""
     origins: frozenset[Origin]
@@ -183,10 +173,10 @@ class ShadowValues:
         self._of.clear()
 
     def begin(self, x: Tensor, exact: Tensor, origin: Origin) -> bool:
-        """An op overflowed into `x`, which should hold `exact`.
+        """An op overflowed into `x`; its exact result is `exact`.
 
         Returns:
-            Whether its consequences can be followed.
+            Whether the consequences can be followed.
         """
         if not is_plain(x):
             return False
@@ -270,7 +260,7 @@ class ShadowValues:
         return True
 
     def _overwrite(self, x: Tensor) -> None:
-        """`x` was written: its numbers are right now, or judged."""
+        """An op wrote `x`: its numbers are right now, or judged."""
         shadow = self._get(x)
         if shadow is None:
             return

@@ -1,8 +1,8 @@
-"""What outlasts a step, checked after each: gradients, parameters, buffers, optimizer state.
+"""Checks of the tensors that outlast a step: gradients, parameters, buffers, optimizer state.
 
 An optimizer with kernels of its own writes to parameters unseen. So the state is checked after each
 step: a parameter that was finite before, with finite gradients, names the optimizer. What is not
-finite from the start (a mask kept as a buffer) is not reported.
+finite from the start (a mask in a buffer) is not reported.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mprun.numerics.nonfinite.origins import OriginFinder, at_largest
 from mprun.numerics.nonfinite.shadow import Origin, mark_reached, memory
 from mprun.numerics.nonfinite.tensor_stats import (
     ValueRange,
-    dtype_name,
     is_finite,
     stats,
     value_range,
 )
+from mprun.numerics.op_watcher import dtype_name
 
 
 class StateTensor(NamedTuple):
@@ -41,8 +41,7 @@ class StateCheck:
     """Checks the tensors of a model and its optimizers that outlast a step.
 
     Args:
-        model: the model.
-        optimizers: its optimizers; none where nothing is trained.
+        model, optimizers: the model, and its optimizers if it is trained.
         finder: knows the origins, and receives new ones.
         saturates: whether 16-bit numbers at the largest of their dtype count.
     """
@@ -89,12 +88,10 @@ class StateCheck:
 
     def eps_reason(self, owner: str) -> str | None:
         """Why an optimizer divides by 0: its `eps` is 0 in the dtype of the parameter `owner`."""
-        p = dict(self._parameters()).get(owner)
-        for group in self._groups():
-            if p is not None and any(p is x for x in group["params"]):
-                eps = group.get("eps")
-                if isinstance(eps, float) and eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
-                    return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
+        for p, _, group in self._groups_of(owner):
+            eps = group.get("eps")
+            if isinstance(eps, float) and eps > 0 == float(torch.tensor(eps, dtype=p.dtype)):
+                return f"the optimizer's eps={eps:g} is 0 in {dtype_name(p.dtype)}"
         return None
 
     def check_gradients(self, step: int) -> None:
@@ -109,7 +106,7 @@ class StateCheck:
             self._of_gradients |= origins
 
     def check_after_step(self, step: int) -> None:
-        """Check what the step wrote; what was bad before it is not reported again."""
+        """Check the tensors that the step wrote; those that were bad before are not reported."""
         bad, large = set(), set()
         for item in self._items():
             measured = value_range(item.tensor)
@@ -140,6 +137,8 @@ class StateCheck:
     def _unseen(self, step: int, item: StateTensor, phase: str, kind: str) -> Origin:
         """The origin of numbers that no op of PyTorch wrote."""
         in_optimizer = phase == "optimizer"
+        optimizers = [*(x for _, x, _ in self._groups_of(item.owner)), *self._optimizers]
+        stepped = type(optimizers[0]).__name__ if optimizers else "optimizer"
         others = [x for x in self._items() if x.owner == item.owner and x.label != item.label]
         gradients = [g for g in self._gradients() if g.owner == item.owner and in_optimizer]
         module = item.owner.rpartition(".")[0]
@@ -148,7 +147,7 @@ class StateCheck:
             kind=kind,
             step=step,
             last_step=step,
-            op=f"{self._optimizer_of(item)}.step" if in_optimizer else "an unseen kernel",
+            op=f"{stepped}.step" if in_optimizer else "an unseen kernel",
             phase=phase,
             module=module,
             module_kind=self._kinds.get(module, ""),
@@ -159,13 +158,13 @@ class StateCheck:
         )
         return self._finder.add(exception, item.tensor)
 
-    def _optimizer_of(self, item: StateTensor) -> str:
-        """The class of the optimizer with the item's parameter."""
-        p = dict(self._parameters()).get(item.owner)
+    def _groups_of(self, owner: str) -> Iterator[tuple[Tensor, Optimizer, dict[str, Any]]]:
+        """The parameter of this name, with each optimizer and group that has it."""
+        p = dict(self._parameters()).get(owner)
         for optimizer in self._optimizers:
-            if any(p is x for group in optimizer.param_groups for x in group["params"]):
-                return type(optimizer).__name__
-        return type(self._optimizers[0]).__name__ if self._optimizers else "optimizer"
+            for group in optimizer.param_groups:
+                if p is not None and any(p is x for x in group["params"]):
+                    yield p, optimizer, group
 
     def _gradients(self) -> Iterator[StateTensor]:
         for name, p in self._parameters():
@@ -176,19 +175,15 @@ class StateCheck:
                 yield StateTensor("gradient of the model's input", "", x.grad)
 
     def _live_inputs(self) -> Iterator[Tensor]:
-        """The model's inputs in this step, as far as they are alive."""
+        """The model's inputs in this step that are still alive."""
         yield from (x for ref in self._inputs if (x := ref()) is not None)
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        for optimizer in self._optimizers:
-            yield from optimizer.param_groups
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Those of the model, and those that only the optimizers have."""
         named: dict[str, Any] = dict(self._model.named_parameters())
         yield from named.items()
         known = {id(p) for p in named.values()}
-        for g, group in enumerate(self._groups()):
+        for g, group in enumerate(g for x in self._optimizers for g in x.param_groups):
             for i, p in enumerate(group["params"]):
                 if id(p) not in known:
                     yield f"parameter {i} of group {g}", p

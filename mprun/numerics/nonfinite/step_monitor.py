@@ -1,4 +1,4 @@
-"""A step from its beginning to its verdict, and the response to it: log, halt, or skip."""
+"""The inspection of a step, its verdict, and the response to it: log, halt, or skip."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from mprun._torch import tree_leaves
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
 from mprun.numerics.nonfinite.nonfinite_watcher import NonfiniteWatcher
 from mprun.numerics.nonfinite.origins import OriginFinder
 from mprun.numerics.nonfinite.shadow import Origin, mark_reached
 from mprun.numerics.nonfinite.state_check import StateCheck
 from mprun.numerics.nonfinite.tensor_stats import is_finite, value_range
+from mprun.numerics.op_watcher import tensors_of
 
 OUTPUT = "the model's output"
 REACHED = 50
-"""So much of what an exception spoiled is named."""
+"""How many of the tensors that an exception spoiled are named."""
 ACTIONS = ("log", "halt", "skip")
 HALT_AFTER = 20
 """Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
@@ -54,7 +54,7 @@ class Response:
     """Decides after each step what to do.
 
     Args:
-        action: log, halt or skip.
+        action: one of `ACTIONS`.
         halt_after: the number of lost steps in a row, skipped or dropped, that ends halt and skip.
 
     Raises:
@@ -90,8 +90,7 @@ class StepMonitor:
     """Inspects one step after another, and responds.
 
     Args:
-        model: the model that trains.
-        optimizers: its optimizers; none where nothing is trained.
+        model, optimizers: the model, and its optimizers if it is trained.
         response: decides; None to log.
         saturates: whether 16-bit numbers clamped to the largest of their dtype count.
         report: the exceptions are added to it.
@@ -124,19 +123,19 @@ class StepMonitor:
         self.watcher.begin_step()
 
     def save(self) -> None:
-        """Keep model and optimizers as they are, for `skip`; the first call in a step counts."""
+        """Copy model and optimizers, for `skip`; the first call in a step counts."""
         if self._response.action == "skip" and self._snapshot is None:
             with self.watcher.muted():
                 self._snapshot = Snapshot(self._model, *self._optimizers)
 
     def inputs(self, inputs: Any) -> None:
         """The model is called with these."""
-        self._state.inputs(x for x in tree_leaves(inputs) if isinstance(x, Tensor))
+        self._state.inputs(tensors_of(inputs))
 
     def outputs(self, outputs: Any) -> None:
         """The model returned these."""
-        for x in tree_leaves(outputs):
-            if isinstance(x, Tensor) and not is_finite(value_range(x)):
+        for x in tensors_of(outputs):
+            if not is_finite(value_range(x)):
                 mark_reached(self._finder.lineage.of(x), OUTPUT)
 
     def check_gradients(self) -> None:
@@ -154,7 +153,7 @@ class StepMonitor:
 
         Args:
             skipped: whether dynamic loss scaling skipped it.
-            loss_scale: the factor of its loss; None where there is none, or a scaler has it.
+            loss_scale: the factor of its loss; None without one, or if a scaler has it.
         """
         self._state.check_after_step(self._step)
         scale = loss_scale or self.watcher.loss_scale
@@ -173,10 +172,11 @@ class StepMonitor:
         if exception.phase != "optimizer" or not origin.owner:
             return origin
         divided_by_0 = "div" in exception.op and exception.kind in ("infinite", "invalid")
+        module = origin.owner.rpartition(".")[0]
         placed = replace(
             exception,
-            module=origin.module,
-            module_kind=self.watcher.kinds.get(origin.module, ""),
+            module=module,
+            module_kind=self.watcher.kinds.get(module, ""),
             reason=self._state.eps_reason(origin.owner) if divided_by_0 else None,
         )
         return replace(origin, exception=placed)
@@ -216,47 +216,27 @@ def _by_loss_scale(exception: FpException, loss_scale: float | None) -> bool:
 
 
 class Snapshot:
-    """A copy of a model and its optimizers as they are now.
-
-    Args:
-        model: parameters and buffers are copied.
-        optimizers: their state and options are.
-    """
+    """A copy of a model's tensors and of its optimizers' state and options."""
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        every = [*model.parameters(), *model.buffers(), *(p for g in groups for p in g["params"])]
-        self._tensors = [(x, x.detach().clone()) for x in dict.fromkeys(every)]
         self._options = [(g, {k: v for k, v in g.items() if k != "params"}) for g in groups]
         self._states = [
-            (
-                optimizer,
-                {
-                    p: {key: (value, _copy(value)) for key, value in entries.items()}
-                    for p, entries in optimizer.state.items()
-                },
-            )
+            (optimizer.state, {p: dict(entries) for p, entries in optimizer.state.items()})
             for optimizer in optimizers
         ]
+        trained = (p for group in groups for p in group["params"])
+        states = (x for _, state in self._states for e in state.values() for x in e.values())
+        every = (*model.parameters(), *model.buffers(), *trained, *tensors_of(list(states)))
+        self._tensors = [(x, x.detach().clone()) for x in dict.fromkeys(every)]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Write the copies back."""
+        """Write the copies back, into the same tensors: others may refer to them."""
         for tensor, saved in self._tensors:
             tensor.copy_(saved)
         for group, options in self._options:
             group.update(options)
-        for optimizer, state in self._states:
-            for p in [p for p in optimizer.state if p not in state]:
-                del optimizer.state[p]  # made in the step
-            for p, entries in state.items():
-                optimizer.state[p] = {key: _restored(*pair) for key, pair in entries.items()}
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _restored(value: Any, saved: Any) -> Any:
-    """The tensor itself with the numbers it had: others may refer to it."""
-    return value.copy_(saved) if isinstance(value, Tensor) else saved
+        for state, entries_of in self._states:
+            state.clear()
+            state.update({p: dict(entries) for p, entries in entries_of.items()})

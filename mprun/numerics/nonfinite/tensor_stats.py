@@ -1,7 +1,7 @@
 """The value range of a tensor, taken after every op, and its statistics, on demand.
 
 The range is the least and the largest value, in one pass over memory (`aminmax`); both are NaN
-where any value is. It says whether a tensor is finite, and how near it is to its dtype's largest
+where any value is. It shows whether a tensor is finite, and how near it is to its dtype's largest
 number. On a CPU this costs about as much as a ReLU (1 million float32: 164 us against 95, float16:
 101 against 102, one core); `isfinite(x).all()` takes 18 to 22 times as long. On CUDA, reading the
 range makes the host wait for the device.
@@ -12,20 +12,17 @@ Dispatch modes that round or count do not see these ops, so measuring changes no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mprun._torch import is_fake, local_tensor, no_dispatch, stored_values
 from mprun.numerics.nonfinite.fp_exception import TensorStats
+from mprun.numerics.op_watcher import dtype_name
 
 REDUCIBLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-DESCRIBED = 16
-"""Inputs of one op that are described."""
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -62,7 +59,7 @@ def value_range(x: Tensor) -> ValueRange | None:
 
 
 def is_finite(measured: ValueRange | None) -> bool:
-    """Whether a tensor of this range holds no NaN and no infinity."""
+    """Whether a tensor of this range has neither NaN nor infinities."""
     return measured is None or measured.finite
 
 
@@ -87,23 +84,8 @@ def numbers(x: Tensor) -> Tensor | None:
     return x if x.numel() else None
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of an argument or a result: itself, or those in a list."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
 def stats(name: str, x: Tensor, known: ValueRange | None = None) -> TensorStats:
-    """The statistics of a tensor.
-
-    Args:
-        name: its name in the op's schema.
-        x: the tensor.
-        known: its range at the time of interest, where it was written to since.
-    """
+    """The statistics of a tensor; `known` is an earlier range of it, if it was written to since."""
     bare = TensorStats(name, dtype_name(x.dtype), tuple(map(int, x.shape)))
     measured = known or value_range(x)
     if measured is None:
@@ -118,15 +100,3 @@ def stats(name: str, x: Tensor, known: ValueRange | None = None) -> TensorStats:
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         low, high = value_range(values[torch.isfinite(values)]) or (None, None)
     return replace(bare, low=low, high=high, nan=nan, inf=inf)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """PyTorch's name without the package."""
-    return str(dtype).removeprefix("torch.")
-
-
-def all_stats(
-    named: Iterable[tuple[str, Tensor, ValueRange | None]],
-) -> tuple[TensorStats, ...]:
-    """The statistics of several tensors; of very many, the first."""
-    return tuple(stats(name, x, known) for name, x, known in islice(named, DESCRIBED))

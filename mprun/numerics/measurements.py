@@ -1,0 +1,295 @@
+"""The results of `mprun numerics`: what `numerics.json` records.
+
+Activations and gradients are those of the exact passes, in float32 and unscaled; weights and
+updates those of the run. Each row also has the dtypes of the run's tensors, and how many of their
+numbers are zero that are not zero in the exact pass.
+
+All shares are of the values that are not zero. A zero in the exact pass is structural (an inactive
+ReLU, padding, an input that is always 0), and no format loses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mprun.numerics.collect import GRADIENTS, KINDS, LayerStatistics, Statistics
+from mprun.numerics.format_verdict import (
+    EITHER,
+    FormatVerdict,
+    GradientErrors,
+    range_or_precision,
+)
+from mprun.numerics.histograms import Histogram
+from mprun.numerics.loss_scale_advice import (
+    PUBLISHED,
+    LayerGradients,
+    ScaleAdvice,
+    best_tried,
+    judge,
+    need,
+    power,
+    recommend,
+)
+from mprun.numerics.noise import expected_db
+from mprun.numerics.op_watcher import dtype_name
+from mprun.numerics.tolerance import NEEDED_DB
+from mprun.numerics.updates import LostUpdates
+from mprun.precision.formats import BF16, FP16, Format
+from mprun.records.deviation import Reference
+from mprun.records.numerics_record import (
+    FormatResult,
+    HeldValues,
+    LossScaledRow,
+    LossScaleResult,
+    LostUpdatesResult,
+    ModelVerdict,
+    NumericsResult,
+    NumericsRow,
+    RangeShares,
+    ScaleVerdict,
+)
+
+FROM_THE_RUN = ("weights", "updates")
+"""Kinds of which the run has the exact values."""
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """Everything that was measured."""
+
+    exact: Statistics
+    """Statistics of the passes in float32."""
+    of_run: Statistics
+    """Statistics of the run."""
+    largest: float
+    """The largest gradient that float16 has to represent, unscaled."""
+    where: str
+    fp16: FormatVerdict
+    """The errors of float16 passes, at a loss scale that fits."""
+    bf16: FormatVerdict
+    """The same in bfloat16."""
+    tried: Mapping[float, GradientErrors]
+    """Loss scale to the errors of float16 gradients at it; empty where none was tried."""
+    undetermined: tuple[str, ...]
+    """Parameters whose gradients are rounding errors in float32 already; they decide nothing."""
+    zero: tuple[str, ...]
+    """Parameters whose gradients are exactly zero in float32; they decide nothing either."""
+    reference: Reference
+    """How rounding errors were recognised."""
+    unjudged_rows: frozenset[tuple[str, str]]
+    """Kind and name of rows of gradients by activations that are rounding errors."""
+    scale_kind: str
+    """none, static or dynamic."""
+    headroom: float = 2.0
+    needed_db: float = NEEDED_DB
+
+    @cached_property
+    def advice(self) -> ScaleAdvice | None:
+        """The recommended loss scale."""
+        rows = self.exact.of(*GRADIENTS)
+        layers = {n: (r.histogram, r.noise) for n, r in rows.items() if not self._is_noise(r)}
+        return recommend(LayerGradients(self.largest, self.where, layers), self.headroom)
+
+    def result(self) -> NumericsResult:
+        """Everything that was measured, as recorded; floats may be infinite or NaN."""
+        rows = [self._row(row) for row in self._rows()]
+        lost = self.of_run.lost
+        return NumericsResult(
+            verdict=self._verdict(rows),
+            loss_scale=self._loss_scale(),
+            lost_updates=LostUpdatesResult(
+                sum(lost.values(), LostUpdates()).shares(),
+                {name: updates.shares() for name, updates in lost.items()},
+            ),
+            rows=rows,
+        )
+
+    def _is_noise(self, row: LayerStatistics) -> bool:
+        if row.kind == "weight_gradients":
+            return row.name in self.undetermined
+        return (row.kind, row.name) in self.unjudged_rows
+
+    @cached_property
+    def _in_use(self) -> float | None:
+        """The run's last loss scale; None where it has none."""
+        return self.of_run.scales[-1] if self.scale_kind != "none" and self.of_run.scales else None
+
+    def _rows(self) -> list[LayerStatistics]:
+        """Rows by kind, each kind in the order of the forward pass."""
+        sources = {kind: self.of_run if kind in FROM_THE_RUN else self.exact for kind in KINDS}
+        rows = [row for kind, source in sources.items() for row in source.of(kind).values()]
+        forward = [row.name for row in rows if row.kind in ("weights", "activations")]
+        order = {name: n for n, name in enumerate(forward)}
+        return sorted(rows, key=lambda r: (KINDS.index(r.kind), order.get(r.name, len(order))))
+
+    def _row(self, row: LayerStatistics) -> NumericsRow:
+        db = {name: row.noise.db(name) for name in row.noise.noise}
+        held = loss_scaled = verdict = None
+        if row.kind != "updates":  # no tensor holds updates: they are added, and lost or not
+            of_run = self.of_run.rows.get((row.kind, row.name), LayerStatistics(row.kind, row.name))
+            held = _held(of_run, row.histogram)
+            in_fp16, in_bf16 = db.get("fp16", math.inf), db.get("bf16", math.inf)
+            if row.kind in GRADIENTS:
+                loss_scaled = self._loss_scaled(row, held.infinite)
+                in_fp16 = loss_scaled.fp16_db
+            if not self._is_noise(row):
+                verdict = range_or_precision(
+                    self._suffices(self.fp16, row, in_fp16), self._suffices(self.bf16, row, in_bf16)
+                )
+        return NumericsRow(
+            kind=row.kind,
+            name=row.name,
+            histogram=row.histogram.counts(),
+            fp16=_shares(row, FP16),
+            bf16=_shares(row, BF16),
+            sqnr_db=db,
+            verdict=verdict,
+            held=held,
+            loss_scaled=loss_scaled,
+        )
+
+    def _suffices(self, format: FormatVerdict, row: LayerStatistics, rounding_db: float) -> bool:
+        """Whether a format suffices for a row: always where its passes are fine."""
+        if format.will_do:
+            return True
+        is_parameter = row.kind == "weight_gradients"
+        by_passes = not is_parameter or format.parameter_will_do(row.name)
+        return by_passes and rounding_db >= self.needed_db
+
+    def _loss_scaled(self, row: LayerStatistics, infinite: int) -> LossScaledRow:
+        """Gradients in float16 with the recommended loss scale, and with the run's."""
+        recommended, in_use = self.advice.scale if self.advice else 1.0, self._in_use
+        return LossScaledRow(
+            recommended=recommended,
+            fp16_db=expected_db(row.histogram, row.noise.signal, FP16, recommended),
+            in_use=in_use,
+            fp16=None
+            if in_use is None
+            else _range_shares(row.histogram, FP16, infinite, math.frexp(in_use)[1] - 1),
+        )
+
+    def _verdict(self, rows: Sequence[NumericsRow]) -> ModelVerdict:
+        formats = {"fp16": self.fp16, "bf16": self.bf16}
+        word = range_or_precision(self.fp16.will_do, self.bf16.will_do)
+        losses = [f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_will_do]
+        others = [
+            (f"{r.kind} {r.name}", r.verdict) for r in rows if r.verdict not in (EITHER, None)
+        ]
+        return ModelVerdict(
+            word=word,
+            reason=f"{self._in_fp16()}; in bfloat16 {_exactness(self.bf16)}",
+            made_by=[*losses, *(name for name, _ in others)],
+            gradients_db={name: f.errors.db for name, f in formats.items()},
+            passes={
+                name: FormatResult(f.will_do, f.measure, f.unavoidable, f.tolerance)
+                for name, f in formats.items()
+            },
+            parameters_db={
+                p: {name: f.errors.db_of(p) for name, f in formats.items() if p in f.errors.ratios}
+                for p in self.fp16.errors.ratios
+            },
+            rows_of_another_verdict=[name for name, verdict in others if verdict != word],
+            undetermined=sorted(self.undetermined),
+            zero_gradients=sorted(self.zero),
+            reference=self.reference,
+        )
+
+    def _in_fp16(self) -> str:
+        at = "" if self.advice is None else f" ({power(self.advice.scale)} for all steps)"
+        return f"in float16 at a fitting loss scale{at} {_exactness(self.fp16)}"
+
+    def _loss_scale(self) -> LossScaleResult:
+        advice, used, tried = self.advice, self.of_run.scales, self.tried
+        needed, reason = (None, NO_ADVICE) if advice is None else need(advice, self.needed_db)
+        return LossScaleResult(
+            kind=self.scale_kind,
+            in_use=self._in_use,
+            lowest_in_use=min(used, default=None),
+            highest_in_use=max(used, default=None),
+            recommended=advice.scale if advice else None,
+            reason=str(advice) if advice else NO_ADVICE,
+            needed=needed,
+            need=reason,
+            largest_gradient=self.largest,
+            where=self.where,
+            headroom=self.headroom,
+            verdicts=[] if advice is None else self._judged_scales(advice),
+            tried_db={f"{scale:.17g}": errors.db for scale, errors in tried.items()},
+            best_tried=best_tried({scale: errors.db for scale, errors in tried.items()}),
+        )
+
+    def _judged_scales(self, advice: ScaleAdvice) -> list[ScaleVerdict]:
+        scales = {
+            "none": 1.0,
+            "published": PUBLISHED,
+            "in use": self._in_use,
+            "recommended": advice.scale,
+        }
+        return [
+            judge(scale, advice, self.needed_db, label)
+            for label, scale in scales.items()
+            if scale is not None
+        ]
+
+
+LONG = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+def _exactness(format: FormatVerdict) -> str:
+    """How exact the gradients and the loss of a format's passes are, and what is needed."""
+    measure, tolerance = format.measure, format.tolerance
+    loss, needed = measure.loss_difference, tolerance.gradient_db or 0.0
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if measure.worst_db == -math.inf:
+        text = f"the gradient of {measure.worst_parameter} is not finite"
+    else:
+        text = f"weight gradients keep {_db(measure.worst_db, measure.worst_parameter)} or more"
+        text += f" of signal over noise, {needed:.3g} dB are needed"
+        if measure.worst_db < needed:
+            text += "; without the noise that is no more than what batches differ by "
+            text += _db(measure.judged_db, measure.beyond_parameter)
+    if loss > tolerance.loss:
+        text += f"; the loss is {loss:.2%} off, {tolerance.loss:.2%} are tolerated"
+        text += f", {measure.judged_loss:.2%} beyond what batches differ by"
+    return text
+
+
+def _db(db: float, name: str) -> str:
+    text = "all" if db == math.inf else f"{db:.1f} dB"
+    return f"{text} ({name})" if name and db < math.inf else text
+
+
+NO_ADVICE = "no loss scale can be recommended: every gradient is zero, or one is not finite"
+
+
+def _held(row: LayerStatistics, exact: Histogram) -> HeldValues:
+    """The numbers of the run, beside the exact ones."""
+    return HeldValues(
+        dtypes=sorted(dtype_name(d) for d in row.dtypes),
+        became_zero=_share(max(0, row.histogram.zero - exact.zero), exact.nonzero),
+        infinite=row.histogram.infinite,
+        nan=row.histogram.nan,
+    )
+
+
+def _shares(row: LayerStatistics, to: Format) -> RangeShares:
+    return _range_shares(row.histogram, to, row.noise.above.get(to.name, 0))
+
+
+def _range_shares(counts: Histogram, to: Format, above: int, by: int = 0) -> RangeShares:
+    """Shares of the non-zero values, times 2^by, with fewer bits or none in a format."""
+    numbers = (
+        counts.below(to.smallest_normal - by),
+        counts.below(to.smallest - by),
+        counts.up_to(to.smallest - 1 - by),
+        above,
+    )
+    return RangeShares(*(_share(n, counts.nonzero) for n in numbers))
+
+
+def _share(count: int, of: int) -> float | None:
+    return count / of if of else None
