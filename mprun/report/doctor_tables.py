@@ -71,12 +71,7 @@ def machine_table(examination: Examination) -> Table:
 
 
 def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
-    """A row for each op, size and format: medians, with percentiles or the median's interval.
-
-    Args:
-        rates: what was measured.
-        threads: those of the CPU; None for a GPU.
-    """
+    """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
     by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
     is_tera = max(r.gflops.median for r in rates) >= TERA
     table = new_table(
