@@ -14,7 +14,7 @@ from typing import Any
 from mprun.compare.comparison import Run
 from mprun.compare.formatting import readable
 from mprun.compare.measures import VariantRuns, has_result
-from mprun.records.run_config import UnreadableConfigError, read_config, variant_config
+from mprun.records.run_config import UnreadableConfigError, read_config, variant_config, yaml_text
 
 MOST_FIELDS = 3
 """How many fields a label names."""
@@ -90,17 +90,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             fields.update(_flat(value, f"{prefix}{key}."))
         else:
-            fields[f"{prefix}{key}"] = _written(value)
+            fields[f"{prefix}{key}"] = yaml_text(value)
     return fields
-
-
-def _written(value: Any) -> str:
-    """A value as a user would type it."""
-    if value is None:
-        return "null"
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:

@@ -100,12 +100,7 @@ def paired_evidence(
 
 
 def failures(group: VariantRuns, excused: Collection[int] = ()) -> str:
-    """`2 of 5 runs failed: <why the first did>`; empty if none did.
-
-    Args:
-        group: the variant.
-        excused: seeds with which the baseline failed too; they do not count.
-    """
+    """`2 of 5 runs failed: <why the first did>`, without the excused seeds; empty if none did."""
     failed = [run for run in group.failed if run.summary.seed not in excused]
     return f"{len(failed)} of {_runs(group)} failed: {error_text(failed[0])}" if failed else ""
 
@@ -134,12 +129,7 @@ def _runs(group: VariantRuns) -> str:
 
 
 def judge(evidence: Sequence[Evidence], higher_is_better: bool) -> list[Verdict]:
-    """A verdict on each variant, all of them together.
-
-    Args:
-        evidence: one for each variant but the baseline.
-        higher_is_better: whether a positive difference is good.
-    """
+    """A verdict on each variant except the baseline; their tests are adjusted together."""
     samples = [(e.sample, e.margin) for e in evidence if e.is_tested and e.sample is not None]
     equal = _tests([equivalence_p(sample, margin) for sample, margin in samples])
     apart = _tests([difference_p(sample) for sample, _ in samples])

@@ -73,22 +73,14 @@ def dated_folder() -> Path:
         folder = day / (clock if n == 1 else f"{clock}-{n}")
         try:
             day.mkdir(parents=True, exist_ok=True)
-            if _is_made(folder):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):  # its parent was removed
+                folder.mkdir()
                 return folder
         except OSError as error:
             raise UsageError(
                 f"{folder} cannot be made ({error.strerror}); start mprun in a writable folder"
             ) from None
     raise AssertionError("counting does not end")
-
-
-def _is_made(folder: Path) -> bool:
-    """Make `folder`; False if the name is taken, or its parent was just removed."""
-    try:
-        folder.mkdir()
-    except (FileExistsError, FileNotFoundError):
-        return False
-    return True
 
 
 @contextlib.contextmanager

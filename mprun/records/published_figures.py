@@ -53,12 +53,7 @@ class Figure:
 
 
 def figures(recipes: Collection[str], precisions: Collection[str]) -> list[Figure]:
-    """The figures for these recipes, and those about a mode among these alone.
-
-    Args:
-        recipes: names of recipes.
-        precisions: names of modes.
-    """
+    """The figures for these recipes, and those about one of these modes without a recipe."""
     return [
         f
         for f in FIGURES

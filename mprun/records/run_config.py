@@ -63,3 +63,12 @@ def variant_hash(resolved: Mapping[str, Any]) -> str:
     """Twelve hex digits; runs with equal hashes differ in seed, paths and loggers alone."""
     text = json.dumps(variant_config(resolved), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def yaml_text(value: Any) -> str:
+    """A value as a user would type it."""
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(yaml_text, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -138,12 +138,7 @@ def _throughput(variant: Variant) -> float:
 
 
 def _speed_clause(variant: Variant, than: str = "") -> str:
-    """The result on speed, with the table's ratio of samples per second.
-
-    Args:
-        variant: what is compared with the baseline.
-        than: the baseline's name, if the sentence needs it.
-    """
+    """The ratio of samples per second; `than` names the baseline, if the sentence needs it."""
     ratio = variant.throughput_ratio
     if ratio is None:
         return ""

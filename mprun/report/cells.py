@@ -121,7 +121,7 @@ def _memory(comparison: Comparison, variant: Variant) -> tuple[str, str]:
 def _metric(comparison: Comparison, metric: Estimate | None) -> tuple[str, str]:
     if metric is None:
         return NONE, ""
-    unit, form = _metric_scale(comparison), _metric_form(comparison)
+    unit, form = metric_scale(comparison), _metric_form(comparison)
     return form.format(metric.value * unit), span(metric.interval, form, unit)
 
 
@@ -129,7 +129,7 @@ def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
     difference = variant.difference
     if difference is None or variant.verdict.word == "baseline":
         return NONE, ""
-    unit, form = _difference_scale(comparison), _difference_form(comparison)
+    unit, form = difference_scale(comparison), _difference_form(comparison)
     pairs = "" if difference.n == len(variant.runs) else f" n={difference.n}"
     interval, level = deciding(variant)
     # The level has no blank, because a narrow table breaks lines at blanks.
@@ -176,11 +176,13 @@ def _is_share(comparison: Comparison) -> bool:
     return comparison.metric == "accuracy"
 
 
-def _metric_scale(comparison: Comparison) -> float:
+def metric_scale(comparison: Comparison) -> float:
+    """A metric is shown as this multiple of the recorded number."""
     return 100.0 if _is_share(comparison) else 1.0
 
 
-def _difference_scale(comparison: Comparison) -> float:
+def difference_scale(comparison: Comparison) -> float:
+    """A difference is shown as this multiple of the computed number."""
     return 100.0 if comparison.is_relative or _is_share(comparison) else 1.0
 
 
@@ -195,7 +197,7 @@ def _metric_form(comparison: Comparison) -> str:
 
 
 def _difference_form(comparison: Comparison) -> str:
-    return "{:+.4g}" if _difference_scale(comparison) == 1.0 else "{:+.2f}"
+    return "{:+.4g}" if difference_scale(comparison) == 1.0 else "{:+.2f}"
 
 
 MOST_DECIMALS = 7
@@ -219,19 +221,9 @@ def difference_unit(comparison: Comparison) -> str:
     return "points" if _is_share(comparison) else "difference"
 
 
-def in_metric_units(comparison: Comparison, value: float) -> float:
-    """A metric in the unit it is shown in."""
-    return value * _metric_scale(comparison)
-
-
-def in_difference_units(comparison: Comparison, value: float) -> float:
-    """A difference in the unit it is shown in."""
-    return value * _difference_scale(comparison)
-
-
 def difference_text(comparison: Comparison, value: float, signed: bool = True) -> str:
     """A difference with its unit: `-0.05 points`, `+2.00 %`; without a sign, a margin."""
-    number = _difference_form(comparison).format(value * _difference_scale(comparison))
+    number = _difference_form(comparison).format(value * difference_scale(comparison))
     unit = "%" if comparison.is_relative else "points" if _is_share(comparison) else ""
     return f"{number if signed else number.lstrip('+')} {unit}".rstrip()
 
@@ -239,7 +231,7 @@ def difference_text(comparison: Comparison, value: float, signed: bool = True) -
 def difference_span(comparison: Comparison, interval: Interval) -> str:
     """An interval of differences, `-0.20 to +0.10`, with enough digits to compare each end with 0
     and with the margin."""
-    scale = _difference_scale(comparison)
+    scale = difference_scale(comparison)
     margin = comparison.margin * scale
     ends = [end * scale for end in interval]
     forms = DIFFERENCE_FORMS if scale != 1.0 else DIFFERENCE_FORMS[6:]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mprun.compare.comparison import Comparison
-from mprun.records.run_config import UnreadableConfigError, read_config
+from mprun.records.run_config import UnreadableConfigError, read_config, yaml_text
 from mprun.report.cells import plain
 
 DEEPEST = 12
@@ -94,13 +94,7 @@ def _walk(value: Any, name: str, depth: int) -> Iterator[tuple[str, str]]:
         for place, part in enumerate(value):
             yield from _walk(part, f"{name}[{place}]", depth + 1)
     else:
-        yield plain(name, 120), _as_yaml(value)
-
-
-def _as_yaml(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else plain(str(value), 200)
+        yield plain(name, 120), plain(yaml_text(value), 200)
 
 
 def _changes(base: dict[str, str], other: dict[str, str]) -> Iterator[FieldChange]:

@@ -48,13 +48,13 @@ def machine_table(examination: Examination) -> Table:
     """A row for each property of the machine."""
     table = framed_table("machine", "property", "value")
     machine, copy = examination.machine, examination.copy
-    hardware = machine.hardware
+    hardware, load = machine.hardware, machine.load_average
     rows = {
         "device": f"{hardware.device}, {hardware.name}",
         "system": f"{machine.system}, {machine.architecture}",
         "memory": _gibibytes(hardware.memory_bytes),
         "cores": _cores(machine),
-        "load before": _known(machine.load_average, ".2f"),
+        "load before": "unknown" if load is None else f"{load:.2f}",
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine),
         **_gpu(machine.cuda),
@@ -71,12 +71,7 @@ def machine_table(examination: Examination) -> Table:
 
 
 def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
-    """A row for each op, size and format: medians, with percentiles or the median's interval.
-
-    Args:
-        rates: what was measured.
-        threads: those of the CPU; None for a GPU.
-    """
+    """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
     by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
     is_tera = max(r.gflops.median for r in rates) >= TERA
     table = new_table(
@@ -142,10 +137,6 @@ def _spread(spread: Spread, unit: float = 1) -> str:
 def _ratio(ratio: Ratio) -> str:
     low, high = _figure(ratio.low), _figure(ratio.high)
     return f"{_figure(ratio.median)} [{low}-{high}]"
-
-
-def _known(value: float | None, form: str) -> str:
-    return "unknown" if value is None else f"{value:{form}}"
 
 
 def _gibibytes(value: int | None) -> str:

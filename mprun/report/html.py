@@ -41,12 +41,7 @@ class VariantView(NamedTuple):
 
 
 def page(comparison: Comparison, plots: list[Plot]) -> str:
-    """The whole page.
-
-    Args:
-        comparison: the comparison.
-        plots: its plots in order, from `mprun.report.plots.draw`.
-    """
+    """The whole page, with the plots of `mprun.report.plots.draw` in their order."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -71,13 +71,7 @@ def category_table(record: MemoryRecord) -> Table:
 
 
 def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Table:
-    """A row for each module with what it holds at the peak, and the change against `first`.
-
-    Args:
-        mode: the mode to show.
-        first: the mode it is compared with; itself for none.
-        depth: modules are shown down to this depth; None for all.
-    """
+    """Memory at the peak by module down to `depth`, and the change against another mode."""
     rows, before = _by_depth(mode, depth), _by_depth(first, depth)
     shown = [key for key in MEMORY_CATEGORIES if any(row[key] for row in rows.values())]
     unit = unit_for(first.bytes["peak"])

@@ -21,12 +21,7 @@ RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 
 
 def rows_table(result: NumericsResult, top: int) -> Table:
-    """The rows that float16 changes most; those with a verdict other than "either" come first.
-
-    Args:
-        result: what was measured.
-        top: how many rows.
-    """
+    """The `top` rows that float16 changes most; verdicts other than "either" come first."""
     judged = [row for row in result.rows if row.verdict is not None]
     rows = sorted(judged, key=lambda row: (row.verdict == "either", _fp16_db(row)))
     scale = result.loss_scale.in_use
@@ -125,13 +120,7 @@ def sentences(result: NumericsResult) -> list[str]:
 
 
 def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Reference) -> list[str]:
-    """Which parameters were not judged, and why.
-
-    Args:
-        undetermined: those whose gradients are only rounding errors.
-        zero: those whose gradients are exactly zero.
-        reference: what float32 gradients were compared with.
-    """
+    """Parameters not judged: their gradients are only rounding errors, or exactly zero."""
     lines = []
     if undetermined:
         lines.append(

@@ -18,9 +18,7 @@ OPS, ALL_LOWER, LAYERS = "ops.yaml", "ops_all_lower.yaml", "layers.yaml"
 def texts(search: OpSearch, config: str) -> dict[str, str]:
     """Name to content of the files: op lists; and layers, if modules are enough.
 
-    Args:
-        search: its results.
-        config: what was run, for the comment at the top: `recipe mnist, precision fp16_mixed`.
+    `config` is for the comment at the top: `recipe mnist, precision fp16_mixed`.
     """
     ops, modules = search.search.ops, search.search.modules
     lines = {OPS: [*_head(search, config, ops), *_lists(search, ops.fp32)]}

@@ -16,12 +16,7 @@ MOST_ROWS = 20
 
 
 def rows_table(search: OpSearch, what: str) -> Table:
-    """The effect of each op or module, the most harmful first.
-
-    Args:
-        search: its results.
-        what: ops or modules.
-    """
+    """The effect of each of `what`, ops or modules, the most harmful first."""
     rows: Sequence[SensitivityRow] = search.ops if what == "ops" else search.modules
     is_timed = any(row.time_ratio is not None for row in rows)
     headings = (

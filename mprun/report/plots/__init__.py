@@ -24,12 +24,7 @@ NAMES = tuple(_PLOTS)
 
 
 def draw(comparison: Comparison, names: Collection[str] = NAMES) -> list[Plot]:
-    """Plots of a comparison, in the report's order, without those that do not apply to it.
-
-    Args:
-        comparison: what to draw.
-        names: which of `NAMES`.
-    """
+    """Those plots of `names` that apply to the comparison, in the report's order."""
     logs = read(comparison)
     plots = (make(comparison, logs) for name, make in _PLOTS.items() if name in names)
     return [plot for plot in plots if plot is not None]

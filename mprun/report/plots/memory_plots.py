@@ -99,12 +99,7 @@ def stretches(phases: Sequence[str]) -> Iterator[tuple[str, int, int]]:
 
 
 def thinned(rows: Sequence[Sequence[int]], points: int = POINTS) -> list[int]:
-    """At most `points` ops to draw, the one with the largest sum of each stretch of ops.
-
-    Args:
-        rows: bytes after each op, a row for each category.
-        points: how many.
-    """
+    """At most `points` ops: of each stretch of ops the one with the largest sum over `rows`."""
     totals = [sum(column) for column in zip(*rows, strict=True)]
     width = -(-len(totals) // points)
     starts = range(0, len(totals), width)

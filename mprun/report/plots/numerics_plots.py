@@ -35,13 +35,7 @@ MOST_ROWS = 80
 
 
 def save_plots(result: NumericsResult, title: str, folder: Path) -> list[str]:
-    """Write the plots that there is data for into `folder`; the files' names.
-
-    Args:
-        result: what was measured.
-        title: what was run.
-        folder: where the files go.
-    """
+    """Write the plots that there is data for into `folder`; the files' names."""
     paths = save(folder, "numerics", lambda theme: exponents(result, title, theme))
     if result.loss_scale.tried_db:
         paths += save(folder, "loss_scale", lambda theme: scales(result.loss_scale, theme))

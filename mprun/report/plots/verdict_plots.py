@@ -101,7 +101,7 @@ def _points(comparison: Comparison) -> list[_Point]:
         step, metric = variant.step_time_ms, variant.metric
         if step and metric and math.isfinite(metric.value):
             values = (metric.value, *(metric.interval or (metric.value, metric.value)))
-            shown = (cells.in_metric_units(comparison, value) for value in values)
+            shown = (value * cells.metric_scale(comparison) for value in values)
             points.append(_Point(index, variant, step, *shown))
     return points
 
@@ -137,7 +137,8 @@ def _draw_margin(axes: Axes, comparison: Comparison, theme: Theme) -> None:
     if first is None or not math.isfinite(first.value):
         return
     size = comparison.margin * (abs(first.value) if comparison.is_relative else 1.0)
-    low, high = (cells.in_metric_units(comparison, first.value + s * size) for s in (-1, 1))
+    scale = cells.metric_scale(comparison)
+    low, high = (scale * (first.value + side * size) for side in (-1, 1))
     axes.axhspan(low, high, color=theme.wash, linewidth=0, zorder=0)
 
 
@@ -194,7 +195,8 @@ def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
     rows = list(enumerate(comparison.variants))[1:]
     made = figure(0.75 + 0.33 * len(rows))
     axes: Axes = made.subplots()
-    margin = cells.in_difference_units(comparison, comparison.margin)
+    scale = cells.difference_scale(comparison)
+    margin = comparison.margin * scale
     axes.axvspan(-margin, margin, color=theme.wash, linewidth=0, zorder=0)
     axes.axvline(0, color=theme.muted, linewidth=0.8, zorder=1)
     for index, variant in rows:
@@ -208,10 +210,10 @@ def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
         }
         for interval, width in ((difference.interval, 1.0), (variant.equivalence, 3.2)):
             if interval is not None:
-                ends = [cells.in_difference_units(comparison, end) for end in interval]
-                axes.plot(ends, [index, index], linewidth=width, **line)
-        value = cells.in_difference_units(comparison, difference.value)
-        axes.plot([value], [index], **mark(theme, variant, index), zorder=4)
+                axes.plot(
+                    [end * scale for end in interval], [index, index], linewidth=width, **line
+                )
+        axes.plot([difference.value * scale], [index], **mark(theme, variant, index), zorder=4)
     name_rows(axes, [label(v) for _, v in rows], first=1)
     right = axes.secondary_yaxis("right")
     right.set_yticks([i for i, _ in rows], [v.verdict.word for _, v in rows], color=theme.muted)
