@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
-from mprun.train.signals import SignalReceivedError, StopSignals
+from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
     from mprun.data.files import FileState
@@ -32,19 +32,18 @@ def data_command(args: Sequence[str]) -> int:
     """Run `mprun data`; the exit status.
 
     Raises:
-        UsageError: anything wrong with the arguments.
+        UsageError: an argument has no meaning here.
         MprunError: a file is missing or damaged, or cannot be downloaded (status 1).
     """
     action, names, root = parse(parse_arguments("data", args).overrides)
-    with StopSignals() as stop:
-        try:
-            from mprun.data.files import find_root
 
-            (fetch if action == "fetch" else verify)(names, find_root(root))
-        except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name}; no file is half written", file=sys.stderr)
-            return stop.exit_status
-    return EXIT_OK
+    def check_or_fetch(stop: StopSignals) -> int:
+        from mprun.data.files import find_root
+
+        (fetch if action == "fetch" else verify)(names, find_root(root))
+        return EXIT_OK
+
+    return interruptible(check_or_fetch, "; no file is half written")
 
 
 def parse(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:

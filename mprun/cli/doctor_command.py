@@ -18,11 +18,7 @@ from mprun.errors import EXIT_OK, UsageError, hint
 
 
 def doctor_command(args: Sequence[str]) -> int:
-    """Run `mprun doctor`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the arguments.
-    """
+    """Run `mprun doctor`; the exit status."""
     from mprun.config import compose
     from mprun.config.settings import fields, take
 

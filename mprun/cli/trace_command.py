@@ -19,12 +19,7 @@ from mprun.errors import EXIT_OK, RunFailedError
 
 
 def trace_command(args: Sequence[str]) -> int:
-    """Run `mprun trace`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds something already.
-        RunFailedError: the step cannot run.
-    """
+    """Run `mprun trace`; the exit status."""
     from mprun.config import compose
 
     known = parse_arguments("trace", args)
