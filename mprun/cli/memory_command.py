@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 def memory_command(args: Sequence[str]) -> int:
     """Run `mprun memory`; the exit status."""
-    from mprun.config.settings import take
-    from mprun.config.sizes import parse_size
+    from mprun.config.settings import parse_size, take
 
     known = parse_arguments("memory", args)
-    every_setting, overrides = take(known.overrides, "memory")
-    settings = every_setting.memory
+    all_settings, overrides = take(known.overrides, "memory")
+    settings = all_settings.memory
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of

@@ -14,7 +14,7 @@ from mprun.assemble.initial_summary import variant_label
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.sizes import parse_size
+from mprun.config.settings import parse_size
 from mprun.doctor.environment import versions
 from mprun.errors import RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
