@@ -68,7 +68,7 @@ def build_exceptions(plan: Plan) -> RunExceptions:
 
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
-    """What decides the dtypes of ops; `watcher` is called for what op lists do."""
+    """What decides the dtypes of ops; `watcher` is notified of the casts of op lists."""
     several = plan.batch.accumulate > 1
     return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
