@@ -31,12 +31,12 @@ def doctor_command(args: Sequence[str]) -> int:
                 f"mprun doctor does not take '{text}'{near}; legal: {', '.join(legal)}"
             )
     device = compose(rest).config.device.name
-    from mprun.experiments.examine import examine_device
+    from mprun.experiments.examine import examine
     from mprun.report.doctor_tables import renderables
 
     if not settings.doctor.json:
         print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
-    examination = examine_device(device, settings.doctor.budget_s)
+    examination = examine(device, settings.doctor.budget_s)
     if settings.doctor.json:
         print(json.dumps(asdict(examination), indent=1, allow_nan=False))
         return EXIT_OK

@@ -61,14 +61,6 @@ class ExceptionLog(Callback):
 
 def event_row(exception: FpException) -> dict[str, object]:
     """An exception's line in metrics.jsonl; fp_exceptions.json has the rest."""
-    return {
-        "kind": "event",
-        "event": "fp_exception",
-        "step": exception.step,
-        "verdict": exception.verdict,
-        "what": exception.kind,
-        "op": exception.op,
-        "phase": exception.phase,
-        "module": exception.module,
-        "location": exception.location,
-    }
+    columns = ("step", "verdict", "kind", "op", "phase", "module", "location")
+    row = {name: getattr(exception, name) for name in columns}
+    return {"what": row.pop("kind"), "kind": "event", "event": "fp_exception", **row}
