@@ -46,9 +46,8 @@ def format_of(policy: Policy) -> Format:
 def _rows(
     configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
 ) -> Iterator[Mode]:
-    fp32_fallback: dict[
-        tuple[str, str], str
-    ] = {}  # measured once for all modes with the same arithmetic
+    # Measured once for all modes with the same arithmetic.
+    fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
         execution = choose_execution(config.execution.name, policy, device)
