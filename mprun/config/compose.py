@@ -83,7 +83,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
             _check_override(override, config_dir)
         resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
         if resume is None:
-            raw = _hydra_compose([*map(for_hydra, parsed), *extra], parsed)
+            raw = _compose([*map(for_hydra, parsed), *extra], parsed)
         else:
             raw = resumed(str(resume), parsed)
     return to_composed(raw, parsed, new=resume is None)
@@ -231,7 +231,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
         raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
 
 
-def _hydra_compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
+def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
     raised = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
     try:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
