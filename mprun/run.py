@@ -1,7 +1,7 @@
 """One run, from a plan to its record.
 
-Whatever ends a run (its limits, an error, a full disk, Ctrl-C, SIGTERM), the summary is written
-with that status, and what was recorded before stays readable.
+The summary is always written with the status that ended the run (its limits, an error, a full disk,
+Ctrl-C or SIGTERM), and earlier records stay readable.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class RunResult(NamedTuple):
     """How a run ended."""
 
     summary: Summary
-    """The last one; its status is `completed`, or `interrupted` by a signal."""
+    """Its status is `completed`, or `interrupted` by a signal."""
     folder: Path
-    """Where the record is."""
+    """The record's folder."""
 
 
 def run(
@@ -54,18 +54,18 @@ def run(
     callbacks: Sequence[Callback] = (),
     saved: dict[str, Any] | None = None,
 ) -> RunResult:
-    """Carry a plan out.
+    """Carry out a plan.
 
     Args:
         plan: the plan.
-        resolved: the configuration, as config.yaml holds it.
+        resolved: the configuration, for config.yaml.
         stop: the signals, entered.
-        callbacks: notified of everything that happens, after the run's own.
+        callbacks: notified of all events, after the run's own callbacks.
         saved: the checkpoint of the run to resume, or None.
 
     Raises:
         UsageError: the run's folder cannot be used; nothing was started.
-        RunFailedError: the run failed; its record has the reason.
+        RunFailedError: the run failed; the reason is in its record.
     """
     with contextlib.closing(_open_folder(plan, saved)) as folder:
         summary = _first_summary(plan, resolved, folder)
@@ -90,7 +90,7 @@ def _train(
     callbacks: Sequence[Callback],
     saved: dict[str, Any] | None,
 ) -> None:
-    """Assemble the run, train, test, check the outcome."""
+    """Assemble the run, train, test and check it."""
     train, messages = plan.config.train, Messages(summary, callbacks)
     for callback in callbacks:
         callback.on_start(summary, folder.path)
@@ -104,7 +104,8 @@ def _train(
 
     arithmetic = parts.precision.arithmetic
     recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every)
-    loggers = build_loggers(plan.config.logger.name, folder.path, _first_step(saved))
+    first_step = None if saved is None else saved["trainer"]["step"] + 1
+    loggers = build_loggers(plan.config.logger.name, folder.path, first_step)
     states: dict[str, Stateful] = {"journal": recorder, "exceptions": exceptions}
     facts = {"choices": plan.choices, **run_facts(summary)}
     checkpointer = Checkpointer(folder.path, states, facts)
@@ -133,7 +134,7 @@ def _train(
 
 @contextlib.contextmanager
 def _ending(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Call `on_end` of all callbacks with the status that the code inside ends with."""
+    """At the end of the code inside, call `on_end` of all callbacks with its status."""
     status: Status = "failed"
     try:
         yield
@@ -156,7 +157,7 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
         step, in_epoch = saved["trainer"]["step"], saved["trainer"]["in_epoch"]
 
     def keep(line: dict[str, Any]) -> bool:
-        """Lines up to the checkpoint, without the validation of an epoch that is not finished."""
+        """Keep lines up to the checkpoint, except the validation of an unfinished epoch."""
         redone = line["kind"] == "validation" and in_epoch and line["step"] == step
         return bool(line["step"] <= step and not redone)
 
@@ -164,7 +165,7 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
 
 
 def _first_summary(plan: Plan, resolved: dict[str, Any], folder: RunFolder) -> Summary:
-    """The summary before the first step; a resumed run's continues the one in its folder."""
+    """The summary before the first step; that of a resumed run continues its earlier one."""
     summary = initial_summary(plan, resolved)
     if plan.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
@@ -173,11 +174,6 @@ def _first_summary(plan: Plan, resolved: dict[str, Any], folder: RunFolder) -> S
             summary.warnings = list(dict.fromkeys([*earlier.warnings, *summary.warnings]))
             summary.effective.partials_dtype = earlier.effective.partials_dtype
     return summary
-
-
-def _first_step(saved: dict[str, Any] | None) -> int | None:
-    """The first step of a resumed run; None of a new one."""
-    return None if saved is None else saved["trainer"]["step"] + 1
 
 
 def _footprint(plan: Plan, report: Callable[[str], None]) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """The composition root: from a checked configuration to the objects a run is made of.
 
-`make_plan` chooses, checks and loads; `build_parts` makes the objects. Mistakes of the user that
-are found here (a recipe's own fields, a device or data that are not available) raise `UsageError`
-before any folder is made.
+`make_plan` chooses, checks and loads; `build_parts` makes the objects. A user's mistakes that show
+only here (a recipe's own fields, a device or data that are not available) raise `UsageError` before
+any folder is made.
 """
 
 from mprun.assemble.optimizer import build_optimizer

@@ -1,4 +1,4 @@
-"""Which dtypes a configuration asks for: the policy, modules in a dtype of their own, op lists."""
+"""The dtypes that a configuration asks for: the policy, dtypes of single modules, op lists."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def build_policy(config: Config) -> Policy:
 
 
 def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, str]:
-    """`precision.layers` over `precision.layers_file`, each key resolved to modules' names.
+    """`precision.layers` over `precision.layers_file`, each key resolved to names of modules.
 
-    On a fake model, which is brought to its dtypes to see whether that can be done.
+    A model on fake tensors is converted to these dtypes, to check that they can be used.
     """
     asked = {str(key): dtype.name for key, dtype in config.precision.layers.items()}
     if config.precision.layers_file is not None:
@@ -63,13 +63,13 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
     """The op lists for a device, or None where nothing is cast by name.
 
     Args:
-        config: the configuration; its lists hold the names in the user's files already.
+        config: the configuration; its lists include the names in the user's files.
         device: PyTorch's own lists differ between devices.
         resumed: whether a run is resumed; the user's files may no longer exist.
 
     Raises:
-        UsageError: two files of the user's, or two of the configuration's lists, have one op; with
-            `op_lists.strict`, a name no op has.
+        UsageError: two of the user's files, or two of the configuration's lists, have the same op;
+            with `op_lists.strict`, a name that no op has.
     """
     if config.precision.casting is not Casting.op_lists:
         return None
@@ -89,7 +89,7 @@ def choose_op_lists(config: Config, device: torch.device, resumed: bool) -> OpLi
 def entries(
     section: OpListsConfig, kind: str, device: torch.device, resumed: bool = False
 ) -> list[Entry]:
-    """The names on one list for a device, with where each is from."""
+    """The names on one list for a device, each with its source."""
     path = getattr(section, f"{kind}_file")
     if path is not None and not resumed:
         return read_list(Path(path), kind)
@@ -99,10 +99,9 @@ def entries(
 
 
 def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | None:
-    """A sentence about ops that the user's files take from the other lists, or None.
+    """A sentence about ops that the user's files remove from the other lists, or None.
 
-    An op that leaves the promote list is not mentioned: by HMP's rules the other two lists take
-    precedence over it anyway.
+    Ops that leave the promote list are not mentioned: in HMP the other two lists win over it.
     """
     section = config.op_lists
     if config.precision.casting is not Casting.op_lists or not _kinds_from_files(section):
@@ -120,17 +119,17 @@ def displaced_ops(config: Config, device: torch.device, resumed: bool) -> str | 
 
 
 def _kinds_from_files(section: OpListsConfig) -> tuple[str, ...]:
-    """The lists that the user's files take the place of."""
+    """The lists that the user's files replace."""
     return tuple(kind for kind in KINDS if getattr(section, f"{kind}_file") is not None)
 
 
 def _without_displaced(
     section: OpListsConfig, device: torch.device, resumed: bool
 ) -> list[tuple[list[Entry], list[str]]]:
-    """For each of `KINDS` its entries, and the ops that left it for a list of the user's files.
+    """For each of `KINDS` its entries, and the ops that it loses to a list of the user's files.
 
-    What a file names is on the file's list, whatever name the shipped lists have for that op. A
-    shipped entry that stands for several ops keeps the others. Lists from files lose nothing.
+    An op that a file names is on the file's list only, also where a shipped list has another name
+    for it. A shipped entry for several ops keeps the others. Lists from files lose nothing.
     """
     lists = {kind: entries(section, kind, device, resumed) for kind in KINDS}
     from_files = _kinds_from_files(section)
@@ -150,7 +149,7 @@ def _without_displaced(
 
 
 def _layers_file(path: Path) -> dict[str, str]:
-    """The mapping in a file, checked: names to dtypes or modes."""
+    """The mapping in a file, checked: name to dtype or mode."""
     legal = list(LayerDType.__members__)
     try:
         content = OmegaConf.to_container(OmegaConf.load(path))

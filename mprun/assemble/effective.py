@@ -1,7 +1,7 @@
-"""The precision a run really has, read from the objects that carry it out.
+"""The effective precision of a run, read from the objects that carry it out.
 
-What was requested can have no effect: an optimizer without momentum keeps none in any dtype, and
-float32 parameters are not rounded. So each column is taken from the object that decides it: the
+A requested value can have no effect: an optimizer without momentum stores none in any dtype, and
+float32 parameters are not rounded. So each column is read from the object that decides it: the
 parameters, their gradient buffers, the optimizer, the caster, the arithmetic, the backend switches.
 """
 
@@ -37,9 +37,9 @@ def requested(plan: Plan) -> PrecisionRow:
 
 
 def planned(plan: Plan) -> PrecisionRow:
-    """`effective` of the plan's objects, built on fake tensors, before the run builds its own.
+    """`effective` of the plan's objects on fake tensors, before the run builds its own.
 
-    The requested row where the model cannot be built so (its code reads values of tensors).
+    It is the requested row if the model cannot be built like this (it reads values of tensors).
     """
     try:
         with fake_tensors(), plan.backend_flags():
@@ -53,10 +53,10 @@ def planned(plan: Plan) -> PrecisionRow:
 def effective(
     plan: Plan, model: nn.Module, optimizer: Optimizer, precision: Precision
 ) -> PrecisionRow:
-    """The columns as the built objects have them; call it with the run's backend switches set.
+    """The columns of the built objects; call it with the run's backend switches set.
 
     `param_dtype` and `accum_dtype` are those of the parameters outside of `precision.layers`. A
-    moment that the optimizer does not keep is computed in float32, and stated so.
+    moment that the optimizer does not store is computed in float32, so it is float32 here.
 
     Args:
         plan: the plan they were built from.
@@ -83,10 +83,10 @@ def effective(
 
 
 def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[str, str]:
-    """What an optimizer keeps of the moments, and how it rounds what it stores in 16 bits.
+    """The dtypes of an optimizer's moments, and its rounding to 16 bits.
 
     Args:
-        optimizer: PyTorch's keep and compute everything here in float32.
+        optimizer: PyTorch's compute and store the moments in float32 here.
         stored: dtypes of the parameters.
     """
     row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
@@ -109,7 +109,7 @@ def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[
 
 
 def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
-    """The dtype that most elements have, of pairs of a dtype and a number of elements."""
+    """The dtype of most elements, from pairs of a dtype and a number of elements."""
     counts: Counter[torch.dtype] = Counter()
     for dtype, elements in dtypes:
         counts[dtype] += elements

@@ -1,4 +1,4 @@
-"""The summary a run starts with: everything known before the first step."""
+"""The summary of a run that starts: everything known before the first step."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
 
 
 def variant_label(plan: Plan) -> str:
-    """A short name for tables: the mode, and what was changed about it."""
+    """A short name for tables: the mode and the differences to it."""
     factor, lists = plan.config.batch.factor, plan.config.op_lists
     files = (lists.lower_file, lists.fp32_file, lists.promote_file)
     label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")

@@ -1,4 +1,4 @@
-"""What depends on the machine: the device, the execution, and kernels that are too slow."""
+"""Choices that depend on the machine: device, execution, and ops whose kernels are too slow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mprun.precision import Policy, accelerated, has_tf32
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device; `auto` is CUDA where there is one."""
+    """The device; `auto` is CUDA if there is a CUDA device."""
     available = torch.cuda.is_available()
     if wanted == "cuda" and not available:
         raise UsageError("device=cuda: PyTorch finds no CUDA device here; legal: auto, cpu")
@@ -17,7 +17,7 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
-    """native or emulated: what was asked for, else native where that can be."""
+    """native or emulated: what was asked for, else native if it is possible."""
     can, reason = executions(policy, device)
     if wanted != "auto" and wanted not in can:
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
@@ -25,16 +25,16 @@ def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
 
 
 def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
-    """How a policy can be carried out, the best first, and why not otherwise."""
+    """The possible executions of a policy, the best first, and why the other is impossible."""
     emulated, both = ("emulated",), ("native", "emulated")
     if policy.rounding_scope == "all":
         return emulated, (
-            "precision.rounding_scope=all rounds every result stochastically, and what a kernel "
-            "returns is already rounded to nearest"
+            "precision.rounding_scope=all rounds every result stochastically, and a kernel's "
+            "result is already rounded to nearest"
         )
     if policy.partials_dtype == "float16" and device.type != "cuda":
         return emulated, (
-            "precision.partials_dtype=float16: CPU kernels have no switch for what they add up in"
+            "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
         )
     if policy.tf32:
         no = f"{device.type} here has no TensorFloat-32"
@@ -48,8 +48,8 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
 def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
     """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
 
-    `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether float16
-    matmuls have instructions of their own here, which is measured.
+    `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether this
+    machine has float16 instructions for matmuls, which is measured.
     """
     native = execution == "native" and policy.compute_dtype == "float16"
     if speed == "plain" or not native or device.type != "cpu":

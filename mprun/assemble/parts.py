@@ -1,4 +1,4 @@
-"""Everything the loop runs on."""
+"""The parts that the loop runs on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mprun.precision.policy import torch_dtype
 from mprun.train.clock import clock_for
 from mprun.train.loop import Parts
 from mprun.train.metric_readback import readback_for
-from mprun.train.schedule import NoSchedule, Schedule, TorchSchedule
+from mprun.train.schedule import Schedule
 
 
 def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExceptions]:
-    """The parts of a run, and the search for floating-point exceptions in them.
+    """The parts of a run, and the detection of floating-point exceptions in them.
 
     Args:
         plan: the plan.
@@ -50,14 +50,14 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
     splits, batch = plan.splits, plan.batch
     order = Order(len(splits.train), config.seed, splits.shuffle)
 
-    # Floating samples that a recipe prepares stay on the host in every mode: they are sent as
-    # prepared, in the mode's dtype, and all modes train on the same numbers.
+    # Floating samples that a recipe prepares stay on the host in every mode. They are prepared
+    # there, so all modes train on the same numbers, and sent in the mode's dtype.
     stays = splits.train.inputs.is_floating_point() and recipe.prepares
 
     def batches(data: TensorSet, size: int) -> Batches:
         def prepare(inputs: torch.Tensor) -> torch.Tensor:
             inputs = recipe.prepare(inputs)
-            if inputs.is_floating_point():  # token ids stay whole numbers
+            if inputs.is_floating_point():  # token ids stay integers
                 inputs = inputs.to(input_dtype)
             return plan.speed.inputs(inputs)
 
@@ -85,7 +85,7 @@ def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]
     config = plan.config
     torch.manual_seed(config.seed)
     model = plan.recipe.model()
-    plan.weights.load_into(model)  # after the draw: random numbers stay those of a run without
+    plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
     optimizer = build_optimizer(
         config.train.optimizer, model, plan.lr, plan.policy, plan.speed, config.seed
@@ -96,7 +96,7 @@ def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]
 def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> Schedule:
     """The learning-rate schedule over the planned optimizer steps."""
     if kind is Scheduler.none or steps is None:
-        return NoSchedule()
+        return Schedule()
     if kind is Scheduler.cosine:
-        return TorchSchedule(CosineAnnealingLR(optimizer, T_max=steps))
-    return TorchSchedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
+        return Schedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))

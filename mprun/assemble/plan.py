@@ -18,7 +18,7 @@ from mprun.assemble.dtype_choices import (
     displaced_ops,
 )
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
-from mprun.assemble.optimizer import engine_for, keeps_low_precision
+from mprun.assemble.optimizer import stores_low_precision
 from mprun.assemble.recipe_loading import Load, load_data, load_recipe
 from mprun.config import Config
 from mprun.config.schema import LrRule
@@ -26,6 +26,7 @@ from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
 from mprun.data import DataRequest, Splits
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
+from mprun.optim import engines
 from mprun.precision import Policy, backend_flags
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.op_lists import OpLists, Unknown
@@ -39,7 +40,7 @@ from mprun.train.loop import Limits
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that can start: everything is decided, checked and loaded; nothing is trained yet."""
+    """A run that can start: everything is decided, checked and loaded, and nothing is trained."""
 
     config: Config
     recipe: Recipe
@@ -55,11 +56,11 @@ class Plan:
     op_lists: OpLists | None
     """Ops cast by name, or None."""
     weights: Weights
-    """What the model starts from where its weights are not drawn (`DRAWN`)."""
+    """The initial weights; `DRAWN` if the model draws its own."""
     fp32_fallback: str
     """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
     warnings: tuple[str, ...]
-    """What the user is warned of before the run, a sentence each."""
+    """Warnings to print before the run, a sentence each."""
 
     @property
     def native_tf32(self) -> bool:
@@ -68,7 +69,7 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, str]:
-        """The automatic choices for this machine; a resumed run takes the same."""
+        """The automatic choices on this machine; a resumed run repeats them."""
         return {
             "device": self.device.type,
             "execution": self.execution,
@@ -85,11 +86,11 @@ class Plan:
 
     @property
     def planned_steps(self) -> int | None:
-        """Optimizer steps if time does not run out, or None where only time ends the run."""
+        """Optimizer steps if time does not run out, or None if only time ends the run."""
         return self.limits.planned_steps(-(-len(self.splits.train) // self.batch.effective))
 
     def backend_flags(self) -> AbstractContextManager[None]:
-        """Set PyTorch's process-wide switches as the policy says; restore them at the end."""
+        """Set PyTorch's process-wide switches by the policy; restore them at the end."""
         return backend_flags(self.policy, self.native_tf32)
 
     def layer_rows(self, model: nn.Module) -> list[LayerRow]:
@@ -108,8 +109,8 @@ def make_plan(
     Args:
         config: the checked configuration.
         given: keys the user set, for warnings about those without effect in the recipe.
-        choices: `Plan.choices` of the run being resumed, taken instead of choosing anew.
-        load: gives a recipe's samples; `DataCache` where several runs share them.
+        choices: `Plan.choices` of the run that is resumed, which are repeated.
+        load: gives a recipe's samples; a `DataCache` if several runs share them.
 
     Raises:
         UsageError: see the package's text.
@@ -128,10 +129,11 @@ def make_plan(
     speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer.name.name)
     if resumed:
         speed = SpeedChoice(earlier["memory_format"], earlier["optimizer_impl"])
-    if keeps_low_precision(policy, layers, optimizer):
-        engine = engine_for(config.speed.name, device, earlier.get("optimizer_impl"))
-        speed = replace(speed, optimizer_impl=engine)
-    # by_float32 is the key in older checkpoints
+    if stores_low_precision(policy, layers, optimizer):
+        # All engines give the same bits on one device; eager needs no compiler.
+        eager = config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager"
+        speed = replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
+    # older checkpoints have the key by_float32
     fp32_fallback = earlier.get("fp32_fallback", earlier.get("by_float32"))
     if fp32_fallback is None:
         fp32_fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
@@ -167,7 +169,7 @@ def make_plan(
 
 
 def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:
-    """A sentence for each field the user set in vain; the recipe's reason replaces another."""
+    """A sentence for each field that the user set without effect; the recipe's reason wins."""
     sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
     for key in given:
         if key in recipe.ignores:
@@ -175,17 +177,17 @@ def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe)
     return sentences.values()
 
 
-def unknown_names(unknown: Sequence[Unknown], shown: int = 20) -> list[str]:
-    """A sentence for each name no op has, up to `shown`, and one for the rest."""
-    rest = len(unknown) - shown
+def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
+    """A sentence for each of the first 20 names that no op has, and one for the rest."""
+    rest = len(unknown) - 20
     more = [f"{rest} more names that no op has"] if rest > 0 else []
-    return [*map(str, unknown[:shown]), *more]
+    return [*map(str, unknown[:20]), *more]
 
 
 def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
-    """Samples a recipe takes as they lie, converted once to the mode's inputs.
+    """Samples that the recipe does not prepare, converted once to the mode's input dtype.
 
-    So they travel to a device at half the size where the mode is a true 16-bit one.
+    In a true 16-bit mode they then go to the device at half the size.
     """
     if recipe.prepares or not splits.train.inputs.is_floating_point():
         return splits
@@ -195,27 +197,19 @@ def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
 
 
 def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:
-    """The batch sizes of a run, and a sentence where a preset capped them."""
+    """The batch sizes of a run, and a sentence if a preset capped them."""
     base, cap = config.train.batch_size, config.preset.max_batch_size
     notice = None
     if cap is not None and base > cap:
         notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
         base = cap
-    micro = base * config.batch.factor
-    accumulate = config.train.accumulate
-    row = BatchRow(
-        micro=micro,
-        accumulate=accumulate,
-        effective=micro * accumulate,
-        base=base,
-        lr_rule=config.batch.lr_rule.name,
-    )
-    return row, notice
+    micro, accumulate = base * config.batch.factor, config.train.accumulate
+    sizes = {"micro": micro, "accumulate": accumulate, "effective": micro * accumulate}
+    return BatchRow(**sizes, base=base, lr_rule=config.batch.lr_rule.name), notice
 
 
 def lr_factor(rule: LrRule, factor: int) -> float:
-    """What a batch made `factor` times larger multiplies the learning rate by.
-
+    """The factor of the learning rate for a batch that is `factor` times larger.
     linear: Goyal et al., "Accurate, Large Minibatch SGD", 2017; sqrt: Krizhevsky, "One weird
     trick", 2014.
     """

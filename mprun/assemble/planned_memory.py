@@ -17,9 +17,9 @@ from mprun.train.loop import Trainer
 
 
 def step_memory(plan: Plan) -> StepMemory:
-    """What is alive during one training step of this plan, on fake tensors.
+    """The tensors alive during one training step of this plan, on fake tensors.
 
-    Made with `load_shapes`, the plan's batch is as large as asked, else as the data allow.
+    The batch is never larger than the training set, unless the plan was made with `load_shapes`.
     """
     splits, device = plan.splits, plan.device
     known = not splits.train.inputs.is_meta
@@ -52,7 +52,7 @@ def step_memory(plan: Plan) -> StepMemory:
 
 
 def with_batch_size(plan: Plan, size: int) -> Plan:
-    """The plan with `train.batch_size=size` in the place of its own, whatever its preset allows."""
+    """The plan with `train.batch_size=size`, without its preset's cap."""
     train = replace(plan.config.train, batch_size=size)
     preset = replace(plan.config.preset, max_batch_size=None)
     batch, _ = batch_sizes(replace(plan.config, train=train, preset=preset))
@@ -60,5 +60,5 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
 
 
 def footprint(plan: Plan) -> dict[str, int]:
-    """Bytes alive at the peak of that step, by category, as a record's `memory_bytes` has them."""
+    """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`."""
     return step_memory(plan).totals

@@ -1,4 +1,4 @@
-"""The parts that carry a policy out: caster, arithmetic, loss scale, the search for exceptions."""
+"""The parts that carry out a policy: caster, arithmetic, loss scale, detection of exceptions."""
 
 from __future__ import annotations
 
@@ -40,27 +40,26 @@ def build_precision(
     arithmetic: Arithmetic | None = None,
     make: Callable[..., Precision] = Precision,
 ) -> Precision:
-    """The parts that carry the policy out, the plan's own unless others are given.
+    """What carries out the plan's policy.
 
     Args:
         plan: the plan.
-        caster: what decides the dtypes of ops.
-        arithmetic: whose kernels compute.
-        make: puts the parts together; takes the arguments of `Precision`.
+        caster: replaces the plan's, which decides the dtypes of ops.
+        arithmetic: replaces the plan's, which decides whose kernels compute.
+        make: a class or function with the arguments of `Precision`.
     """
-    policy, clip_norm = plan.policy, plan.config.train.clip_norm
     return make(
-        policy,
+        plan.policy,
         caster or build_caster(plan),
         arithmetic or build_arithmetic(plan),
         build_loss_scale(plan.config, plan.layers, plan.device),
-        Clip(clip_norm),
+        Clip(plan.config.train.clip_norm),
         layers=plan.layers,
     )
 
 
 def build_exceptions(plan: Plan) -> RunExceptions:
-    """The search for floating-point exceptions that `debug.fp_exceptions` asks for."""
+    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for."""
     debug = plan.config.debug
     if debug.fp_exceptions is schema.FpExceptions.off:
         return RunExceptions()
@@ -69,13 +68,13 @@ def build_exceptions(plan: Plan) -> RunExceptions:
 
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
-    """What decides the dtypes of ops; `watcher` is called for what op lists do."""
+    """What decides the dtypes of ops; `watcher` is notified of the casts of op lists."""
     several = plan.batch.accumulate > 1
     return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
 
 def build_arithmetic(plan: Plan) -> Arithmetic:
-    """Whose kernels compute: PyTorch's, or mprun's stand-ins."""
+    """Whose kernels compute: PyTorch's or mprun's."""
     return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, plan.config.seed)
 
 
@@ -84,13 +83,8 @@ def arithmetic_for(policy: Policy, execution: str, fp32_fallback: str, seed: int
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":
-        everywhere = policy.rounding_scope == "all"
-        return Emulated16(
-            policy.rounding if everywhere else "nearest",
-            policy.overflow,
-            policy.partials_dtype,
-            seed,
-        )
+        rounding = policy.rounding if policy.rounding_scope == "all" else "nearest"
+        return Emulated16(rounding, policy.overflow, policy.partials_dtype, seed)
     if policy.partials_dtype == "float16":
         return BlockedConvolutions()
     if fp32_fallback != "none":
@@ -99,7 +93,7 @@ def arithmetic_for(policy: Policy, execution: str, fp32_fallback: str, seed: int
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
-    """The loss scale the configuration asks for, or the mode or one of its layers needs."""
+    """The loss scale of the configuration, or the one that the mode or a layer needs."""
     scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
     if kind == "static":
         return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)

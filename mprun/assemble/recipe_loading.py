@@ -64,7 +64,7 @@ def _check_metric(recipe: Recipe) -> None:
 
 
 def _import_recipe(target: str) -> type[Recipe]:
-    """The class at an import path; a user's own module may lie in the current folder."""
+    """The class at an import path; the current folder is searched too."""
     module_name, _, class_name = target.rpartition(".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
@@ -87,10 +87,10 @@ def load_data(recipe: Recipe, request: DataRequest) -> Splits:
 
 
 def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
-    """One training sample that has shapes and dtypes, and neither values nor memory.
+    """One training sample with shapes and dtypes, but without values or memory.
 
-    From the recipe's `sample`; where it has none, the data are loaded. A step of a plan made of it
-    can be counted (`step_memory`), not run.
+    It is the recipe's `sample`; without one, the data are loaded. The memory of a step of such a
+    plan can be counted (`step_memory`), but the step cannot run.
     """
     with _explained("a sample", recipe), torch.device("meta"):
         like = recipe.sample()
@@ -124,10 +124,10 @@ def _explained(what: str, recipe: Recipe) -> Iterator[None]:
 
 
 class DataCache:
-    """Loads what differs from the last load: runs of one recipe share their samples.
+    """Loads samples only if they differ from those of the last load: runs share them.
 
-    It holds one set of samples. A recipe that draws its data from the run's seed is loaded again
-    for each seed.
+    One set of samples is in memory. A recipe that draws its data from the run's seed is loaded
+    again for each seed.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@
     mprun advise recipe=mnist advise.objective=memory compare.margin=0.01
     mprun --config-dir outputs/DATE/TIME preset=advised
 
-Trials are short, paired by seed, and judged on validation data. The test set is not used: after a
-choice it would no longer be a test.
+Trials are short, paired by seed, and judged on validation data. The test set is not used: a set
+that a mode was selected on is no test set any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mprun.cli.study_commands import for_choice, print_out, request_of, run_study
+from mprun.cli.study_commands import for_choice, print_out, request_of, run_study, study_of
 from mprun.errors import EXIT_OK, MprunError
 
 if TYPE_CHECKING:
@@ -26,24 +26,14 @@ PRESET = "advised"
 
 
 def advise_command(args: Sequence[str]) -> int:
-    """Run `mprun advise`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds something already.
-    """
+    """Run `mprun advise`; the exit status."""
     request = request_of("advise", args, "advise", refused=("compare.baseline", "compare.split"))
     from mprun.cli.compare_command import check, compared, report
     from mprun.experiments.advise import advise, alarms_by_variant, new_advise_study, screened
-    from mprun.experiments.study import resumed_study
     from mprun.report.answer import advice_lines
 
     objective, screen = request.settings.advise.objective, request.settings.advise.screen
-    if request.resume is not None:
-        study = resumed_study("advise", request.resume)
-    else:
-        study = new_advise_study(request)
-        for name, reason in study.plan.not_tried.items():
-            print_out(f"not tried: {name}: {reason}")
+    study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
     outcomes, status = run_study(
         study, lambda so_far: screened(so_far, study.baseline, objective, screen)
     )

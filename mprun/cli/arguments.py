@@ -1,4 +1,4 @@
-"""What follows a command's name: options, read by argparse, with the overrides between them."""
+"""The arguments of a command: options, read by argparse, and overrides between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mprun.errors import UsageError, hint
 
 
 class Arguments(argparse.Namespace):
-    """The arguments of a command. An option that the command does not take keeps its default."""
+    """The arguments of a command; an option that it does not have keeps its default."""
 
     overrides: list[str]
-    """Arguments that are no options: `name=value`."""
+    """`name=value`."""
     config_dir: Path | None = None
     """A further folder of configs."""
     multirun: bool = False
@@ -27,11 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
-    """Separate the options of a command from its overrides.
-
-    Args:
-        command: its name.
-        args: what follows the name.
+    """Separate the options of a command, in the arguments after its name, from its overrides.
 
     Raises:
         UsageError: the command has no such option, or a value is missing.

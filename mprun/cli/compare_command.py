@@ -2,8 +2,9 @@
 
     mprun compare outputs/DATE/TIME [compare.margin=0.01 ...]
 
-Takes folders of runs, folders with runs below and globs. Prints a row for each variant, and writes
-a report into a folder. An argument that is a path, or that matches some, is never a setting.
+Takes folders of runs, folders that contain such folders, and globs. Prints a row for each variant,
+and writes a report into a folder. An argument that is a path, or that matches one, is never a
+setting.
 """
 
 from __future__ import annotations
@@ -29,15 +30,11 @@ ACCEPTED = {
 
 
 def compare_command(args: Sequence[str]) -> int:
-    """Run `mprun compare`; the exit status.
-
-    Raises:
-        UsageError: an argument is neither a path nor a legal setting, or the runs cannot be
-            compared.
-        ConditionMetError: a variant has a verdict that `compare.fail_if` names (status 3).
-    """
+    """Run `mprun compare`; the exit status."""
     paths, settings = parse(args)
-    conclude(compared(paths, settings), settings, default_folder(paths))
+    comparison = compared(paths, settings)
+    report(comparison, settings, default_folder(paths))
+    check(comparison, settings.fail_if.value)
     return EXIT_OK
 
 
@@ -45,7 +42,7 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     """The comparison of the runs in these folders.
 
     Raises:
-        UsageError: there is none, or they cannot be compared.
+        UsageError: there is no run, or the runs cannot be compared.
     """
     from mprun.compare.evaluate import compare
     from mprun.compare.load import find_runs
@@ -60,12 +57,6 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     )
 
 
-def conclude(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
-    """`report`, then `check`."""
-    report(comparison, settings, folder)
-    check(comparison, settings.fail_if.value)
-
-
 def report(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
     """Print a comparison, and write its report into `compare.dir` or `folder`.
 
@@ -76,7 +67,7 @@ def report(comparison: Comparison, settings: CompareSettings, folder: Path) -> N
 
     console = stdout_console()
     console.print(comparison_table(comparison), highlight=False)
-    for line in footer(comparison):  # it has names of folders, which may hold anything
+    for line in footer(comparison):  # names of folders in it may have any characters
         print_line(console, printable(line))
     if not settings.report:
         return
@@ -133,7 +124,7 @@ def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:
 
 
 def default_folder(paths: Sequence[Path]) -> Path:
-    """The report's folder: the only one named, if it is not a run, else `comparison`."""
+    """The report's folder: the argument, if it is a single folder and no run, else `comparison`."""
     if len(paths) == 1 and paths[0].is_dir() and not (paths[0] / "summary.json").exists():
         return paths[0]
     return Path("comparison")

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.errors import EXIT_OK, MprunError, UsageError, hint, nearest
-from mprun.train.signals import SignalReceivedError, StopSignals
+from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
-    from mprun.data.files import FileState
+    from mprun.data.image_files import FileState
 
 ACTIONS = ("fetch", "verify")
 NAMES = ("MNIST", "FashionMNIST")
-"""The sets with published files; the keys of `mprun.data.files.SHA256`, known without torch."""
+"""The sets with published files; the keys of `image_files.SHA256`, known without torch."""
 
 OK_WORDS = {"ok": "ok", "missing": "fetched", "damaged": "repaired"}
 """The word for a good file, by its state before."""
@@ -32,19 +32,18 @@ def data_command(args: Sequence[str]) -> int:
     """Run `mprun data`; the exit status.
 
     Raises:
-        UsageError: anything wrong with the arguments.
+        UsageError: an argument has no meaning here.
         MprunError: a file is missing or damaged, or cannot be downloaded (status 1).
     """
     action, names, root = parse(parse_arguments("data", args).overrides)
-    with StopSignals() as stop:
-        try:
-            from mprun.data.files import find_root
 
-            (fetch if action == "fetch" else verify)(names, find_root(root))
-        except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name}; no file is half written", file=sys.stderr)
-            return stop.exit_status
-    return EXIT_OK
+    def check_or_fetch(stop: StopSignals) -> int:
+        from mprun.data.image_files import find_root
+
+        (fetch if action == "fetch" else verify)(names, find_root(root))
+        return EXIT_OK
+
+    return interruptible(check_or_fetch, "; no file is half written")
 
 
 def parse(args: Sequence[str]) -> tuple[str, Sequence[str], str | None]:
@@ -93,7 +92,7 @@ def verify(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: one is missing or damaged.
     """
-    from mprun.data.files import check
+    from mprun.data.image_files import check
 
     files = {name: check(name, root) for name in names}
     for name in names:
@@ -107,7 +106,7 @@ def fetch(names: Sequence[str], root: Path) -> None:
     Raises:
         MprunError: a set cannot be downloaded; its files are as they were.
     """
-    from mprun.data.files import check
+    from mprun.data.image_files import check
     from mprun.data.sources import DownloadError, download
 
     files, failures = {}, []
@@ -141,7 +140,7 @@ def _print_files(
 
 def _conclude(files: Mapping[str, Sequence[FileState]], root: Path) -> None:
     """The last line: all files are ok, or the command that repairs the others."""
-    from mprun.data.files import fetch_command
+    from mprun.data.image_files import fetch_command
 
     states = [f.state for of_set in files.values() for f in of_set]
     if bad := len(states) - states.count("ok"):

@@ -18,11 +18,7 @@ from mprun.errors import EXIT_OK, UsageError, hint
 
 
 def doctor_command(args: Sequence[str]) -> int:
-    """Run `mprun doctor`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the arguments.
-    """
+    """Run `mprun doctor`; the exit status."""
     from mprun.config import compose
     from mprun.config.settings import fields, take
 
@@ -35,12 +31,12 @@ def doctor_command(args: Sequence[str]) -> int:
                 f"mprun doctor does not take '{text}'{near}; legal: {', '.join(legal)}"
             )
     device = compose(rest).config.device.name
-    from mprun.experiments.examine import examine_device
+    from mprun.experiments.examine import examine
     from mprun.report.doctor_tables import renderables
 
     if not settings.doctor.json:
         print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
-    examination = examine_device(device, settings.doctor.budget_s)
+    examination = examine(device, settings.doctor.budget_s)
     if settings.doctor.json:
         print(json.dumps(asdict(examination), indent=1, allow_nan=False))
         return EXIT_OK

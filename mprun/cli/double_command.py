@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mprun.cli.study_commands import for_choice, print_out, request_of, run_study
+from mprun.cli.study_commands import for_choice, print_out, request_of, run_study, study_of
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
 
 
 def double_command(args: Sequence[str]) -> int:
-    """Run `mprun double`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds something already.
-    """
+    """Run `mprun double`; the exit status."""
     request = request_of("double", args, "double", refused=("compare.baseline", "compare.split"))
     from mprun.cli.compare_command import check, compared, report
     from mprun.experiments.double import double, new_double_study
-    from mprun.experiments.study import resumed_study
 
     if request.settings.double.until_oom:
         return _largest_batch(request)
-    if request.resume is not None:
-        study = resumed_study("double", request.resume)
-    else:
-        study = new_double_study(request)
+    study = study_of(request, new_double_study)
     outcomes, status = run_study(study)
     if status is not None:
         return status

@@ -1,4 +1,4 @@
-"""`mprun --help`, made from the commands, the files in conf/ and the texts of the schema."""
+"""The help and the page of fields, made from the commands, conf/ and the texts of the schema."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ what it saves.
   mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
   mprun advise recipe=mnist                 (which mode to take here)
   mprun compare outputs/DATE/TIME           (runs side by side, a verdict)
-  mprun memory precision=fp32,half_sr       (where a step's memory goes)
+  mprun memory precision=fp32,half_sr       (what a step's memory holds)
   mprun trace recipe=mnist op_lists=hmp     (one step: every op, every cast)
   mprun run.resume=outputs/DATE/TIME        (resume a run)
 """
@@ -119,7 +119,7 @@ Each line has a field with its default, its legal values and its meaning. A grou
 SETTINGS_INTRO = """
 ## Settings of commands
 
-These belong to a command, not to a run: no record holds them and they change no variant. `mprun
+These belong to a command, not to a run: they are not recorded and change no variant. `mprun
 COMMAND --help` lists the settings of a command.
 """
 
@@ -134,7 +134,7 @@ def configuration_page() -> str:
 
 
 def _item(field: Field) -> str:
-    """A field as a line; legal values that its text or default already shows are left out."""
+    """A field as a line, without legal values that its text or default already shows."""
     default = "" if field.default == MISSING else f"={field.default_text}"
     legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(" [name, ...]", "")
     legal = legal.removesuffix(", or null") if field.default is None else legal

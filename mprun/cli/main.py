@@ -1,7 +1,7 @@
 """The command line: which command, its help, and the exit status.
 
-Each command imports what needs torch when it runs. So the help, and the answer to a mistake in the
-overrides, come at once.
+A command imports torch only when it runs. So help, and the message about a wrong override, are
+printed at once.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _dispatch(args: list[str]) -> int:
 
 
 def _is_no_override(text: str) -> bool:
-    """Whether a text looks like a command; the name of a group or a field lacks its value."""
+    """Whether a text is letters like a command, and not a group's or field's name without value."""
     from mprun.config.reference import GROUPS, leaves, sections
 
     letters = text.replace("-", "").replace("_", "").isalpha()

@@ -25,20 +25,14 @@ if TYPE_CHECKING:
 
 
 def memory_command(args: Sequence[str]) -> int:
-    """Run `mprun memory`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides or settings, or a folder that holds something.
-        RunFailedError: the model's code does not run on fake tensors.
-    """
-    from mprun.config.settings import take
-    from mprun.config.sizes import parse_size
+    """Run `mprun memory`; the exit status."""
+    from mprun.config.settings import parse_size, take
 
     known = parse_arguments("memory", args)
-    every_setting, overrides = take(known.overrides, "memory")
-    settings = every_setting.memory
+    all_settings, overrides = take(known.overrides, "memory")
+    settings = all_settings.memory
     if settings.fits is not None:
-        parse_size(settings.fits, "memory.fits")  # an error comes before a folder is made
+        parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
     from mprun.records.files import new_folder
     from mprun.report.memory_tables import category_table, module_table

@@ -9,7 +9,6 @@ and prints them. Writes `numerics.json` with everything, and plots, into the run
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,36 +17,26 @@ from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
 from mprun.console import ProgressDisplay, print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK
+from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
     from mprun.experiments.recipe_numerics import InspectedSteps
     from mprun.records.numerics_record import NumericsResult
-    from mprun.train.signals import StopSignals
 
 
 def numerics_command(args: Sequence[str]) -> int:
-    """Run `mprun numerics`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds something already.
-        RunFailedError: the run failed before the first step that is inspected.
-    """
+    """Run `mprun numerics`; the exit status."""
     from mprun.config import compose
     from mprun.config.settings import take
 
     known = parse_arguments("numerics", args)
     settings, overrides = take(known.overrides, "numerics")
     composed = compose(overrides, known.config_dir)
-    from mprun.train.signals import SignalReceivedError, StopSignals
-
-    with StopSignals() as stop:
-        try:
-            return _inspect(composed, settings.numerics, stop)
-        except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name} before the first result", file=sys.stderr)
-            return stop.exit_status
+    return interruptible(
+        lambda stop: _inspect(composed, settings.numerics, stop), " before the first result"
+    )
 
 
 def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
@@ -56,7 +45,7 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     from mprun.records.files import new_folder
 
     planned = plan_run(composed, "numerics")
-    steps_to_inspect(planned.plan, settings)  # an error comes before a folder is made
+    steps_to_inspect(planned.plan, settings)  # raises before a folder is made
     introduce(planned)
     console, folder = stdout_console(), new_folder(composed.config.run.dir)
     with traceback_in(folder):
@@ -72,10 +61,7 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
         f"written: {folder}/{', '.join(names)}",
     )
     if (ended := inspected.ended) is not None:
-        print_line(
-            stderr_console(),
-            f"the run ended early, its results are above: {ended}",
-        )
+        print_line(stderr_console(), f"the run ended early, its results are above: {ended}")
         return stop.exit_status if stop.requested() else EXIT_FAILED
     return EXIT_OK
 

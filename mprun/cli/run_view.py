@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,26 +16,41 @@ from mprun.train.progress import Progress
 if TYPE_CHECKING:
     from torch import nn
 
-    from mprun.assemble import Plan
+    from mprun.train.loop import Limits
 
 
 class RunView(Progress):
-    """Prints what is about to run, how far it is, and messages."""
+    """Prints a header before the run, its progress and its messages.
 
-    def __init__(self, console: Console, plan: Plan) -> None:
-        limits = plan.limits
-        progress = RunProgress(console, limits.epochs, plan.planned_steps)
-        super().__init__(progress, plan.planned_steps, limits.max_time_s)
-        self._console, self._plan = console, plan
+    Args:
+        console: where it is printed.
+        limits: when the run ends.
+        planned_steps: optimizer steps if time does not run out, or None.
+        init_from: the source of the initial weights, or None if they are drawn.
+        layer_rows: gives name, kind, stored and computing dtype of each layer of a prepared model;
+            nothing if all layers are alike.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        limits: Limits,
+        planned_steps: int | None,
+        init_from: str | None,
+        layer_rows: Callable[[nn.Module], Iterable[tuple[str, str, str, str]]],
+    ) -> None:
+        progress = RunProgress(console, limits.epochs, planned_steps)
+        super().__init__(progress, planned_steps, limits.max_time_s)
+        self._console, self._init_from, self._layer_rows = console, init_from, layer_rows
 
     def on_start(self, summary: Summary, folder: Path) -> None:
         for line in (*tables.header(summary), f"record: {folder}"):
             print_line(self._console, line)
-        if self._plan.weights.state:
-            print_line(self._console, f"weights: {self._plan.config.train.init_from}")
+        if self._init_from is not None:
+            print_line(self._console, f"weights: {self._init_from}")
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
-        if rows := self._plan.layer_rows(model):
+        if rows := self._layer_rows(model):
             self._console.print(tables.layers(rows), highlight=False)
         super().on_train_start(model, elapsed_s)
 

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 def search_ops_command(args: Sequence[str]) -> int:
-    """Run `mprun search-ops`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, a folder that holds something already, or a
-            model that cannot be measured.
-        RunFailedError: a training in float32 failed.
-    """
+    """Run `mprun search-ops`; the exit status."""
     from mprun.config.settings import take
 
     known = parse_arguments("search-ops", args)
@@ -106,7 +100,7 @@ def _conclusion(search: OpSearch, proof: Proof | None) -> Iterator[str]:
 
 
 def _result_overrides(search: OpSearch, folder: Path) -> Iterator[str]:
-    """Overrides of a run with the result."""
+    """The overrides of a run that uses the result."""
     from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
 
     by_modules = search.answer == "modules"

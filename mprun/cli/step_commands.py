@@ -1,4 +1,4 @@
-"""What the commands that inspect a training step share: warnings, a header, a traceback's file."""
+"""Shared by the commands that inspect a training step: warnings, header, file of a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def introduce(planned: PlannedRun) -> None:
-    """Print the warnings of a planned run, and what is inspected."""
+    """Print the warnings and the header of a planned run."""
     from mprun.report.tables import header
 
     warn(planned.warnings)

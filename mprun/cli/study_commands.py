@@ -1,9 +1,9 @@
-"""What the commands that run studies share: their arguments, the runs, how a choice is judged."""
+"""Shared by the commands that run studies: their arguments, the runs, the comparison settings."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,30 @@ def request_of(
     return study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
 
 
+def study_of(
+    request: StudyRequest,
+    new: Callable[[StudyRequest], Study],
+    report: Callable[[str, str], None] = lambda name, reason: None,
+) -> Study:
+    """The study to resume, or a new one.
+
+    Args:
+        request: the arguments.
+        new: makes a new study.
+        report: called with name and reason for each variant that a new study leaves out.
+    """
+    from mprun.experiments.study import resumed_study
+
+    if request.resume is not None:
+        return resumed_study(request.command, request.resume)
+    study = new(request)
+    for name, reason in study.plan.not_tried.items():
+        report(name, reason)
+    return study
+
+
 def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], int | None]:
-    """Run a study's trials; their outcomes, and the exit status where nothing can follow."""
+    """Run a study's trials; their outcomes, and the exit status if nothing can be compared."""
     from mprun.experiments.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError, StopSignals
 
@@ -58,7 +80,7 @@ def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], in
 
 
 def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome]) -> CompareSettings:
-    """How a choice is compared: with the study's baseline, never on test samples."""
+    """The settings for a choice: compared with the study's baseline, never on test samples."""
     baseline, split = study.judged_by(outcomes)
     return replace(request.settings.compare, baseline=baseline, split=split)
 

@@ -19,18 +19,14 @@ from mprun.errors import EXIT_OK, RunFailedError
 
 
 def trace_command(args: Sequence[str]) -> int:
-    """Run `mprun trace`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds something already.
-        RunFailedError: the step cannot run.
-    """
-    import msgspec
-
+    """Run `mprun trace`; the exit status."""
     from mprun.config import compose
 
     known = parse_arguments("trace", args)
     composed = compose(known.overrides, known.config_dir)
+
+    import msgspec
+
     from mprun.experiments.planned_run import plan_run
     from mprun.experiments.recipe_trace import (
         TraceFailedError,

@@ -2,7 +2,7 @@
 
     mprun recipe=fashion_mnist precision=bf16_mixed
 
-With `-m` it trains once for every combination of the values that are listed.
+With `-m` it trains once for every combination of the listed values.
 """
 
 from __future__ import annotations
@@ -13,24 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.cli.arguments import parse_arguments
+from mprun.cli.arguments import Arguments, parse_arguments
+from mprun.console import print_line, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
+from mprun.train.signals import StopSignals, interruptible
 
 if TYPE_CHECKING:
-    from mprun.cli.arguments import Arguments
     from mprun.config import Composed
     from mprun.records.run_record import Summary
-    from mprun.train.signals import StopSignals
 
 
 def train_command(args: Sequence[str]) -> int:
-    """Run `mprun train`; the exit status.
-
-    Raises:
-        UsageError: anything wrong with the overrides, or a folder that holds a run already.
-        RunFailedError: the run failed.
-        StoppedError: a signal ended a sweep.
-    """
+    """Run `mprun train`; the exit status."""
     from mprun.config import compose
 
     known = parse_arguments("train", args)
@@ -44,23 +38,15 @@ def train_command(args: Sequence[str]) -> int:
 
         print(OmegaConf.to_yaml(composed.resolved), end="")
         return EXIT_OK
-    return _catching_signals(composed)
+    return _run(composed)
 
 
-def _catching_signals(composed: Composed) -> int:
-    from mprun.train.signals import SignalReceivedError, StopSignals
-
-    with StopSignals() as stop:
-        try:
-            return _run(composed, stop)
-        except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name} before the run started", file=sys.stderr)
-            return stop.exit_status
+def _run(composed: Composed) -> int:
+    return interruptible(lambda stop: _train(composed, stop), " before the run started")
 
 
-def _run(composed: Composed, stop: StopSignals) -> int:
+def _train(composed: Composed, stop: StopSignals) -> int:
     from mprun.cli.run_view import RunView
-    from mprun.console import print_line, stdout_console, warn
     from mprun.experiments.planned_run import plan_or_resume
     from mprun.report.tables import result
     from mprun.run import run
@@ -68,7 +54,9 @@ def _run(composed: Composed, stop: StopSignals) -> int:
     plan, saved = plan_or_resume(composed)
     warn(plan.warnings)
     console = stdout_console()
-    summary, folder = run(plan, composed.resolved, stop, [RunView(console, plan)], saved)
+    init_from = plan.config.train.init_from if plan.weights.state else None
+    view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
+    summary, folder = run(plan, composed.resolved, stop, [view], saved)
     console.print(result(summary), highlight=False)
     if summary.status == "completed":
         return EXIT_OK
@@ -80,23 +68,18 @@ def _run(composed: Composed, stop: StopSignals) -> int:
 def _sweep(arguments: Arguments) -> int:
     from mprun.config.multirun import sweep
     from mprun.records.files import dated_folder_if_used
-    from mprun.train.signals import SignalReceivedError, StopSignals
 
-    with StopSignals() as stop:
-        try:
-            folder = sweep(
-                arguments.overrides, arguments.config_dir, dated_folder_if_used, sweep_job
-            )
-        except SignalReceivedError:
-            print(f"mprun: stopped by {stop.name} between two runs", file=sys.stderr)
-            return stop.exit_status
-    return _show_sweep(folder)
+    def run_all(stop: StopSignals) -> int:
+        overrides, config_dir = arguments.overrides, arguments.config_dir
+        return _show_sweep(sweep(overrides, config_dir, dated_folder_if_used, sweep_job))
+
+    return interruptible(run_all, " between two runs")
 
 
 def sweep_job(composed: Composed, folder: Path) -> int:
     """One run of a sweep. Its failure is printed, and the other runs continue."""
     try:
-        status = _catching_signals(composed)
+        status = _run(composed)
     except MprunError as error:
         print(f"mprun: run {folder.name}: {error}", file=sys.stderr)
         return error.status
@@ -106,7 +89,6 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 
 
 def _show_sweep(folder: Path) -> int:
-    from mprun.console import stdout_console
     from mprun.records.run_record import read_summary
     from mprun.report.tables import sweep_table
 
@@ -116,7 +98,7 @@ def _show_sweep(folder: Path) -> int:
         try:
             summaries[run.name] = read_summary(run)
         except MprunError:
-            summaries[run.name] = None  # it ended before it had a record
+            summaries[run.name] = None  # the run ended before it had a record
     stdout_console().print(sweep_table(folder, summaries), highlight=False)
     done = all(s is not None and s.status == "completed" for s in summaries.values())
     return EXIT_OK if done else EXIT_FAILED

@@ -1,9 +1,9 @@
 """From command-line overrides to a checked `Config`, or one clear line about what is wrong.
 
-Hydra's messages name the override, but not the legal values or the nearest match, and some mistakes
-reach the user as tracebacks of its internals. So each override is checked first (is there such a
-field, or such an option of the group?), then Hydra composes, and its remaining errors are explained
-with the texts of the schema.
+Hydra's messages name the override, but neither the legal values nor the nearest match, and some
+mistakes end in a traceback of its internals. So each override is checked first (does the field, or
+the option of the group, exist?). Then Hydra composes, and its remaining errors are explained with
+the texts of the schema.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPEN_MAPPINGS = ("recipe.model.", "precision.layers.")
 """Mappings whose keys are the user's: a recipe's parameters, names of modules."""
 
 NOISE = ("full_key:", "reference_type=", "object_type=", "Config search path", "provider=")
-"""Starts of lines in messages of Hydra and OmegaConf that do not help a user."""
+"""Lines in messages of Hydra and OmegaConf that start like this do not help a user."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ SPELLINGS = {
     "debug.fp_exceptions=true": "debug.fp_exceptions=log",
     "debug.fp_exceptions=false": "debug.fp_exceptions=off",
 }
-"""Overrides that people write as a switch, and their meaning."""
+"""Switch-like spellings of overrides, and their meaning."""
 
 
 def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Composed:
@@ -97,7 +97,13 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
         parsed: its overrides.
         new: whether op-list files are read; a resumed run has their names in its configuration.
     """
-    config, resolved = _to_config(raw, list(parsed))
+    try:
+        resolved: Any = OmegaConf.to_container(
+            raw, resolve=True, throw_on_missing=True, enum_to_str=True
+        )
+        config = cast(Config, OmegaConf.to_object(raw))
+    except OmegaConfBaseException as error:
+        raise UsageError(_explain(error, parsed)) from None
     given = tuple(o.key_or_group for o in parsed)
     check(config)
     if new:
@@ -106,7 +112,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
 
 
 def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
-    """Replace the shipped op lists by those in the user's files, on every device."""
+    """Replace the shipped op lists by the user's files, on every device."""
     for kind in KINDS:
         path = getattr(config.op_lists, f"{kind}_file")
         if path is None:
@@ -176,13 +182,13 @@ def _check_override(override: Override, config_dir: Path | None) -> None:
     if override.is_delete():
         raise UsageError(f"'{text}': nothing can be deleted; set a field to null, a group to none")
     if override.package is not None:
-        raise UsageError(f"'{text}': a group has one place; write {key}=...")
+        raise UsageError(f"'{text}': a group cannot be moved to a package; write {key}=...")
     if override.is_sweep_override():
         raise UsageError(f"'{text}' lists several values: a sweep, which needs -m")
     if key in GROUPS:
         _check_option(override, key, config_dir)
     elif key in sections():
-        raise UsageError(f"'{text}': {key} holds fields; set one of them: {_below(key)}")
+        raise UsageError(f"'{text}': {key} has fields; set one of them: {_below(key)}")
     elif _is_unknown(key):
         raise UsageError(f"'{text}': there is no field '{key}'{_or_legal(key)}")
 
@@ -209,7 +215,7 @@ def _below(section: str) -> str:
 def for_hydra(override: Override) -> str:
     """The override without `+`, which has no meaning because every field exists.
 
-    In the mappings with the user's keys, Hydra has to add the key, so `++` stands before it.
+    In a mapping with the user's keys, Hydra has to add the key: `++` in front makes it do that.
     """
     add = "++" if f"{override.key_or_group}.".startswith(OPEN_MAPPINGS) else ""
     return add + str(override.input_line).lstrip("+")
@@ -226,31 +232,14 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
 
 
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
+    raised = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
     try:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        YAMLError,
-        OSError,
-        ValueError,
-        TypeError,
-    ) as error:
+    except raised as error:
         raise UsageError(_explain(error, parsed)) from None
 
 
-def _to_config(raw: DictConfig, parsed: list[Override]) -> tuple[Config, dict[str, Any]]:
-    try:
-        resolved = OmegaConf.to_container(
-            raw, resolve=True, throw_on_missing=True, enum_to_str=True
-        )
-        config = OmegaConf.to_object(raw)
-    except OmegaConfBaseException as error:
-        raise UsageError(_explain(error, parsed)) from None
-    return cast(Config, config), cast("dict[str, Any]", resolved)
-
-
-def _explain(error: Exception, parsed: list[Override]) -> str:
+def _explain(error: Exception, parsed: Sequence[Override]) -> str:
     """An error of Hydra in one line, with the legal values if it names a field."""
     cause = error.__cause__ or error
     named = re.search(r"full_key: (\S+)", str(cause))

@@ -47,7 +47,7 @@ class Field:
 
     @property
     def default_text(self) -> str:
-        """The default as a user would type it; "set by its group" where conf/ holds it."""
+        """The default as a user would type it; "set by its group" if it is in conf/."""
         if self.default == MISSING:
             return "set by its group"
         if isinstance(self.default, Enum):
@@ -117,7 +117,7 @@ def leaves() -> dict[str, Field]:
 
 @cache
 def sections() -> tuple[str, ...]:
-    """Keys that hold other fields: `train`, `train.optimizer`, ..."""
+    """Keys with fields below them: `train`, `train.optimizer`, ..."""
     keys = []
     for key in leaves():
         parts = key.split(".")
@@ -139,7 +139,7 @@ def options(group: str) -> dict[str, str]:
 
 @cache
 def aliases(group: str) -> dict[str, str]:
-    """Options of a group that are another name of one: their file is nothing but that default."""
+    """Options of a group that only name another one, by their name: a file with one default."""
     folder = files("mprun.conf") / group
     contents = {
         name: yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in options(group)

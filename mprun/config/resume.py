@@ -1,7 +1,7 @@
 """The configuration of a resumed run: its own, with the few fields that may change.
 
-A run is resumed bit for bit, so it keeps every field that decides its bits. Fields that only decide
-when it ends, what it writes, or where files are may change.
+A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
+them. Fields that only affect its end, its output or the location of files may change.
 """
 
 from __future__ import annotations

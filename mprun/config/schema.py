@@ -1,9 +1,9 @@
 """The schema of a configuration: every field's name, type, default and meaning.
 
 The string below a field is its documentation; `mprun --help` and the page of fields are made
-from it (`reference.py`). What a group chooses (recipe, precision, ...) is `MISSING` here and has
-its one value in `conf/`; the rest has its default here. Member names of the enums are what a user
-types.
+from it (`reference.py`). Fields that a group sets (recipe, precision, ...) are `MISSING` here and
+have their value in `conf/`; all others have their default here. Users type the member names of the
+enums.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class LayerDType(Enum):
 
 
 FLOAT16_LAYERS = {"fp16", "fp16_mixed", "fp16_true", "half_sr", "half_sr_full"}
-"""Those that compute in float16."""
+"""Values that compute in float16."""
 LAYERS_STORED_LOW = {"fp16_true", "bf16_true", "half_sr", "bf16_sr", "half_sr_full"}
-"""Those that store 16 bits in every mode; fp16 and bf16 do where nothing is cast."""
+"""Values that store 16 bits in every mode; fp16 and bf16 do so where nothing is cast."""
 
 
 class FpExceptions(Enum):
@@ -181,7 +181,7 @@ class PrecisionConfig:
     name: str = MISSING
     """The mode's name in records and tables."""
     param_dtype: DType = MISSING
-    """Dtype the parameters are kept in (Keras: variable dtype)."""
+    """Dtype the parameters are stored in (Keras: variable dtype)."""
     compute_dtype: DType = MISSING
     """Dtype matmuls and convolutions compute in."""
     output_dtype: DType = MISSING
@@ -189,17 +189,17 @@ class PrecisionConfig:
     casting: Casting = MISSING
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Rounding = MISSING
-    """Rounding of parameters and optimizer state kept in 16 bits: nearest, stochastic or kahan."""
+    """Rounding of parameters and optimizer state in 16 bits: nearest, stochastic or kahan."""
     rounding_scope: RoundingScope = MISSING
-    """What is rounded like this: update, parameters and state when written; all, every result."""
+    """Where this rounding is used: update, for parameters and state; all, for every result."""
     overflow: Overflow = Overflow.infinity
     """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
     accum_dtype: DType = MISSING
-    """Dtype gradients are accumulated and kept in (PopTorch: accum_type)."""
+    """Dtype gradients are accumulated and stored in (PopTorch: accum_type)."""
     momentum_dtype: DType = MISSING
     """Dtype of the optimizer's first moment."""
     variance_dtype: DType = MISSING
-    """Dtype of the optimizer's second moment; in 16 bits its square root is kept."""
+    """Dtype of the optimizer's second moment; in 16 bits its square root is stored."""
     partials_dtype: DType = MISSING
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
@@ -377,7 +377,7 @@ class RunConfig:
     """Where a run writes its record."""
 
     dir: str | None = None
-    """The run's folder, which must hold no run yet; default outputs/<date>/<time>."""
+    """The run's folder, without an earlier run; default outputs/<date>/<time>."""
     resume: str | None = None
     """Resume the run in this folder from its last checkpoint, with its own configuration."""
 
@@ -405,7 +405,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     """The data."""
     debug: DebugConfig = field(default_factory=DebugConfig)
-    """Looking for faults."""
+    """Debugging."""
     run: RunConfig = field(default_factory=RunConfig)
     """The record."""
     seed: int = 0

@@ -5,6 +5,8 @@ They are not part of a run's configuration, so they do not change its variant.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,9 +21,9 @@ from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, hint
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
-"""Differences inside plus and minus these do not matter: of accuracies; of losses, as a share."""
+"""Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
 SEEDS = {"sweep": 5, "advise": 10, "double": 10, "search-ops": 5}
-"""Runs of each variant, where `seeds` is null."""
+"""Runs of each variant if `seeds` is null."""
 
 
 class FailIf(Enum):
@@ -55,7 +57,7 @@ class CompareSettings:
     """How runs are compared."""
 
     margin: float = MARGIN
-    """Differences of accuracy inside plus and minus this do not matter (0.005 is half a point)."""
+    """Differences of accuracy within plus or minus this do not matter (0.005 is half a point)."""
     relative_margin: float = RELATIVE_MARGIN
     """The same for losses, as a share of the baseline's."""
     baseline: str | None = None
@@ -65,7 +67,7 @@ class CompareSettings:
     mix: list[Mix] = field(default_factory=list)
     """What may differ between runs: [recipes, data, hardware, code]; by default nothing."""
     fail_if: FailIf = FailIf.none
-    """End with status 3 where a variant is worse, or not shown to be equivalent or better."""
+    """End with status 3 if a variant is worse, or is not shown to be equivalent or better."""
     dir: str | None = None
     """Folder of the report; null: the one folder compared, or comparison/ here."""
     report: bool = True
@@ -130,7 +132,7 @@ class NumericsSettings:
     """Which steps are inspected, and what their numbers must keep."""
 
     steps: int = 20
-    """Steps that are inspected, evenly spread over the span."""
+    """Number of steps that are inspected, evenly spread over the span."""
     warmup: int = 3
     """Steps before the first one that may be inspected."""
     span: int = 200
@@ -154,7 +156,7 @@ class SearchOpsSettings:
     tolerance: float = 0.01
     """Relative difference of the loss from float32's that is tolerated."""
     gradient_db: float | None = 20.0
-    """Least SQNR of any parameter's gradient against float32's, in dB; null: the loss alone."""
+    """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
     batches: int = 4
     """Batches of validation data used for the measurements."""
     warmup_steps: int = 20
@@ -168,7 +170,7 @@ class SearchOpsSettings:
     steps: int = 100
     """Optimizer steps of each training of the proof; 0 for no proof."""
     margin: float = MARGIN
-    """Differences of the proof's accuracies inside plus and minus this do not matter."""
+    """Differences of the proof's accuracies within plus or minus this do not matter."""
     relative_margin: float = RELATIVE_MARGIN
     """The same for losses, as a share of float32's."""
 
@@ -188,7 +190,7 @@ class Settings:
     memory: MemorySettings = field(default_factory=MemorySettings)
     """What `mprun memory` shows."""
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
-    """Which steps `mprun numerics` inspects, and what their numbers must keep."""
+    """Which steps are inspected, and what their numbers must keep."""
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
     """How ops that must stay in float32 are searched."""
     seeds: int | None = None
@@ -226,7 +228,7 @@ RANGES = {
 
 
 def fields(sections: Sequence[str] = ()) -> dict[str, Field]:
-    """Key to field, if its first part is in `sections`; all fields without any."""
+    """Key to field, for keys whose first part is in `sections`; all keys if it is empty."""
     known = {f.key: f for f in walk(Settings)}
     return {k: f for k, f in known.items() if not sections or k.partition(".")[0] in sections}
 
@@ -236,7 +238,7 @@ def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]
 
     Args:
         overrides: `name=value`.
-        sections: first parts of the keys this command takes, for example "compare", "seeds".
+        sections: first parts of the keys that the command takes: "compare", "seeds".
 
     Raises:
         UsageError: there is no such setting, or its value is not legal.
@@ -265,3 +267,31 @@ def _set(settings: Any, field: Field, value: Any, text: str) -> None:
         raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
     if field.key in RANGES:
         RANGES[field.key].check(field.key, value)
+
+
+UNITS = {
+    "B": 1,
+    **{f"{p}B": 1000**n for n, p in enumerate("KMGT", start=1)},
+    **{f"{p}iB": 1024**n for n, p in enumerate("KMGT", start=1)},
+}
+
+
+def parse_size(text: str, key: str) -> int:
+    """The bytes in `text`, the value of the setting `key`.
+
+    Raises:
+        UsageError: it is not an amount of memory above zero.
+    """
+    by_name = {name.lower(): factor for name, factor in UNITS.items()}
+    match = re.fullmatch(r"([0-9.eE+]+?)\s*([A-Za-z]*)", text.strip())
+    factor = by_name.get(match[2].lower() or "b") if match else None
+    try:
+        size = float(match[1]) * factor if match and factor else math.nan
+    except ValueError:
+        size = math.nan
+    if not 1 <= size < 2**63:
+        raise UsageError(
+            f"'{key}={text}': legal is an amount of memory above 0: a number and a unit, one of "
+            f"{', '.join(UNITS)} (16GiB, 500MB)"
+        )
+    return int(size)

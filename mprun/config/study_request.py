@@ -1,4 +1,4 @@
-"""The arguments of a command that runs a study (sweep, advise, double), taken apart."""
+"""The parsed arguments of a command that runs a study: sweep, advise or double."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RESUMED = "a resumed study keeps its plan"
 
 @dataclass(frozen=True)
 class StudyRequest:
-    """What the user asks of a study."""
+    """The arguments of a study."""
 
     command: str
     settings: Settings
@@ -42,7 +42,7 @@ def study_request(
     *sections: str,
     refused: Sequence[str] = (),
 ) -> StudyRequest:
-    """Take the overrides of a study apart.
+    """Separate the settings of a study from the overrides of its runs.
 
     Args:
         command: its name.

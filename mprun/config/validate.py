@@ -46,15 +46,13 @@ class Range:
     low_open: bool = False
     high_open: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Whether `value` lies inside."""
-        above = value > self.low if self.low_open else value >= self.low
-        below = value < self.high if self.high_open else value <= self.high
-        return math.isfinite(value) and above and below
-
     def check(self, key: str, value: float | None) -> None:
         """Raise `UsageError` unless `value` lies inside or is None."""
-        if value is not None and not self.holds(value):
+        if value is None:
+            return
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        if not (math.isfinite(value) and above and below):
             raise UsageError(f"{key}={value}: legal is {self}")
 
     def __str__(self) -> str:
@@ -118,7 +116,7 @@ OPTIMIZER_FIELDS = {
 }
 
 SATURATES = (
-    "precision.overflow=saturate with a dynamic loss scale, which looks for the overflows "
+    "precision.overflow=saturate with a dynamic loss scale, which needs to see the overflows "
     "that saturation hides; legal: loss_scale=static, loss_scale=none"
 )
 
@@ -142,7 +140,7 @@ def check(config: Config) -> None:
     if config.precision.tf32 and (config.precision.layers or config.precision.layers_file):
         raise UsageError(
             f"precision.layers with precision={config.precision.name}: TF32 is switched for the "
-            "whole process, modules cannot be kept out of it; legal with every other mode"
+            "whole process, not for single modules; legal with every other mode"
         )
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
@@ -210,7 +208,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
 
 
 def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
-    """A sentence for each field in `given` that changes nothing in this configuration."""
+    """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):
         if key in reasons:
@@ -229,7 +227,7 @@ NEUTRAL = {
 def without_inert(
     config: Config, resolved: Mapping[str, Any], unused: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The configuration with a fixed value in each field without effect: it identifies a variant.
+    """The configuration that identifies a variant: fields without effect have a fixed value.
 
     Args:
         config: the configuration.
@@ -237,7 +235,7 @@ def without_inert(
         unused: further fields that have no effect.
 
     Returns:
-        `resolved` with the default of the schema or of `NEUTRAL` in such fields.
+        `resolved`, with the default of the schema or of `NEUTRAL` in such fields.
     """
     normalized: dict[str, Any] = copy.deepcopy(dict(resolved))
     default = Config()
@@ -297,15 +295,15 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "precision.rounding", always if low else nothing
     if not low and not _may_emulate_low(config):
         yield "precision.overflow", f"{nothing}, and native kernels never saturate"
-    moments = kept_moments(optimizer)
+    moments = stored_moments(optimizer)
     if "momentum" not in moments:
         yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
     if "variance" not in moments:
         yield "precision.variance_dtype", f"{optimizer.name.name} keeps no second moment"
 
 
-def kept_moments(optimizer: OptimizerConfig) -> set[str]:
-    """The moments an optimizer keeps between steps: "momentum", "variance", both or none."""
+def stored_moments(optimizer: OptimizerConfig) -> set[str]:
+    """The moments an optimizer stores between steps: "momentum", "variance", both or none."""
     if optimizer.name is OptimizerName.adamw:
         return {"momentum", "variance"}
     second = {"variance"} if optimizer.name is OptimizerName.rmsprop else set()
@@ -313,12 +311,12 @@ def kept_moments(optimizer: OptimizerConfig) -> set[str]:
 
 
 def stored_low(config: Config) -> set[str]:
-    """Which of "parameters", "momentum" and "variance" are kept in 16 bits between steps.
+    """Which of "parameters", "momentum" and "variance" are stored in 16 bits between steps.
 
-    The content of `precision.layers_file` is not known here: it may keep parameters in 16 bits.
+    The content of `precision.layers_file` is not known here; it may store parameters in 16 bits.
     """
     row = config.precision
-    low = {m for m in kept_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
+    low = {m for m in stored_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
     layers = {dtype.name for dtype in row.layers.values()}
     low_layers = layers & LAYERS_STORED_LOW or (
         row.casting is Casting.none and layers & {"fp16", "bf16"}

@@ -1,4 +1,4 @@
-"""Which variants a study has: every mode, or every combination of the values that are listed.
+"""The variants of a study: every mode, or every combination of the listed values.
 
 `precision=fp32,bf16_mixed op_lists=none,hmp` are four combinations, and one is invalid: op lists
 have no meaning in float32. Invalid combinations are left out and reported. A value that is invalid
@@ -43,11 +43,7 @@ def modes(config_dir: Path | None = None) -> list[str]:
 
 
 def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Variants:
-    """The variants of a study.
-
-    Args:
-        overrides: those of its runs; without `precision`, every mode is included.
-        config_dir: a further folder of configs, or None.
+    """The variants of a study with these overrides; without `precision`, every mode is included.
 
     Raises:
         UsageError: an override is invalid in every combination, or in the only one.

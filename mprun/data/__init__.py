@@ -1,6 +1,6 @@
 """Data sets as tensors: where they come from, and how batches are made of them.
 
-`files.py` checks the published files; `sources.py` locates, downloads and reads them;
+`image_files.py` checks the published files; `sources.py` locates, downloads and reads them;
 `generated.py` draws a set as a substitute; `batches.py` has decoded samples in memory and batches
 them there.
 """

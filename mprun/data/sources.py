@@ -23,7 +23,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from mprun.data.batches import TensorSet
-from mprun.data.files import (
+from mprun.data.generated import draw
+from mprun.data.image_files import (
     SHA256,
     check,
     fetch_command,
@@ -32,7 +33,6 @@ from mprun.data.files import (
     raw_folder,
     sha256,
 )
-from mprun.data.generated import draw
 from mprun.errors import UsageError
 
 LOCK_TIMEOUT_S = 600.0

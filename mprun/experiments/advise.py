@@ -1,13 +1,13 @@
-"""Which mode to take: a decision over a comparison, with a reason for every rejected mode.
+"""Which mode to take: a decision from a comparison, with a reason for every rejected mode.
 
-A mode is a candidate where all of this holds:
+A mode is a candidate if all of these are true:
 
     its metric is shown to be equivalent to the baseline's within the margin, or better
     no run of it failed, and none shows a numerical alarm
     its step time (or its memory) is smaller than the baseline's: the ratio's interval lies below 1
 
-The candidate with the smallest ratio is taken, and without a candidate the baseline. A mode whose
-result is inconclusive is no candidate: it was not shown to be worse, nor to be equivalent.
+The candidate with the smallest ratio is taken; without a candidate, the baseline. A mode with an
+inconclusive result is no candidate: it was shown neither to be worse nor to be equivalent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from mprun.records.run_record import Summary, number, read_lines
 SAME_MEMORY = 1.01
 """Peaks within this factor are the same."""
 SKIPPED_SHARE = 0.05
-"""Share of skipped steps in the second half of a run. A dynamic loss scale has settled by then."""
+"""A larger share of skipped steps in the second half of a run is an alarm: a dynamic loss scale is
+stable by then."""
 
 
 def new_advise_study(request: StudyRequest) -> Study:
@@ -83,8 +84,8 @@ def advise(
         comparison: the trials', on validation data.
         alarms_of: a variant's label to the alarms of its runs, see `alarms`.
         objective: what is minimized.
-        screened_out: modes whose trials ended early and are not in the comparison, to the reason.
-        not_tried: modes that had no trial, to the reason.
+        screened_out: modes whose trials ended early and are not in the comparison: the reasons.
+        not_tried: modes that had no trial: the reasons.
     """
     baseline, *others = comparison.variants
     refused = {v.label: _refusal(v, alarms_of.get(v.label, ()), objective) for v in others}
@@ -107,7 +108,7 @@ def advise(
 
 
 def _best(candidates: Sequence[Variant], objective: Objective) -> Variant:
-    """The smallest; among equal peaks of memory, the fastest."""
+    """The variant that needs least; of equal peaks of memory, the fastest."""
     least = min(candidates, key=lambda v: _value(v, objective))
     if objective is Objective.time:
         return least
@@ -116,7 +117,7 @@ def _best(candidates: Sequence[Variant], objective: Objective) -> Variant:
 
 
 def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
-    """Whether two peaks differ by 1 % at most: a few bytes decide nothing."""
+    """Whether two peaks of memory differ by 1 % at most."""
     if objective is Objective.time:
         return False
     ratio = _value(variant, objective) / _value(best, objective)
@@ -124,7 +125,7 @@ def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
 
 
 def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective) -> str | None:
-    """Why a mode is no candidate, or None."""
+    """The reason why a mode is no candidate, or None."""
     if variant.execution == "emulated":
         return (
             "emulated here: its cost on hardware that supports it cannot be measured on this "
@@ -142,7 +143,7 @@ def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective)
 
 
 def _no_gain(variant: Variant, objective: Objective) -> str:
-    """What was measured of a mode that was not shown to need less."""
+    """The measured ratio of a mode that was not shown to need less."""
     ratio = variant.step_time_ratio
     if objective is Objective.memory or ratio is None:
         smaller = "smaller" if objective is Objective.memory else "faster"
@@ -173,15 +174,15 @@ def _value(variant: Variant, objective: Objective) -> float:
 
 
 def _ratio_text(variant: Variant, objective: Objective) -> str:
-    """`0.61 of the baseline's step time [0.59, 0.63]`."""
-    if objective is Objective.memory:
-        known = variant.memory_ratio is not None
-        return (
-            f"{variant.memory_ratio:.2f} of the baseline's {objective.value}"
-            if known
-            else f"no {objective.value}"
-        )
-    return f"{ratio_figure(variant.step_time_ratio)} of the baseline's {objective.value}"
+    """`0.61 [0.59, 0.63] of the baseline's step time`."""
+    if objective is Objective.memory and variant.memory_ratio is None:
+        return f"no {objective.value}"
+    ratio = (
+        f"{variant.memory_ratio:.2f}"
+        if objective is Objective.memory
+        else ratio_figure(variant.step_time_ratio)
+    )
+    return f"{ratio} of the baseline's {objective.value}"
 
 
 def ratio_figure(ratio: Estimate | None) -> str:
@@ -228,7 +229,7 @@ def screened(
         outcomes: of the trials so far.
         baseline: the variant that the others are compared with.
         objective: what is minimized.
-        pairs: how many pairs are needed for that.
+        pairs: the least number of pairs for this.
     """
     dropped = {
         o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
@@ -262,14 +263,14 @@ def _need(summary: Summary | None, objective: Objective) -> float | None:
 
 
 def alarms(summary: Summary, lines: Sequence[dict[str, Any]]) -> list[str]:
-    """Signs of a numerical problem in a run's record, whatever its final metric, a sentence each.
+    """Signs of a numerical problem in a run's record, a sentence each.
 
     A short trial may end with a good metric although steps are skipped again and again, or the loss
-    scale falls without end.
+    scale keeps falling.
 
     Args:
         summary: the run's summary.
-        lines: those of its metrics.jsonl.
+        lines: of its metrics.jsonl.
     """
     return [*_skipped(summary, lines), *_scale(summary), *_losses(summary)]
 
@@ -287,7 +288,7 @@ def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
 
 
 def _skipped(summary: Summary, lines: Sequence[dict[str, Any]]) -> Iterator[str]:
-    # Every skipped step has a line, whatever train.log_every is; others may have none.
+    # Each skipped step has a line; train.log_every may leave out others.
     half = summary.steps // 2
     late = summary.steps - half
     is_step = (line for line in lines if line.get("kind") == "step" and line["step"] > half)

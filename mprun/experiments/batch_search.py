@@ -1,15 +1,15 @@
 """The largest batch whose peak memory fits: one search, over a function that grows with the batch.
 
-`mprun memory` counts the peak of a step on fake tensors. It is close to a straight line in the
-batch size (parameters and state, plus so many bytes a sample). A guess along the line through two
-sizes is nearly always right, and the two sizes that prove it (one that fits, the next one that does
-not) follow. Another moment of the step may become the peak, so the line can bend: where guesses
-make little progress, they alternate with halving.
+`mprun memory` counts the peak of a step on fake tensors. The peak is almost linear in the batch
+size (parameters and state, plus some bytes for each sample). So the next size is guessed from the
+line through two sizes, until one size fits and the next one does not. The line can bend, because
+another moment of the step can become the peak: guesses that make little progress alternate with
+halving.
 
-`mprun double` runs real steps, and one that runs out of memory has no peak: its search doubles and
-halves. Memory does not depend on the batch alone there: allocators keep blocks, libraries take
+`mprun double` runs real steps, and a step that runs out of memory has no peak: its search doubles
+and halves. Here memory depends on more than the batch: allocators cache blocks, libraries need
 workspace, and later steps may need more than the first. So a margin is taken off the result, and
-the recommended batch runs for `PROOF_STEPS` steps.
+the recommended batch is checked by `PROOF_STEPS` steps.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class LargestSize:
     """The end of a search."""
 
     size: int
-    """The largest that fits; 0 where not even 1 does."""
+    """The largest that fits; 0 if not even 1 does."""
     tried: Mapping[int, int | None]
-    """Size to peak in bytes, None where memory ran out."""
+    """Size to peak in bytes; None if memory ran out."""
 
     @property
     def grows(self) -> bool:
@@ -60,17 +60,16 @@ def largest_size(
     known_to_fit: int = 0,
     resolution: int | None = None,
 ) -> LargestSize:
-    """The largest size whose peak fits, while that of the next one does not.
+    """The largest size whose peak fits.
 
     Args:
-        peak: size (1 or more) to peak in bytes, or None where memory runs out; expected to grow
+        peak: size (1 or more) to peak in bytes, or None if memory runs out; it is assumed to grow
             with the size, see `LargestSize.grows`.
-        limit: bytes that a peak may take; None: whatever has a peak fits.
+        limit: bytes that a peak may take; None: each size with a peak fits.
         start: the size to try first.
-        most: the largest size tried.
+        most: the largest size to try.
         known_to_fit: a size that fits.
-        resolution: the search may end below the largest size by a share of one over this; None:
-            it is exact.
+        resolution: the result may be too small by one part in this number; None: it is exact.
     """
     tried: dict[int, int | None] = {}
     low, high = known_to_fit, most + 1  # low fits, high does not
@@ -90,7 +89,7 @@ def largest_size(
 
 
 def _on_line(tried: Mapping[int, int | None], limit: int, low: int, high: int) -> int | None:
-    """Where the line through two tried sizes reaches `limit`; None where it does not."""
+    """The size at which the line through two tried sizes reaches `limit`, or None."""
     peaks = {size: peak for size, peak in sorted(tried.items()) if peak is not None}
     sizes = list(peaks)
     if low in peaks and high in peaks:
@@ -110,7 +109,7 @@ class TrainableBatch:
     size: int
     """The largest batch that trained for `TRY_STEPS` steps."""
     recommended: int
-    """With the margin taken off; it trained for `PROOF_STEPS` steps."""
+    """The largest less the margin; it trained for `PROOF_STEPS` steps."""
     is_limited_by_data: bool
     """Whether the whole training set fits."""
 
@@ -120,8 +119,8 @@ def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> Tra
 
     Args:
         fits: runs steps.
-        start: the first batch tried.
-        most: the largest there can be: the training set's size.
+        start: the first batch to try.
+        most: the size of the training set.
         margin: share taken off the largest batch, 0 to 1.
 
     Raises:
@@ -151,7 +150,7 @@ def search_batch(
     """The largest batch of a configuration on CUDA, and a line for each batch tried.
 
     Args:
-        overrides: its overrides.
+        overrides: of the configuration.
         config_dir: a further folder of configs, or None.
         margin: share taken off the largest batch, 0 to 1.
 
@@ -178,9 +177,9 @@ def search_batch(
     first = planned()
     if first.device.type != "cuda":
         raise UsageError(
-            "double.until_oom=true needs device=cuda: a CPU swaps, or is killed, before PyTorch "
-            "can report that memory is out; mprun memory counts what a batch needs without "
-            "running it"
+            "double.until_oom=true needs device=cuda: on a CPU the system swaps or kills the "
+            "process before PyTorch can report that memory is out; mprun memory counts the memory "
+            "of a batch without running it"
         )
     return largest_that_trains(fits, first.batch.micro, len(first.splits.train), margin), lines
 

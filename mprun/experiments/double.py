@@ -1,8 +1,8 @@
-"""Is a doubled batch worth it? A decision over a comparison of the base batch with twice its size.
+"""Is a doubled batch worth it? A decision from a comparison of the base batch with twice its size.
 
 Half-size tensors leave room for twice the batch. More samples per step use wide hardware better.
-But an epoch then has half the steps, which may cost accuracy unless the learning rate grows too:
-unchanged, times the square root of two, or doubled. All are compared after equal epochs.
+But an epoch then has half the steps, which may cost accuracy unless the learning rate grows. So
+three learning rates are compared (times 1, the square root of 2, and 2), after equal epochs.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class Doubling:
     answer: Answer
     reason: str
     label: str | None
-    """The variant to take where the answer is to double."""
+    """The variant to take if the answer is to double."""
 
 
 def double(comparison: Comparison) -> Doubling:
-    """The decision over the base batch (the baseline) and the doubled ones."""
+    """The decision between the base batch (the baseline) and the doubled ones."""
     doubled = comparison.variants[1:]
     good = [v for v in doubled if v.verdict.word in ("equivalent", "better")]
     faster = [v for v in good if _throughput(v, "low") > 1]
@@ -105,11 +105,16 @@ def double(comparison: Comparison) -> Doubling:
         )
     if all(v.throughput_ratio is None for v in doubled):
         return Doubling("inconclusive", "no step was timed, the runs are too short", None)
-    return Doubling("inconclusive", _undecided(doubled), None)
+    figures_of = (
+        f"{v.label}: {ratio_figure(v.throughput_ratio)} of the samples per second, "
+        f"metric {v.verdict}"
+        for v in doubled
+    )
+    return Doubling("inconclusive", "; ".join(figures_of), None)
 
 
 def _throughput(variant: Variant, end: Literal["low", "high"]) -> float:
-    """An end of the throughput ratio's interval; 1 where it is unknown."""
+    """An end of the throughput ratio's interval; without one, 1 for low, infinity for high."""
     ratio = variant.throughput_ratio
     if ratio is None or ratio.interval is None:
         return 1.0 if end == "low" else float("inf")
@@ -122,11 +127,3 @@ def _best(variants: Sequence[Variant], higher_is_better: bool) -> Variant:
         return variant.metric.value if higher_is_better else -variant.metric.value
 
     return max(variants, key=score)
-
-
-def _undecided(doubled: Sequence[Variant]) -> str:
-    return "; ".join(
-        f"{v.label}: {ratio_figure(v.throughput_ratio)} of the samples per second, "
-        f"metric {v.verdict}"
-        for v in doubled
-    )

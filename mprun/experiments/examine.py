@@ -20,25 +20,18 @@ from mprun.precision.rates import in_threads
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 
 
-def examine_device(name: str, budget_s: float) -> Examination:
-    """`examine` of a device by its name: auto, cpu or cuda.
-
-    Raises:
-        UsageError: there is no such device.
-    """
-    return examine(choose_device(name), budget_s)
-
-
-def examine(device: torch.device, budget_s: float) -> Examination:
+def examine(device_name: str, budget_s: float) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
     Args:
-        device: the device to examine.
+        device_name: auto, cpu or cuda.
         budget_s: about how long rates are measured.
 
     Raises:
+        UsageError: there is no such device.
         MprunError: the device has no memory for it.
     """
+    device = choose_device(device_name)
     examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         machine = examine_machine(device)
@@ -68,7 +61,7 @@ def examine(device: torch.device, budget_s: float) -> Examination:
 
 
 def versions() -> dict[str, str | None]:
-    """Those of a record, and of what PyTorch computes with; None for what is not there."""
+    """The versions in a record, and those of CUDA and cuDNN; None if absent."""
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
         **environment.versions(),

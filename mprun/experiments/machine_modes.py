@@ -1,4 +1,4 @@
-"""What each mode of `conf/precision/` is on a machine: what a run in it would use."""
+"""The modes of `conf/precision/` on a machine: execution, substitutions and loss scale of a run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ ATEN: dict[OpName, str] = {
     "convolution": "aten.convolution",
     "convolution_backward": "aten.convolution_backward",
 }
-"""The ops that are measured, as substitutions name them."""
+"""The measured ops, and their names in substitutions."""
 
 
 def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:
     """A row for each mode, in the order of the table in `mprun.precision.policy`.
 
     Args:
-        device: where.
-        accelerated: 16-bit dtype to whether its matmuls are faster than float32's; measured.
+        device: the device.
+        accelerated: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
     """
     order = {name: n for n, name in enumerate(NAMED)}
     names = sorted(modes(), key=lambda name: order.get(name, len(order)))
@@ -39,14 +39,15 @@ def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mo
 
 
 def format_of(policy: Policy) -> Format:
-    """What a mode's matmuls and convolutions take."""
+    """The number format of a mode's matmuls and convolutions."""
     return "tf32" if policy.tf32 else cast(Format, policy.compute_dtype)
 
 
 def _rows(
     configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
 ) -> Iterator[Mode]:
-    fp32_fallback: dict[tuple[str, str], str] = {}  # measured once for modes that compute alike
+    # Measured once for all modes with the same arithmetic.
+    fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
         execution = choose_execution(config.execution.name, policy, device)

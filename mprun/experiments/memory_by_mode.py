@@ -1,8 +1,8 @@
-"""The memory of a step in several modes, side by side: what `memory.json` holds."""
+"""The memory of a step in several modes, side by side: the content of `memory.json`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from mprun.assemble.initial_summary import variant_label
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.sizes import parse_size
+from mprun.config.settings import parse_size
 from mprun.doctor.environment import versions
 from mprun.errors import RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
@@ -47,10 +47,10 @@ def side_by_side(
     Args:
         plans: label and plan, made with `load_shapes`; the others are compared with the first.
         given: keys the user set.
-        limit: what the largest batch is to fit in, as `parse_size` takes it, or None.
+        limit: the memory for the largest batch, as `parse_size` takes it, or None.
 
     Raises:
-        UsageError: `limit` is no amount of memory.
+        UsageError: `limit` is not an amount of memory.
         RunFailedError: a model's code does not run on fake tensors.
     """
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
@@ -121,18 +121,16 @@ def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
     """The mode with its ratios to the first."""
     fits = mode.fits
     if fits is not None and first.fits is not None:
-        fits = replace(fits, ratio=_ratio(fits.batch_size, first.fits.batch_size))
-    return replace(mode, fits=fits, ratio=_ratio(mode.bytes["peak"], first.bytes["peak"]))
-
-
-def _ratio(value: int, first: int) -> float | None:
-    return value / first if first else None
+        base = first.fits.batch_size
+        fits = replace(fits, ratio=fits.batch_size / base if base else None)
+    peak, base = mode.bytes["peak"], first.bytes["peak"]
+    return replace(mode, fits=fits, ratio=peak / base if base else None)
 
 
 def _published(
     recipes: Sequence[str], modes: Sequence[ModeMemory], given: Sequence[str]
 ) -> PublishedMemory | None:
-    """The published figure beside ours, if the published step is among the modes."""
+    """The published figure and ours, if the published step is among the modes."""
     figure = MEMORY_OF_HALF_SR
     if modes[0].precision != AGAINST or any(key.startswith(CHANGED) for key in given):
         return None
@@ -155,7 +153,7 @@ def _published(
 # ---- the modes that are planned ------------------------------------------------------------------
 
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
-"""First parts of keys that belong to one mode, and that the first mode does not share."""
+"""First parts of keys that belong to one mode; the mode to compare with does not get them."""
 
 NO_CUDA = (
     "device=cuda: PyTorch finds no CUDA device here, and autograd needs one even on fake tensors; "
@@ -176,10 +174,10 @@ class PlannedMode:
 def plan_modes(
     overrides: Sequence[str], config_dir: Path | None, against: str | None
 ) -> list[PlannedMode]:
-    """A mode for each combination of the listed values, the one to compare with first.
+    """A mode for each combination of the listed values; the first is the one to compare with.
 
     Args:
-        overrides: those of a run; each list of values makes columns.
+        overrides: of a run; a list of values gives several modes.
         config_dir: a further folder of configs, or None.
         against: the mode to compare with; None: the first of several, else fp32.
 
@@ -219,11 +217,11 @@ def _planned(composed: Composed, extra: str) -> PlannedMode:
 
 def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
     """The warnings of all modes, each once."""
-    return list(dict.fromkeys(text for mode in modes for text in _warnings(mode)))
-
-
-def _warnings(mode: PlannedMode) -> Iterator[str]:
-    yield from mode.plan.warnings
-    yield from unused_fields(mode.composed, "memory")
-    if mode.composed.config.train.init_from is not None:
-        yield "train.init_from has no effect: memory depends on shapes, not on values"
+    warnings: list[str] = []
+    for mode in modes:
+        warnings += [*mode.plan.warnings, *unused_fields(mode.composed, "memory")]
+        if mode.composed.config.train.init_from is not None:
+            warnings.append(
+                "train.init_from has no effect: memory depends on shapes, not on values"
+            )
+    return list(dict.fromkeys(warnings))

@@ -1,4 +1,4 @@
-"""A run that is planned and not carried out: what a command inspects instead of training it."""
+"""A run that is planned but not trained: the commands that inspect a step use it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from mprun.assemble.initial_summary import initial_summary
 from mprun.config import Composed
 from mprun.errors import MprunError, RunFailedError, UsageError, first_line
 from mprun.numerics.passes import NotMeasurableError
-from mprun.precision import backend_flags
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.loop import StopRequestedError
@@ -31,7 +30,7 @@ class PlannedRun:
 
     @cached_property
     def summary(self) -> Summary:
-        """What a record of the run would start with."""
+        """The summary that a record of the run would start with."""
         return initial_summary(self.plan, self.composed.resolved)
 
     @property
@@ -45,7 +44,7 @@ class PlannedRun:
 
     @contextmanager
     def executing(self) -> Iterator[None]:
-        """Inside, the plan's steps run: with its backend flags, and faults as one sentence.
+        """Inside, the plan's steps can run: with its backend flags, and errors in one sentence.
 
         Raises:
             RunFailedError: the model's code raised something else; `__cause__` is that error.
@@ -53,7 +52,7 @@ class PlannedRun:
             SignalReceivedError: a signal stopped the steps.
         """
         try:
-            with backend_flags(self.plan.policy, self.plan.native_tf32):
+            with self.plan.backend_flags():
                 yield
         except MprunError:
             raise
@@ -70,12 +69,12 @@ class PlannedRun:
 
 def unused_fields(composed: Composed, command: str) -> list[str]:
     """A warning for each field that the user set and that only a run uses."""
-    reason = f"has no effect: mprun {command} does not look for exceptions"
+    reason = f"has no effect: mprun {command} does not detect exceptions"
     return [f"{key} {reason}" for key in composed.given if key.startswith("debug.")]
 
 
 def plan_or_resume(composed: Composed) -> tuple[Plan, dict[str, Any] | None]:
-    """The plan of a run to carry out, and the checkpoint that it resumes from, or None.
+    """The plan of a run, and the checkpoint that it resumes from, or None.
 
     Raises:
         UsageError: the run cannot be planned.

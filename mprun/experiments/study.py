@@ -1,6 +1,6 @@
 """A study: every variant with every seed, in one folder, interruptible and resumable.
 
-The folder holds `sweep.json` (the plan) and a run's folder for each trial.
+The folder contains `sweep.json` (the plan) and a run's folder for each trial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_s
 from mprun.train.signals import StopSignals
 
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
-"""The outcomes so far to the variants that need no more seeds, with the reason."""
+"""Maps the outcomes so far to the variants that need no more seeds, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Study:
 
     @property
     def trials(self) -> list[Trial]:
-        """In the order they are run in."""
+        """In the order of the runs."""
         all_overrides = {k: (*v, *self.plan.of_trials) for k, v in self.plan.variants.items()}
         return interleaved(all_overrides, self.plan.seeds)
 
     def run(
         self, stop: StopSignals, progress: StudyProgress, drop: Drop | None = None
     ) -> list[Outcome]:
-        """Carry out all of them, except the variants that `drop` names between two seeds.
+        """Carry out all trials, except further seeds of the variants that `drop` returns.
 
         Raises:
             UsageError: another process is running the study, or its samples cannot be loaded.
@@ -76,7 +76,7 @@ class Study:
         return outcomes
 
     def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
-        """The baseline's hash and the samples that a choice is made on, never the test set.
+        """The baseline's hash, and the samples for a choice between variants: never the test set.
 
         Raises:
             RunFailedError: the baseline has no completed run.
@@ -99,19 +99,19 @@ def new_study(
     """A study in a new folder, its plan written.
 
     Args:
-        request: what the user asked.
-        overrides: those of each variant, by name; the first is the baseline.
+        request: the arguments.
+        overrides: of each variant, by name; the first is the baseline.
         of_trials: see `StudyPlan`.
         not_tried: see `StudyPlan`.
         load: loads the samples once.
 
     Raises:
-        UsageError: the folder holds something already, or cannot be written.
+        UsageError: the folder is not empty, or cannot be written.
     """
     folder = request.folder
     if folder is not None and (Path(folder) / FILE).exists():
         raise UsageError(
-            f"run.dir={folder} holds {FILE} already; choose another folder, or resume the study: "
+            f"run.dir={folder} has {FILE} already; choose another folder, or resume the study: "
             f"run.resume={folder}"
         )
     study_plan = StudyPlan(
@@ -145,10 +145,10 @@ def resumed_study(command: str, folder: Path) -> Study:
     """The study of this command in `folder`.
 
     Raises:
-        UsageError: there is none, it is another command's, or a later version of mprun wrote it.
+        UsageError: it does not exist, is another command's, or a later version of mprun wrote it.
     """
     study_plan = read_study_plan(folder)
-    if study_plan.command != command:  # another study has other samples, and another question
+    if study_plan.command != command:  # another study has other samples and another question
         raise UsageError(
             f"run.resume={folder}: this is a study of mprun {study_plan.command}; resume it with: "
             f"mprun {study_plan.command} run.resume={shlex.quote(str(folder))}"
@@ -163,7 +163,7 @@ def load_samples(overrides: Sequence[str], config_dir: Path | None, load: DataCa
 
 
 def held_out(composed: Composed, load: DataCache) -> list[str]:
-    """Overrides that let a study choose without the test set: validation data, and no test.
+    """Overrides for a study that selects something: with validation data, without a test.
 
     Raises:
         UsageError: the run cannot be planned.
@@ -178,7 +178,7 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Inside, no other process runs the study."""
+    """Lock the study: inside, no other process runs it."""
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

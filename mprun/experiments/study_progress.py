@@ -25,7 +25,7 @@ class _VariantRuns:
     scores: list[float] = field(default_factory=list)
     metric: str = ""
     label: str = ""
-    """What stands beside its times: EMULATED, or what was computed in float32."""
+    """The label of its times: EMULATED, or the ops that were computed in float32."""
     ended: int = 0
     failed: int = 0
 
@@ -50,7 +50,7 @@ class _VariantRuns:
 
 
 def score_of(summary: Summary) -> tuple[str, float | None]:
-    """A run's metric and its value: on the test set, else on validation, else on training data."""
+    """A run's metric and its value on test data, else on validation data, else on training data."""
     name = summary.metric.name
     last = summary.history[-1] if summary.history else None
     for scores in (summary.test, *((last.validation, last.train) if last else ())):
@@ -98,7 +98,7 @@ class StudyProgress(ProgressDisplay):
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
 
     def _remaining(self) -> str:
-        """How many runs are done, and an estimate of the time left."""
+        """The number of runs that are done, and an estimate of the time left."""
         done = sum(runs.ended for runs in self._variants.values())
         total = len(self._variants) * self._seeds
         left = ""

@@ -1,8 +1,9 @@
 """Trials: the runs of a study, carried out one after the other in this process.
 
-Times of runs are compared in pairs of equal seed. A machine drifts: it warms up, others use it. So
-the order goes seed by seed over all variants, and each seed starts with another variant. A slow
-drift then affects all variants equally (a Latin square over seeds and positions in the order).
+Times of runs are compared in pairs of equal seed. The speed of a machine drifts: it warms up, or
+other programs use it. So the runs go seed by seed over all variants, and each seed starts with
+another variant. A slow drift then affects all variants equally (a Latin square over seeds and
+positions in the order).
 
 A study is interruptible and resumable. Completed trials stay. An interrupted one resumes from its
 checkpoint. One without a checkpoint starts again, and its old folder is renamed.
@@ -31,7 +32,7 @@ from mprun.train.signals import StopSignals
 WARM_UP_STEPS = 5
 """Steps without a record: the first steps of a process run with cold caches."""
 LONGEST = 100
-"""Characters of a variant's name in a folder's."""
+"""The most characters of a variant's name that are part of a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Outcome:
 
     trial: Trial
     summary: Summary | None
-    """The run's record; None where it failed to start."""
+    """The run's record; None if it failed to start."""
     error: str | None
     """Why it failed, or None."""
 
 
 def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Trial]:
-    """Seed by seed over all variants, each seed starting one variant later than the one before."""
+    """Trials seed by seed over all variants; each seed starts one variant later than the last."""
     names, slugs = list(variants), file_names(variants)
     trials: list[Trial] = []
     for i, seed in enumerate(seeds):
@@ -88,10 +89,10 @@ def file_names(variants: Iterable[str]) -> dict[str, str]:
 
 
 class Trials:
-    """Carries trials out; samples are loaded once.
+    """Carries out trials; samples are loaded once.
 
     Args:
-        folder: the study's folder; each run gets one inside.
+        folder: the study's folder, for the runs' folders.
         config_dir: a further folder of configs, or None.
         stop: the signals, entered.
         view: shows the progress of each trial.
@@ -119,29 +120,19 @@ class Trials:
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name
-        outcome = self._finished(trial, folder)
-        if outcome is None:
-            error = self._try(trial, folder)
-            outcome = Outcome(trial, _summary(folder), error)
-        self._view.end(trial.variant, outcome.summary, outcome.error)
-        return outcome
-
-    def _finished(self, trial: Trial, folder: Path) -> Outcome | None:
-        """The outcome of a trial that an earlier process finished."""
         summary = _summary(folder)
-        if summary is None or summary.status not in ("completed", "failed"):
-            return None
-        return Outcome(trial, summary, summary.error)
-
-    def _try(self, trial: Trial, folder: Path) -> str | None:
-        """Run it; the reason where it failed."""
-        try:
-            summary = self._carry_out(trial, folder)
-        except MprunError as error:
-            return str(error)
-        if summary.status != "completed":
-            raise StoppedError(self._stop.exit_status)
-        return None
+        if summary is not None and summary.status in ("completed", "failed"):
+            error = summary.error
+        else:
+            try:
+                error, status = None, self._carry_out(trial, folder).status
+            except MprunError as failure:
+                error, status = str(failure), "failed"
+            if status == "interrupted":
+                raise StoppedError(self._stop.exit_status)
+            summary = _summary(folder)
+        self._view.end(trial.variant, summary, error)
+        return Outcome(trial, summary, error)
 
     def _carry_out(self, trial: Trial, folder: Path) -> Summary:
         saved = checkpoint.load(folder)
@@ -155,7 +146,7 @@ class Trials:
         plan = make_plan(composed.config, composed.given, choices, self._load)
         self._warn(plan)
         if not self._warm:
-            with suppress(Exception):  # the run below fails in the same way, and reports it
+            with suppress(Exception):  # the run below fails in the same way and reports it
                 run_steps(plan, WARM_UP_STEPS)
             self._warm = True
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
@@ -176,7 +167,7 @@ def run_steps(plan: Plan, steps: int) -> None:
 
 
 def put_aside(folder: Path) -> None:
-    """Rename `folder`, which a killed run may have left, so that the trial can start again."""
+    """Rename `folder`, if a killed run has made it, so that the trial can start again."""
     if not folder.exists():
         return
     n = 1
@@ -194,7 +185,7 @@ def _summary(folder: Path) -> Summary | None:
 
 @dataclass(frozen=True)
 class _TrialView(ProgressView):
-    """A run's progress as the study's view shows it."""
+    """Passes a run's progress to the study's view."""
 
     view: StudyProgress
     epochs: int | None

@@ -1,8 +1,8 @@
 """Events of a run, and the callbacks that are notified of them.
 
 The loop (`Trainer`) and `mprun.run` emit events. Callbacks record, show and log them and save
-checkpoints; the loop knows none of them. Callbacks are called in the order of their list. They are
-called between two steps, so that their time is not part of a step's.
+checkpoints. They are called in the order of their list, between two steps, so that their time is
+not part of a step's time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mprun.records.run_record import Epoch, Scores, Status, Summary
 
 
 class StepLine(NamedTuple):
-    """What is known of one optimizer step."""
+    """One optimizer step."""
 
     step: int
     epoch: int
@@ -28,7 +28,7 @@ class StepLine(NamedTuple):
     step_time_ms: float
     data_time_ms: float
     timed: bool
-    """Whether it enters the statistics: a full-size batch."""
+    """Whether it is part of the statistics: its batch has the full size."""
 
 
 class Callback:
@@ -41,7 +41,7 @@ class Callback:
         """A note or a warning for the user."""
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
-        """The first step follows.
+        """Called before the first step.
 
         Args:
             model: the prepared model.
@@ -56,7 +56,7 @@ class Callback:
 
         Args:
             row: the event's line of metrics.jsonl.
-            warning: what the user should know of it.
+            warning: a sentence for the user, or None.
         """
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
@@ -72,7 +72,7 @@ class Callback:
         """The model was tested after this step."""
 
     def on_end(self, status: Status) -> None:
-        """Training and test ended. Called once after `on_train_start`, also where they failed."""
+        """Training and test ended or failed. Called once after `on_train_start`."""
 
 
 class Messages:
@@ -80,7 +80,7 @@ class Messages:
 
     Args:
         summary: keeps the warnings.
-        callbacks: get every message.
+        callbacks: notified of every message.
     """
 
     def __init__(self, summary: Summary, callbacks: Sequence[Callback]) -> None:

@@ -22,7 +22,7 @@ from mprun.train.callbacks import Callback
 FORMAT_VERSION = 1
 NAME = "last.pt"
 PARTS = ("choices", "trainer", "journal")
-"""What a run is resumed from. `journal` is the recorder's state."""
+"""The keys that a resumed run needs. `journal` is the recorder's state."""
 
 
 def path_in(run: Path) -> Path:
@@ -42,7 +42,7 @@ def save(run: Path, state: dict[str, Any]) -> None:
 
 
 def load(run: Path) -> dict[str, Any] | None:
-    """The last checkpoint of `run`, on the CPU; None where none was written yet.
+    """The last checkpoint of `run`, on the CPU; None if none was written yet.
 
     Raises:
         UsageError: the file is damaged, or a later version of mprun wrote it.
@@ -61,7 +61,7 @@ def checked(content: Any, path: Path) -> dict[str, Any]:
     """The content of the file `path` as a checkpoint that a run can be resumed from.
 
     Raises:
-        UsageError: it is not one, or a later version of mprun wrote it.
+        UsageError: it is no such checkpoint, or a later version of mprun wrote it.
     """
     try:
         state: dict[str, Any] = dict(content)
@@ -83,7 +83,7 @@ def _no_checkpoint(path: Path, error: Exception) -> UsageError:
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint holds."""
+    """An object whose state is part of a checkpoint."""
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` continues from."""
@@ -97,7 +97,7 @@ class Checkpointer(Callback):
 
     Args:
         run: the run's folder.
-        parts: what is saved beside the loop, by its key in the file.
+        parts: objects that are saved beside the loop, by key.
         facts: plain values about the run, by key.
     """
 

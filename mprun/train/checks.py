@@ -15,11 +15,11 @@ from mprun.records.run_record import PrecisionRow, Status, Summary
 from mprun.train.callbacks import Callback
 
 SKIPPED_SHARE = 0.1
-"""More skipped steps are warned of: so much of the data trained nothing."""
+"""A larger share of skipped steps gets a warning: their data trained nothing."""
 
 
 def slow_dtype_warning(summary: Summary) -> str | None:
-    """A sentence where float32 is faster than the mode's dtype on this machine, or None."""
+    """A sentence if float32 is faster than the mode's dtype on this machine, or None."""
     dtype = summary.requested.compute_dtype
     if summary.hardware.accelerated.get(dtype, True):
         return None
@@ -30,9 +30,9 @@ def slow_dtype_warning(summary: Summary) -> str | None:
 
 
 def check_steps_taken(summary: Summary) -> None:
-    """Raise `RunFailedError` where a run ended without a single optimizer step.
+    """Raise `RunFailedError` if a run ended without a single optimizer step.
 
-    Its weights are those it started with; to test them makes no sense.
+    Its weights are those it started with, so a test of them makes no sense.
     """
     steps, skipped = summary.steps, summary.skipped_steps
     if steps > skipped:
@@ -49,7 +49,7 @@ def check_steps_taken(summary: Summary) -> None:
 
 
 def skipped_warning(summary: Summary) -> str | None:
-    """A sentence where more than a tenth of the steps were skipped, or None."""
+    """A sentence if more than a tenth of the steps were skipped, or None."""
     steps, skipped = summary.steps, summary.skipped_steps
     if skipped <= steps * SKIPPED_SHARE:
         return None
@@ -70,7 +70,7 @@ def _why_skipped(summary: Summary) -> str:
 
 
 def _against_skipping(summary: Summary) -> str:
-    """What to try, by the kind of loss scale."""
+    """The remedy for a kind of loss scale."""
     remedies = {
         "dynamic": "start from a smaller loss_scale.value, or train for more steps, since each "
         "skipped one lowers the scale; ",
@@ -94,12 +94,12 @@ def check_loss_falls(losses: list[float]) -> None:
 
 
 class AccumulationCheck(Callback):
-    """Records in which dtype the run's own kernels added products up, where not in float32.
+    """Records the dtype in which the run's kernels accumulated products, if not float32.
 
     Args:
         row: the summary's effective precision; its `partials_dtype` is set.
-        arithmetic: the run's; it knows which products it computed.
-        device: where.
+        arithmetic: the run's; it lists the products that it computed.
+        device: the run's device.
         warn: prints and records a warning.
     """
 
@@ -113,7 +113,7 @@ class AccumulationCheck(Callback):
         self._row, self._arithmetic, self._device, self._warn = row, arithmetic, device, warn
 
     def on_end(self, status: Status) -> None:
-        if status == "failed":  # a kernel may not run any more
+        if status == "failed":  # kernels may not run any more
             return
         lowest = float(TERMS)
         for op, dtype in sorted(self._arithmetic.products, key=str):

@@ -1,13 +1,13 @@
-"""Step time: what is measured, and how it is summed up.
+"""Step time: its measurement and its statistics.
 
-A step's time runs from "batch ready" to "parameters updated". The wait for the batch is measured
-apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch train but are
-not timed, and the first timed steps of a run are warm-up: allocators fill, kernels are selected and
-caches warm, so they are dropped, and counted.
+A step's time is from "batch ready" to "parameters updated". The wait for the batch is measured
+apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch are not timed.
+The first timed steps of a run are warm-up (allocators fill, kernels are selected, caches warm):
+they are dropped and counted.
 
-On CUDA a step's kernels still run when the call that launched them returns. Waiting for them each
-step would slow the run that is measured, so an event is recorded at each step's end and the time is
-the difference of successive events, read later; it then contains the wait for the batch.
+On CUDA a step's kernels still run when the call that launched them returns. Waiting for them at
+each step would slow the run. So an event is recorded at the end of each step, and the step's time
+is the difference of successive events, which is read later and includes the wait for the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARMUP_FEW = 3
 
 
 class Clock(Protocol):
-    """Times steps; `take` gives the times in order, one per step since the last `take`."""
+    """Times steps."""
 
     def start(self) -> None:
         """The batch is ready."""
@@ -35,10 +35,10 @@ class Clock(Protocol):
         """The parameters are updated."""
 
     def take(self) -> list[float]:
-        """Milliseconds of the steps since the last call."""
+        """Milliseconds of each step since the last call, in order."""
 
     def pause(self) -> None:
-        """Something other than a step follows (validation); do not count it to the next step."""
+        """Something other than a step follows (validation), which is not part of the next step."""
 
 
 class HostClock:
@@ -118,13 +118,13 @@ class StepStatistics:
         return min(few, len(self.step_ms))
 
     def step_times(self) -> StepTimes:
-        """The summary of step times; null where every step was warm-up."""
+        """Statistics of step times; None if every step was warm-up."""
         times = self.step_ms[self.warmup :]
         p10, median, p90 = quantiles(times)
         return StepTimes(median=median, p10=p10, p90=p90, n=len(times), warmup=self.warmup)
 
     def data_times(self) -> DataTimes:
-        """The summary of waits for the batch, over the same steps."""
+        """Statistics of waits for the batch, over the same steps."""
         _, median, p90 = quantiles(self.data_ms[self.warmup :])
         return DataTimes(median=median, p90=p90)
 
@@ -137,7 +137,7 @@ class StepStatistics:
 
 
 def quantiles(values: list[float]) -> tuple[float | None, float | None, float | None]:
-    """10th percentile, median and 90th, with linear interpolation; None of nothing."""
+    """10th percentile, median and 90th, with linear interpolation; None if there is no value."""
     if not values:
         return None, None, None
     if len(values) == 1:

@@ -19,7 +19,7 @@ class ExceptionLog(Callback):
 
     Args:
         exceptions: the run's; its report has all of them so far.
-        row: the summary's counts, which are updated; None where the run inspects nothing.
+        row: the summary's counts, which are updated; None if the run does not detect exceptions.
         folder: the run's folder.
         recorder: gets an event for each exception.
         show: prints a line.
@@ -37,7 +37,7 @@ class ExceptionLog(Callback):
         self._folder, self._recorder, self._show = folder, recorder, show
 
     def on_step_end(self, outcome: StepOutcome) -> None:
-        """Write events, and show new findings; an error that ends the run shows them itself."""
+        """Write events and show new findings, unless the error that ends the run shows them."""
         counts = self._report.counts
         if counts["finding"] + counts["expected"] <= EVENTS:
             for exception in outcome.exceptions:
@@ -52,26 +52,15 @@ class ExceptionLog(Callback):
         self._write()
 
     def _write(self) -> None:
-        """Update the summary and the file, if the run inspects its steps."""
-        row = self._row
-        if row is not None:
-            counts = self._report.counts
-            row.finding, row.expected = counts["finding"], counts["expected"]
-            row.absorbed, row.dropped_steps = counts["absorbed"], self._report.dropped_steps
+        """Update the summary and the file."""
+        if self._row is not None:
+            vars(self._row).update(self._report.counts, dropped_steps=self._report.dropped_steps)
             file = {"schema_version": SCHEMA_VERSION, **self._report.state_dict()}
             self._folder.fp_exceptions(file)
 
 
 def event_row(exception: FpException) -> dict[str, object]:
     """An exception's line in metrics.jsonl; fp_exceptions.json has the rest."""
-    return {
-        "kind": "event",
-        "event": "fp_exception",
-        "step": exception.step,
-        "verdict": exception.verdict,
-        "what": exception.kind,
-        "op": exception.op,
-        "phase": exception.phase,
-        "module": exception.module,
-        "location": exception.location,
-    }
+    columns = ("step", "verdict", "kind", "op", "phase", "module", "location")
+    row = {name: getattr(exception, name) for name in columns}
+    return {"what": row.pop("kind"), "kind": "event", "event": "fp_exception", **row}

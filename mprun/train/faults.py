@@ -1,4 +1,4 @@
-"""Errors that end a run: the record gets the reason, the user gets one line with a remedy."""
+"""Errors that end a run: the reason is recorded, and the user gets one line with a remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 @contextlib.contextmanager
 def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
-    """Record an error that is raised inside, and turn it into one line for the user.
+    """Record an error that is raised inside, and replace it by one line for the user.
 
     Raises:
         MprunError: the one raised inside.
@@ -50,7 +50,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
 
 
 def _record(summary: Summary, folder: RunFolder, reason: str) -> None:
-    """Write the last summary, if the disk takes it."""
+    """Write the last summary, if the disk has room."""
     summary.status, summary.error = "failed", reason
     with contextlib.suppress(OSError):
         folder.summary(summary)
@@ -73,7 +73,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _write_traceback(folder: RunFolder) -> str:
-    """Write the traceback of the current exception; a text about where it is."""
+    """Write the traceback of the current exception; returns a text with its path."""
     path = folder.path / "traceback.txt"
     try:
         path.write_text(traceback.format_exc(), encoding="utf-8")

@@ -1,12 +1,12 @@
-"""Weights a run starts from instead of drawing its own: `train.init_from`.
+"""Initial weights from a file, instead of drawn ones: `train.init_from`.
 
-They come from a run's folder, from one of mprun's checkpoint files, or from a file that
-`torch.save(model.state_dict(), path)` wrote. Only weights are taken: optimizer, step and order of
-the data start from zero. So this is a new run, not the old one resumed.
+The file is a run's folder, a checkpoint of mprun, or the result of
+`torch.save(model.state_dict(), path)`. Only weights are loaded: optimizer, step and order of the
+data start from zero. So this is a new run, not a resumed one.
 
-The new run may have another precision. Floating weights are converted to float32, which holds every
-float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So at most one
-rounding lies between the two runs. If that rounding can cost much, `range_warning` says so.
+The new run may have another precision. Floating weights are converted to float32, which represents
+every float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So the
+weights are rounded at most once. `range_warning` warns if that rounding can cost much.
 
 Files are loaded with `weights_only=True`: reading someone else's file never runs code.
 """
@@ -35,10 +35,10 @@ LEGAL = (
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ZERO_SHARE = 1e-3
-"""float16 rounds to zero below 2^-25. Of weights drawn as usual, one in a million is that small
+"""float16 rounds to zero below 2^-25. Of usual initial weights, one in a million is that small
 (uniform within 0.03: 2^-25 / 0.03). A larger share is a property of the weights."""
 NAMED = 3
-"""How many names a message lists before it counts the rest."""
+"""The number of names that a message lists before it counts the rest."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Weights:
     """Weights that fit a recipe's model."""
 
     state: dict[str, Tensor]
-    """As `Module.load_state_dict` takes it; on the CPU, floating ones in float32."""
+    """For `Module.load_state_dict`; on the CPU, floating tensors in float32."""
     parameters: tuple[str, ...]
-    """Names of those that are parameters; the others are buffers."""
+    """Names of the parameters; the others are buffers."""
     dtypes: frozenset[str]
-    """What their run stored and computed in; for a plain file, the tensors' dtypes."""
+    """Dtypes that their run stored and computed in; for a plain file, those of the tensors."""
 
     def load_into(self, model: nn.Module) -> None:
         """Replace the values of `model`'s parameters and buffers."""
@@ -59,52 +59,42 @@ class Weights:
 
 
 DRAWN = Weights({}, (), frozenset())
-"""No weights: the model has those it drew."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The part of a file that is used here."""
-
-    state: dict[str, Tensor]
-    dtypes: frozenset[str]
-    recipe: str | None
-    """The recipe of the run that wrote it, if known."""
+"""No weights: the model draws its own."""
 
 
 def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
     """The weights at `path`, for the model of `recipe`, which is called `name`.
 
     Raises:
-        UsageError: there are none, they cannot be read, do not fit, or hold NaN.
+        UsageError: they do not exist, cannot be read, do not fit, or contain NaN.
     """
-    source, model = _read(Path(path)), _model_of(recipe)
-    if misfits := _misfits(source.state, model.state_dict()):
-        of = f" (they are from recipe={source.recipe})" if source.recipe not in (None, name) else ""
+    (loaded, dtypes, of_recipe), model = _read(Path(path)), _model_of(recipe)
+    if misfits := _misfits(loaded, model.state_dict()):
+        of = f" (they are from recipe={of_recipe})" if of_recipe not in (None, name) else ""
         raise UsageError(
             f"train.init_from={path}: the weights do not fit the model of recipe={name}{of}: "
             f"{'; '.join(misfits)}; give the recipe and the recipe.model.* they were trained with"
         )
-    state = {k: v.float() if v.is_floating_point() else v for k, v in source.state.items()}
+    state = {k: v.float() if v.is_floating_point() else v for k, v in loaded.items()}
     for key, tensor in state.items():
         if count := int(tensor.isnan().sum()):
             raise UsageError(
-                f"train.init_from={path}: {key} holds NaN ({count:,} of {tensor.numel():,} "
+                f"train.init_from={path}: {key} contains NaN ({count:,} of {tensor.numel():,} "
                 "values); take weights from before training broke down"
             )
-    return Weights(state, tuple(key for key, _ in model.named_parameters()), source.dtypes)
+    return Weights(state, tuple(key for key, _ in model.named_parameters()), dtypes)
 
 
 def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -> str | None:
-    """A sentence on what a float16 mode does to the weights, or None where it does no harm.
+    """A warning that a float16 mode harms the weights, or None.
 
-    Weights trained in bfloat16 always get one. Others get one where a weight becomes infinite, or
-    more than `ZERO_SHARE` of them zero.
+    Weights trained in bfloat16 always get one. Others get one if a weight becomes infinite, or more
+    than `ZERO_SHARE` of them become zero.
 
     Args:
         weights: the weights.
-        policy: the mode they continue in.
-        layers: modules to a dtype or mode of their own.
+        policy: the mode of the new run.
+        layers: names of modules with another dtype or mode, to that dtype or mode.
     """
     mode = "fp16" if "float16" in (policy.param_dtype, policy.compute_dtype) else "another"
     lower = {"fp16", *(name for name, row in LAYER_MODES.items() if row.compute == torch.float16)}
@@ -136,36 +126,36 @@ def _file_at(path: Path) -> Path:
     if file == path:
         raise UsageError(f"train.init_from={path}: there is no such file or folder; {LEGAL}")
     raise UsageError(
-        f"train.init_from={path}: the folder holds no checkpoint ({file} is missing); a run writes "
+        f"train.init_from={path}: the folder has no checkpoint ({file} is missing); a run writes "
         "one at its end, or earlier with train.checkpoint_every_steps"
     )
 
 
-def _read(path: Path) -> _Source:
-    """The content of `path`: a checkpoint of mprun, or a plain state_dict."""
+def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
+    """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
     file = _file_at(path)
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(
-            f"train.init_from={path}: {file} is damaged, or holds more than tensors and plain "
+            f"train.init_from={path}: {file} is damaged, or contains more than tensors and plain "
             f"values, which is not loaded; {LEGAL}"
         ) from None
     if not isinstance(content, Mapping) or "format_version" not in content:
         state = _state(content, path)
-        return _Source(state, _dtypes(state), None)
+        return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
     state = _state(trainer.get("model") if isinstance(trainer, dict) else None, path)
     row = effective if isinstance(effective, dict) else {}
     trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
-    return _Source(state, _dtypes(state) | trained_in, saved.get("recipe"))
+    return state, _dtypes(state) | trained_in, saved.get("recipe")
 
 
 def _state(content: Any, path: Path) -> dict[str, Tensor]:
     known = isinstance(content, Mapping) and len(content) > 0
     if not known or not all(isinstance(k, str) and _is_plain(v) for k, v in content.items()):
-        raise UsageError(f"train.init_from={path} holds no weights by name; {LEGAL}")
+        raise UsageError(f"train.init_from={path} contains no weights by name; {LEGAL}")
     return {key: tensor.detach() for key, tensor in content.items()}
 
 
@@ -210,7 +200,7 @@ def _misfits(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[
 
 
 def _legal(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What may be loaded into `dtype`; 8-bit codes mean nothing without their scales."""
+    """Dtypes that may be loaded into `dtype`; 8-bit codes mean nothing without their scales."""
     return FLOATS if dtype.is_floating_point else (dtype,)
 
 

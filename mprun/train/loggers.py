@@ -1,9 +1,9 @@
-"""Loggers: further sinks for a run's scalars. The record is always written.
+"""Loggers: further outputs for a run's scalars. The record is always written.
 
 A logger writes between steps, when losses are read anyway, and has written everything when its
-method returns. A thread that still writes while the next step runs would be timed with it.
+method returns. A thread that writes during the next step would add to that step's time.
 
-To add one, write a callback with its class method `check`, put it into `LOGGERS`, and add
+To add one, write a callback with a class method `check`, add it to `LOGGERS`, and add
 conf/logger/NAME.yaml.
 """
 
@@ -21,14 +21,14 @@ from mprun.train.callbacks import Callback, StepLine
 class TensorBoardLogger(Callback):
     """Event files for TensorBoard: `tensorboard --logdir outputs`.
 
-    The horizontal axis of every curve is the optimizer step. A loss that is NaN or infinite is
-    written as it is; TensorBoard marks it. The scalars of a step go into one event, since
-    `add_scalar`, which makes one for each, takes several times as long.
+    The horizontal axis of every curve is the optimizer step. TensorBoard marks losses that are NaN
+    or infinite. The scalars of a step are one event: `add_scalar`, which makes an event for each
+    scalar, takes several times as long.
 
     Args:
-        run: the run's folder; the event files go into its folder `tensorboard`.
-        first_step: for a resumed run, its first step: TensorBoard drops what older files hold from
-            this step on, as these steps are taken again. None for a new run.
+        run: the run's folder; the event files are in its folder `tensorboard`.
+        first_step: of a resumed run: TensorBoard drops this and later steps from older files, since
+            they are taken again. None for a new run.
     """
 
     def __init__(self, run: Path, first_step: int | None = None) -> None:
@@ -90,7 +90,7 @@ LOGGERS: dict[str, type[TensorBoardLogger] | None] = {
     "none": None,
     "tensorboard": TensorBoardLogger,
 }
-"""What logger.name may be; each class takes a run's folder and the first step of a resumed run."""
+"""The values of logger.name; each class takes a run's folder and a resumed run's first step."""
 
 
 def check_logger(name: str) -> None:

@@ -1,8 +1,8 @@
-"""The training loop, and nothing else.
+"""The training loop.
 
-It knows no precision mode, no file and no terminal. A `Precision` goes forward, backward and steps,
-a `Clock` times the step, callbacks are notified of what happens. Losses stay on the device and are
-read a fraction of a second late, many at once: logging every step costs a CUDA run no
+It has no code for a precision mode, a file or the terminal. A `Precision` computes forward and
+backward and steps, a `Clock` times the step, callbacks are notified of events. Losses stay on the
+device and are read a fraction of a second late, many at once, so logging each step on CUDA needs no
 synchronization.
 """
 
@@ -27,12 +27,12 @@ from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
-from mprun.train.metric_readback import MetricReadback, Scalars, StepMetrics, readback_for
+from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
 from mprun.train.metrics import NO_SCORES, Sums, count_correct
 from mprun.train.schedule import Schedule
 
 FLUSH_EVERY_S = 0.25
-"""How late losses are read and lines written, at most, while steps are short."""
+"""Losses are read and lines are written at least this often, if steps are shorter."""
 
 
 class StopRequestedError(Exception):
@@ -41,14 +41,14 @@ class StopRequestedError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """When training ends: at whichever comes first; None is no limit."""
+    """Training ends at the first of these limits; None is no limit."""
 
     epochs: int | None
     max_steps: int | None
     max_time_s: float | None
 
     def planned_steps(self, steps_per_epoch: int) -> int | None:
-        """Optimizer steps if time does not run out, or None where only time ends the run."""
+        """Optimizer steps if time does not run out, or None if only time ends the run."""
         by_epochs = None if self.epochs is None else self.epochs * steps_per_epoch
         known = [n for n in (by_epochs, self.max_steps) if n is not None]
         return min(known) if known else None
@@ -84,25 +84,25 @@ class _Pending(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What an optimizer step leaves on the device."""
+    """The results of an optimizer step, on the device."""
 
     loss: Tensor
     """The batch's mean loss, unscaled."""
     outputs: list[Tensor]
     """The model's outputs, a tensor per micro-batch."""
     skipped: Tensor | None
-    """1 where the step was not taken, else 0; None where none is ever skipped."""
+    """1 if the step was not taken, else 0; None if no step is ever skipped."""
 
 
 class Trainer:
-    """Trains, validates and tests; keeps where it is.
+    """Trains, validates and tests.
 
     Args:
         parts: model, optimizer, data and the rest.
         limits: when to end.
-        callbacks: notified of what happens, in this order.
-        stop: asked between steps whether to end at once.
-        checkpoint_every_steps: how often a checkpoint is due; None for one at the end only.
+        callbacks: notified of events, in this order.
+        stop: called between steps; true ends the run at once.
+        checkpoint_every_steps: steps between checkpoints; None: only one at the end.
     """
 
     def __init__(
@@ -114,16 +114,13 @@ class Trainer:
         checkpoint_every_steps: int | None = None,
     ) -> None:
         self.parts = parts
-        self.step = 0
-        self.epoch = 0
+        self.step = self.epoch = 0
         self.limit(limits)
         self._callbacks = callbacks
         self._stop = stop
         self._checkpoint_every = checkpoint_every_steps or sys.maxsize
         self._pending: list[_Pending] = []
-        self._flushed_at = 0.0
-        self._began_at = 0.0
-        self._trained_s = 0.0
+        self._flushed_at = self._began_at = self._trained_s = 0.0
         self._deadline = math.inf
         self._sums = Sums()
         self._last_scores = NO_SCORES
@@ -142,8 +139,7 @@ class Trainer:
         """Train until a limit, validating after each epoch; continues a state that was loaded.
 
         Raises:
-            StopRequestedError: `stop` returned true; everything up to the last step was reported
-                and saved.
+            StopRequestedError: `stop` returned true; all steps so far were reported and saved.
             RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
         """
         self._flushed_at = self._began_at = time.perf_counter()
@@ -173,7 +169,7 @@ class Trainer:
             self._in_epoch = True
         self._train_epoch()
         if self._finished():
-            # Saved inside the epoch, so that a run given more steps continues inside it.
+            # Saved inside the epoch: a run resumed with more steps continues inside it.
             self._flush()
             self._save_once()
         if len(self.parts.validation.data):
@@ -183,7 +179,7 @@ class Trainer:
         self._in_epoch = False
 
     def _save_once(self) -> None:
-        """Save a checkpoint, unless the last one is of this very step."""
+        """Save a checkpoint, unless the last one is of this step."""
         if self._saved_step != self.step:
             self._save()
 
@@ -195,7 +191,7 @@ class Trainer:
         self.parts.clock.pause()
 
     def train_scores(self) -> Scores:
-        """Means over the samples of the current epoch so far, or of the one that just ended."""
+        """Means over the samples of the current epoch, or of the last one if it just ended."""
         return self._sums.scores() if self._sums.epoch else self._last_scores
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,7 +254,9 @@ class Trainer:
             clock.stop()
             self.step += 1
             self._batches_done += 1
-            correct = self._correct(result.outputs, batch.targets)
+            outputs = result.outputs
+            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            correct = count_correct(parts.recipe, output, batch.targets)
             parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
             waited_ms = (ready_at - asked_at) * 1e3
             self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
@@ -299,12 +297,8 @@ class Trainer:
             return ((batch.inputs, batch.targets),)
         return zip(batch.inputs.split(size), batch.targets.split(size), strict=True)
 
-    def _correct(self, outputs: list[Tensor], targets: Tensor) -> Tensor | None:
-        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return count_correct(self.parts.recipe, output, targets)
-
     def _flush(self) -> None:
-        """Read what is pending off the device and emit it; raise where training on is pointless."""
+        """Read pending metrics off the device and emit them; raise if training is hopeless."""
         pending, self._pending = self._pending, []
         self._flushed_at = time.perf_counter()
         if not pending:
@@ -312,8 +306,19 @@ class Trainer:
         metrics, times = self.parts.readback.take(), self.parts.clock.take()
         lines, closed = [], []
         for p, step_metrics, ms in zip(pending, metrics, times, strict=True):
-            lines.append(self._line(p, step_metrics, ms))
-            if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended unseen
+            line = StepLine(
+                step=p.step,
+                epoch=p.epoch,
+                loss=step_metrics.loss,
+                lr=p.lr,
+                loss_scale=step_metrics.loss_scale,
+                skipped=step_metrics.skipped,
+                step_time_ms=ms,
+                data_time_ms=p.data_time_ms,
+                timed=p.size == self.parts.train.batch_size,
+            )
+            lines.append(line)
+            if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended
                 closed.append(self._close_epoch(NO_SCORES))
             self._sums.epoch = p.epoch
             self._sums.add(step_metrics, p.size)
@@ -327,28 +332,15 @@ class Trainer:
             self._check(line)
 
     def _report_buffers(self, epochs: dict[int, int]) -> None:
-        """Report buffers that became non-finite; `epochs` maps the steps since then to theirs."""
+        """Report buffers that became non-finite; `epochs` maps the last steps to their epochs."""
         for overflow in self.parts.precision.buffer_overflows():
             row = {"kind": "event", "event": "buffer_overflow", **overflow._asdict()}
-            epoch = epochs.get(overflow.step, self.epoch)  # a step that broke off has no line
+            epoch = epochs.get(overflow.step, self.epoch)  # a step that failed has no line
             for callback in self._callbacks:
                 callback.on_event({**row, "epoch": epoch}, overflow.text)
 
-    def _line(self, p: _Pending, metrics: StepMetrics, ms: float) -> StepLine:
-        return StepLine(
-            step=p.step,
-            epoch=p.epoch,
-            loss=metrics.loss,
-            lr=p.lr,
-            loss_scale=metrics.loss_scale,
-            skipped=metrics.skipped,
-            step_time_ms=ms,
-            data_time_ms=p.data_time_ms,
-            timed=p.size == self.parts.train.batch_size,
-        )
-
     def _check(self, line: StepLine) -> None:
-        """Raise where a loss is broken beyond what skipping its step mends."""
+        """Raise if the loss is not finite and skipping steps does not help."""
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if line.skipped else 0
         loss_scale, mode = self.parts.precision.loss_scale, self.parts.precision.policy.name
         reason = loss_scale.failure_reason(line.loss_scale, self._skipped_in_a_row)
@@ -362,7 +354,7 @@ class Trainer:
             )
 
     def _close_epoch(self, validation: Scores) -> Epoch:
-        """The scores of the epoch whose steps were last read; the next one starts from zero."""
+        """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
         self._last_scores = ended.scores()
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
@@ -385,7 +377,7 @@ class Trainer:
             callback.on_test(scores, self.step)
 
     def evaluate(self, batches: Batches) -> Scores:
-        """Mean loss and accuracy over a set in its stored order; nulls for an empty one."""
+        """Mean loss and accuracy over a set, in its stored order; None for an empty set."""
         parts, sums = self.parts, Sums()
         if not len(batches.data):
             return sums.scores()

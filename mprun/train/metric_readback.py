@@ -1,7 +1,7 @@
-"""Metric readback: losses and counts of steps are read when reading them costs nothing.
+"""Metric readback: losses and counts of steps are read when this costs no time.
 
-On the CPU a scalar is there when its step is done, so it is read at once. Keeping thousands of tiny
-tensors alive between the large ones instead makes the allocator give memory back and fault it in
+On the CPU a scalar is read at once, since it is computed when the step returns. To keep thousands
+of tiny tensors alive between large ones would make the allocator return memory and fault it in
 again at every step (measured: 30 to 50 page faults a step on `linear`). On CUDA, reading a scalar
 makes the host wait for the step. So scalars are copied into a buffer on the device and read
 together, a fraction of a second late.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class StepMetrics(NamedTuple):
-    """What a step or an evaluated batch computed."""
+    """The metrics of a step or an evaluated batch."""
 
     loss: float
     correct: int | None = None
@@ -26,7 +26,7 @@ class StepMetrics(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """The same on the device; None where there is nothing to read."""
+    """The same on the device; None for what does not apply."""
 
     loss: Tensor
     correct: Tensor | None = None
@@ -42,7 +42,7 @@ class MetricReadback(Protocol):
         """Whether `take` must be called before the next step."""
 
     def put(self, scalars: Scalars) -> None:
-        """Add what a step computed."""
+        """Add a step's scalars."""
 
     def take(self) -> list[StepMetrics]:
         """The metrics of the steps since the last call, in order."""
@@ -107,5 +107,5 @@ class DeviceReadback:
 
 
 def readback_for(device: torch.device) -> MetricReadback:
-    """The kind that fits a device."""
+    """The readback for a device."""
     return DeviceReadback(device) if device.type == "cuda" else HostReadback()

@@ -15,13 +15,13 @@ NO_SCORES = Scores(loss=None, accuracy=None)
 
 
 def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
-    """What `recipe.correct` returns for a batch: an integer scalar, or None for a regression.
+    """The result of `recipe.correct` for a batch: an integer scalar, or None for a regression.
 
     Raises:
-        RunFailedError: it returns something else. Whether the number is one of samples is checked
-            when it is read (`Sums.add`), which waits for no device.
+        RunFailedError: it is something else. The range of the number is checked when it is read
+            (`Sums.add`), so that nothing waits for the device here.
     """
-    correct: Any = recipe.correct(output, targets)  # a user's code: it may return anything
+    correct: Any = recipe.correct(output, targets)  # a user's code may return anything
     if correct is None:
         return None
     is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
@@ -41,22 +41,17 @@ def _shown(value: object) -> str:
 
 
 def not_a_count(received: str, size: int) -> str:
-    """The message about a recipe's `correct` that does not count samples.
-
-    Args:
-        received: what it returned, as text.
-        size: samples in the batch.
-    """
+    """The message for a recipe whose `correct` does not count the `size` samples of a batch."""
     return (
         f"accuracy: the recipe's correct returned {received} for a batch of {size:,} samples; it "
-        f"must return how many of these samples are right, an integer scalar from 0 to {size:,}: "
+        f"must return the number of samples that are right, an integer scalar from 0 to {size:,}: "
         'count a sample with several targets once, or judge by the loss (metric = "loss", and '
         "correct returns None)"
     )
 
 
 class Sums:
-    """Sums over the samples of an epoch that become means; epoch 0 is none."""
+    """Sums over the samples of an epoch, for their means; epoch 0 means none."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -71,10 +66,10 @@ class Sums:
         sizes.clear()
 
     def add(self, metrics: StepMetrics, size: int) -> None:
-        """Add a batch; one whose step was skipped trained nothing and does not count.
+        """Add a batch, unless its step was skipped.
 
         Raises:
-            RunFailedError: more samples are right than there are, or fewer than none.
+            RunFailedError: the number of right samples is not from 0 to `size`.
         """
         if metrics.skipped:
             return

@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from mprun.console import Moment, ProgressView
-from mprun.records.run_record import Epoch, Scores, Status
+from mprun.records.run_record import Epoch, Status
 from mprun.train.callbacks import Callback, StepLine
 
 FEW_EPOCHS = 20
 SHOW_EPOCH_EVERY_S = 1.0
-"""After the first few, epochs are shown at most this often: a recipe may have hundreds."""
+"""After the first few, epochs are shown at most this often: a run may have hundreds."""
 
 
 class Progress(Callback):
@@ -61,11 +61,7 @@ class Progress(Callback):
 
 def _epoch_text(epoch: Epoch) -> str:
     text = f"epoch {epoch.epoch}:"
-    parts: list[tuple[str, Scores]] = [
-        ("training", epoch.train),
-        ("validation", epoch.validation),
-    ]
-    for name, scores in parts:
+    for name, scores in (("training", epoch.train), ("validation", epoch.validation)):
         if scores.loss is not None:
             text += f"  {name} loss {float(scores.loss):.4f}"
         if scores.accuracy is not None:

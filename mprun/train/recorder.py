@@ -1,7 +1,6 @@
 """Writes a run's record: the lines of metrics.jsonl, and the summary during the run.
 
-Its own state is part of every checkpoint, so that the figures of a resumed run are those of the
-whole run.
+Its state is part of every checkpoint, so the figures of a resumed run cover the whole run.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Recorder(Callback):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds the run has taken, those before it was resumed included."""
+        """Seconds of the run, with those before it was resumed."""
         return self._elapsed_before_s + time.perf_counter() - self._began
 
     def on_steps(self, lines: list[StepLine]) -> None:
@@ -75,8 +74,15 @@ class Recorder(Callback):
         summary.steps, summary.epochs = last.step, last.epoch
         summary.skipped_steps += sum(x.skipped for x in lines)
         summary.loss_scale.final = last.loss_scale
-        rows = [_step_row(x) for x in lines if x.step % self._log_every == 0 or x.skipped]
-        rows += [_skip_row(x) for x in lines if x.skipped]
+        rows: list[dict[str, Any]] = []
+        for x in lines:
+            if x.step % self._log_every == 0 or x.skipped:
+                row = {"kind": "step", **x._asdict()}
+                del row["timed"]
+                rows.append(row)
+            if x.skipped:
+                place = {"step": x.step, "epoch": x.epoch, "loss_scale": x.loss_scale}
+                rows.append({"kind": "event", "event": "skipped_step", **place})
         rows += self._events
         self._events = []
         self._folder.lines(sorted(rows, key=lambda row: int(row["step"])))
@@ -120,12 +126,12 @@ class Recorder(Callback):
             summary.memory_bytes.allocator_peak = peak
 
     def _substitutions(self) -> list[Substitution]:
-        """Those that occurred, in this process or before."""
+        """Substitutions that occurred, in this process or before the run was resumed."""
         rows = [Substitution(**x._asdict()) for x in occurred_substitutions(self._arithmetic)]
         return rows + [x for x in self._substituted if x not in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the figures so far."""
+        """The figures so far, as part of a checkpoint."""
         return {
             "elapsed_s": self.elapsed_s,
             "losses": self.losses,
@@ -151,19 +157,3 @@ class Recorder(Callback):
         summary.skipped_steps = state["skipped_steps"]
         summary.loss_scale = LossScaleRow(**state["loss_scale"])
         self._substituted = [Substitution(**row) for row in state.get("substitutions", [])]
-
-
-def _step_row(line: StepLine) -> dict[str, Any]:
-    row = {"kind": "step", **line._asdict()}
-    del row["timed"]
-    return row
-
-
-def _skip_row(line: StepLine) -> dict[str, Any]:
-    return {
-        "kind": "event",
-        "event": "skipped_step",
-        "step": line.step,
-        "epoch": line.epoch,
-        "loss_scale": line.loss_scale,
-    }

@@ -1,15 +1,16 @@
-"""Ctrl-C and SIGTERM: end between two steps, with everything recorded.
+"""Ctrl-C and SIGTERM: a run ends between two steps, with everything recorded.
 
 While PyTorch computes, a signal only sets a flag, which the loop checks after each step. So
 parameters are never half updated, and no exception passes through C++ code, which would end the
-process. Anywhere else, and at the second signal, it raises at once: nobody has to wait for a slow
-download.
+process. At any other time, and at the second signal, an exception is raised at once: nobody has to
+wait for a slow download.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
@@ -19,7 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SignalReceivedError(BaseException):
-    """A signal that ends the run now; like KeyboardInterrupt, no `except Exception` takes it."""
+    """A signal ends the run now; like KeyboardInterrupt, it passes every `except Exception`."""
 
 
 class StopSignals:
@@ -59,20 +60,35 @@ class StopSignals:
             self._deferred = False
 
     def requested(self) -> bool:
-        """Whether a signal came."""
+        """Whether a signal was received."""
         return self.received is not None
 
     def check(self) -> None:
-        """Raise `SignalReceivedError` if a signal came while it was deferred."""
+        """Raise `SignalReceivedError` if a signal was received while it was deferred."""
         if self.requested():
             raise SignalReceivedError
 
     @property
     def name(self) -> str:
-        """What the user would call it."""
+        """The signal's name for the user."""
         return "SIGTERM" if self.received == signal.SIGTERM else "Ctrl-C"
 
     @property
     def exit_status(self) -> int:
         """128 + the signal's number, as a shell reports it."""
         return EXIT_TERMINATED if self.received == signal.SIGTERM else EXIT_INTERRUPTED
+
+
+def interruptible(job: Callable[[StopSignals], int], when: str) -> int:
+    """The exit status of `job`, or that of the signal that stopped it.
+
+    Args:
+        job: takes the signals, entered.
+        when: the end of the line that is printed after a signal: " before the run started".
+    """
+    with StopSignals() as stop:
+        try:
+            return job(stop)
+        except SignalReceivedError:
+            print(f"mprun: stopped by {stop.name}{when}", file=sys.stderr)
+            return stop.exit_status

@@ -77,7 +77,7 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mprun.experiments.examine.examine_device", None)
+    monkeypatch.setattr("mprun.experiments.examine.examine", None)
     assert main(["doctor", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

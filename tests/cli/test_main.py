@@ -89,7 +89,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         ],
     ),
     ("recipe=../recipe/mnist", ["recipe is one of fashion_mnist, linear, mnist"]),
-    ("recipe@x=mnist", ["'recipe@x=mnist'", "a group has one place; write recipe=..."]),
+    ("recipe@x=mnist", ["'recipe@x=mnist'", "cannot be moved to a package; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields
     ("train.batchsize=3", ["no field 'train.batchsize'", "did you mean 'train.batch_size'?"]),
@@ -100,11 +100,11 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("++foo.bar=1", ["'++foo.bar=1'", "no field 'foo.bar'"]),
     ("hydra.run.dir=x", ["no field 'hydra.run.dir'", "did you mean 'run.dir'?"]),
     ("hydra/launcher=x", ["no field 'hydra/launcher'"]),
-    ("train=null", ["train holds fields; set one of them: train.epochs, "]),
-    ("train={}", ["train holds fields"]),
+    ("train=null", ["train has fields; set one of them: train.epochs, "]),
+    ("train={}", ["train has fields"]),
     (
         "train.optimizer=adamw",
-        ["train.optimizer holds fields; set one of them: train.optimizer.name, "],
+        ["train.optimizer has fields; set one of them: train.optimizer.name, "],
     ),
     # Form
     ("seed", ["'seed' is neither a command nor an override", "did you mean 'seed=...'?"]),

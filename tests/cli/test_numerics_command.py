@@ -490,7 +490,7 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found(*LINEAR, "data.root=x", "debug.fp_exceptions=log")
     assert capsys.readouterr().err.splitlines() == [
         "warning: data.root has no effect: recipe=linear does not use it",
-        "warning: debug.fp_exceptions has no effect: mprun numerics does not look for exceptions",
+        "warning: debug.fp_exceptions has no effect: mprun numerics does not detect exceptions",
     ]
 
 

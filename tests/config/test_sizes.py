@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mprun.config.sizes import parse_size
+from mprun.config.settings import parse_size
 from mprun.errors import UsageError
 
 

@@ -112,7 +112,7 @@ def test_a_path_has_a_name(key: str, kind: str, name: str) -> None:
     config = deepcopy(LINEAR)
     section, field = key.split(".")
     setattr(getattr(config, section), field, name)
-    with pytest.raises(UsageError, match=f"{key}=.*: the name of {kind}, or null"):
+    with pytest.raises(UsageError, match=f"{key}=.*: legal is the name of {kind}, or null"):
         check(config)
 
 

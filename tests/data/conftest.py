@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
-from mprun.data import files
+from mprun.data import image_files as files
 
 TRAIN, TEST = 20, 10
 

@@ -13,7 +13,8 @@ import pytest
 
 from mprun.cli.data_command import NAMES
 from mprun.cli.main import main
-from mprun.data import files, sources
+from mprun.data import image_files as files
+from mprun.data import sources
 from tests.data.conftest import Server
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = files.SIZE_BYTES

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def found() -> Examination:
-    return examine(CPU, 0.5)
+    return examine("cpu", 0.5)
 
 
 def test_every_field_has_its_type(found: Examination) -> None:
@@ -56,6 +56,6 @@ def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "measure_rates", measure)
     monkeypatch.setattr(module, "threads_to_measure", lambda machine: before + 1)
     with pytest.raises(MprunError, match="out of memory on cpu while measuring"):
-        examine(CPU, 0.5)
+        examine("cpu", 0.5)
     assert seen == [before + 1]
     assert torch.get_num_threads() == before

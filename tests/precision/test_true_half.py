@@ -459,7 +459,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["precision=half_sr_full", "execution=native"],
         [
             "execution=native: precision.rounding_scope=all rounds every result stochastically",
-            "what a kernel returns is already rounded to nearest",
+            "a kernel's result is already rounded to nearest",
             "legal: auto, emulated",
         ],
     ),
@@ -479,7 +479,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["precision=half_sr", "precision.partials_dtype=float16", "execution=native", "device=cpu"],
         [
             "execution=native: precision.partials_dtype=float16",
-            "CPU kernels have no switch for what they add up in",
+            "CPU kernels have no switch for their accumulation",
             "legal: auto, emulated",
         ],
     ),

@@ -419,7 +419,7 @@ def test_looking_is_the_same_variant_and_dropping_another() -> None:
         ("debug.fp_exceptions=hlat", "did you mean 'halt'?"),
         ("debug.halt_after=0", "debug.halt_after=0: legal is 1 or more"),
         ("debug.halt=3", "did you mean 'debug.halt_after'?"),
-        ("debug=log", "debug holds fields; set one of them: debug.fp_exceptions"),
+        ("debug=log", "debug has fields; set one of them: debug.fp_exceptions"),
     ],
 )
 def test_a_mistake_is_one_line(

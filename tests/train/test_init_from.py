@@ -303,7 +303,7 @@ def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> No
     Path("young").mkdir()
     line = refused(capsys, *LINEAR, "train.init_from=young")
     assert line == (
-        "mprun: train.init_from=young: the folder holds no checkpoint (young/checkpoints/last.pt "
+        "mprun: train.init_from=young: the folder has no checkpoint (young/checkpoints/last.pt "
         "is missing); a run writes one at its end, or earlier with train.checkpoint_every_steps"
     )
 
@@ -313,7 +313,7 @@ def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None
     for damaged in (whole[: len(whole) // 2], b"", b"no checkpoint"):
         Path("file.pt").write_bytes(damaged)
         line = refused(capsys, *LINEAR, "train.init_from=file.pt")
-        assert "train.init_from=file.pt: file.pt is damaged, or holds more than tensors" in line
+        assert "train.init_from=file.pt: file.pt is damaged, or contains more than tensors" in line
         assert "legal is a run's folder" in line
 
 
@@ -345,7 +345,7 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
 def test_no_weights_by_name(found: Any, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(found, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
-    assert "train.init_from=file.pt holds no weights by name; legal is a run's folder" in line
+    assert "train.init_from=file.pt contains no weights by name; legal is a run's folder" in line
 
 
 def test_a_checkpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -395,7 +395,7 @@ def test_nan(dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"weight": weight, "bias": torch.zeros(4)}, "file.pt")
     line = refused(capsys, *LINEAR, "train.init_from=file.pt")
     assert line == (
-        "mprun: train.init_from=file.pt: weight holds NaN (2 of 32 values); take weights from "
+        "mprun: train.init_from=file.pt: weight contains NaN (2 of 32 values); take weights from "
         "before training broke down"
     )
 

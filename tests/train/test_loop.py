@@ -21,7 +21,7 @@ from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import HostClock
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
 from mprun.train.metric_readback import HostReadback
-from mprun.train.schedule import NoSchedule
+from mprun.train.schedule import Schedule
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
@@ -85,7 +85,7 @@ def trainer(
         recipe=recipe,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-        scheduler=NoSchedule(),
+        scheduler=Schedule(),
         precision=Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()),
         train=batches(data, batch),
         order=Order(n, 0, shuffle=True),
