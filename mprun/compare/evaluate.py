@@ -15,7 +15,7 @@ from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
 from mprun.compare.formatting import substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
-from mprun.compare.measures import VariantRuns
+from mprun.compare.measures import RunGroup
 from mprun.compare.notes import comparison_notes, variant_notes
 from mprun.compare.statistics import ALPHA, estimate, interval
 from mprun.compare.time_ratios import overlapping
@@ -33,7 +33,7 @@ def compare(
     split: Literal["auto", "test", "validation", "train"] = "auto",
     mix: Collection[str] = (),
 ) -> Comparison:
-    """VariantRuns runs by variant and compare each variant with the baseline.
+    """RunGroup runs by variant and compare each variant with the baseline.
 
     Args:
         runs: completed and failed runs; of several of one variant and seed the latest counts.
@@ -90,7 +90,7 @@ def compare(
     )
 
 
-def _check_usable(groups: Sequence[VariantRuns], skipped: Sequence[Skipped]) -> None:
+def _check_usable(groups: Sequence[RunGroup], skipped: Sequence[Skipped]) -> None:
     if any(group.completed for group in groups):
         return
     failed = [run for group in groups for run in group.failed]
@@ -100,7 +100,7 @@ def _check_usable(groups: Sequence[VariantRuns], skipped: Sequence[Skipped]) -> 
     raise UsageError(f"there is no completed run to compare: {listed or 'no run was named'}")
 
 
-def _baseline(groups: Sequence[VariantRuns], wanted: str | None) -> VariantRuns:
+def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
     by_label = {group.label: group for group in groups}
     if wanted is not None:
         by_hash = {group.first.summary.variant_hash: group for group in groups}
@@ -118,14 +118,14 @@ def _baseline(groups: Sequence[VariantRuns], wanted: str | None) -> VariantRuns:
     return min(plain or complete[:1], key=_changes)
 
 
-def _changes(group: VariantRuns) -> int:
+def _changes(group: RunGroup) -> int:
     """How many options of a variant's mode were changed, as far as its runs record it."""
     summary = group.first.summary
     label, row = summary.variant, summary.effective
     return label.count("+") + label.count(" x") + len(row.layers) + (not group.is_native)
 
 
-def _split(groups: Sequence[VariantRuns], wanted: str) -> str:
+def _split(groups: Sequence[RunGroup], wanted: str) -> str:
     runs = [summary for group in groups for summary in group.by_seed.values()]
     has = {name: sum(measures.score(s, name) is not None for s in runs) for name in measures.SPLITS}
     if wanted == "auto":
@@ -137,8 +137,8 @@ def _split(groups: Sequence[VariantRuns], wanted: str) -> str:
 
 
 def _variant(
-    group: VariantRuns,
-    base: VariantRuns,
+    group: RunGroup,
+    base: RunGroup,
     split: str,
     shared: set[int],
     evidence: Evidence | None,

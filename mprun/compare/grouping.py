@@ -13,7 +13,7 @@ from typing import Any
 
 from mprun.compare.comparison import Run
 from mprun.compare.formatting import readable
-from mprun.compare.measures import VariantRuns, has_result
+from mprun.compare.measures import RunGroup, has_result
 from mprun.records.run_config import UnreadableConfigError, read_config, variant_config, yaml_text
 
 MOST_FIELDS = 3
@@ -22,7 +22,7 @@ MOST_FIELDS = 3
 LONGEST_VALUE = 24
 
 
-def by_variant(runs: Sequence[Run]) -> list[VariantRuns]:
+def by_variant(runs: Sequence[Run]) -> list[RunGroup]:
     """Runs by variant, in the order of each variant's first run."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
@@ -35,7 +35,7 @@ def by_variant(runs: Sequence[Run]) -> list[VariantRuns]:
         [group[0].path for group in members],
     )
     return [
-        VariantRuns(
+        RunGroup(
             label,
             tuple(run for run in group if has_result(run.summary)),
             tuple(run for run in group if not has_result(run.summary)),

@@ -18,7 +18,7 @@ SPLITS = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
-class VariantRuns:
+class RunGroup:
     """The runs of a variant."""
 
     label: str
@@ -60,7 +60,7 @@ def has_result(summary: Summary) -> bool:
     return summary.status == "completed" and has_metric
 
 
-def scores(group: VariantRuns, split: str) -> dict[int, float]:
+def scores(group: RunGroup, split: str) -> dict[int, float]:
     """Seed to metric, NaN and infinities included, without the seeds that have no metric."""
     values = {seed: score(summary, split) for seed, summary in group.by_seed.items()}
     return {seed: value for seed, value in values.items() if value is not None}
@@ -75,14 +75,14 @@ def mean_score(values: Sequence[float]) -> Estimate | None:
     return estimate(summarise(values))
 
 
-def resolution(groups: Sequence[VariantRuns], metric: str, split: str) -> float:
+def resolution(groups: Sequence[RunGroup], metric: str, split: str) -> float:
     """The smallest step of a metric: an accuracy changes by whole samples."""
     rows = [s.data for g in groups for s in g.by_seed.values()]
     counts: list[int] = [getattr(row, f"{split}_samples") for row in rows]
     return 1 / min(counts) if metric == "accuracy" and min(counts) > 0 else 0.0
 
 
-def step_percentiles(group: VariantRuns) -> StepPercentiles | None:
+def step_percentiles(group: RunGroup) -> StepPercentiles | None:
     """Percentiles of the milliseconds of a step; None if no run timed any."""
     rows = [s.step_time_ms for s in group.by_seed.values()]
     timed = [
@@ -95,14 +95,14 @@ def step_percentiles(group: VariantRuns) -> StepPercentiles | None:
     return StepPercentiles(*(median(column) for column in zip(*timed, strict=True)))
 
 
-def samples_per_second(group: VariantRuns) -> float | None:
+def samples_per_second(group: RunGroup) -> float | None:
     """The median over runs."""
     rates = [s.samples_per_second for s in group.by_seed.values()]
     known = [rate for rate in rates if rate is not None]
     return median(known) if known else None
 
 
-def _comparable_seeds(group: VariantRuns, baseline: VariantRuns) -> list[int]:
+def _comparable_seeds(group: RunGroup, baseline: RunGroup) -> list[int]:
     """The seeds whose times are compared: run by both, on equal hardware, natively."""
     if group is baseline or not (group.is_native and baseline.is_native):
         return []
@@ -112,8 +112,8 @@ def _comparable_seeds(group: VariantRuns, baseline: VariantRuns) -> list[int]:
 
 
 def ratio(
-    group: VariantRuns,
-    baseline: VariantRuns,
+    group: RunGroup,
+    baseline: RunGroup,
     figure: Callable[[Summary], float | None],
     no_interval: bool,
 ) -> Estimate | None:
@@ -140,14 +140,14 @@ def ratio(
     return mean._replace(interval=None) if no_interval else mean
 
 
-def no_time_verdict(group: VariantRuns, baseline: VariantRuns, shared: set[int]) -> str:
+def no_time_verdict(group: RunGroup, baseline: RunGroup, shared: set[int]) -> str:
     """Why the variant's time ratios get no interval; empty if they may have one."""
     seeds = _comparable_seeds(group, baseline)
     pairs = [(group.by_seed[seed], baseline.by_seed[seed]) for seed in seeds]
     return time_ratios.no_time_verdict(pairs, shared)
 
 
-def memory(group: VariantRuns) -> dict[str, int | None]:
+def memory(group: RunGroup) -> dict[str, int | None]:
     """Bytes by category; the largest over runs."""
     rows = [summary.memory_bytes for summary in group.by_seed.values()]
     return {
@@ -158,7 +158,7 @@ def memory(group: VariantRuns) -> dict[str, int | None]:
     }
 
 
-def memory_ratio(group: VariantRuns, baseline: VariantRuns) -> float | None:
+def memory_ratio(group: RunGroup, baseline: RunGroup) -> float | None:
     """Peak over the baseline's; None as for `ratio`."""
     ours, theirs = memory(group).get("peak"), memory(baseline).get("peak")
     if group is baseline or not (group.is_native and baseline.is_native and ours and theirs):

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from mprun.compare import measures
 from mprun.compare.comparison import KEEPS, Variant
 from mprun.compare.formatting import counted, substitution_label
-from mprun.compare.measures import VariantRuns
+from mprun.compare.measures import RunGroup
 from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
 
 
 def comparison_notes(
-    groups: Sequence[VariantRuns], split: str, by_default: bool, tested: int
+    groups: Sequence[RunGroup], split: str, by_default: bool, tested: int
 ) -> Iterator[str]:
     """Sentences on the runs, the most important first.
 
@@ -80,7 +80,7 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         )
 
 
-def _seeds(base: VariantRuns, others: Sequence[VariantRuns], split: str) -> Iterator[str]:
+def _seeds(base: RunGroup, others: Sequence[RunGroup], split: str) -> Iterator[str]:
     theirs = measures.scores(base, split)
     diverged = sum(not math.isfinite(value) for value in theirs.values())
     if diverged:

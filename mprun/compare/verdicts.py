@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mprun.compare import measures
 from mprun.compare.comparison import Interval, Outcome, Run, Verdict
 from mprun.compare.formatting import counted, distinct_form, level_text, readable
-from mprun.compare.measures import VariantRuns
+from mprun.compare.measures import RunGroup
 from mprun.compare.statistics import (
     ALPHA,
     Sample,
@@ -65,7 +65,7 @@ class Evidence:
         return not self.failure and self.sample is not None and self.sample.n > 1
 
 
-def evidence_on(group: VariantRuns, base: VariantRuns, criterion: Criterion) -> Evidence:
+def evidence_on(group: RunGroup, base: RunGroup, criterion: Criterion) -> Evidence:
     """The evidence on a variant: its paired differences, and failures that outweigh them."""
     ours, theirs = (measures.scores(g, criterion.split) for g in (group, base))
     excused = [run.summary.seed for run in base.failed]
@@ -99,7 +99,7 @@ def paired_evidence(
     return Evidence(summarise(differences), margin, "%", failure)
 
 
-def failures(group: VariantRuns, excused: Collection[int] = ()) -> str:
+def failures(group: RunGroup, excused: Collection[int] = ()) -> str:
     """`2 of 5 runs failed: <why the first did>`, without the excused seeds; empty if none did."""
     failed = [run for run in group.failed if run.summary.seed not in excused]
     return f"{len(failed)} of {_runs(group)} failed: {error_text(failed[0])}" if failed else ""
@@ -113,7 +113,7 @@ def error_text(run: Run) -> str:
 
 
 def _divergence(
-    group: VariantRuns, ours: Mapping[int, float], theirs: Mapping[int, float], metric: str
+    group: RunGroup, ours: Mapping[int, float], theirs: Mapping[int, float], metric: str
 ) -> str:
     """`1 of 5 runs ended with loss nan`; empty if the baseline did too with these seeds."""
     values = [
@@ -124,7 +124,7 @@ def _divergence(
     return f"{len(values)} of {_runs(group)} ended with {metric} {values[0]}" if values else ""
 
 
-def _runs(group: VariantRuns) -> str:
+def _runs(group: RunGroup) -> str:
     return counted(len(group.completed) + len(group.failed))
 
 

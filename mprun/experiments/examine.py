@@ -10,8 +10,8 @@ import torch
 from mprun import __version__
 from mprun.assemble.machine_choices import choose_device
 from mprun.doctor import environment
-from mprun.doctor.findings import findings
 from mprun.doctor.machine import examine_machine, threads_to_measure
+from mprun.doctor.machine_findings import findings
 from mprun.doctor.measure import measure_rates
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mprun.doctor.findings import findings
 from mprun.doctor.machine import ALLOWED, architecture
+from mprun.doctor.machine_findings import findings
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.records.doctor_record import Examination
 from mprun.records.run_record import read_summary

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mprun import __version__
-from mprun.doctor.findings import findings
+from mprun.doctor.machine_findings import findings
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
 from mprun.experiments import examine as module

@@ -80,7 +80,7 @@ def test_one_pair_has_no_interval() -> None:
     assert result.difference.value == pytest.approx(0.1)
     assert (result.difference.interval, result.equivalence) == (None, None)
     assert result.verdict.word == "inconclusive"
-    assert "two are needed" in result.verdict.reason
+    assert "a spread needs two" in result.verdict.reason
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])

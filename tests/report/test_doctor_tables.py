@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from mprun.doctor.findings import findings
+from mprun.doctor.machine_findings import findings
 from mprun.doctor.mode_verdicts import conclusions
 from mprun.records.doctor_record import OPS, Examination, Machine, Spread
 from mprun.report.doctor_tables import _figure, machine_table, modes_table, rates_table, renderables

@@ -302,7 +302,7 @@ LACKING: dict[str, tuple[Change, dict[str, str]]] = {
         each(memory_bytes={"peak": None, "activations": None}),
         {"memory": "The memory of a step is not known"},
     ),
-    "no pairs": (each(difference=None), {"difference": "No run of another variant has the seed"}),
+    "no pairs": (each(difference=None), {"difference": "No other variant has a seed in common"}),
     "metric gone": (each(metric=NAN, difference=NAN), {"metric-time": "No variant has both"}),
     "all emulated": (each(execution="emulated"), {"metric-time": "Hollow", "step-time": "Hollow"}),
     "a regression": (of_losses, {"difference": "Training loss minus that of fp32"}),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mprun.doctor.findings import NOISY, findings
 from mprun.doctor.machine import ALLOWED
+from mprun.doctor.machine_findings import NOISY, findings
 from mprun.records.doctor_record import OPS, Machine
 from tests.doctor import (
     AVX2_ONLY,
