@@ -18,7 +18,7 @@ from mprun.records.run_record import Summary, number
 
 
 @dataclass
-class _VariantRuns:
+class _VariantProgress:
     """The results of a variant's runs so far."""
 
     step_ms: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ class StudyProgress(ProgressDisplay):
 
     def __init__(self, console: Console, variants: Sequence[str], seeds: int) -> None:
         self._seeds = seeds
-        self._variants = {name: _VariantRuns() for name in variants}
+        self._variants = {name: _VariantProgress() for name in variants}
         self._run_s: list[float] = []
         self._run, self._text, self._fraction = "", "", 0.0
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
