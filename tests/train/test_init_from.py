@@ -320,7 +320,7 @@ def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(nn.Linear(8, 4), "model.pt")
     line = refused(capsys, *LINEAR, "train.init_from=model.pt")
-    assert "holds more than tensors and plain values, which is not loaded" in line
+    assert "contains more than tensors and plain values, which is not loaded" in line
     assert "torch.save(model.state_dict(), path)" in line
 
 

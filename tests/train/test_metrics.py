@@ -101,7 +101,7 @@ def test_what_is_no_count_of_samples_is_refused_by_name(
     (line,) = capsys.readouterr().err.splitlines()
     assert "accuracy: the recipe's correct returned " in line
     assert received in line
-    assert "for a batch of 4 samples; it must return how many" in line
+    assert "for a batch of 4 samples; it must return the number" in line
     assert "an integer scalar from 0 to 4" in line
     summary = read_summary(Path("run"))
     assert summary.status == "failed"
