@@ -184,7 +184,7 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
     """It would pass whatever the runs were."""
     write_sweep(fp32=ACCURACIES["fp32"])
     assert main(["compare", "sweep", "compare.fail_if=worse"]) == 2
-    assert "all runs are of one variant, fp32; name the runs of another" in capsys.readouterr().err
+    assert "all runs are of one variant, fp32; name runs of another one" in capsys.readouterr().err
 
 
 # ---- what it refuses -----------------------------------------------------------------------------
@@ -195,9 +195,9 @@ def test_a_condition_on_one_variant_alone_is_a_mistake(capsys: pytest.CaptureFix
     [
         ([], "mprun compare needs folders of runs: mprun compare outputs/DATE/TIME"),
         (["compare.report=false"], "mprun compare needs folders of runs"),
-        (["swep"], "there is not a folder 'swep', and no folder matches it"),
-        (["swep*"], "there is not a folder 'swep*', and no folder matches it"),
-        (["sweep", "--all"], "there is no option '--all'"),
+        (["swep"], "there is no folder 'swep', and no folder matches it"),
+        (["swep*"], "there is no folder 'swep*', and no folder matches it"),
+        (["sweep", "--all"], "mprun compare has no option '--all'"),
         (["sweep", "margin=1"], "did you mean 'compare.margin=...'?"),
         (["sweep", "recipe=mnist"], "'recipe=mnist' is neither a path nor a setting"),
         (["sweep", "compare.margn=1"], "did you mean 'compare.margin'?"),
