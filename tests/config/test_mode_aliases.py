@@ -64,8 +64,11 @@ def test_a_sweep_over_every_mode_runs_it_once() -> None:
 
 
 def test_a_study_calls_it_half_sr() -> None:
-    assert list(variants(["recipe=mnist", "precision=fp32,fp16_sr"]).words) == ["fp32", "half_sr"]
-    assert list(variants(["recipe=mnist", "precision=fp16_sr"]).words) == ["half_sr"]
+    assert list(variants(["recipe=mnist", "precision=fp32,fp16_sr"]).overrides) == [
+        "fp32",
+        "half_sr",
+    ]
+    assert list(variants(["recipe=mnist", "precision=fp16_sr"]).overrides) == ["half_sr"]
 
 
 def test_layers_of_a_program_take_it() -> None:

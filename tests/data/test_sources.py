@@ -20,7 +20,8 @@ import torch
 from filelock import FileLock
 from torchvision.datasets import MNIST
 
-from mprun.data import DataRequest, TensorSet, files, image_splits, sources
+from mprun.data import DataRequest, TensorSet, image_splits, sources
+from mprun.data import image_files as files
 from mprun.errors import UsageError
 from tests.data.conftest import TEST, TRAIN, Server, images, labels
 

@@ -66,7 +66,7 @@ def test_a_plan_read_again_is_the_same() -> None:
 
 def test_a_folder_that_holds_something_is_refused() -> None:
     made()
-    with pytest.raises(UsageError, match=r"holds sweep\.json already.*run\.resume=s"):
+    with pytest.raises(UsageError, match=r"has sweep\.json already.*run\.resume=s"):
         made()
 
 

@@ -196,6 +196,6 @@ def test_a_folder_that_was_not_used_is_removed() -> None:
 def test_where_no_folder_can_be_made_one_line_says_so() -> None:
     Path("outputs").touch()
     with pytest.raises(
-        UsageError, match=r"outputs/.* cannot be made \(.*; start mprun in a folder"
+        UsageError, match=r"outputs/.* cannot be made \(.*; start mprun in a writable folder"
     ):
         files.dated_folder()
