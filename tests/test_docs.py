@@ -75,6 +75,17 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(goal), f"{target} has no heading #{anchor}"
 
 
+def test_pages_that_the_code_names_exist() -> None:
+    sources = [*(ROOT / "mprun").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    named = {
+        page
+        for path in sources
+        for page in re.findall(r"docs/[\w/.-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not [page for page in named if not (ROOT / page).is_file()]
+
+
 def test_every_page_is_linked() -> None:
     linked = {
         (page.parent / target).resolve()

@@ -1,6 +1,6 @@
 """The content of `memory.json`: the memory of a training step in several modes. No torch.
 
-`docs/memory.md` explains the fields. Sizes are in bytes.
+`docs/reference/memory.md` explains the fields. Sizes are in bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The measurements and the result of `mprun search-ops`: the content of `search_ops.json`.
 
-`docs/search_ops.md` explains the fields. The file has, besides those of `OpSearch`, the run's
+`docs/reference/search-ops.md` explains the fields. The file has, besides those of `OpSearch`, the run's
 configuration and `proof`, a `Proof` or null.
 """
 

@@ -1,6 +1,6 @@
 """The content of `trace.json`: one training step, op by op. No torch.
 
-`docs/trace.md` explains the fields. A step that cannot run leaves a file with `schema_version`,
+`docs/reference/trace.md` explains the fields. A step that cannot run leaves a file with `schema_version`,
 `error`, `totals` and `rows` only.
 """
 

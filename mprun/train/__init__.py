@@ -1,0 +1,1 @@
+"""Training: the loop, its callbacks and clock, metrics, schedules, signals, starting weights."""
