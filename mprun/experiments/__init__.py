@@ -1,1 +1,1 @@
-"""What runs many trainings: sweep, advise, double, search-ops."""
+"""Many runs, or a close look at one: sweep, advise, double, search-ops; trace, numerics, memory."""

@@ -1,6 +1,6 @@
 """Measurements of `mprun numerics` in some steps: the content of `numerics.json`.
 
-`docs/reference/numerics.md` explains the fields. The file has, besides these, the run's configuration and
+`docs/reference/numerics.md` explains the fields. The file also has the run's configuration and
 `steps`, `skipped` and `ended`. Shares are of the non-zero values; None if there are none.
 """
 

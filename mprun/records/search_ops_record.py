@@ -1,7 +1,7 @@
 """The measurements and the result of `mprun search-ops`: the content of `search_ops.json`.
 
-`docs/reference/search-ops.md` explains the fields. The file has, besides those of `OpSearch`, the run's
-configuration and `proof`, a `Proof` or null.
+`docs/reference/search-ops.md` explains the fields. Besides those of `OpSearch`, the file has the
+run's configuration and `proof`, a `Proof` or null.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The content of `trace.json`: one training step, op by op. No torch.
 
-`docs/reference/trace.md` explains the fields. A step that cannot run leaves a file with `schema_version`,
-`error`, `totals` and `rows` only.
+`docs/reference/trace.md` explains the fields. A step that cannot run leaves a file with
+`schema_version`, `error`, `totals` and `rows` only.
 """
 
 from __future__ import annotations
