@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 
 # Test workers side by side, one thread each: threads of several processes would share the cores.
 WORKERS ?= auto
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# Bytecode is kept, also where the environment says otherwise: the tests start mprun many times.
+PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: run test test-exhaustive test-all check docs clean help
 .DEFAULT_GOAL := help

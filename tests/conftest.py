@@ -1,4 +1,4 @@
-"""What every test shares: an empty current folder, remembered compositions, and sweeps in part.
+"""What every test shares: an empty current folder, remembered results, and sweeps in part.
 
 A sweep over modes, recipes or seeds repeats one behaviour many times. Its few representative
 cases run in every test run; the others are marked `exhaustive`:
@@ -12,6 +12,8 @@ cases run in every test run; the others are marked `exhaustive`:
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import importlib
 import re
 from collections import defaultdict
@@ -21,11 +23,17 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from mprun.assemble import Plan, footprint
+from mprun.config.compose import OPEN_MAPPINGS
+from mprun.config.reference import GROUPS
+from mprun.config.schema import RunConfig
+from mprun.report.plots import draw
+
 # By name: `mprun.config` exports a function of the module's name.
 _compose = importlib.import_module("mprun.config.compose")
 _by_hydra = _compose._compose
 _composed: dict[tuple[str, ...], DictConfig] = {}
-_OFTEN_CHANGED = ("run.dir", "seed", "train.max_steps")
+_measured: dict[str, dict[str, int]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,19 +97,43 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_compose, "_compose", _remembered)
 
 
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember the memory of a shipped recipe's step: it takes 0.1 s, in every run."""
+    monkeypatch.setattr("mprun.run.footprint", _remembered_footprint)
+
+
+def _remembered_footprint(plan: Plan) -> dict[str, int]:
+    config = plan.config
+    train = dataclasses.replace(config.train, max_steps=None, init_from=None)
+    same = dataclasses.replace(config, seed=0, run=RunConfig(), train=train)
+    key = f"{same} {plan.policy} {plan.execution} {plan.batch} {len(plan.splits.train)}"
+    if not config.recipe.target.startswith("mprun.recipes."):
+        return footprint(plan)
+    if key not in _measured:
+        _measured[key] = footprint(plan)
+    return dict(_measured[key])
+
+
+@pytest.fixture(autouse=True)
+def one_plot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report draws one of its plots: all take a second. Those in tests/report draw all."""
+    monkeypatch.setattr("mprun.report.plots.draw", functools.partial(draw, names=["difference"]))
+
+
 def _remembered(texts: list[str], parsed: list[Any]) -> DictConfig:
-    changed = {key: [t for t in texts if t.startswith(f"{key}=")] for key in _OFTEN_CHANGED}
-    rest = tuple(t for t in texts if not any(t in found for found in changed.values()))
-    own_files = any(text.startswith("hydra.") for text in rest)
-    if own_files or any(len(found) > 1 for found in changed.values()):
+    """What Hydra does: choose the files of the groups, then set the fields in turn."""
+    fields = [o for o in parsed if o.key_or_group not in GROUPS]
+    choices = tuple(text for text in texts if text.partition("=")[0] in GROUPS)
+    if len(choices) + len(fields) < len(texts):  # further folders of files
         return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
     try:
-        if rest not in _composed:
-            _composed[rest] = _by_hydra(list(rest), parsed)
-        config = copy.deepcopy(_composed[rest])
-        for override in parsed:
-            if override.key_or_group in _OFTEN_CHANGED:
-                OmegaConf.update(config, override.key_or_group, override.value())
-    except Exception:  # a mistake: told as without this
+        if choices not in _composed:
+            _composed[choices] = _by_hydra(list(choices), parsed)
+        config = copy.deepcopy(_composed[choices])
+        for field in fields:
+            new = field.key_or_group.startswith(OPEN_MAPPINGS)
+            OmegaConf.update(config, field.key_or_group, field.value(), force_add=new)
+    except Exception:  # a mistake: Hydra's own message is explained
         return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
     return config

@@ -11,14 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -26,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.reference import GROUPS, aliases, leaves, sections
+from mprun.config.reference import GROUPS, aliases, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
@@ -75,7 +74,7 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
     """
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
+    _register_schema()
     extra = search_path(config_dir)
     with initialize_config_module(CONF, version_base=HYDRA_VERSION):
         parsed = [parse(text) for text in overrides]
@@ -87,6 +86,11 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
         else:
             raw = resumed(str(resume), parsed)
     return to_composed(raw, parsed, new=resume is None)
+
+
+@cache
+def _register_schema() -> None:
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
 
 
 def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = True) -> Composed:
@@ -223,7 +227,7 @@ def for_hydra(override: Override) -> str:
 
 def _check_option(override: Override, group: str, config_dir: Path | None) -> None:
     value = override.value()
-    known = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
+    known = list(options(group))
     if config_dir is not None and (config_dir / group).is_dir():
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:

@@ -125,6 +125,7 @@ def sections() -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
+@cache
 def options(group: str) -> dict[str, str]:
     """The shipped options of a group, with the first comment of each file."""
     folder = files("mprun.conf") / group

@@ -141,7 +141,7 @@ def test_sweeps_can_follow_each_other() -> None:
     assert len(list(Path("outputs").glob("*/*/0/summary.json"))) == 2
 
 
-@pytest.mark.representative("2-130")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
     words = ["-m", "recipe=linear", "train.epochs=null", "train.max_time_s=120", "seed=0,1"]

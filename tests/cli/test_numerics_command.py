@@ -130,7 +130,7 @@ def own(in_empty_folder: Path) -> None:
 # ---- what it finds -------------------------------------------------------------------------------
 
 
-@pytest.mark.representative("recipe=mnist precision=fp16_mixed")
+@pytest.mark.representative("recipe=linear precision=fp16_mixed")
 @pytest.mark.parametrize(
     "words",
     [

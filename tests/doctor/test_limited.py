@@ -54,7 +54,7 @@ def about(found: Examination, topic: str) -> list[str]:
     return [f.text for f in found.findings if f.about == topic]
 
 
-@pytest.mark.representative(1)
+@pytest.mark.representative(0)
 @pytest.mark.parametrize(("limit", "own"), [("AVX512_CORE", {}), ("AVX2", OWN)], ids=str)
 def test_a_limit_is_told_and_all_that_is_said_follows_from_the_numbers(
     limit: str, own: dict[str, str]

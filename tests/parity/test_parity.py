@@ -45,7 +45,7 @@ CASES = {
 }
 
 
-@pytest.mark.representative("fashion_mnist-bf16_mixed", "linear-fp32")
+@pytest.mark.representative("mnist-bf16_mixed", "linear-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("name", CASES)
 def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None:

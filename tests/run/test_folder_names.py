@@ -163,6 +163,7 @@ def check_sweeps(processes: int) -> int:
     return len(seeds)
 
 
+@pytest.mark.exhaustive
 def test_sweeps_begun_at_once_leave_every_record() -> None:
     assert check_sweeps(2) == 4
 

@@ -401,7 +401,7 @@ def kill_and_go_on(forking: Forking, words: list[str], kills: list[tuple[float, 
     assert "Traceback" not in Path("log.txt").read_text()
 
 
-@pytest.mark.representative("0-SIGKILL")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", ENDS, ids=lambda x: x.name)
 @pytest.mark.parametrize("moment", range(3))
 def test_killed_at_a_random_moment(

@@ -96,16 +96,21 @@ def begins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
     return found
 
 
+def left() -> list[Path]:
+    """The files of the current folder, bytecode apart."""
+    return sorted(p for p in Path().rglob("*") if "__pycache__" not in p.parts)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line with which these words are refused, before any folder is made."""
     capsys.readouterr()
-    before = sorted(Path().rglob("*"))
+    before = left()
     assert main([*words]) == 2
     output = capsys.readouterr()
     lines = output.err.strip().splitlines()
     assert len(lines) == 1
     assert output.out == ""
-    assert sorted(Path().rglob("*")) == before
+    assert left() == before
     return lines[0]
 
 

@@ -467,7 +467,7 @@ SMALL = ["speed=plain", "device=cpu", "train.max_steps=20", "train.batch_size=16
 SMALL += ["data.eval_limit=32"]
 
 
-@pytest.mark.representative("fashion_mnist-bf16_mixed", "mnist-fp16_mixed")
+@pytest.mark.representative("linear-bf16_mixed", "mnist-fp16_mixed")
 @pytest.mark.parametrize(
     ("recipe", "mode"),
     [*((name, "bf16_mixed") for name in RECIPES), ("mnist", "fp16_mixed")],
