@@ -42,6 +42,7 @@ def test_the_shape_is_mnists(parts: tuple[TensorSet, TensorSet]) -> None:
         assert part.targets.dtype == torch.int64
 
 
+@pytest.mark.exhaustive
 def test_another_process_draws_the_same_bytes(parts: tuple[TensorSet, TensorSet]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", DRAW_ON_ONE_THREAD], capture_output=True, text=True, check=True

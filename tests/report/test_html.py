@@ -107,7 +107,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     return Pages(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.representative("ten", "hostile")
+@pytest.mark.representative("hostile")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_is_valid_and_needs_nothing_beside_itself(
     pages: dict[str, str], kind: str
