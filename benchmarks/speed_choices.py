@@ -43,7 +43,7 @@ def stepper(plan: Plan) -> Callable[[], float]:
         clock.start()
         trainer.optimizer_step(batch)
         clock.stop()
-        return clock.take()[0]
+        return clock.take()[0].ms
 
     return step
 

@@ -27,6 +27,7 @@ from mprun.train.checks import (
     AccumulationCheck,
     check_loss_falls,
     check_steps_taken,
+    page_fault_warning,
     skipped_warning,
     slow_dtype_warning,
 )
@@ -128,6 +129,7 @@ def _train(
         check_steps_taken(summary)
         trainer.test()
     messages.warn(skipped_warning(summary))
+    messages.warn(page_fault_warning(summary))
     if plan.config.preset.loss_must_fall:
         check_loss_falls(recorder.losses)
 

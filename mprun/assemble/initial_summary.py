@@ -12,6 +12,7 @@ from mprun.assemble import Plan, build_loss_scale
 from mprun.assemble.effective import planned, requested
 from mprun.config.validate import without_inert
 from mprun.doctor import environment
+from mprun.doctor.heap import allocator
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
     SCHEMA_VERSION,
@@ -69,6 +70,7 @@ def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:
             optimizer_impl=plan.speed.optimizer_impl,
             compile=False,
             threads=torch.get_num_threads(),
+            allocator=allocator(),
         ),
         data=DataRow(
             name=splits.name,

@@ -24,6 +24,7 @@ from mprun.config import Config
 from mprun.config.schema import LrRule
 from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
 from mprun.data import DataRequest, Splits
+from mprun.doctor.heap import steady_heap
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
 from mprun.optim import engines
@@ -116,6 +117,8 @@ def make_plan(
         UsageError: see the package's text.
     """
     check_logger(config.logger.name)
+    if config.speed.name == "auto":
+        steady_heap()
     recipe = load_recipe(config.recipe.target, config.recipe.model)
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import mprun
+from mprun.doctor.heap import page_fault_us
 from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
 
@@ -60,6 +61,7 @@ def hardware(device: torch.device, dtypes: list[str]) -> Hardware:
         cores=usable_cores(),
         memory_bytes=memory_bytes(device),
         accelerated={name: accelerated(getattr(torch, name), device) for name in dtypes},
+        page_fault_us=page_fault_us() if device.type == "cpu" else None,
     )
 
 

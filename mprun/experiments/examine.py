@@ -10,6 +10,7 @@ import torch
 from mprun import __version__
 from mprun.assemble.machine_choices import choose_device
 from mprun.doctor import environment
+from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import examine_machine, threads_to_measure
 from mprun.doctor.machine_findings import findings
 from mprun.doctor.measure import measure_rates
@@ -32,6 +33,7 @@ def examine(device_name: str, budget_s: float) -> Examination:
         MprunError: the device has no memory for it.
     """
     device = choose_device(device_name)
+    steady_heap()
     examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         machine = examine_machine(device)

@@ -39,6 +39,8 @@ class Hardware:
     cores: int
     memory_bytes: int | None
     accelerated: dict[str, bool]
+    page_fault_us: float | None = None
+    """Microseconds of a page fault; null on a GPU and where it could not be measured."""
 
 
 @dataclass(kw_only=True)
@@ -78,6 +80,8 @@ class BackendRow:
     optimizer_impl: str
     compile: bool
     threads: int
+    allocator: str = "unknown"
+    """`glibc`, `glibc-steady` (it keeps its memory), jemalloc, tcmalloc, mimalloc or `system`."""
 
 
 @dataclass(kw_only=True)
@@ -239,6 +243,8 @@ class Summary:
     train: TrainScore
     test: Scores
     fp_exceptions: FpExceptionsRow | None = None
+    page_faults_per_step: float | None = None
+    """Median over the timed steps; null on a GPU and where the system does not count them."""
     warnings: list[str] = field(default_factory=list)
     """The warnings that the user got, for example of fields without effect."""
 

@@ -54,6 +54,7 @@ def machine_table(examination: Examination) -> Table:
         "system": f"{machine.system}, {machine.architecture}",
         "memory": _gibibytes(hardware.memory_bytes),
         "cores": _cores(machine),
+        "page fault": _page_fault(hardware.page_fault_us),
         "load before": "unknown" if load is None else f"{load:.2f}",
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine),
@@ -68,6 +69,10 @@ def machine_table(examination: Examination) -> Table:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _page_fault(price_us: float | None) -> str:
+    return "-" if price_us is None else f"{price_us:.2f} us"
 
 
 def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:

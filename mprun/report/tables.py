@@ -74,6 +74,7 @@ def result(summary: Summary) -> Table:
         "steps": f"{summary.steps} ({summary.skipped_steps} skipped)",
         "step time": _step_time(summary, step),
         "data wait": _figure(wait_ms, ".2f", " ms"),
+        "page faults per step": _figure(summary.page_faults_per_step, ",.0f"),
         "throughput": _figure(summary.samples_per_second, ".0f", " samples/s"),
         "peak memory of a step": _figure(peak and peak / 2**20, ".1f", " MiB"),
         **_fp_exceptions(summary),

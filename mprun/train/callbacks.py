@@ -29,6 +29,7 @@ class StepLine(NamedTuple):
     data_time_ms: float
     timed: bool
     """Whether it is part of the statistics: its batch has the full size."""
+    page_faults: int | None = None
 
 
 class Callback:

@@ -18,6 +18,13 @@ SKIPPED_SHARE = 0.1
 """A larger share of skipped steps gets a warning: their data trained nothing."""
 
 
+PAGE_FAULT_SHARE = 0.05
+"""A larger share of a step that goes into page faults gets a warning."""
+
+_AGAINST_FAULTS = {"glibc": "speed=auto makes it keep its memory"}
+_KEEP = "set it to keep its memory"
+
+
 def slow_dtype_warning(summary: Summary) -> str | None:
     """A sentence if float32 is faster than the mode's dtype on this machine, or None."""
     dtype = summary.requested.compute_dtype
@@ -26,6 +33,22 @@ def slow_dtype_warning(summary: Summary) -> str | None:
     return (
         f"{dtype} matmuls are slower than float32 on this machine: "
         "this run shows accuracy, not speed (mprun doctor says why)"
+    )
+
+
+def page_fault_warning(summary: Summary) -> str | None:
+    """A sentence if page faults take more than a twentieth of a step, or None."""
+    step_ms, faults = summary.step_time_ms.median, summary.page_faults_per_step
+    price_us = summary.hardware.page_fault_us
+    if not step_ms or not faults or not price_us:
+        return None
+    share = faults * price_us * 1e-3 / step_ms
+    if share <= PAGE_FAULT_SHARE:
+        return None
+    return (
+        f"page faults take about {share:.0%} of a step ({faults:,.0f} of {price_us:.2g} us): the "
+        f"allocator ({summary.backend.allocator}) returns memory to the system and gets it back in "
+        f"each step; {_AGAINST_FAULTS.get(summary.backend.allocator, _KEEP)}"
     )
 
 

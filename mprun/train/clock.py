@@ -14,15 +14,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mprun.doctor.heap import page_faults
 from mprun.records.run_record import DataTimes, StepTimes
 
 MANY_STEPS = 100
 WARMUP_MANY = 10
 WARMUP_FEW = 3
+
+
+class StepTime(NamedTuple):
+    """What the clock knows of a step."""
+
+    ms: float
+    page_faults: int | None = None
+    """Of the whole process during the step; None if they are not counted."""
 
 
 class Clock(Protocol):
@@ -34,8 +43,8 @@ class Clock(Protocol):
     def stop(self) -> None:
         """The parameters are updated."""
 
-    def take(self) -> list[float]:
-        """Milliseconds of each step since the last call, in order."""
+    def take(self) -> list[StepTime]:
+        """The times of the steps since the last call, in order."""
 
     def pause(self) -> None:
         """Something other than a step follows (validation), which is not part of the next step."""
@@ -45,16 +54,21 @@ class HostClock:
     """For the CPU, where a call returns when its work is done."""
 
     def __init__(self) -> None:
-        self._times: list[float] = []
+        self._times: list[StepTime] = []
         self._started = 0.0
+        self._faults: int | None = None
 
     def start(self) -> None:
+        self._faults = page_faults()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        self._times.append((time.perf_counter() - self._started) * 1e3)
+        ms, faults = (time.perf_counter() - self._started) * 1e3, page_faults()
+        if faults is not None and self._faults is not None:
+            faults -= self._faults
+        self._times.append(StepTime(ms, faults))
 
-    def take(self) -> list[float]:
+    def take(self) -> list[StepTime]:
         taken, self._times = self._times, []
         return taken
 
@@ -78,11 +92,11 @@ class CudaClock:
         self._pairs.append((self._previous, end))
         self._previous = end
 
-    def take(self) -> list[float]:
+    def take(self) -> list[StepTime]:
         taken, self._pairs = self._pairs, []
         if taken:
             taken[-1][1].synchronize()
-        return [start.elapsed_time(end) for start, end in taken]
+        return [StepTime(start.elapsed_time(end)) for start, end in taken]
 
     def pause(self) -> None:
         self._previous = None
@@ -100,16 +114,18 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class StepStatistics:
-    """Collects the timed steps of a run (milliseconds)."""
+    """Collects the timed steps of a run: milliseconds and page faults."""
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
         self.data_ms: list[float] = []
+        self.page_faults: list[int | None] = []
 
-    def add(self, step_ms: float, data_ms: float) -> None:
+    def add(self, step_ms: float, data_ms: float, page_faults: int | None = None) -> None:
         """One full-size step."""
         self.step_ms.append(step_ms)
         self.data_ms.append(data_ms)
+        self.page_faults.append(page_faults)
 
     @property
     def warmup(self) -> int:
@@ -127,6 +143,11 @@ class StepStatistics:
         """Statistics of waits for the batch, over the same steps."""
         _, median, p90 = quantiles(self.data_ms[self.warmup :])
         return DataTimes(median=median, p90=p90)
+
+    def page_faults_per_step(self) -> float | None:
+        """Median page faults, over the same steps; None if they were not counted."""
+        counted = [x for x in self.page_faults[self.warmup :] if x is not None]
+        return statistics.median(counted) if counted else None
 
     def samples_per_second(self, batch_size: int) -> float | None:
         """Throughput of training: batch size over median step time plus median wait."""

@@ -305,7 +305,7 @@ class Trainer:
             return
         metrics, times = self.parts.readback.take(), self.parts.clock.take()
         lines, closed = [], []
-        for p, step_metrics, ms in zip(pending, metrics, times, strict=True):
+        for p, step_metrics, step_time in zip(pending, metrics, times, strict=True):
             line = StepLine(
                 step=p.step,
                 epoch=p.epoch,
@@ -313,9 +313,10 @@ class Trainer:
                 lr=p.lr,
                 loss_scale=step_metrics.loss_scale,
                 skipped=step_metrics.skipped,
-                step_time_ms=ms,
+                step_time_ms=step_time.ms,
                 data_time_ms=p.data_time_ms,
                 timed=p.size == self.parts.train.batch_size,
+                page_faults=step_time.page_faults,
             )
             lines.append(line)
             if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended

@@ -68,7 +68,7 @@ class Recorder(Callback):
         summary = self._summary
         for line in lines:
             if line.timed and self._timed:
-                self._statistics.add(line.step_time_ms, line.data_time_ms)
+                self._statistics.add(line.step_time_ms, line.data_time_ms, line.page_faults)
         self.losses += [x.loss for x in lines]
         last = lines[-1]
         summary.steps, summary.epochs = last.step, last.epoch
@@ -78,7 +78,7 @@ class Recorder(Callback):
         for x in lines:
             if x.step % self._log_every == 0 or x.skipped:
                 row = {"kind": "step", **x._asdict()}
-                del row["timed"]
+                del row["timed"], row["page_faults"]
                 rows.append(row)
             if x.skipped:
                 place = {"step": x.step, "epoch": x.epoch, "loss_scale": x.loss_scale}
@@ -119,6 +119,7 @@ class Recorder(Callback):
         summary.wall_time_s = self.elapsed_s
         summary.step_time_ms = statistics.step_times()
         summary.data_time_ms = statistics.data_times()
+        summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()
         summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
         if self._device.type == "cuda":
@@ -137,6 +138,7 @@ class Recorder(Callback):
             "losses": self.losses,
             "step_ms": self._statistics.step_ms,
             "data_ms": self._statistics.data_ms,
+            "page_faults": self._statistics.page_faults,
             "history": [asdict(epoch) for epoch in self._summary.history],
             "train": asdict(self._summary.train),
             "steps": self._summary.steps,
@@ -150,6 +152,8 @@ class Recorder(Callback):
         """Continue the figures."""
         self._elapsed_before_s, self.losses = state["elapsed_s"], state["losses"]
         self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
+        uncounted = [None] * len(self._statistics.step_ms)  # by an earlier version
+        self._statistics.page_faults = state.get("page_faults", uncounted)
         summary = self._summary
         summary.history = msgspec.convert(state["history"], list[Epoch])
         summary.train = TrainScore(**state["train"])

@@ -62,12 +62,16 @@ def defect(folder: Path, value: object) -> str:
 
 
 PATHS = list(places(plain()))
+ADDED = ("page_fault_us", "allocator", "page_faults_per_step", "time_budget_s", "conditions")
+"""Fields that records of earlier versions do not have."""
+
 REQUIRED = [
     path
     for path in PATHS
     if isinstance(path[-1], str)
     and not (len(path) > 1 and path[-2] in OPEN)
     and path[0] not in ("fp_exceptions", "warnings")
+    and path[-1] not in ADDED
 ]
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
+from mprun.doctor.heap import allocator, page_fault_us, page_faults
 from mprun.records.run_record import Scores, read_lines, read_summary
-from mprun.run import check_steps_taken, skipped_warning
+from mprun.run import check_steps_taken, page_fault_warning, skipped_warning
 from mprun.train import checkpoint
 from tests.summaries import example
 
@@ -96,3 +97,48 @@ def test_a_healthy_run_has_no_word_of_it(capsys: pytest.CaptureFixture[str]) -> 
     assert steps()[0] == "completed"
     assert sum(x.get("skipped", False) for x in read_lines(Path("run"))) == steps()[2] <= 3
     assert "skipped and trained nothing" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("faults", "price_us", "allocator", "ending"),
+    [
+        (1000.0, 0.6, "glibc", "speed=auto makes it keep its memory"),
+        (1000.0, 0.6, "jemalloc", "set it to keep its memory"),
+        (1000.0, 0.5, "glibc", None),
+        (0.0, 5.0, "glibc", None),
+        (None, 5.0, "glibc", None),
+        (1000.0, None, "glibc", None),
+    ],
+)
+def test_page_faults_of_more_than_a_twentieth_of_a_step_get_a_warning(
+    faults: float | None, price_us: float | None, allocator: str, ending: str | None
+) -> None:
+    summary = example()
+    summary.step_time_ms.median = 10.0
+    summary.page_faults_per_step, summary.hardware.page_fault_us = faults, price_us
+    summary.backend.allocator = allocator
+    text = page_fault_warning(summary)
+    assert (text is None) == (ending is None)
+    if text is not None and ending is not None:
+        assert text.startswith("page faults take about 6% of a step (1,000 of 0.6 us)")
+        assert allocator in text
+        assert text.endswith(ending)
+
+
+def test_a_run_records_allocator_and_page_faults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "train.max_steps=10", "run.dir=run"]) == 0
+    summary = read_summary(Path("run"))
+    assert summary.backend.allocator == allocator()
+    assert summary.backend.allocator != "glibc"  # speed=auto makes it steady
+    assert summary.hardware.page_fault_us == page_fault_us()
+    assert (summary.page_faults_per_step is None) == (page_faults() is None)
+    assert "page faults per step" in capsys.readouterr().out
+    # An earlier version's checkpoint does not count them: the new steps are.
+    path = Path("run/checkpoints/last.pt")
+    saved = torch.load(path, weights_only=True)
+    del saved["journal"]["page_faults"]
+    torch.save(saved, path)
+    assert main(["run.resume=run", "train.max_steps=20"]) == 0
+    resumed = read_summary(Path("run"))
+    assert resumed.step_time_ms.n + resumed.step_time_ms.warmup == 20
+    assert (resumed.page_faults_per_step is None) == (page_faults() is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from types import SimpleNamespace
 
 import numpy as np
@@ -85,12 +86,41 @@ def test_the_host_clock_times_from_start_to_stop(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         clock.start()
         clock.stop()
-    assert clock.take() == [500.0, 250.0]
+    assert [x.ms for x in clock.take()] == [500.0, 250.0]
     assert clock.take() == []
     clock.pause()
     clock.start()
     clock.stop()
-    assert clock.take() == [125.0]
+    assert [x.ms for x in clock.take()] == [125.0]
+
+
+def test_the_host_clock_counts_the_page_faults_of_a_step() -> None:
+    clock, pages = HostClock(), 1000
+    with mmap.mmap(-1, 2 * pages * mmap.PAGESIZE) as block:
+        touched = [slice(0, pages), slice(0, pages), slice(pages, 2 * pages)]
+        for part in touched:
+            clock.start()
+            for page in range(part.start, part.stop):
+                block[page * mmap.PAGESIZE] = 1
+            clock.stop()
+            block[-1] = 0  # between two steps
+    first, again, other = (x.page_faults for x in clock.take())
+    if first is None:
+        pytest.skip("this system does not count page faults")
+    # Huge pages make fewer faults. Python and other threads may add a few.
+    assert first >= pages / 512
+    assert again is not None
+    assert other is not None
+    assert again < min(first, other)
+
+
+def test_page_faults_are_the_median_of_the_timed_steps() -> None:
+    statistics = StepStatistics()
+    for faults in [9000] * 3 + [4, 8, 6]:
+        statistics.add(1.0, 0.1, faults)
+    assert statistics.page_faults_per_step() == 6
+    uncounted = statistics_of(10)
+    assert uncounted.page_faults_per_step() is None
 
 
 class Event:
@@ -124,17 +154,17 @@ def test_the_cuda_clock_takes_differences_of_step_ends(monkeypatch: pytest.Monke
         clock.stop()
     assert len(made) == 4  # the first start, then an event per step
     assert not any(e.awaited for e in made)
-    assert clock.take() == [1.0, 1.0, 1.0]
+    assert [x.ms for x in clock.take()] == [1.0, 1.0, 1.0]
     assert [e.awaited for e in made] == [False, False, False, True]
     Event.now += 100
     clock.start()
     clock.stop()
-    assert clock.take() == [101.0]
+    assert [x.ms for x in clock.take()] == [101.0]
     clock.pause()
     Event.now += 100  # validation
     clock.start()
     clock.stop()
-    assert clock.take() == [1.0]
+    assert [x.ms for x in clock.take()] == [1.0]
 
 
 def test_each_device_has_its_clock() -> None:

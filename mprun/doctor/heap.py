@@ -1,0 +1,136 @@
+"""The C library's heap: what it costs to return memory to the system, and how to stop that.
+
+A training step allocates and frees the same large blocks each time. glibc returns a large free
+block to the system (it unmaps it, or trims the top of its heap). The next step gets fresh pages,
+and the system clears each page when it is first touched: a page fault. This is no arithmetic, and
+it differs between modes, because float32's blocks are larger than bfloat16's. So it changes the
+answer to "which mode is faster".
+
+`steady_heap` makes glibc keep its memory: no block is mapped apart, and the heap is never trimmed.
+The price is that the process keeps its largest size until it ends. An allocator that was loaded in
+glibc's place (jemalloc, tcmalloc, mimalloc) has its own rules and is left alone.
+
+Source: mallopt(3), M_MMAP_MAX and M_TRIM_THRESHOLD.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
+"""Allocators that may be loaded in glibc's place."""
+
+GLIBC, STEADY, SYSTEM = "glibc", "glibc-steady", "system"
+"""glibc as it is, glibc that keeps its memory, and a C library that is not glibc."""
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+NEVER = -1  # the largest size, as an int
+TRIM_BYTES = 1 << 30
+"""From this threshold on, an environment that also maps no blocks counts as steady."""
+
+BLOCKS, BLOCK_BYTES = 5, 4 * 2**20
+
+_kept = False
+
+
+def allocator() -> str:
+    """The allocator of this process: `glibc`, `glibc-steady`, `system` or one of `OTHERS`."""
+    name = _library()
+    if name == GLIBC and (_kept or is_steady(os.environ)):
+        return STEADY
+    return name
+
+
+def steady_heap() -> str:
+    """Make glibc keep its memory, for the rest of the process; `allocator()`, afterwards."""
+    global _kept
+    if allocator() == GLIBC:
+        libc = ctypes.CDLL(None)
+        both = libc.mallopt(M_MMAP_MAX, 0), libc.mallopt(M_TRIM_THRESHOLD, NEVER)
+        _kept = all(both)
+    return allocator()
+
+
+def is_steady(variables: Mapping[str, str]) -> bool:
+    """Whether environment variables set what `steady_heap` sets."""
+    tunables = dict(
+        item.split("=", 1) for item in variables.get("GLIBC_TUNABLES", "").split(":") if "=" in item
+    )
+    mapped = tunables.get("glibc.malloc.mmap_max", variables.get("MALLOC_MMAP_MAX_"))
+    trimmed = tunables.get("glibc.malloc.trim_threshold", variables.get("MALLOC_TRIM_THRESHOLD_"))
+    try:
+        return int(mapped or "1", 0) == 0 and int(trimmed or "0", 0) >= TRIM_BYTES
+    except ValueError:
+        return False
+
+
+@cache
+def _library() -> str:
+    """What answers for `malloc` in this process."""
+    try:
+        libc = ctypes.CDLL(None)
+        address = ctypes.cast(libc.malloc, ctypes.c_void_p).value or 0
+        file = _file_at(address, Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no global library
+        return SYSTEM
+    for name in OTHERS:
+        if name in file:
+            return name
+    ours = file.startswith(("libc.", "libc-"))
+    return GLIBC if ours and hasattr(libc, "gnu_get_libc_version") else SYSTEM
+
+
+def _file_at(address: int, lines: Iterable[str]) -> str:
+    """The name of the file that is mapped at an address; "" if none is."""
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        low, high = (int(text, 16) for text in fields[0].split("-"))
+        if low <= address < high:
+            return Path(fields[5]).name if len(fields) > 5 else ""
+    return ""
+
+
+def page_faults() -> int | None:
+    """Page faults of this process so far that read no disk; None where they are not counted."""
+    return None if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@cache
+def page_fault_us() -> float | None:
+    """Microseconds of a page fault: pages touched first, less the same pages touched again.
+
+    The median of a few blocks. None where faults are not counted or pages come without one.
+    """
+    prices = [price for _ in range(BLOCKS) if (price := _price_us()) is not None]
+    return statistics.median(prices) if prices else None
+
+
+def _price_us() -> float | None:
+    with mmap.mmap(-1, BLOCK_BYTES) as block:
+        before = page_faults()
+        first_s = _touch(block)
+        after = page_faults()
+        again_s = min(_touch(block) for _ in range(3))
+    if before is None or after is None or after <= before:
+        return None
+    return max(0.0, (first_s - again_s) / (after - before) * 1e6)
+
+
+def _touch(block: mmap.mmap) -> float:
+    """Seconds to write a byte of each page."""
+    start = time.perf_counter()
+    for page in range(0, len(block), mmap.PAGESIZE):
+        block[page] = 1
+    return time.perf_counter() - start
