@@ -24,10 +24,12 @@ from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.callbacks import Callback, Messages
 from mprun.train.checkpoint import Checkpointer, Stateful, run_facts
 from mprun.train.checks import (
+    PARTIAL,
     AccumulationCheck,
     check_loss_falls,
     check_steps_taken,
     page_fault_warning,
+    partial_scores_warning,
     skipped_warning,
     slow_dtype_warning,
 )
@@ -37,6 +39,7 @@ from mprun.train.loggers import build_loggers
 from mprun.train.loop import StopRequestedError, Trainer
 from mprun.train.recorder import Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
+from mprun.train.stopwatch import Stopwatch
 
 
 class RunResult(NamedTuple):
@@ -54,6 +57,7 @@ def run(
     stop: StopSignals,
     callbacks: Sequence[Callback] = (),
     saved: dict[str, Any] | None = None,
+    watch: Stopwatch | None = None,
 ) -> RunResult:
     """Carry out a plan.
 
@@ -63,18 +67,21 @@ def run(
         stop: the signals, entered.
         callbacks: notified of all events, after the run's own callbacks.
         saved: the checkpoint of the run to resume, or None.
+        watch: counts the run's seconds since its start-up began; None: it begins now.
 
     Raises:
         UsageError: the run's folder cannot be used; nothing was started.
         RunFailedError: the run failed; the reason is in its record.
     """
+    watch = watch or Stopwatch()
     with contextlib.closing(_open_folder(plan, saved)) as folder:
-        summary = _first_summary(plan, resolved, folder)
+        summary = _first_summary(plan, resolved, folder, watch)
         with explain_faults(summary, folder), plan.backend_flags():
             folder.config(OmegaConf.to_yaml(resolved))
             folder.summary(summary)
             try:
-                _train(plan, summary, folder, stop, callbacks, saved)
+                with _accounted(summary, watch):
+                    _train(plan, summary, folder, stop, callbacks, saved, watch)
                 summary.status = "completed"
             except (StopRequestedError, SignalReceivedError):
                 summary.status = "interrupted"
@@ -90,6 +97,7 @@ def _train(
     stop: StopSignals,
     callbacks: Sequence[Callback],
     saved: dict[str, Any] | None,
+    watch: Stopwatch,
 ) -> None:
     """Assemble the run, train, test and check it."""
     train, messages = plan.config.train, Messages(summary, callbacks)
@@ -104,7 +112,7 @@ def _train(
     stop.check()
 
     arithmetic = parts.precision.arithmetic
-    recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every)
+    recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
     first_step = None if saved is None else saved["trainer"]["step"] + 1
     loggers = build_loggers(plan.config.logger.name, folder.path, first_step)
     states: dict[str, Stateful] = {"journal": recorder, "exceptions": exceptions}
@@ -113,16 +121,17 @@ def _train(
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
     everyone = [recorder, *loggers, checkpointer, *callbacks, log, check]
-    trainer = Trainer(parts, plan.limits, everyone, stop.requested, train.checkpoint_every_steps)
+    every = train.checkpoint_every_steps
+    trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
         trainer.load_state_dict(saved["trainer"])
         recorder.load_state_dict(saved["journal"])
         exceptions.load_state_dict(saved.get("exceptions", {}))
         messages.report(f"resumed at step {trainer.step}")
 
-    with _ending(everyone), stop.deferred():
+    with _ending(everyone, watch), stop.deferred():
         for callback in everyone:
-            callback.on_train_start(parts.model, recorder.elapsed_s)
+            callback.on_train_start(parts.model, watch.after_start_up_s)
         for notice in exceptions.attach(parts.model, parts.optimizer, log.on_step_end):
             messages.report(f"note: {notice}")
         trainer.fit()
@@ -130,12 +139,23 @@ def _train(
         trainer.test()
     messages.warn(skipped_warning(summary))
     messages.warn(page_fault_warning(summary))
+    messages.warn(partial_scores_warning(summary))
     if plan.config.preset.loss_must_fall:
         check_loss_falls(recorder.losses)
 
 
 @contextlib.contextmanager
-def _ending(callbacks: Sequence[Callback]) -> Iterator[None]:
+def _accounted(summary: Summary, watch: Stopwatch) -> Iterator[None]:
+    """At the end of the code inside, record the run's wall time and what it was spent on."""
+    try:
+        yield
+    finally:
+        watch.switch("logging")
+        summary.wall_time_s, summary.time_budget_s = watch.read()
+
+
+@contextlib.contextmanager
+def _ending(callbacks: Sequence[Callback], watch: Stopwatch) -> Iterator[None]:
     """At the end of the code inside, call `on_end` of all callbacks with its status."""
     status: Status = "failed"
     try:
@@ -145,6 +165,7 @@ def _ending(callbacks: Sequence[Callback]) -> Iterator[None]:
         status = "interrupted"
         raise
     finally:
+        watch.switch("logging")
         with contextlib.ExitStack() as stack:  # calls all of them, even where one raises
             for callback in reversed(callbacks):
                 stack.callback(callback.on_end, status)
@@ -166,14 +187,17 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
     return RunFolder(Path(config.resume), keep)
 
 
-def _first_summary(plan: Plan, resolved: dict[str, Any], folder: RunFolder) -> Summary:
+def _first_summary(
+    plan: Plan, resolved: dict[str, Any], folder: RunFolder, watch: Stopwatch
+) -> Summary:
     """The summary before the first step; that of a resumed run continues its earlier one."""
-    summary = initial_summary(plan, resolved)
+    summary = initial_summary(plan, resolved, watch.elapsed_here_s)
     if plan.config.run.resume is not None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
             earlier = read_summary(folder.path)
             summary.started_at = earlier.started_at
-            summary.warnings = list(dict.fromkeys([*earlier.warnings, *summary.warnings]))
+            kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
+            summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
             summary.effective.partials_dtype = earlier.effective.partials_dtype
     return summary
 

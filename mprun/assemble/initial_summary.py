@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import torch
@@ -30,8 +30,14 @@ from mprun.records.run_record import (
 )
 
 
-def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:
-    """The summary of a run before its first step."""
+def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0) -> Summary:
+    """The summary of a run before its first step.
+
+    Args:
+        plan: the run's plan.
+        resolved: its configuration.
+        elapsed_s: seconds since the run's start-up began.
+    """
     config, splits = plan.config, plan.splits
     memory = Memory(
         peak=None,
@@ -46,12 +52,13 @@ def initial_summary(plan: Plan, resolved: dict[str, Any]) -> Summary:
     )
     scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
+    started_at = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
     slow = [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else []
     return Summary(
         schema_version=SCHEMA_VERSION,
         status="running",
         error=None,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        started_at=started_at.isoformat(timespec="milliseconds"),
         mprun_version=__version__,
         git_commit=environment.git_commit(),
         versions=environment.versions(),

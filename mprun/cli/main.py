@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ from mprun.errors import (
     hint,
     printable,
 )
+from mprun.train.stopwatch import process_start
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,10 @@ BY_NAME = {command.name: command for command in COMMANDS}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
+    is_process = arguments is None
     args = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _dispatch(args)
+        status = _dispatch(args, process_start() if is_process else time.perf_counter())
         sys.stdout.flush()
     except MprunError as error:
         print(f"mprun: {printable(str(error))}", file=sys.stderr)
@@ -91,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _dispatch(args: list[str]) -> int:
+def _dispatch(args: list[str], started_at: float) -> int:
     first = args[0] if args else ""
     if {"--help", "-h", "help"} & {*args}:
         _help(first)
@@ -101,11 +104,13 @@ def _dispatch(args: list[str]) -> int:
 
         print(f"mprun {__version__}")
         return EXIT_OK
+    if first == "train":
+        return train_command(args[1:], started_at)
     if first in BY_NAME:
         return BY_NAME[first].run(args[1:])
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
-    return train_command(args)
+    return train_command(args, started_at)
 
 
 def _is_no_override(text: str) -> bool:

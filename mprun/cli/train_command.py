@@ -17,16 +17,23 @@ from mprun.cli.arguments import Arguments, parse_arguments
 from mprun.console import print_line, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.train.signals import StopSignals, interruptible
+from mprun.train.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.records.run_record import Summary
 
 
-def train_command(args: Sequence[str]) -> int:
-    """Run `mprun train`; the exit status."""
+def train_command(args: Sequence[str], started_at: float | None = None) -> int:
+    """Run `mprun train`; the exit status.
+
+    Args:
+        args: the command's.
+        started_at: the `time.perf_counter` at which the user began to wait; None for now.
+    """
     from mprun.config import compose
 
+    watch = Stopwatch(started_at)
     known = parse_arguments("train", args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
@@ -38,17 +45,17 @@ def train_command(args: Sequence[str]) -> int:
 
         print(OmegaConf.to_yaml(composed.resolved), end="")
         return EXIT_OK
-    return _run(composed)
+    return _run(composed, watch)
 
 
-def _run(composed: Composed) -> int:
-    return interruptible(lambda stop: _train(composed, stop), " before the run started")
+def _run(composed: Composed, watch: Stopwatch) -> int:
+    return interruptible(lambda stop: _train(composed, stop, watch), " before the run started")
 
 
-def _train(composed: Composed, stop: StopSignals) -> int:
+def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
     from mprun.experiments.planned_run import plan_or_resume
-    from mprun.report.tables import result
+    from mprun.report.tables import result, time_line
     from mprun.run import run
 
     plan, saved = plan_or_resume(composed)
@@ -56,8 +63,9 @@ def _train(composed: Composed, stop: StopSignals) -> int:
     console = stdout_console()
     init_from = plan.config.train.init_from if plan.weights.state else None
     view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
-    summary, folder = run(plan, composed.resolved, stop, [view], saved)
+    summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
     console.print(result(summary), highlight=False)
+    print_line(console, time_line(summary))
     if summary.status == "completed":
         return EXIT_OK
     again = shlex.quote(f"run.resume={folder}")
@@ -79,7 +87,7 @@ def _sweep(arguments: Arguments) -> int:
 def sweep_job(composed: Composed, folder: Path) -> int:
     """One run of a sweep. Its failure is printed, and the other runs continue."""
     try:
-        status = _run(composed)
+        status = _run(composed, Stopwatch())
     except MprunError as error:
         print(f"mprun: run {folder.name}: {error}", file=sys.stderr)
         return error.status

@@ -54,6 +54,13 @@ def score(summary: Summary, split: str) -> float | None:
     return None if value is None else number(value)
 
 
+def is_partial(summary: Summary, split: str) -> bool:
+    """Whether a time limit left a part of the split out of the metric."""
+    last = summary.history[-1].validation if summary.history else None
+    scores = {"test": summary.test, "validation": last}.get(split)
+    return scores is not None and scores.samples is not None
+
+
 def has_result(summary: Summary) -> bool:
     """Whether a run completed with a metric; without one, every step was skipped."""
     has_metric = any(score(summary, split) is not None for split in SPLITS)

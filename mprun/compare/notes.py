@@ -10,6 +10,7 @@ from mprun.compare.comparison import KEEPS, Variant
 from mprun.compare.formatting import counted, substitution_label
 from mprun.compare.measures import RunGroup
 from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
+from mprun.records.run_record import Summary
 
 
 def comparison_notes(
@@ -31,9 +32,7 @@ def comparison_notes(
         yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
     if split == "train":
         yield "the metric is of the training samples: new samples may give another result"
-    missing = sum(measures.score(summary, split) is None for summary in summaries)
-    if missing:
-        yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
+    yield from _incomplete(summaries, split)
     yield from _seeds(base, others, split)
     if tested > 1:
         yield (
@@ -77,6 +76,18 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         yield (
             f"{min(pairs)} seeds can miss a rare failure: a mode that collapses on 1 seed in "
             f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * missed:.0f} %"
+        )
+
+
+def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:
+    missing = sum(measures.score(summary, split) is None for summary in summaries)
+    if missing:
+        yield f"{missing} of {len(summaries)} runs have no {split} metric and are not judged"
+    partial = sum(measures.is_partial(summary, split) for summary in summaries)
+    if partial:
+        yield (
+            f"{partial} of {len(summaries)} runs have a PARTIAL {split} metric: train.max_time_s "
+            "left time for a part of the samples only, so other runs are judged on other samples"
         )
 
 

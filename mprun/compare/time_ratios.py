@@ -7,9 +7,9 @@ other began (`mprun -m` with the seed listed last), the drift is part of every p
 not spread the ratios, so an interval computed from their spread does not contain it. Runs that
 shared the machine slowed each other.
 
-`started_at` has seconds in older records and milliseconds in newer ones, and `wall_time_s` excludes
-the preparation of a run. Both checks report only what is certain: runs shorter than a second that
-came one after the other are neither overlapping nor out of order.
+`started_at` has seconds in older records and milliseconds in newer ones, and `wall_time_s` of older
+records excludes the preparation of a run. Both checks report only what is certain: runs shorter
+than a second that came one after the other are neither overlapping nor out of order.
 
 A ratio is a geometric mean over pairs with a 95 % interval. There are three results: the interval
 excludes 1, or it lies within a factor of `SAME` of 1, or the question is open. If the interval
@@ -52,7 +52,7 @@ class RunPeriod(NamedTuple):
 
     @property
     def end_s(self) -> float:
-        """The earliest possible end: the wall time excludes the preparation of a run."""
+        """The earliest possible end: older wall times exclude the preparation of a run."""
         return self.start_s + self.wall_time_s
 
 

@@ -319,7 +319,7 @@ class TrainConfig:
     max_steps: int | None = None
     """Stop after this many optimizer steps; null for no limit."""
     max_time_s: float | None = None
-    """Stop training after this many seconds, the final test not counted; null for no limit."""
+    """Seconds for the run from its start-up to its last score; null for no limit."""
     batch_size: int = MISSING
     """Samples per micro-batch, before batch.factor; the base that batch=double doubles."""
     eval_batch_size: int = MISSING

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
-from mprun.config import compose
+from mprun.config import Composed, compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
 from mprun.errors import MprunError, StoppedError
@@ -28,6 +29,7 @@ from mprun.train import checkpoint
 from mprun.train.loop import Limits, Trainer
 from mprun.train.progress import Progress
 from mprun.train.signals import StopSignals
+from mprun.train.stopwatch import Stopwatch
 
 WARM_UP_STEPS = 5
 """Steps without a record: the first steps of a process run with cold caches."""
@@ -143,15 +145,19 @@ class Trials:
             own = [f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
             composed = compose([*trial.overrides, *own], self._config_dir)
         choices = saved["choices"] if saved else None
-        plan = make_plan(composed.config, composed.given, choices, self._load)
-        self._warn(plan)
-        if not self._warm:
+        if not self._warm:  # it loads the data too, which is not a part of the first trial
             with suppress(Exception):  # the run below fails in the same way and reports it
-                run_steps(plan, WARM_UP_STEPS)
+                run_steps(self._plan(composed, choices), WARM_UP_STEPS)
             self._warm = True
+        watch = Stopwatch()
+        plan = self._plan(composed, choices)
+        self._warn(plan)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
-        return run(plan, composed.resolved, self._stop, [progress], saved).summary
+        return run(plan, composed.resolved, self._stop, [progress], saved, watch).summary
+
+    def _plan(self, composed: Composed, choices: Mapping[str, Any] | None) -> Plan:
+        return make_plan(composed.config, composed.given, choices, self._load)
 
     def _warn(self, plan: Plan) -> None:
         for text in plan.warnings:

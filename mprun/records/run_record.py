@@ -186,6 +186,8 @@ class Scores:
 
     loss: Number | None
     accuracy: float | None
+    samples: int | None = None
+    """The number of samples if a time limit left a part of the set out, else null."""
 
 
 @dataclass(kw_only=True)
@@ -202,6 +204,19 @@ class Epoch:
     epoch: int
     train: Scores
     validation: Scores
+
+
+@dataclass(kw_only=True)
+class TimeBudget:
+    """Seconds of a run by what they were spent on; they sum to its wall time."""
+
+    compute: float
+    data: float
+    evaluation: float
+    metrics: float
+    logging: float
+    checkpoints: float
+    start_up: float
 
 
 @dataclass(kw_only=True)
@@ -247,6 +262,8 @@ class Summary:
     """Median over the timed steps; null on a GPU and where the system does not count them."""
     warnings: list[str] = field(default_factory=list)
     """The warnings that the user got, for example of fields without effect."""
+    time_budget_s: TimeBudget | None = None
+    """What `wall_time_s` consists of."""
 
 
 def number(value: Number) -> float:

@@ -11,6 +11,8 @@ from mprun.compare.formatting import substitution_label
 from mprun.console import framed_table
 from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
 
+LEAST_SHARE = 0.005
+"""A smaller share of the wall time is not shown."""
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -117,7 +119,23 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
 
 def _scores(name: str, scores: Scores) -> dict[str, str]:
     texts = {"loss": _figure(scores.loss, ".4f"), "accuracy": _figure(scores.accuracy, ".4f")}
-    return {f"{name} {score}": text for score, text in texts.items() if text != "-"}
+    part = "" if scores.samples is None else f" (PARTIAL: the first {scores.samples:,} samples)"
+    return {f"{name} {score}": text + part for score, text in texts.items() if text != "-"}
+
+
+def time_line(summary: Summary) -> str:
+    """What the wall time was spent on, without what took less than half a percent of it."""
+    wall_s, budget = summary.wall_time_s, summary.time_budget_s
+    digits = 1 if wall_s >= 10 else 2
+    total = f"time: {wall_s:.{digits}f} s"
+    if budget is None:
+        return total
+    texts = [
+        f"{name.replace('_', '-')} {seconds:.{digits}f}"
+        for name, seconds in vars(budget).items()
+        if seconds >= LEAST_SHARE * wall_s and seconds > 0
+    ]
+    return f"{total} = {', '.join(texts)}" if texts else total
 
 
 def _figure(value: Number | None, form: str, unit: str = "") -> str:
@@ -150,6 +168,7 @@ def _sweep_row(summary: Summary) -> list[str]:
 def _result(summary: Summary) -> str:
     """The test accuracy or loss; the training loss of a recipe without a test set."""
     test = summary.test
+    part = "" if test.samples is None else f" (PARTIAL: {test.samples:,} samples)"
     if test.accuracy is not None:
-        return f"accuracy {test.accuracy:.4f}"
-    return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}"
+        return f"accuracy {test.accuracy:.4f}{part}"
+    return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"

@@ -46,7 +46,8 @@ class Callback:
 
         Args:
             model: the prepared model.
-            elapsed_s: seconds the run took before it was resumed; 0 for a new run.
+            elapsed_s: seconds the run took before it was resumed, without start-up; 0 for a new
+                run.
         """
 
     def on_steps(self, lines: list[StepLine]) -> None:

@@ -82,6 +82,26 @@ def skipped_warning(summary: Summary) -> str | None:
     )
 
 
+PARTIAL = "train.max_time_s left no time to evaluate all samples: "
+"""How a warning of `partial_scores_warning` begins."""
+
+
+def partial_scores_warning(summary: Summary) -> str | None:
+    """A sentence that lists the scores of a part of their set, or None."""
+    sizes, epochs = summary.data, [x for x in summary.history if x.validation.samples is not None]
+    texts = []
+    if epochs:
+        last = epochs[-1]
+        others = f" (and of {len(epochs) - 1} more epochs)" if len(epochs) > 1 else ""
+        texts.append(
+            f"validation of epoch {last.epoch}{others} used the first "
+            f"{last.validation.samples:,} of {sizes.validation_samples:,}"
+        )
+    if summary.test.samples is not None:
+        texts.append(f"the test used the first {summary.test.samples:,} of {sizes.test_samples:,}")
+    return f"{PARTIAL}{', '.join(texts)}; these scores are partial" if texts else None
+
+
 def _why_skipped(summary: Summary) -> str:
     scale, exceptions = summary.loss_scale, summary.fp_exceptions
     if exceptions is not None and exceptions.action == "skip":

@@ -27,9 +27,12 @@ from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
-from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
+from mprun.train.evaluation import Evaluator
+from mprun.train.metric_readback import MetricReadback, Scalars
 from mprun.train.metrics import NO_SCORES, Sums, count_correct
 from mprun.train.schedule import Schedule
+from mprun.train.stopwatch import Stopwatch
+from mprun.train.time_limit import TimeLimit
 
 FLUSH_EVERY_S = 0.25
 """Losses are read and lines are written at least this often, if steps are shorter."""
@@ -46,6 +49,7 @@ class Limits:
     epochs: int | None
     max_steps: int | None
     max_time_s: float | None
+    """Of the whole run, evaluation included."""
 
     def planned_steps(self, steps_per_epoch: int) -> int | None:
         """Optimizer steps if time does not run out, or None if only time ends the run."""
@@ -103,6 +107,7 @@ class Trainer:
         callbacks: notified of events, in this order.
         stop: called between steps; true ends the run at once.
         checkpoint_every_steps: steps between checkpoints; None: only one at the end.
+        watch: counts the run's seconds; None: a new one.
     """
 
     def __init__(
@@ -112,16 +117,17 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
         checkpoint_every_steps: int | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.parts = parts
         self.step = self.epoch = 0
+        self._watch = watch or Stopwatch()
         self.limit(limits)
         self._callbacks = callbacks
         self._stop = stop
         self._checkpoint_every = checkpoint_every_steps or sys.maxsize
         self._pending: list[_Pending] = []
-        self._flushed_at = self._began_at = self._trained_s = 0.0
-        self._deadline = math.inf
+        self._flushed_at = self._spent_before_s = 0.0
         self._sums = Sums()
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
@@ -132,8 +138,10 @@ class Trainer:
 
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
-        self._limits = limits
-        self._planned = limits.planned_steps(len(self.parts.train))
+        parts = self.parts
+        self._planned = limits.planned_steps(len(parts.train))
+        evaluated = (len(parts.validation.data), len(parts.test.data))
+        self._time = TimeLimit(limits.max_time_s, self._watch, *evaluated)
 
     def fit(self) -> None:
         """Train until a limit, validating after each epoch; continues a state that was loaded.
@@ -142,10 +150,9 @@ class Trainer:
             StopRequestedError: `stop` returned true; all steps so far were reported and saved.
             RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
         """
-        self._flushed_at = self._began_at = time.perf_counter()
-        if self._limits.max_time_s is not None:
-            self._deadline = self._began_at + self._limits.max_time_s - self._trained_s
+        self._flushed_at = time.perf_counter()
         try:
+            self._plan_time()
             while self._in_epoch or not self._finished():
                 self._one_epoch()
         except StopRequestedError:
@@ -162,6 +169,15 @@ class Trainer:
         if self._sums.epoch:
             self._end_epoch(NO_SCORES)
 
+    def _plan_time(self) -> None:
+        """With a time limit, set aside the time that evaluation needs."""
+        self._time.begin(self._spent_before_s)
+        if trial_s := self._time.trial_s:
+            validation, test = self.parts.validation, self.parts.test
+            batches = validation if len(validation.data) else test
+            with self._watch.during("evaluation"):
+                self._time.reserve(self._evaluator.seconds_per_sample(batches, trial_s))
+
     def _one_epoch(self) -> None:
         if not self._in_epoch:
             self.epoch += 1
@@ -175,8 +191,16 @@ class Trainer:
         if len(self.parts.validation.data):
             self._flush()
             self.parts.clock.pause()
-            self._end_epoch(self.evaluate(self.parts.validation))
+            self._end_epoch(self._validate())
         self._in_epoch = False
+
+    def _validate(self) -> Scores:
+        """Score the validation set; its rate replaces the estimate of the time for evaluation."""
+        batches, began = self.parts.validation, time.perf_counter()
+        scores = self.evaluate(batches, self._time.validation_until)
+        if scores.samples is None:
+            self._time.reserve((time.perf_counter() - began) / len(batches.data))
+        return scores
 
     def _save_once(self) -> None:
         """Save a checkpoint, unless the last one is of this step."""
@@ -185,9 +209,10 @@ class Trainer:
 
     def _save(self) -> None:
         self._saved_step = self.step
-        state = self.state_dict()
-        for callback in self._callbacks:
-            callback.on_checkpoint(state)
+        with self._watch.during("checkpoints"):
+            state = self.state_dict()
+            for callback in self._callbacks:
+                callback.on_checkpoint(state)
         self.parts.clock.pause()
 
     def train_scores(self) -> Scores:
@@ -197,13 +222,12 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to continue exactly from here, between two steps."""
         parts = self.parts
-        elapsed_s = time.perf_counter() - self._began_at
         return {
             "step": self.step,
             "epoch": self.epoch,
             "in_epoch": self._in_epoch,
             "batches_done": self._batches_done,
-            "trained_s": self._trained_s + elapsed_s,
+            "trained_s": self._time.spent_s,
             "skipped_in_a_row": self._skipped_in_a_row,
             "sums": vars(self._sums),
             "last_scores": vars(self._last_scores),
@@ -222,7 +246,7 @@ class Trainer:
         self.step, self.epoch = state["step"], state["epoch"]
         self._saved_step = self.step
         self._in_epoch, self._batches_done = state["in_epoch"], state["batches_done"]
-        self._trained_s = state["trained_s"]
+        self._spent_before_s = state["trained_s"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         vars(self._sums).update(state["sums"])
         self._last_scores = Scores(**state["last_scores"])
@@ -238,20 +262,21 @@ class Trainer:
 
     def _finished(self) -> bool:
         done = self._planned is not None and self.step >= self._planned
-        return done or time.perf_counter() >= self._deadline
+        return done or self._time.is_training_over()
 
     def _train_epoch(self) -> None:
-        parts, clock = self.parts, self.parts.clock
+        parts, clock, watch = self.parts, self.parts.clock, self._watch
+        asked_at = watch.switch("data")
         if not parts.model.training:
             parts.model.train()
         batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
-        asked_at = time.perf_counter()
         while not self._finished() and (batch := next(batches, None)) is not None:
-            ready_at = time.perf_counter()
+            ready_at = watch.switch("compute")
             lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
             clock.start()
             result = self.optimizer_step(batch)
             clock.stop()
+            self._time.step_s = watch.switch("metrics") - ready_at
             self.step += 1
             self._batches_done += 1
             outputs = result.outputs
@@ -261,7 +286,7 @@ class Trainer:
             waited_ms = (ready_at - asked_at) * 1e3
             self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
             self._between_steps()
-            asked_at = time.perf_counter()
+            asked_at = watch.switch("data")
 
     def _between_steps(self) -> None:
         late_s = time.perf_counter() - self._flushed_at
@@ -299,6 +324,7 @@ class Trainer:
 
     def _flush(self) -> None:
         """Read pending metrics off the device and emit them; raise if training is hopeless."""
+        self._watch.switch("metrics")
         pending, self._pending = self._pending, []
         self._flushed_at = time.perf_counter()
         if not pending:
@@ -324,8 +350,9 @@ class Trainer:
             self._sums.epoch = p.epoch
             self._sums.add(step_metrics, p.size)
         self._report_buffers({line.step: line.epoch for line in lines})
-        for callback in self._callbacks:
-            callback.on_steps(lines)
+        with self._watch.during("logging"):
+            for callback in self._callbacks:
+                callback.on_steps(lines)
         for epoch in closed:
             self._notify_epoch(epoch)
         self.parts.clock.pause()  # the callbacks' time is not part of the next step
@@ -364,8 +391,9 @@ class Trainer:
         self._notify_epoch(self._close_epoch(validation))
 
     def _notify_epoch(self, epoch: Epoch) -> None:
-        for callback in self._callbacks:
-            callback.on_epoch_end(epoch, self.step)
+        with self._watch.during("logging"):
+            for callback in self._callbacks:
+                callback.on_epoch_end(epoch, self.step)
 
     def test(self) -> None:
         """Score the test set.
@@ -373,26 +401,21 @@ class Trainer:
         Raises:
             StopRequestedError: `stop` returned true.
         """
-        scores = self.evaluate(self.parts.test)
-        for callback in self._callbacks:
-            callback.on_test(scores, self.step)
+        scores = self.evaluate(self.parts.test, self._time.test_until)
+        with self._watch.during("logging"):
+            for callback in self._callbacks:
+                callback.on_test(scores, self.step)
 
-    def evaluate(self, batches: Batches) -> Scores:
-        """Mean loss and accuracy over a set, in its stored order; None for an empty set."""
-        parts, sums = self.parts, Sums()
-        if not len(batches.data):
-            return sums.scores()
-        readback, sizes = readback_for(batches.device), []
-        parts.model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                output = parts.precision.forward(parts.model, batch.inputs)
-                loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
-                readback.put(Scalars(loss, count_correct(parts.recipe, output, batch.targets)))
-                sizes.append(batch.size)
-                if readback.full:
-                    sums.add_all(readback.take(), sizes)
-                if self._stop():
-                    raise StopRequestedError
-        sums.add_all(readback.take(), sizes)
-        return sums.scores()
+    def evaluate(self, batches: Batches, until: float = math.inf) -> Scores:
+        """Mean loss and accuracy over a set, as `Evaluator.scores`."""
+        with self._watch.during("evaluation"):
+            return self._evaluator.scores(batches, until)
+
+    @property
+    def _evaluator(self) -> Evaluator:
+        parts = self.parts
+        return Evaluator(parts.recipe, parts.model, parts.precision, self._raise_if_stopped)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop():
+            raise StopRequestedError

@@ -66,4 +66,6 @@ def _epoch_text(epoch: Epoch) -> str:
             text += f"  {name} loss {float(scores.loss):.4f}"
         if scores.accuracy is not None:
             text += f"  {name} accuracy {scores.accuracy:.4f}"
+        if scores.samples is not None:
+            text += f" (PARTIAL: the first {scores.samples:,} samples)"
     return text

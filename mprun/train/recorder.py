@@ -26,6 +26,7 @@ from mprun.records.run_record import (
 )
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import StepStatistics
+from mprun.train.stopwatch import Stopwatch
 
 WRITE_SUMMARY_EVERY_S = 1.0
 
@@ -39,6 +40,7 @@ class Recorder(Callback):
         arithmetic: the run's; it lists the ops that it substituted.
         device: where the run computes.
         log_every: every n-th step gets a line in metrics.jsonl; skipped steps always do.
+        watch: counts the run's seconds.
     """
 
     def __init__(
@@ -48,21 +50,17 @@ class Recorder(Callback):
         arithmetic: Arithmetic,
         device: torch.device,
         log_every: int,
+        watch: Stopwatch,
     ) -> None:
         self.losses: list[float] = []
         self._summary, self._folder = summary, folder
         self._arithmetic, self._device, self._log_every = arithmetic, device, log_every
         self._substituted: list[Substitution] = []  # before the run was resumed
         self._statistics = StepStatistics()
-        self._began = self._written_at = time.perf_counter()
-        self._elapsed_before_s = 0.0
+        self._watch = watch
+        self._written_at = time.perf_counter()
         self._timed = summary.fp_exceptions is None  # the search for exceptions slows every op
         self._events: list[dict[str, Any]] = []
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds of the run, with those before it was resumed."""
-        return self._elapsed_before_s + time.perf_counter() - self._began
 
     def on_steps(self, lines: list[StepLine]) -> None:
         summary = self._summary
@@ -95,7 +93,8 @@ class Recorder(Callback):
         self._summary.train = TrainScore(loss=epoch.train.loss)
         if epoch.validation.loss is not None:
             line = {"kind": "validation", "step": step, "epoch": epoch.epoch}
-            self._folder.lines([{**line, **vars(epoch.validation)}])
+            scores = {k: v for k, v in vars(epoch.validation).items() if k != "samples" or v}
+            self._folder.lines([{**line, **scores}])
         if time.perf_counter() - self._written_at > WRITE_SUMMARY_EVERY_S:
             self._update_summary()
             self._folder.summary(self._summary)
@@ -116,7 +115,7 @@ class Recorder(Callback):
 
     def _update_summary(self) -> None:
         summary, statistics = self._summary, self._statistics
-        summary.wall_time_s = self.elapsed_s
+        summary.wall_time_s, summary.time_budget_s = self._watch.read()
         summary.step_time_ms = statistics.step_times()
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
@@ -134,7 +133,7 @@ class Recorder(Callback):
     def state_dict(self) -> dict[str, Any]:
         """The figures so far, as part of a checkpoint."""
         return {
-            "elapsed_s": self.elapsed_s,
+            **self._watch.state_dict(),
             "losses": self.losses,
             "step_ms": self._statistics.step_ms,
             "data_ms": self._statistics.data_ms,
@@ -150,7 +149,8 @@ class Recorder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the figures."""
-        self._elapsed_before_s, self.losses = state["elapsed_s"], state["losses"]
+        self._watch.resume(state["elapsed_s"], state.get("time_budget_s"))
+        self.losses = state["losses"]
         self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
         uncounted = [None] * len(self._statistics.step_ms)  # by an earlier version
         self._statistics.page_faults = state.get("page_faults", uncounted)

@@ -1,0 +1,113 @@
+"""Evaluation: mean loss and accuracy over a set, in its stored order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from mprun.data import Batch, Batches
+from mprun.precision import Precision
+from mprun.recipe import Recipe
+from mprun.records.run_record import Scores
+from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
+from mprun.train.metrics import NO_SCORES, Sums, count_correct
+
+TRIAL_BATCHES = 4
+"""The most batches that are evaluated to learn their time."""
+
+
+class Evaluator:
+    """Evaluates a model.
+
+    Args:
+        recipe: gives loss and right samples.
+        model: the prepared model.
+        precision: the run's.
+        check: called after each batch; may raise to end the evaluation.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, precision: Precision, check: Callable[[], None]
+    ) -> None:
+        self._recipe, self._model, self._precision = recipe, model, precision
+        self._check = check
+
+    def scores(self, batches: Batches, until: float = math.inf) -> Scores:
+        """Means over a set; None for an empty set.
+
+        Args:
+            batches: the set.
+            until: the `time.perf_counter` after which no further batch begins. The scores of a set
+                that was not finished have the number of samples.
+        """
+        if not len(batches.data):
+            return NO_SCORES
+        sums, readback, sizes, samples = Sums(), readback_for(batches.device), [], 0
+        self._model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                if samples and time.perf_counter() >= until:
+                    break
+                self._score(batch, readback)
+                sizes.append(batch.size)
+                samples += batch.size
+                if readback.full:
+                    sums.add_all(readback.take(), sizes)
+                self._check()
+        sums.add_all(readback.take(), sizes)
+        is_part = samples < len(batches.data)
+        return replace(sums.scores(), samples=samples if is_part else None)
+
+    def seconds_per_sample(self, batches: Batches, at_most_s: float) -> float:
+        """The time of a sample, from a few batches; 0 for an empty set.
+
+        The first batch warms up; it counts if it alone takes longer than `at_most_s`. The weights,
+        buffers and random numbers of the run stay as they are.
+        """
+        if not len(batches.data):
+            return 0.0
+        readback, times, began = readback_for(batches.device), [], time.perf_counter()
+        cycle = itertools.chain.from_iterable(itertools.repeat(batches))
+        with _unchanged(self._model, batches.device), torch.no_grad():
+            self._model.eval()
+            since = began
+            for batch in itertools.islice(cycle, TRIAL_BATCHES):
+                self._score(batch, readback)
+                readback.take()  # waits for the device
+                now = time.perf_counter()
+                times.append((now - since) / batch.size)
+                since = now
+                self._check()
+                if now - began > at_most_s:
+                    break
+        return statistics.median(times[1:] or times)
+
+    def _score(self, batch: Batch, readback: MetricReadback) -> None:
+        output = self._precision.forward(self._model, batch.inputs)
+        loss = self._precision.loss(self._recipe.loss, output, batch.targets)
+        readback.put(Scalars(loss, count_correct(self._recipe, output, batch.targets)))
+
+
+@contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """At the end, restore PyTorch's random numbers and the model's buffers.
+
+    A forward pass in evaluation mode seldom changes them, but a model's own code may.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

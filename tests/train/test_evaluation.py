@@ -1,0 +1,77 @@
+"""Evaluation of a whole set or a part of it, and timing it without a trace."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batches
+from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.train.evaluation import TRIAL_BATCHES, Evaluator
+from tests.precision.test_policy import policy
+from tests.train.test_loop import CPU, Tiny, samples
+
+
+class Restless(nn.Linear):
+    """Draws random numbers, changes a buffer and sleeps, in evaluation too."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros(1))
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        torch.rand(3)
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+def evaluator(model: nn.Module, stops: list[int]) -> Evaluator:
+    precision = Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip())
+    return Evaluator(Tiny(), model, precision, lambda: stops.append(1))
+
+
+def batches(n: int) -> Batches:
+    """The first of forty samples, in batches of four."""
+    return Batches(samples(40).first(n), 4, Tiny().prepare, CPU)
+
+
+def test_a_time_that_is_up_leaves_one_batch() -> None:
+    stops: list[int] = []
+    model = Tiny().model()
+    part = evaluator(model, stops).scores(batches(10), until=time.perf_counter())
+    first = evaluator(model, []).scores(batches(4))
+    assert part.samples == 4
+    assert (part.loss, part.accuracy) == (first.loss, first.accuracy)
+    assert len(stops) == 1
+
+
+def test_a_whole_set_has_no_number_of_samples() -> None:
+    scores = evaluator(Tiny().model(), []).scores(batches(10), until=time.perf_counter() + 1e6)
+    assert scores.samples is None
+    assert scores.loss is not None
+
+
+def test_timing_leaves_no_trace() -> None:
+    model = Restless()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    seconds = evaluator(model, []).seconds_per_sample(batches(10), at_most_s=1e6)
+    assert model.seen == TRIAL_BATCHES
+    assert 0.01 / 4 <= seconds < 100
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, weights[name])
+
+
+def test_timing_ends_early_where_a_batch_is_slow_and_goes_round_a_small_set() -> None:
+    slow, small = Restless(), Restless()
+    assert evaluator(slow, []).seconds_per_sample(batches(40), at_most_s=1e-3) >= 0.01 / 4
+    assert slow.seen == 1
+    assert evaluator(small, []).seconds_per_sample(batches(2), at_most_s=1e6) >= 0.01 / 2
+    assert small.seen == TRIAL_BATCHES
+    assert evaluator(small, []).seconds_per_sample(batches(0), at_most_s=1e6) == 0
