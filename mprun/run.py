@@ -28,6 +28,7 @@ from mprun.train.checks import (
     AccumulationCheck,
     check_loss_falls,
     check_steps_taken,
+    over_time_warning,
     page_fault_warning,
     partial_scores_warning,
     skipped_warning,
@@ -140,6 +141,7 @@ def _train(
     messages.warn(skipped_warning(summary))
     messages.warn(page_fault_warning(summary))
     messages.warn(partial_scores_warning(summary))
+    messages.warn(over_time_warning(summary, train.max_time_s))
     if plan.config.preset.loss_must_fall:
         check_loss_falls(recorder.losses)
 

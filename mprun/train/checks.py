@@ -14,6 +14,8 @@ from mprun.precision.products import recorded_name
 from mprun.records.run_record import PrecisionRow, Status, Summary
 from mprun.train.callbacks import Callback
 
+OVER_TIME = 1.05
+"""A run that takes longer than its limit by this factor gets a warning."""
 SKIPPED_SHARE = 0.1
 """A larger share of skipped steps gets a warning: their data trained nothing."""
 
@@ -100,6 +102,17 @@ def partial_scores_warning(summary: Summary) -> str | None:
     if summary.test.samples is not None:
         texts.append(f"the test used the first {summary.test.samples:,} of {sizes.test_samples:,}")
     return f"{PARTIAL}{', '.join(texts)}; these scores are partial" if texts else None
+
+
+def over_time_warning(summary: Summary, limit_s: float | None) -> str | None:
+    """A sentence if the run took longer than its limit, or None."""
+    wall_s, budget = summary.wall_time_s, summary.time_budget_s
+    if limit_s is None or budget is None or wall_s <= limit_s * OVER_TIME:
+        return None
+    return (
+        f"the run took {wall_s:.1f} s, longer than train.max_time_s={limit_s:g}: start-up "
+        f"{budget.start_up:.1f} s, evaluation {budget.evaluation:.1f} s"
+    )
 
 
 def _why_skipped(summary: Summary) -> str:

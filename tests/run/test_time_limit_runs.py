@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 from mprun.compare.evaluate import compare
 from mprun.compare.load import find_runs
-from mprun.records.run_record import Summary, read_lines, read_summary
-from mprun.train.checks import PARTIAL
+from mprun.records.run_record import Summary, TimeBudget, read_lines, read_summary
+from mprun.train.checks import PARTIAL, over_time_warning
 from mprun.train.loop import Limits
 from tests.run.test_resume import assert_equal, trained
+from tests.summaries import example
 from tests.train.test_loop import trainer
 
 MNIST = [
@@ -53,11 +54,16 @@ def limited(limit_s: float, *words: str) -> Summary:
     return summary
 
 
+def partial(summary: Summary) -> list[str]:
+    """The warnings of partial scores."""
+    return [text for text in summary.warnings if text.startswith(PARTIAL)]
+
+
 @pytest.mark.usefixtures("slow_evaluation")
 def test_training_leaves_time_for_a_slow_test() -> None:
     summary = limited(5.0, "data.validation_fraction=0")
     assert summary.test.samples is None
-    assert summary.warnings == []
+    assert not partial(summary)
     assert summary.time_budget_s is not None
     assert summary.time_budget_s.evaluation >= 20 * 0.05
 
@@ -72,12 +78,12 @@ def test_what_does_not_fit_is_left_out_and_labelled(capsys: pytest.CaptureFixtur
     assert test.samples % 32 == 0
     assert test.loss is not None
     assert test.accuracy is not None
-    assert summary.warnings == [
+    assert partial(summary) == [
         f"{PARTIAL}validation of epoch 1 used the first {validation.samples:,} of 640, the test "
         f"used the first {test.samples:,} of 640; these scores are partial"
     ]
     out = capsys.readouterr().out
-    assert f"warning: {summary.warnings[0]}" in " ".join(out.split())
+    assert f"warning: {partial(summary)[0]}" in " ".join(out.split())
     assert f"(PARTIAL: the first {test.samples} samples)" in out
     line = next(x for x in read_lines(Path("run")) if x["kind"] == "validation")
     assert line["samples"] == validation.samples
@@ -89,7 +95,30 @@ def test_what_does_not_fit_is_left_out_and_labelled(capsys: pytest.CaptureFixtur
     again = read_summary(Path("run"))
     assert again.steps == summary.steps
     assert again.test.samples is None
-    assert again.warnings == []
+    assert not partial(again)
+
+
+def test_a_run_longer_than_its_limit_says_so() -> None:
+    summary = long_run(10.0)
+    text = "the run took 10.0 s, longer than train.max_time_s=8: start-up 7.5 s, evaluation 0.5 s"
+    assert over_time_warning(summary, 8.0) == text
+    assert over_time_warning(summary, 10.0) is None
+    assert over_time_warning(summary, None) is None
+
+
+def long_run(wall_s: float) -> Summary:
+    summary = example()
+    summary.wall_time_s = wall_s
+    summary.time_budget_s = TimeBudget(
+        compute=2.0,
+        data=0.0,
+        evaluation=0.5,
+        metrics=0.0,
+        logging=0.0,
+        checkpoints=0.0,
+        start_up=7.5,
+    )
+    return summary
 
 
 def test_the_limit_changes_no_bit_of_training() -> None:
