@@ -62,7 +62,10 @@ def defect(folder: Path, value: object) -> str:
 
 
 PATHS = list(places(plain()))
-ADDED = ("page_fault_us", "allocator", "page_faults_per_step", "time_budget_s", "conditions")
+ADDED = (
+    *("page_fault_us", "allocator", "page_faults_per_step", "time_budget_s", "conditions"),
+    "samples",
+)
 """Fields that records of earlier versions do not have."""
 
 REQUIRED = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from mprun.records.run_record import Summary
+from mprun.records.run_record import Summary, TimeBudget
 from mprun.report import tables
 from tests.schema import conforms
 from tests.summaries import example, set_fields
@@ -16,8 +18,13 @@ from tests.summaries import example, set_fields
 
 def shown(summary: Summary, width: int = 140) -> str:
     """The final table as plain text, a row a line."""
+    return shown_table(tables.result(summary), width)
+
+
+def shown_table(table: Table, width: int = 240) -> str:
+    """A table as plain text."""
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    console.print(tables.result(summary), highlight=False)
+    console.print(table, highlight=False)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -103,6 +110,27 @@ def test_the_result_shows_the_figures() -> None:
     }
     assert {what: row(summary, what) for what in expected} == expected
     assert "mnist in bf16_mixed x2" in shown(summary)
+
+
+def test_the_line_of_times_leaves_out_what_has_no_weight() -> None:
+    summary = example()
+    assert tables.time_line(summary) == "time: 6.25 s"
+    seconds = {"data": 0.4, "evaluation": 1.2, "metrics": 0.01, "logging": 0.0, "checkpoints": 0.09}
+    summary.time_budget_s = TimeBudget(compute=9.5, start_up=1.1, **seconds)
+    summary.wall_time_s = 12.3
+    assert tables.time_line(summary) == (
+        "time: 12.3 s = compute 9.5, data 0.4, evaluation 1.2, checkpoints 0.1, start-up 1.1"
+    )
+    assert tables.time_line(unmeasured()) == "time: 0.00 s"
+
+
+def test_scores_of_a_part_of_the_samples_are_labelled() -> None:
+    summary = example()
+    summary.test.samples = 1_024
+    assert row(summary, "test accuracy") == "0.9219 (PARTIAL: the first 1,024 samples)"
+    assert row(summary, "validation accuracy") == "0.9375"
+    text = shown_table(tables.sweep_table(Path("s"), {"0": summary}))
+    assert "accuracy 0.9219 (PARTIAL: 1,024 samples)" in text
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
