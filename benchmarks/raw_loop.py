@@ -1,17 +1,23 @@
 """mprun's loop against a raw PyTorch loop: step time on each recipe, overhead on an empty model.
 
-    python -m benchmarks.raw_loop [--steps N] [--data FOLDER]
+    python -m benchmarks.raw_loop [--scale X] [--heap both|"as it is"|steady]
 
 Both loops run the same model, optimizer and batches in one process, taking turns block by block, so
 that a machine whose speed drifts drifts for both. The figure is the ratio of mprun's median step
 time to the raw loop's, with a 95 % bootstrap interval over blocks; a step's time here is the whole
 loop's wall time divided by its steps, logging and metrics included. `speed=plain` on both sides.
+
+Each heap (`benchmarks.alternate`) has a process of its own, which measures everything: the heap as
+it is, which users have without asking, and one that keeps its memory, where no page fault hides the
+loops' difference.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +26,7 @@ from datetime import date
 import torch
 from torch import Tensor, nn
 
-from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
+from benchmarks.alternate import BLOCKS, HEAPS, alternate, heap_environment
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
@@ -107,17 +113,13 @@ def compare(plan: Plan, steps: int) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def measure(heap: str, scale: float) -> None:
     """Print a line per case and, last, one JSON line."""
-    keep_the_heap()
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps per block")
-    scale = parser.parse_args().scale
     cases = {"linear": 40, "mnist": 2, "fashion_mnist": 8}
     rows = {}
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}; {BLOCKS} alternating blocks"
+        f"torch {torch.__version__}; {BLOCKS} alternating blocks; heap {heap}"
     )
     for recipe, steps in cases.items():
         for precision in ("fp32", "bf16_mixed"):
@@ -129,19 +131,36 @@ def main() -> None:
             print(
                 f"{recipe:14} {precision:11} raw {row['raw_ms']:8.3f} ms  "
                 f"mprun {row['mprun_ms']:8.3f} ms  "
-                f"ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+                f"ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
+                flush=True,
             )
     linear = make_plan(compose(["recipe=linear", "speed=plain", "device=cpu"]).config, ())
     empty = Empty()
     plan = replace(linear, recipe=empty, splits=empty.data(DataRequest()))
-    row = compare(plan, int(2000 * scale))
+    row = compare(plan, max(1, int(2000 * scale)))
     overhead_us = (row["mprun_ms"] - row["raw_ms"]) * 1e3
     rows["empty"] = {**row, "overhead_us": overhead_us}
     print(
         f"empty model: raw {row['raw_ms'] * 1e3:.1f} us, mprun {row['mprun_ms'] * 1e3:.1f} us, "
         f"host overhead {overhead_us:.1f} us per step"
     )
-    print(json.dumps(rows))
+    print(json.dumps({"heap": heap, **rows}), flush=True)
+
+
+def main() -> None:
+    """Measure under each heap, in a process of its own, because glibc reads its settings once."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps per block")
+    parser.add_argument("--heap", choices=("both", *HEAPS), default="both")
+    parser.add_argument("--here", action="store_true", help="in this process; glibc was told")
+    args = parser.parse_args()
+    if args.here:
+        measure(args.heap, args.scale)
+        return
+    for heap in HEAPS if args.heap == "both" else (args.heap,):
+        module = [sys.executable, "-m", "benchmarks.raw_loop", "--here"]
+        options = ["--heap", heap, "--scale", str(args.scale)]
+        subprocess.run([*module, *options], env=heap_environment(heap), check=True)
 
 
 if __name__ == "__main__":
