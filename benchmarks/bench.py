@@ -11,7 +11,7 @@ groups; a faster machine measures more rounds. The figures:
 - **samples/s**: all samples over the wall time of all turns;
 - **first step**: from the start of the process to the end of the first step, imports included. The
   decoded samples are read from a file that all share, so downloading and decoding are left out;
-- **peak**: the largest resident memory of the process (`ru_maxrss`);
+- **peak**: the largest resident memory of the process (`turns.peak_bytes`);
 - **faults**: page faults per step.
 
 The output is Markdown. It is kept in `benchmarks/results/`; with `--readme` the short table in
