@@ -13,9 +13,9 @@ at the start of its block; all pay it alike.
 Waiting must cost nothing. OpenMP's threads may spin for a moment after a parallel region; each
 report therefore has the processor time that passed in the wait before it.
 
-Peak memory is the kernel's `VmHWM`, which begins at zero where a program is executed. `ru_maxrss` is
-the same figure, but Linux lets it begin with the memory of the process that started the child: with
-a parent that has imported torch every child would seem to need 600 MB.
+Peak memory is the kernel's `VmHWM`, which begins at zero where a program is executed. `ru_maxrss`
+is the same figure, but on Linux it begins with the memory of the process that started the child:
+with a parent that has imported torch every child would seem to need 600 MB.
 """
 
 from __future__ import annotations
