@@ -45,8 +45,10 @@ README = ROOT / "benchmarks" / "README.md"
 MARKS = "<!-- make bench -->", "<!-- end of make bench -->"
 PRECISIONS = ("fp32", "bf16_mixed")
 PACKAGES = ("torch", "lightning", "accelerate", "keras", "numpy")
+CHANNELS_LAST = "mprun speed=auto", "raw loop, channels-last"
+"""Compared with each other too: `speed=auto` takes channels-last where that is the faster."""
 SAMPLES_PER_TURN = 192
-"""Steps of a turn are this over the batch size, at least two: half a second of two cores."""
+"""Steps of a turn are this over the batch size, at least one: half a second of two cores."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Group:
     @property
     def steps(self) -> int:
         """Steps of a turn."""
-        return max(2, SAMPLES_PER_TURN // self.batch_size)
+        return max(1, SAMPLES_PER_TURN // self.batch_size)
 
     def subject(self, name: str) -> Subject:
         """The process of a peer."""
@@ -146,6 +148,9 @@ def group_table(group: Group, rows: Sequence[Row]) -> str:
         rounds, idle = len(measured[0].blocks), max(row.idle_load for row in measured)
         text += f"\n{rounds} rounds of {group.steps} steps; a waiting process used at most "
         text += f"{idle:.1%} of a core.\n"
+    mine, other = (next((r for r in measured if r.name == name), None) for name in CHANNELS_LAST)
+    if mine and other:
+        text += f"\n{mine.name} over {other.name}: {ratio(mine, other)}.\n"
     return text
 
 
@@ -178,9 +183,17 @@ def _start(row: Row) -> list[str]:
 
 
 def measure(
-    groups: Sequence[Group], names: Sequence[str], threads: int, data: Path, limit_s: float
+    groups: Sequence[Group],
+    names: Sequence[str],
+    threads: int,
+    data: Path,
+    limit_s: float,
+    most: int = 100,
 ) -> dict[Group, list[Row]]:
-    """Measure group after group within the limit; a group that would exceed it is left out."""
+    """Measure group after group, at most `most` rounds each.
+
+    A group that would exceed the limit, judged by the shortest one so far, is left out.
+    """
     end, results, shortest_s = time.monotonic() + limit_s, {}, 0.0
     for i, group in enumerate(groups):
         start = time.monotonic()
@@ -189,7 +202,7 @@ def measure(
             continue
         share_s = (end - start) / (len(groups) - i)
         subjects = [group.subject(name) for name in names]
-        rows = take_turns(subjects, environment(group, threads, data), share_s)
+        rows = take_turns(subjects, environment(group, threads, data), share_s, most=most)
         results[group] = rows
         took_s = time.monotonic() - start
         shortest_s = min(shortest_s or took_s, took_s)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,23 @@ class Empty(Recipe):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         return (output - target).mean()
+
+
+class Case(NamedTuple):
+    """What both loops train."""
+
+    overrides: tuple[str, ...]
+    steps: int
+    """Steps of a block."""
+    blocks: int = BLOCKS
+
+
+CASES = {
+    "linear": Case(("recipe=linear",), 40),
+    "mnist": Case(("recipe=mnist",), 2),
+    "fashion_mnist": Case(("recipe=fashion_mnist",), 8),
+    "fashion_mnist 256": Case(("recipe=fashion_mnist", "train.batch_size=256"), 1, 40),
+}
 
 
 def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
@@ -101,9 +119,9 @@ def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
-def compare(plan: Plan, steps: int) -> dict[str, float]:
+def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
     """Alternate blocks of both loops; ratio of medians with its interval."""
-    comparison = alternate(raw_blocks(plan, steps), mprun_blocks(plan, steps))
+    comparison = alternate(raw_blocks(plan, steps), mprun_blocks(plan, steps), blocks)
     return {
         "raw_ms": comparison.base_ms,
         "mprun_ms": comparison.other_ms,
@@ -115,21 +133,20 @@ def compare(plan: Plan, steps: int) -> dict[str, float]:
 
 def measure(heap: str, scale: float) -> None:
     """Print a line per case and, last, one JSON line."""
-    cases = {"linear": 40, "mnist": 2, "fashion_mnist": 8}
     rows = {}
     print(
         f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
-        f"torch {torch.__version__}; {BLOCKS} alternating blocks; heap {heap}"
+        f"torch {torch.__version__}; {BLOCKS} alternating blocks (batch 256: 40); heap {heap}"
     )
-    for recipe, steps in cases.items():
+    for recipe, case in CASES.items():
         for precision in ("fp32", "bf16_mixed"):
-            args = [f"recipe={recipe}", f"precision={precision}", "speed=plain", "device=cpu"]
+            args = [*case.overrides, f"precision={precision}", "speed=plain", "device=cpu"]
             plan = make_plan(compose(args).config, ())
             with backend_flags(plan.policy):
-                row = compare(plan, max(1, int(steps * scale)))
+                row = compare(plan, max(1, int(case.steps * scale)), case.blocks)
             rows[f"{recipe} {precision}"] = row
             print(
-                f"{recipe:14} {precision:11} raw {row['raw_ms']:8.3f} ms  "
+                f"{recipe:17} {precision:11} raw {row['raw_ms']:8.3f} ms  "
                 f"mprun {row['mprun_ms']:8.3f} ms  "
                 f"ratio {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]",
                 flush=True,

@@ -113,7 +113,7 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     subjects = {**tiny, absent.name: absent}
     monkeypatch.setattr(Group, "subject", lambda self, name: subjects[name])
     groups = [Group(12, "fp32", heap) for heap in HEAPS]
-    results = measure(groups, list(subjects), threads=1, data=Path("none"), limit_s=300)
+    results = measure(groups, list(subjects), threads=1, data=Path("none"), limit_s=300, most=5)
     text = capsys.readouterr().out
     assert f"| {RAW} |" in text
     assert "| Keras 3 on torch | not installed: no_such_package |" in text
