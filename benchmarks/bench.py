@@ -47,8 +47,7 @@ PRECISIONS = ("fp32", "bf16_mixed")
 PACKAGES = ("torch", "lightning", "accelerate", "keras", "numpy")
 CHANNELS_LAST = "mprun speed=auto", "raw loop, channels-last"
 """Compared with each other too: `speed=auto` takes channels-last where that is the faster."""
-SAMPLES_PER_TURN = 192
-"""Steps of a turn are this over the batch size, at least one: half a second of two cores."""
+TURN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,11 @@ class Group:
     def title(self) -> str:
         return f"batch {self.batch_size:,}, {self.precision}, heap {self.heap}"
 
-    @property
-    def steps(self) -> int:
-        """Steps of a turn."""
-        return max(1, SAMPLES_PER_TURN // self.batch_size)
-
     def subject(self, name: str) -> Subject:
         """The process of a peer."""
         options = f"--batch-size {self.batch_size} --precision {self.precision}".split()
         module = [sys.executable, "-m", "benchmarks.peers", name]
-        command = (*module, *options, "--steps", str(self.steps))
+        command = (*module, *options, "--turn-s", str(TURN_S))
         return Subject(name, command, PEERS[name].needs)
 
 
@@ -146,7 +140,7 @@ def group_table(group: Group, rows: Sequence[Row]) -> str:
     text = f"### {group.title}\n\n{markdown(header, map(line, rows))}\n"
     if measured := [row for row in rows if row.problem is None]:
         rounds, idle = len(measured[0].blocks), max(row.idle_load for row in measured)
-        text += f"\n{rounds} rounds of {group.steps} steps; a waiting process used at most "
+        text += f"\n{rounds} rounds of turns of {TURN_S} s; a waiting process used at most "
         text += f"{idle:.1%} of a core.\n"
     mine, other = (next((r for r in measured if r.name == name), None) for name in CHANNELS_LAST)
     if mine and other:

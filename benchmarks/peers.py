@@ -1,6 +1,6 @@
 """The same training by mprun and by what people run instead: the processes of `make bench`.
 
-    python -m benchmarks.peers NAME --batch-size N --precision fp32|bf16_mixed --steps N
+    python -m benchmarks.peers NAME --batch-size N --precision fp32|bf16_mixed --turn-s S
 
 Started by `benchmarks.bench`, which lets the processes take turns (`benchmarks.turns`). All train
 the CNN of `recipes/fashion_mnist.py` with AdamW on the CPU, without a validation set and without
@@ -299,11 +299,11 @@ def main() -> None:
     parser.add_argument("name", choices=PEERS)
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--precision", choices=("fp32", "bf16_mixed"), required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps of a turn")
+    parser.add_argument("--turn-s", type=float, required=True, help="seconds of a turn")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    PEERS[args.name].train(Task(args.batch_size, args.precision), Turns.joined(args.steps))
+    PEERS[args.name].train(Task(args.batch_size, args.precision), Turns.joined(args.turn_s))
 
 
 if __name__ == "__main__":

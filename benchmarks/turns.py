@@ -4,7 +4,8 @@ Two libraries in one process share a heap, an allocator's state, threads and imp
 them is measured as a user has it. Two processes one after the other see different machines: clock
 frequency and other load change within minutes by more than the libraries differ. So each subject
 has a process of its own, and the processes take turns, block by block of a few steps, in an order
-that reverses from round to round (A B C, C B A, ...): a steady drift cancels.
+that reverses from round to round (A B C, C B A, ...): a steady drift cancels. A turn is a time,
+not a number of steps, so that the whole takes about as long on a slow machine as on a fast one.
 
 The child calls `Turns` after each of its steps. It reports a line of JSON where a block ends and
 sleeps in a read until the parent writes `go`. The price is that a process wakes with cold caches
@@ -39,7 +40,7 @@ from benchmarks.alternate import interval
 
 PIPES = "MPRUN_BENCH_PIPES"
 """Environment variable of a child: the descriptors it reads commands from and reports to."""
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0
 """A child that is silent for longer has failed."""
 
 
@@ -47,40 +48,44 @@ class Turns:
     """The child's side: called after each optimizer step, returns when the next may begin.
 
     Args:
-        steps: steps of a block.
+        seconds: length of a turn; it ends with the first step that ends later.
         commands: where the parent writes `go`; anything else, or its end, ends this process.
         reports: where a line per block is written.
     """
 
-    def __init__(self, steps: int, commands: TextIO, reports: TextIO) -> None:
-        self._steps = steps
+    def __init__(self, seconds: float, commands: TextIO, reports: TextIO) -> None:
+        self._seconds = seconds
         self._commands, self._reports = commands, reports
-        self._left = 0
+        self._started = False
+        self._steps = 0
         self._start_s = self._waited_s = self._waited_cpu_s = 0.0
         self._faults = 0
 
     @classmethod
-    def joined(cls, steps: int) -> Turns:
+    def joined(cls, seconds: float) -> Turns:
         """The turns of the parent that started this process."""
         read, write = map(int, os.environ[PIPES].split(","))
-        return cls(steps, os.fdopen(read), os.fdopen(write, "w"))
+        return cls(seconds, os.fdopen(read), os.fdopen(write, "w"))
 
     def __call__(self) -> None:
-        self._left -= 1
-        if self._left < 0:  # the first step: a report without figures
+        if not self._started:  # the first step: a report without figures
+            self._started = True
             self._report({})
-        elif self._left == 0:
-            took_s = time.perf_counter() - self._start_s
+            self._wait()
+            return
+        self._steps += 1
+        took_s = time.perf_counter() - self._start_s
+        if took_s >= self._seconds:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self._faults
             self._report(
                 {
-                    "step_s": took_s / self._steps,
-                    "faults": faults / self._steps,
+                    "steps": self._steps,
+                    "took_s": took_s,
+                    "faults": faults,
                     "waited_s": self._waited_s,
                     "waited_cpu_s": self._waited_cpu_s,
                 }
             )
-        if self._left <= 0:
             self._wait()
 
     def _report(self, figures: dict[str, float]) -> None:
@@ -93,7 +98,7 @@ class Turns:
             self._report({"peak_bytes": peak_bytes()})
             os._exit(0)  # from any depth of any library's loop
         self._waited_cpu_s = time.process_time() - asked_cpu_s
-        self._left = self._steps
+        self._steps = 0
         self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         self._start_s = time.perf_counter()
         self._waited_s = self._start_s - asked_s
@@ -114,7 +119,7 @@ class Subject:
 
     Attributes:
         name: its name in the table.
-        command: starts it; it calls `Turns.joined(steps)` after each step, for ever.
+        command: starts it; it calls `Turns.joined(seconds)` after each step, for ever.
         needs: the packages it imports.
     """
 
@@ -133,14 +138,19 @@ class Block(NamedTuple):
 
     turn: int
     """Turns of all subjects before this one."""
-    step_s: float
-    """Seconds of wall clock per step, everything that the loop does included."""
-    faults: float
-    """Page faults per step."""
+    steps: int
+    took_s: float
+    """Seconds of wall clock, everything that the loop does included."""
+    faults: int
+    """Page faults that read no disk."""
     waited_s: float
     """Seconds this process slept before the turn."""
     waited_cpu_s: float
     """Processor time it used in them, all threads."""
+
+    @property
+    def step_s(self) -> float:
+        return self.took_s / self.steps
 
 
 @dataclass
@@ -163,12 +173,12 @@ class Row:
     @property
     def steps_per_s(self) -> float:
         """Steps over the wall time of all turns: a rare slow step counts, unlike in a median."""
-        return 1 / statistics.fmean(b.step_s for b in self.blocks)
+        return sum(b.steps for b in self.blocks) / sum(b.took_s for b in self.blocks)
 
     @property
     def faults(self) -> float:
         """The median block's page faults per step."""
-        return statistics.median(b.faults for b in self.blocks)
+        return statistics.median(b.faults / b.steps for b in self.blocks)
 
     @property
     def idle_load(self) -> float:

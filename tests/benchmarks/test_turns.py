@@ -23,16 +23,18 @@ from benchmarks.peers import PEERS, RAW
 from benchmarks.turns import Row, Subject, take_turns
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS, STEPS = 4, 3
+ROUNDS = 4
 MALLOC = "MALLOC_TRIM_THRESHOLD_"
 
 
-def trainer(body: str, name: str = "tiny", needs: tuple[str, ...] = ()) -> Subject:
-    """A process that takes turns for ever; `body` is its step."""
+def trainer(
+    body: str, name: str = "tiny", needs: tuple[str, ...] = (), turn_s: float = 0
+) -> Subject:
+    """A process that takes turns for ever, of one step unless `turn_s`; `body` is its step."""
     code = (
         "import os, sys, time\n"
         "from benchmarks.turns import Turns\n"
-        f"turns = Turns.joined({STEPS})\n"
+        f"turns = Turns.joined({turn_s})\n"
         "step = 0\n"
         "while True:\n"
         "    step += 1\n"
@@ -49,21 +51,21 @@ def turns_of(subjects: list[Subject], heap: str = "steady") -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """Two that work, one whose package is missing, one that fails in its second turn."""
+    """Two that work, one whose package is missing, one that fails in its first turn."""
     return turns_of(
         [
             trainer("time.sleep(0.001)", "a"),
             trainer("pages = [bytearray(4096) for _ in range(5_000)]", "b"),
             trainer("pass", "absent", ("json", "no_such_package")),
-            trainer(f"assert step < {2 * STEPS}, 'out of paper'", "broken"),
+            trainer("assert step < 2, 'out of paper'", "broken"),
         ]
     )
 
 
 def test_the_order_reverses_from_round_to_round(rows: list[Row]) -> None:
     blocks = {row.name: [b.turn for b in row.blocks] for row in rows}
-    # round 0 (dropped): a b broken; then broken b a, which ends broken; a b; b a
-    assert blocks == {"a": [5, 6, 9], "b": [4, 7, 8], "absent": [], "broken": []}
+    # Round 0 (a, b, broken) is dropped; then b a, a b, b a.
+    assert blocks == {"a": [4, 5, 8], "b": [3, 6, 7], "absent": [], "broken": []}
 
 
 def test_a_row_has_every_figure(rows: list[Row]) -> None:
@@ -78,6 +80,13 @@ def test_a_row_has_every_figure(rows: list[Row]) -> None:
     assert a.over(a) == (1, 1, 1)
 
 
+def test_a_turn_ends_with_the_first_step_beyond_its_time() -> None:
+    (row,) = turns_of([trainer("time.sleep(0.01)", turn_s=0.015)])
+    assert all(b.took_s >= 0.015 for b in row.blocks)
+    assert all(b.steps <= 2 for b in row.blocks), "a step takes 10 ms or more"
+    assert row.steps_per_s == sum(b.steps for b in row.blocks) / sum(b.took_s for b in row.blocks)
+
+
 def test_problems_are_rows(rows: list[Row]) -> None:
     assert rows[2].problem == "not installed: no_such_package"
     assert rows[3].problem == "failed: AssertionError: out of paper"
@@ -89,12 +98,12 @@ def test_a_process_that_ends_early_or_cannot_start_is_a_row() -> None:
 
 
 def test_a_waiting_process_sleeps_while_another_works() -> None:
-    spin = "while time.process_time() < 0.02 * step: pass"
+    spin = "end = time.process_time() + 0.02\n    while time.process_time() < end: pass"
     worker, waiter = turns_of([trainer(spin, "worker"), trainer("pass", "waiter")])
     assert worker.problem is waiter.problem is None
-    # Two of the worker's turns, of 20 ms of processor time a step, passed in these waits.
-    assert max(b.waited_s for b in waiter.blocks) > STEPS * 0.02
-    assert max(b.waited_cpu_s for b in waiter.blocks) < STEPS * 0.02 / 2
+    # Two of the worker's turns, of 20 ms of processor time each, passed in the longest wait.
+    assert max(b.waited_s for b in waiter.blocks) > 0.02
+    assert max(b.waited_cpu_s for b in waiter.blocks) < 0.02 / 2
 
 
 def test_each_heap_has_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
