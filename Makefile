@@ -8,7 +8,7 @@ WORKERS ?= auto
 # Bytecode is kept, also where the environment says otherwise: the tests start mprun many times.
 PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: run test test-exhaustive test-all check docs clean help
+.PHONY: run test test-exhaustive test-all check docs bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
 	@echo "make docs   rewrite docs/reference/configuration.md from the schema"
+	@echo "make bench  mprun against other ways to train, in under 15 minutes (installs Lightning, Accelerate, Keras)"
 	@echo "make clean  remove the virtual environment and the caches"
 
 # A stamp is written last, so an interrupted install is begun again.
@@ -30,6 +31,10 @@ $(VENV)/.installed: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[bench]"
 	@touch $@
 
 run: $(VENV)/.installed
@@ -50,6 +55,10 @@ check: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/reference/configuration.md
+
+# Options: make bench BENCH="--threads 1 --readme"
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.bench $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -3,19 +3,28 @@
 glibc gives memory at the top of its heap back to the system and faults it in again, or does not,
 depending on what small object happens to lie there: with several models in one process that is a
 lottery worth up to half a step (8,000 page faults a step in one loop and none in the other,
-changing sides with the length of the blocks). So `keep_the_heap` switches it off, for both.
+changing sides with the length of the blocks). So `keep_the_heap` switches it off, for both. What a
+user has without asking is the heap as it is: where it matters, a benchmark measures under both
+`HEAPS`, in processes of their own, because glibc reads its environment once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 BLOCKS = 100
 RESAMPLES = 2000
+
+HEAPS: Mapping[str, Mapping[str, str]] = {
+    "as it is": {},
+    "steady": {"MALLOC_TRIM_THRESHOLD_": "4294967295", "MALLOC_MMAP_MAX_": "0"},
+}
+"""Name of a heap to the environment that glibc reads at the start of a process (mallopt(3))."""
 
 
 class Ratio(NamedTuple):
@@ -66,3 +75,10 @@ def keep_the_heap() -> None:
         m_trim_threshold, m_mmap_max = -1, -4
         libc.mallopt(m_trim_threshold, 2**31 - 1)
         libc.mallopt(m_mmap_max, 0)
+
+
+def heap_environment(heap: str) -> dict[str, str]:
+    """This process's environment with the variables of one of `HEAPS`, and no other of malloc."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    kept.pop("GLIBC_TUNABLES", None)
+    return {**kept, **HEAPS[heap]}
