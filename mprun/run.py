@@ -31,6 +31,7 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
+from mprun.train.conditions_recorder import ConditionsRecorder
 from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
 from mprun.train.loggers import build_loggers
@@ -112,7 +113,8 @@ def _train(
     checkpointer = Checkpointer(folder.path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
-    everyone = [recorder, *loggers, checkpointer, *callbacks, log, check]
+    conditions = ConditionsRecorder(summary)
+    everyone = [recorder, conditions, *loggers, checkpointer, *callbacks, log, check]
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, train.checkpoint_every_steps)
     if saved is not None:
         trainer.load_state_dict(saved["trainer"])
