@@ -213,7 +213,10 @@ def everything_said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     files = {name: Path("sweep", f"comparison.{name}") for name in ("md", "csv", "json")}
     files["html"] = Path("sweep/report.html")
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    plain = {name: html.unescape(text.replace("\\", "")) for name, text in texts.items()}
+    plain = {
+        name: html.unescape(text.replace("\\", "")).replace("\u00a0%", " %")
+        for name, text in texts.items()
+    }
     return {**plain, "terminal": capsys.readouterr().out}
 
 
