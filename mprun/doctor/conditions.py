@@ -17,8 +17,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from mprun.doctor.environment import usable_cores
-
 STAT, CPUINFO = Path("/proc/stat"), Path("/proc/cpuinfo")
 CPUS = Path("/sys/devices/system/cpu")
 
@@ -123,7 +121,7 @@ def _usable() -> list[int]:
     """The numbers of the CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
-    return list(range(usable_cores()))
+    return list(range(os.cpu_count() or 1))
 
 
 def _own_s() -> float:

@@ -211,15 +211,15 @@ class Conditions:
     Those of a resumed run are its last part's.
     """
 
-    other_load: float | None = None
+    other_load: float | None
     """Share of the usable CPUs' time that other processes took."""
-    steal: float | None = None
+    steal: float | None
     """Share of it that the hypervisor gave to other machines."""
-    clock_mhz: float | None = None
+    clock_mhz: float | None
     """The fastest CPU's clock, median of a reading per second; then the first and last reading."""
-    clock_start_mhz: float | None = None
-    clock_end_mhz: float | None = None
-    drift: float | None = None
+    clock_start_mhz: float | None
+    clock_end_mhz: float | None
+    drift: float | None
     """Median step time of the last third of the timed steps over that of the first third."""
 
 

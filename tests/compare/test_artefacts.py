@@ -6,6 +6,7 @@ page faults, load, a slow clock or drift add to it.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -45,7 +46,9 @@ def faulty(variant: str, arithmetic_ms: float, faults: float, price_us: float = 
 
 
 def seen(**conditions: float) -> dict[str, Any]:
-    return {"conditions": Conditions(**conditions)}
+    """A run's conditions; what is not named is not known."""
+    unknown = dict.fromkeys(field.name for field in fields(Conditions))
+    return {"conditions": Conditions(**{**unknown, **conditions})}
 
 
 def compared(*runs: list[Run]) -> Comparison:
