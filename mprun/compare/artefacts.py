@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mprun.compare.comparison import Artefact, Estimate
+from mprun.compare.comparison import Artefact, Estimate, Interval
 from mprun.compare.formatting import readable
 from mprun.compare.statistics import geometric_mean
 from mprun.compare.time_ratios import judge_ratio
@@ -92,7 +92,7 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
         ours.append(min(share, LARGEST_SHARE))
         theirs.append(min(base_share, LARGEST_SHARE))
     if not any(
-        _unsettles(_ratio(pairs, time), _ratio(pairs, time, ours, theirs), cause.part)
+        _unsettles(_ratio(pairs, time), _ratio(pairs, time, ours, theirs).value, cause.part)
         for time in (_step_ms, _sample_ms)
     ):
         return None
@@ -105,13 +105,18 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
     return Artefact(cause.name, text, cause.remedy, without)
 
 
-def _unsettles(measured: Estimate, without: Estimate, part: float) -> bool:
-    """Whether a ratio without an artefact gives another answer than the measured one."""
-    change = abs(math.log(without.value / measured.value))
+def _unsettles(measured: Estimate, without: float, part: float) -> bool:
+    """Whether a ratio without an artefact gives another answer than the measured one.
+
+    The measured interval moves with the ratio; shares are not known well enough to narrow it.
+    """
+    factor = without / measured.value
+    change = abs(math.log(factor))
     if change < math.log(LEAST):
         return False
+    around = measured.interval and Interval(*(factor * end for end in measured.interval))
     word = judge_ratio(measured).word
-    if word != judge_ratio(without).word:
+    if word != judge_ratio(measured._replace(value=without, interval=around)).word:
         return True
     return word != "same" and change > part * abs(math.log(measured.value))
 

@@ -201,6 +201,19 @@ def test_what_both_had_alike_changes_nothing(conditions: dict[str, Any]) -> None
     assert word(variant) == -1
 
 
+def test_load_that_only_scatters_the_times_is_noise() -> None:
+    """Load slowed each variant's runs in turn: the interval is wide, and the ratio hardly moves."""
+    loads = {"fp32": (0.5, 0.0, 0.25), "bf16_mixed": (0.0, 0.5, 0.25)}
+    runs = [
+        run_of(mode, seed, accuracy=0.95, step_ms=ms / (1 - load), **seen(other_load=load))
+        for mode, ms in (("fp32", 22.0), ("bf16_mixed", 20.0))
+        for seed, load in enumerate(loads[mode])
+    ]
+    variant = other(runs)
+    assert causes(variant) == []
+    assert word(variant) == 0
+
+
 @pytest.mark.parametrize("one", [{}, seen(), {"backend__allocator": "glibc"}], ids=str)
 def test_a_record_that_does_not_tell_is_judged_as_before(one: dict[str, Any]) -> None:
     told = seen(other_load=0.9, clock_mhz=100.0, drift=9.0)
