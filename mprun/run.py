@@ -34,6 +34,7 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
+from mprun.train.conditions_recorder import ConditionsRecorder
 from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
 from mprun.train.loggers import build_loggers
@@ -121,7 +122,8 @@ def _train(
     checkpointer = Checkpointer(folder.path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
-    everyone = [recorder, *loggers, checkpointer, *callbacks, log, check]
+    conditions = ConditionsRecorder(summary)
+    everyone = [recorder, conditions, *loggers, checkpointer, *callbacks, log, check]
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:

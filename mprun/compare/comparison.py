@@ -80,6 +80,19 @@ class Skipped:
     reason: str
 
 
+class Artefact(NamedTuple):
+    """What explains a difference in step time, and is not the arithmetic."""
+
+    cause: str
+    """page_faults, allocator, load, clock or drift."""
+    text: str
+    """`page faults take 41 % of fp32's step and 3 % of bf16_mixed's; ...`."""
+    remedy: str
+    """What to do about it."""
+    step_time_ratio: float | None
+    """The ratio of the step times without it; None if it cannot be worked out."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A row of the table."""
@@ -121,6 +134,8 @@ class Variant:
 
     Times are this machine's and have ratios, but no gain is claimed from them.
     """
+    artefacts: tuple[Artefact, ...] = ()
+    """What leaves both ratios without a verdict, besides the order of the runs."""
 
     @property
     def has_own_times(self) -> bool:
@@ -185,6 +200,8 @@ class Comparison:
     hardware: str
     code: str
     """Versions and commit, as text."""
+    warnings: tuple[str, ...] = field(default=())
+    """Artefacts that explain a difference in time."""
     notes: tuple[str, ...] = field(default=())
     """Caveats: mixed hardware, one seed only, Holm over how many variants."""
     advice: Advice | None = None

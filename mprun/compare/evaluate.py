@@ -11,14 +11,15 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 from mprun.compare import measures, mixing
+from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
 from mprun.compare.formatting import substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
 from mprun.compare.measures import RunGroup
-from mprun.compare.notes import comparison_notes, variant_notes
+from mprun.compare.notes import artefact_warnings, comparison_notes, variant_notes
 from mprun.compare.statistics import ALPHA, estimate, interval
-from mprun.compare.time_ratios import overlapping
+from mprun.compare.time_ratios import no_time_verdict, overlapping
 from mprun.compare.verdicts import Criterion, Evidence, error_text, evidence_on, failures, judge
 from mprun.errors import UsageError, hint
 
@@ -82,6 +83,7 @@ def compare(
         data=mixing.data_text(compared),
         hardware=mixing.hardware_text(compared),
         code=mixing.code_text(compared),
+        warnings=tuple(artefact_warnings(rows)),
         notes=(
             *mixed,
             *comparison_notes(groups, used_split, baseline is None, tested),
@@ -148,7 +150,9 @@ def _variant(
     values = list(measures.scores(group, split).values())
     whole = all(map(math.isfinite, values))
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
-    reason = measures.no_time_verdict(group, base, shared)
+    pairs = measures.comparable_pairs(group, base)
+    unsettling = artefacts(group.label, base.label, pairs)
+    reason = no_time_verdict(pairs, shared) or (unsettling[0].text if unsettling else "")
     return Variant(
         label=group.label,
         variant_hash=summary.variant_hash,
@@ -157,9 +161,9 @@ def _variant(
         runs=group.completed,
         failed=group.failed,
         step_time_ms=measures.step_percentiles(group),
-        step_time_ratio=measures.ratio(group, base, lambda s: s.step_time_ms.median, bool(reason)),
+        step_time_ratio=measures.ratio(pairs, lambda s: s.step_time_ms.median, bool(reason)),
         samples_per_second=measures.samples_per_second(group),
-        throughput_ratio=measures.ratio(group, base, lambda s: s.samples_per_second, bool(reason)),
+        throughput_ratio=measures.ratio(pairs, lambda s: s.samples_per_second, bool(reason)),
         no_time_verdict=reason,
         memory_bytes=measures.memory(group),
         memory_ratio=measures.memory_ratio(group, base),
@@ -168,4 +172,5 @@ def _variant(
         equivalence=interval(sample, 1 - 2 * ALPHA) if sample is not None else None,
         verdict=verdict,
         substituted=substitution_label(run.summary for run in group.completed),
+        artefacts=unsettling,
     )

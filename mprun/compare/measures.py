@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import median
 
-from mprun.compare import time_ratios
 from mprun.compare.comparison import Estimate, Run, StepPercentiles
 from mprun.compare.mixing import hardware
 from mprun.compare.statistics import estimate, geometric_mean, summarise
@@ -109,49 +108,42 @@ def samples_per_second(group: RunGroup) -> float | None:
     return median(known) if known else None
 
 
-def _comparable_seeds(group: RunGroup, baseline: RunGroup) -> list[int]:
-    """The seeds whose times are compared: run by both, on equal hardware, natively."""
+def comparable_pairs(group: RunGroup, baseline: RunGroup) -> list[tuple[Summary, Summary]]:
+    """The summaries whose times are compared, the variant's and the baseline's of each seed.
+
+    Both ran it, on equal hardware, natively.
+    """
     if group is baseline or not (group.is_native and baseline.is_native):
         return []
     ours, theirs = group.by_seed, baseline.by_seed
-    common = sorted(ours.keys() & theirs.keys())
-    return [seed for seed in common if hardware(ours[seed]) == hardware(theirs[seed])]
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    return [(own, base) for own, base in pairs if hardware(own) == hardware(base)]
 
 
 def ratio(
-    group: RunGroup,
-    baseline: RunGroup,
+    pairs: Sequence[tuple[Summary, Summary]],
     figure: Callable[[Summary], float | None],
     no_interval: bool,
 ) -> Estimate | None:
-    """A figure over the baseline's, in pairs of equal seed on equal hardware.
+    """A figure over the baseline's.
 
     Args:
-        group: the variant.
-        baseline: the variant it is compared with.
+        pairs: `comparable_pairs`.
         figure: what is compared.
         no_interval: whether the pairs' spread is no measure of the ratio's error.
 
     Returns:
-        None for the baseline itself, if either is emulated, and if no pair has the figure.
+        None if no pair has the figure.
     """
     ratios = []
-    for seed in _comparable_seeds(group, baseline):
-        value = figure(group.by_seed[seed]) or 0.0
-        base = figure(baseline.by_seed[seed]) or 0.0
+    for own, other in pairs:
+        value, base = figure(own) or 0.0, figure(other) or 0.0
         if value > 0 and base > 0:
             ratios.append(value / base)
     if not ratios:
         return None
     mean = geometric_mean(ratios)
     return mean._replace(interval=None) if no_interval else mean
-
-
-def no_time_verdict(group: RunGroup, baseline: RunGroup, shared: set[int]) -> str:
-    """Why the variant's time ratios get no interval; empty if they may have one."""
-    seeds = _comparable_seeds(group, baseline)
-    pairs = [(group.by_seed[seed], baseline.by_seed[seed]) for seed in seeds]
-    return time_ratios.no_time_verdict(pairs, shared)
 
 
 def memory(group: RunGroup) -> dict[str, int | None]:
@@ -166,7 +158,7 @@ def memory(group: RunGroup) -> dict[str, int | None]:
 
 
 def memory_ratio(group: RunGroup, baseline: RunGroup) -> float | None:
-    """Peak over the baseline's; None as for `ratio`."""
+    """Peak over the baseline's; None for the baseline itself, and if either is emulated."""
     ours, theirs = memory(group).get("peak"), memory(baseline).get("peak")
     if group is baseline or not (group.is_native and baseline.is_native and ours and theirs):
         return None

@@ -64,6 +64,13 @@ COLLAPSE = 0.1
 """The share of seeds that collapse, in the example of what few seeds miss."""
 
 
+def artefact_warnings(variants: Sequence[Variant]) -> Iterator[str]:
+    """A sentence on each artefact, with the remedy."""
+    for v in variants:
+        for artefact in v.artefacts:
+            yield f"no verdict on the times of {v.label}: {artefact.text}: {artefact.remedy}"
+
+
 def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
     """Sentences on the table's rows."""
     for reason, remedy in REMEDIES.items():

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mprun.assemble import DataCache, make_plan
+from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Advice, Comparison, Estimate, Variant
 from mprun.compare.formatting import counted
 from mprun.config import compose
@@ -96,7 +97,7 @@ def advise(
     for v in candidates:
         if v is not best:
             tie = _is_tie(v, best, objective)
-            gain = "is faster with the same memory" if tie else "needs less"
+            gain = _tie_breaker(best) if tie else "needs less"
             rejected[v.label] = f"{_ratio_text(v, objective)}; {best.label} {gain}"
     if best is baseline:
         reason = f"no other mode was shown to need less {objective.value} at an equal metric"
@@ -108,12 +109,25 @@ def advise(
 
 
 def _best(candidates: Sequence[Variant], objective: Objective) -> Variant:
-    """The variant that needs least; of equal peaks of memory, the fastest."""
+    """The variant that needs least; of equal peaks of memory, the fastest, if times count."""
     least = min(candidates, key=lambda v: _value(v, objective))
     if objective is Objective.time:
         return least
     equal = [v for v in candidates if _is_tie(v, least, objective)]
-    return min(equal, key=lambda v: v.step_time_ratio.value if v.step_time_ratio else math.inf)
+    return min(equal, key=_counted_time)
+
+
+def _counted_time(variant: Variant) -> float:
+    """Its ratio of step times; infinite where that has no verdict."""
+    ratio = variant.step_time_ratio
+    return math.inf if ratio is None or variant.no_time_verdict else ratio.value
+
+
+def _tie_breaker(best: Variant) -> str:
+    """What the best of equal peaks has ahead of the others."""
+    if math.isfinite(_counted_time(best)):
+        return "is faster with the same memory"
+    return "needs as much, and their times have no verdict"
 
 
 def _is_tie(variant: Variant, best: Variant, objective: Objective) -> bool:
@@ -237,13 +251,19 @@ def screened(
         if o.error is not None and o.trial.variant != baseline
     }
     needs: dict[str, dict[int, float]] = {}
+    summaries: dict[str, dict[int, Summary]] = {}
     for o in outcomes:
         need = _need(o.summary, objective)
-        if o.error is None and need is not None:
+        if o.error is None and o.summary is not None and need is not None:
             needs.setdefault(o.trial.variant, {})[o.trial.seed] = need
+            summaries.setdefault(o.trial.variant, {})[o.trial.seed] = o.summary
     base = needs.pop(baseline, {})
     for variant, by_seed in needs.items():
-        ratios = [need / base[seed] for seed, need in by_seed.items() if seed in base]
+        common = [seed for seed in by_seed if seed in base]
+        ratios = [by_seed[seed] / base[seed] for seed in common]
+        both = [(summaries[variant][seed], summaries[baseline][seed]) for seed in common]
+        if objective is Objective.time and artefacts(variant, baseline, both):
+            continue  # its times are not those of its arithmetic
         if len(ratios) >= pairs and min(ratios) >= 1:
             figures = ", ".join(f"{ratio:.2f}" for ratio in ratios)
             dropped.setdefault(

@@ -220,6 +220,25 @@ class TimeBudget:
 
 
 @dataclass(kw_only=True)
+class Conditions:
+    """What else step times depend on; null where it is not known.
+
+    Those of a resumed run are its last part's.
+    """
+
+    other_load: float | None
+    """Share of the usable CPUs' time that other processes took."""
+    steal: float | None
+    """Share of it that the hypervisor gave to other machines."""
+    clock_mhz: float | None
+    """The fastest CPU's clock, median of a reading per second; then the first and last reading."""
+    clock_start_mhz: float | None
+    clock_end_mhz: float | None
+    drift: float | None
+    """Median step time of the last third of the timed steps over that of the first third."""
+
+
+@dataclass(kw_only=True)
 class Summary:
     """The content of summary.json."""
 
@@ -260,6 +279,7 @@ class Summary:
     fp_exceptions: FpExceptionsRow | None = None
     page_faults_per_step: float | None = None
     """Median over the timed steps; null on a GPU and where the system does not count them."""
+    conditions: Conditions | None = None
     warnings: list[str] = field(default_factory=list)
     """The warnings that the user got, for example of fields without effect."""
     time_budget_s: TimeBudget | None = None

@@ -119,6 +119,7 @@ def footer(comparison: Comparison) -> list[str]:
     notes, published figures, failed runs, skipped folders.
     """
     return [
+        *(f"warning: {plain(warning)}" for warning in comparison.warnings),
         *(
             f"{plain(v.label)} {v.verdict.word}: {plain(v.verdict.reason)}"
             for v in comparison.variants[1:]

@@ -30,6 +30,7 @@ def markdown(comparison: Comparison) -> str:
     columns = len(rows[0])
     table.insert(1, f"|{'---|'}{'---:|' * (columns - 2)}{'---|'}")
     lists = {
+        "Warnings": [_md(cells.plain(warning)) for warning in comparison.warnings],
         "Advice": [_md(line) for line in answer.advice_lines(comparison)],
         "Verdicts": [
             f"**{_md(f.label)}** {_md(f.sentence)}" for f in answer.variant_sentences(comparison)
@@ -99,6 +100,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "samples_per_second": variant.samples_per_second,
         **_estimate("throughput_ratio", variant.throughput_ratio),
         "no_time_verdict": variant.no_time_verdict,
+        "artefacts": " ".join(artefact.cause for artefact in variant.artefacts),
         **{f"memory_{name}_bytes": variant.memory_bytes.get(name) for name in MEMORY},
         "memory_ratio": variant.memory_ratio,
         **_estimate("metric", variant.metric),

@@ -81,6 +81,7 @@ def _context(comparison: Comparison, plots: list[Plot]) -> dict[str, Any]:
         "hardware": plain(comparison.hardware),
         "code": plain(comparison.code),
         "versions": _versions(comparison),
+        "warnings": [plain(warning) for warning in comparison.warnings],
         "notes": [plain(note) for note in comparison.notes],
         "failures": answer.failures(comparison),
         "skipped": [(plain(str(x.path)), plain(x.reason)) for x in comparison.skipped],

@@ -24,6 +24,8 @@ from mprun.records.run_record import DataTimes, StepTimes
 MANY_STEPS = 100
 WARMUP_MANY = 10
 WARMUP_FEW = 3
+FEWEST_IN_A_THIRD = 10
+"""Fewer steps give a third's median to more than a few percent."""
 
 
 class StepTime(NamedTuple):
@@ -148,6 +150,15 @@ class StepStatistics:
         """Median page faults, over the same steps; None if they were not counted."""
         counted = [x for x in self.page_faults[self.warmup :] if x is not None]
         return statistics.median(counted) if counted else None
+
+    def drift(self) -> float | None:
+        """Median time of the last third of the steps over the first third's; None for few steps."""
+        times = self.step_ms[self.warmup :]
+        third = len(times) // 3
+        if third < FEWEST_IN_A_THIRD:
+            return None
+        first, last = statistics.median(times[:third]), statistics.median(times[-third:])
+        return last / first if first else None
 
     def samples_per_second(self, batch_size: int) -> float | None:
         """Throughput of training: batch size over median step time plus median wait."""

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from mprun.compare.comparison import Estimate, Interval
+from mprun.compare.evaluate import compare
 from mprun.config.settings import Objective
 from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial
 from mprun.records.run_record import LossScaleRow, Summary
+from tests.compare.folders import run_of
 from tests.experiments import comparison, variant
 from tests.summaries import example
 
@@ -139,6 +141,42 @@ def test_peaks_that_are_the_same_are_told_apart_by_time() -> None:
     assert hardly.label == "fp32"
 
 
+def test_equal_peaks_are_not_told_apart_by_times_without_a_verdict() -> None:
+    reason = {"no_time_verdict": "page faults take 45 % of fp32's step"}
+    first = variant("a", time=(0.9, 0.8, 1.0), memory=0.5)
+    second = variant("b", time=(0.4, 0.3, 0.5), memory=0.501)
+    found = advise(comparison(first, replace(second, **reason)), {}, Objective.memory)
+    assert found.label == "a"
+    found = advise(
+        comparison(replace(first, **reason), replace(second, **reason)), {}, Objective.memory
+    )
+    assert found.label == "a"
+    assert found.rejected["b"].endswith("a needs as much, and their times have no verdict")
+
+
+def test_an_artefact_takes_no_mode_for_its_time() -> None:
+    """bf16 takes half of fp32's time, and 18 of fp32's 40 ms are page faults."""
+    runs = [
+        run_of(
+            name,
+            seed,
+            accuracy=0.95 + 0.01 * seed,
+            step_ms=ms * (1 + 0.001 * seed),
+            page_faults_per_step=faults,
+            hardware__page_fault_us=0.6,
+        )
+        for name, ms, faults in (("fp32", 40.0, 30_000), ("bf16_mixed", 20.0, 0))
+        for seed in range(3)
+    ]
+    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, Objective.time)
+    assert found.label == "fp32"
+    assert "0.50 measured, not proven (3 pairs; page faults take" in found.rejected["bf16_mixed"]
+    for run in runs:
+        run.summary.page_faults_per_step = 0.0
+    found = advise(compare(runs, margin=0.005, relative_margin=0.02), {}, Objective.time)
+    assert found.label == "bf16_mixed"
+
+
 def outcome(
     name: str, seed: int, ms: float, error: str | None = None, peak: int = 2**20
 ) -> Outcome:
@@ -159,6 +197,15 @@ def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
         "slow": "screened out after 2 pairs: 1.41, 1.41 of fp32's step time"
     }
     assert set(screened(rows, "fp32", Objective.time, pairs=1)) == {"slow", "new"}
+
+
+def test_a_mode_slowed_by_an_artefact_is_not_screened_out() -> None:
+    rows = [outcome(name, seed, ms) for name, ms in (("fp32", 10), ("x", 14)) for seed in range(2)]
+    for row in rows:
+        assert row.summary is not None
+        row.summary.hardware.page_fault_us = 1.0
+        row.summary.page_faults_per_step = 6000.0 if row.trial.variant == "x" else 0.0
+    assert screened(rows, "fp32", Objective.time, pairs=2) == {}
 
 
 def test_a_failed_mode_is_screened_out_and_the_baseline_never() -> None:

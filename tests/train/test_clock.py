@@ -50,6 +50,22 @@ def test_the_first_steps_are_warm_up(steps: int, warmup: int) -> None:
     assert (times.warmup, times.n) == (warmup, steps - warmup)
 
 
+@pytest.mark.parametrize(
+    ("steps", "drift"),
+    [(0, None), (32, None), (33, 28.5 / 8.5), (36, 31.0 / 9.0), (103, 88.0 / 26.0)],
+)
+def test_drift_is_the_last_third_over_the_first(steps: int, drift: float | None) -> None:
+    """Steps of 1, 2, ... ms: of 33, the thirds after the warm-up are 4 to 13 and 24 to 33."""
+    assert statistics_of(steps).drift() == pytest.approx(drift)
+
+
+def test_steps_of_no_time_have_no_drift() -> None:
+    statistics = StepStatistics()
+    for _ in range(60):
+        statistics.add(0.0, 0.0)
+    assert statistics.drift() is None
+
+
 def test_the_times_are_of_the_steps_after_the_warm_up() -> None:
     statistics = statistics_of(103)
     rest = np.arange(11, 104)
