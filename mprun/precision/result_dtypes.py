@@ -6,7 +6,7 @@ have given the result, and it refuses the mixtures of dtypes that the kernel ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -62,9 +62,9 @@ def result_dtype(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype
     Raises:
         RuntimeError: dtypes are mixed that the op's own kernel does not take together.
     """
-    leaves = tree_leaves((args, kwargs))
-    named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]
-    tensors = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    values = list(leaves((args, kwargs)))
+    named = [x for x in values if isinstance(x, torch.dtype) and x.is_floating_point]
+    tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
     if not any(d in LOW for d in (*named, *(t.dtype for t in tensors))):
         return None
     if named:
@@ -91,14 +91,42 @@ def widen(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
 
 
-def written(func: Any, call: Arguments, wide: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
-    """The 16-bit tensors an op writes to, each with the float32 one written instead."""
+def leaves(x: Any) -> Iterator[Any]:
+    """What the lists, tuples and mappings of an op's arguments hold."""
+    if isinstance(x, Mapping):
+        x = x.values()
+    elif not isinstance(x, list | tuple):
+        yield x
+        return
+    for value in x:
+        if isinstance(value, list | tuple | Mapping):
+            yield from leaves(value)
+        else:
+            yield value
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """An op's arguments with `function` applied to their leaves."""
+    if isinstance(x, Mapping):
+        return {key: mapped(function, value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return type(x)([mapped(function, value) for value in x])
+    return function(x)
+
+
+def written_arguments(func: Any) -> Iterator[tuple[int, str]]:
+    """Position and name of each argument that an op may write to."""
     for position, argument in enumerate(schema_of(func).arguments):
         marked = argument.alias_info is not None and argument.alias_info.is_write
-        if not marked and argument.name not in WRITES.get(func, ()):
-            continue
+        if marked or argument.name in WRITES.get(func, ()):
+            yield position, argument.name
+
+
+def written(func: Any, call: Arguments, wide: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
+    """The 16-bit tensors an op writes to, each with the float32 one written instead."""
+    for position, name in written_arguments(func):
         pair = [
-            args[position] if position < len(args) else kwargs.get(argument.name)
+            args[position] if position < len(args) else kwargs.get(name)
             for args, kwargs in (call, wide)
         ]
         for low, instead in zip(*map(tree_leaves, pair), strict=True):
