@@ -265,7 +265,7 @@ def _facts(func: Any) -> _Facts:
     name = func.name().removeprefix("aten::").partition(".")[0]
     may_open = name in OPENED or kernel_key(func, "cpu", False) is not None
     untouched = func.overloadpacket in UNTOUCHED
-    return _Facts(is_view, untouched, may_open, tuple(written_arguments(func)))
+    return _Facts(is_view, untouched, may_open, written_arguments(func))
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -325,7 +325,7 @@ class _EmulationMode(TorchDispatchMode):
             for low, wide in written(func, (args, kwargs), (wide_args, wide_kwargs)):
                 stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
         # Some kernels return an input as it is.
-        inputs = {storage_key(x) for x in leaves((wide_args, wide_kwargs)) if is_float32(x)}
+        inputs = {storage_key(x) for x in leaves(wide_args, wide_kwargs) if is_float32(x)}
 
         def finished(x: Any, dtype: torch.dtype) -> Any:
             if id(x) in stored:

@@ -7,7 +7,7 @@ have given the result, and it refuses the mixtures of dtypes that the kernel ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -62,13 +62,19 @@ def result_dtype(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype
     Raises:
         RuntimeError: dtypes are mixed that the op's own kernel does not take together.
     """
-    values = list(leaves((args, kwargs)))
-    named = [x for x in values if isinstance(x, torch.dtype) and x.is_floating_point]
-    tensors = [x for x in values if isinstance(x, Tensor) and x.is_floating_point()]
-    if not any(d in LOW for d in (*named, *(t.dtype for t in tensors))):
+    named, tensors, low = None, [], False
+    for x in leaves(args, kwargs):
+        if isinstance(x, Tensor):
+            if x.dtype.is_floating_point:
+                tensors.append(x)
+                low = low or x.dtype in LOW
+        elif isinstance(x, torch.dtype) and x.is_floating_point:
+            named = x
+            low = low or x in LOW
+    if not low:
         return None
-    if named:
-        return named[-1]
+    if named is not None:
+        return named
     _check_mixed(func.overloadpacket, [t.dtype for t in tensors])
     decisive = [t for t in tensors if t.dim()] or tensors
     return reduce(torch.promote_types, (t.dtype for t in decisive))
@@ -91,35 +97,38 @@ def widen(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
 
 
-def leaves(x: Any) -> Iterator[Any]:
-    """What the lists, tuples and mappings of an op's arguments hold."""
-    if isinstance(x, Mapping):
-        x = x.values()
-    elif not isinstance(x, list | tuple):
-        yield x
-        return
-    for value in x:
-        if isinstance(value, list | tuple | Mapping):
-            yield from leaves(value)
+def leaves(*arguments: Any) -> list[Any]:
+    """What lists, tuples and dictionaries of an op's arguments hold, however deep."""
+    values: list[Any] = []
+    for x in arguments:
+        if isinstance(x, list | tuple):
+            values.extend(x)
+        elif isinstance(x, dict):
+            values.extend(x.values())
         else:
-            yield value
+            values.append(x)
+    nested = any(isinstance(x, list | tuple | dict) for x in values)
+    return leaves(*values) if nested else values
 
 
 def mapped(function: Callable[[Any], Any], x: Any) -> Any:
-    """An op's arguments with `function` applied to their leaves."""
-    if isinstance(x, Mapping):
-        return {key: mapped(function, value) for key, value in x.items()}
+    """An op's arguments or results with `function` applied to their leaves."""
     if isinstance(x, list | tuple):
         return type(x)([mapped(function, value) for value in x])
+    if isinstance(x, dict):
+        return {key: mapped(function, value) for key, value in x.items()}
     return function(x)
 
 
-def written_arguments(func: Any) -> Iterator[tuple[int, str]]:
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each argument that an op may write to."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        if marked or argument.name in WRITES.get(func, ()):
-            yield position, argument.name
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema_of(func).arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in WRITES.get(func, ())
+    )
 
 
 def written(func: Any, call: Arguments, wide: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
