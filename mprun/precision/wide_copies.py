@@ -61,15 +61,14 @@ class WideCopies:
         return wide.as_strided(low.size(), low.stride(), low.storage_offset())
 
     def take(self, low: Tensor) -> Tensor | None:
-        """The copy of `low` for the caller alone, which may write to it; None where there is none.
+        """The copy of a whole `low` for the caller alone, which may write to it, or None.
 
         It is no copy any more.
         """
-        copy = self._valid(low)
-        if copy is None or copy.wide.shape != low.shape or copy.wide.stride() != low.stride():
-            return None
-        forget(low)
-        return copy.wide
+        wide = self.get(low) if is_whole(low) else None
+        if wide is not None:
+            forget(low)
+        return wide
 
     def _valid(self, low: Tensor) -> _Copy | None:
         storage = low.untyped_storage()
