@@ -23,7 +23,7 @@ EMULATED_FROM = 2.0
 emulation takes at most 1.4 times float32's; the margin is wide, so that no noise decides."""
 
 
-class Execution(NamedTuple):
+class ExecutionChoice(NamedTuple):
     """native or emulated, and why."""
 
     name: str
@@ -35,7 +35,7 @@ class Execution(NamedTuple):
 
 def choose_execution(
     wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
-) -> Execution:
+) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
     Args:
@@ -51,16 +51,16 @@ def choose_execution(
     if wanted != "auto" and wanted not in can:
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
     if wanted != "auto":
-        return Execution(wanted)
+        return ExecutionChoice(wanted)
     if can[0] == "emulated":
-        return Execution("emulated", why_emulated=reason)
+        return ExecutionChoice("emulated", why_emulated=reason)
     # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
     may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
     if device.type == "cpu" and may_emulate:
         times = slowdown(torch.bfloat16, device)
         if times >= EMULATED_FROM:
-            return Execution("emulated", times, _computed_in_float32(policy, times))
-    return Execution("native")
+            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times))
+    return ExecutionChoice("native")
 
 
 def _computed_in_float32(policy: Policy, times: float) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +75,7 @@ RECOMPUTED = (
 SITE = 2**32
 """Separates the random bits of results from those of optimizer updates."""
 
+CAST = next(iter(aten_packets("_to_copy"))).default
 ADDMM_ACTIVATION = next(iter(aten_packets("_addmm_activation"))).default
 OPENED = FAST_PATHS | {"_trilinear", "conv_tbc", "conv_tbc_backward"}
 # In-place ops and those with `out`, each with the op that returns what they write.
@@ -252,6 +252,7 @@ class _BlockedMode(TorchDispatchMode):
 class _Facts(NamedTuple):
     """What decides how the mode treats an op, found out once."""
 
+    op: Any
     is_view: bool
     untouched: bool
     may_open: bool
@@ -259,13 +260,18 @@ class _Facts(NamedTuple):
     """Arguments it may write to: position and name."""
 
 
-@cache
+_KNOWN: dict[int, _Facts] = {}
+"""By the op's `id`, because its hash takes long; the facts keep the op alive."""
+
+
 def _facts(func: Any) -> _Facts:
     is_view = func.is_view or torch.Tag.inplace_view in func.tags
     name = func.name().removeprefix("aten::").partition(".")[0]
     may_open = name in OPENED or kernel_key(func, "cpu", False) is not None
     untouched = func.overloadpacket in UNTOUCHED
-    return _Facts(is_view, untouched, may_open, written_arguments(func))
+    facts = _Facts(func, is_view, untouched, may_open, written_arguments(func))
+    _KNOWN[id(func)] = facts
+    return facts
 
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -292,7 +298,7 @@ class _EmulationMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        facts = _facts(func)
+        facts = _KNOWN.get(id(func)) or _facts(func)
         if facts.is_view:
             return func(*args, **kwargs)
         for position, name in facts.writes:
@@ -308,13 +314,15 @@ class _EmulationMode(TorchDispatchMode):
         if target is None:
             return func(*args, **kwargs)
         self._occurred.add(func)
-        if func is aten._to_copy.default and (result := self._cast(*args, **kwargs)):
+        if func is CAST and (result := self._cast(*args, **kwargs)):
             return result[0]
-        return self._compute(func, args, kwargs, target)
+        return self._compute(func, args, kwargs, target, facts.writes)
 
-    def _compute(self, func: Any, args: Any, kwargs: Mapping[str, Any], target: torch.dtype) -> Any:
+    def _compute(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], target: torch.dtype, writes: Any
+    ) -> Any:
         """The result of an op computed in float32, what the op would give in `target` rounded."""
-        writes, in_blocks = _facts(func).writes, self._partials and target == torch.float16
+        in_blocks = self._partials and target == torch.float16
         # What is written to must not be a copy that other ops read.
         widened = widen if writes or in_blocks else self._widened
         wide_args, wide_kwargs = mapped(widened, args), mapped(widened, kwargs)
@@ -341,8 +349,10 @@ class _EmulationMode(TorchDispatchMode):
 
     def _widened(self, x: Any) -> Any:
         """As `widen`, from a copy where there is one."""
-        if not isinstance(x, Tensor) or x.dtype not in LOW:
+        if not isinstance(x, Tensor):
             return widen(x)
+        if x.dtype not in LOW:
+            return x
         wide = self._copies.get(x) if is_plain(x) else None
         return x.float() if wide is None else wide
 

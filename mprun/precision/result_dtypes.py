@@ -19,6 +19,7 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, LOW, MA
 
 aten = torch.ops.aten
 
+_NESTED = (list, tuple, dict)
 Arguments = tuple[Any, Mapping[str, Any]]
 """Positional and keyword arguments."""
 
@@ -75,6 +76,9 @@ def result_dtype(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype
         return None
     if named is not None:
         return named
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) == 1:
+        return dtypes.pop()
     _check_mixed(func.overloadpacket, [t.dtype for t in tensors])
     decisive = [t for t in tensors if t.dim()] or tensors
     return reduce(torch.promote_types, (t.dtype for t in decisive))
@@ -101,23 +105,20 @@ def leaves(*arguments: Any) -> list[Any]:
     """What lists, tuples and dictionaries of an op's arguments hold, however deep."""
     values: list[Any] = []
     for x in arguments:
-        if isinstance(x, list | tuple):
-            values.extend(x)
-        elif isinstance(x, dict):
-            values.extend(x.values())
+        if isinstance(x, _NESTED):
+            values += leaves(*(x.values() if isinstance(x, dict) else x))
         else:
             values.append(x)
-    nested = any(isinstance(x, list | tuple | dict) for x in values)
-    return leaves(*values) if nested else values
+    return values
 
 
 def mapped(function: Callable[[Any], Any], x: Any) -> Any:
     """An op's arguments or results with `function` applied to their leaves."""
-    if isinstance(x, list | tuple):
-        return type(x)([mapped(function, value) for value in x])
+    if not isinstance(x, _NESTED):
+        return function(x)
     if isinstance(x, dict):
         return {key: mapped(function, value) for key, value in x.items()}
-    return function(x)
+    return type(x)([mapped(function, v) if isinstance(v, _NESTED) else function(v) for v in x])
 
 
 @cache

@@ -27,7 +27,7 @@ ATTRIBUTE = "_mprun_wide_copy"
 """The attribute of a storage that holds its copy."""
 
 
-class _Copy(NamedTuple):
+class _WideCopy(NamedTuple):
     wide: Tensor
     """As many float32 numbers as the storage has of 16 bits, in the same order."""
     writes: int
@@ -47,7 +47,7 @@ class WideCopies:
 
     def keep(self, low: Tensor, wide: Tensor) -> None:
         """`wide` has the values of `low`, its strides, and a storage of its own; both are whole."""
-        copy = _Copy(wide, write_count(low), self, self._generation)
+        copy = _WideCopy(wide, write_count(low), self, self._generation)
         setattr(low.untyped_storage(), ATTRIBUTE, copy)
 
     def get(self, low: Tensor) -> Tensor | None:
@@ -70,9 +70,9 @@ class WideCopies:
             forget(low)
         return wide
 
-    def _valid(self, low: Tensor) -> _Copy | None:
+    def _valid(self, low: Tensor) -> _WideCopy | None:
         storage = low.untyped_storage()
-        copy: _Copy | None = getattr(storage, ATTRIBUTE, None)
+        copy: _WideCopy | None = getattr(storage, ATTRIBUTE, None)
         if copy is None or copy.owner is not self or copy.generation != self._generation:
             return None
         resized = copy.wide.numel() * low.element_size() != storage.nbytes()
@@ -106,4 +106,4 @@ def is_whole(x: Tensor) -> bool:
 def is_plain(x: Tensor) -> bool:
     """Whether `x` is a CPU tensor with memory of its own, which a C kernel can read."""
     kind = type(x) is Tensor or type(x) is torch.nn.Parameter
-    return kind and x.device.type == "cpu" and x.layout is torch.strided
+    return kind and x.is_cpu and x.layout is torch.strided
