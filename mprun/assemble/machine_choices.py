@@ -20,7 +20,7 @@ def choose_device(wanted: str) -> torch.device:
 
 EMULATED_FROM = 2.0
 """How many times as long as float32 native kernels take where emulation is taken instead. A step of
-emulation takes at most 1.4 times float32's; the margin is wide, so that no noise decides."""
+emulation takes about 1.4 times float32's; the margin is wide, so that noise rarely decides."""
 
 
 class ExecutionChoice(NamedTuple):
