@@ -103,6 +103,12 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mprun.run.footprint", _remembered_footprint)
 
 
+@pytest.fixture(autouse=True)
+def native_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`execution=auto` takes native bfloat16 kernels, however slow they are where tests run."""
+    monkeypatch.setattr("mprun.assemble.machine_choices.slowdown", lambda dtype, device: 0.5)
+
+
 def _remembered_footprint(plan: Plan) -> dict[str, int]:
     config = plan.config
     train = dataclasses.replace(config.train, max_steps=None, init_from=None)

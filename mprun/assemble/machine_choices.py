@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from mprun.errors import UsageError
-from mprun.precision import Policy, accelerated, has_tf32
+from mprun.precision import Policy, accelerated, has_tf32, slowdown
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -16,12 +18,57 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if available and wanted != "cpu" else "cpu")
 
 
-def choose_execution(wanted: str, policy: Policy, device: torch.device) -> str:
-    """native or emulated: what was asked for, else native if it is possible."""
+EMULATED_FROM = 2.0
+"""How many times as long as float32 native kernels take where emulation is taken instead. A step of
+emulation takes about 1.4 times float32's; the margin is wide, so that noise rarely decides."""
+
+
+class ExecutionChoice(NamedTuple):
+    """native or emulated, and why."""
+
+    name: str
+    slowdown: float | None = None
+    """How many times as long as float32 the native kernels take here, if that decided."""
+    why_emulated: str | None = None
+    """A sentence; None for native execution, and where the user chose."""
+
+
+def choose_execution(
+    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+) -> ExecutionChoice:
+    """What was asked for; else native execution where it is possible and no slower than emulation.
+
+    Args:
+        wanted: auto, native or emulated.
+        policy: the mode.
+        device: where.
+        speed: `speed=plain` takes the native kernels at any speed.
+
+    Raises:
+        UsageError: the execution asked for is impossible.
+    """
     can, reason = executions(policy, device)
     if wanted != "auto" and wanted not in can:
         raise UsageError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
-    return can[0] if wanted == "auto" else wanted
+    if wanted != "auto":
+        return ExecutionChoice(wanted)
+    if can[0] == "emulated":
+        return ExecutionChoice("emulated", why_emulated=reason)
+    # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
+    may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
+    if device.type == "cpu" and may_emulate:
+        times = slowdown(torch.bfloat16, device)
+        if times >= EMULATED_FROM:
+            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times))
+    return ExecutionChoice("native")
+
+
+def _computed_in_float32(policy: Policy, times: float) -> str:
+    dtype = policy.compute_dtype
+    return (
+        f"{dtype} is computed in float32 and rounded: native {dtype} kernels here take "
+        f"{times:.1f} times as long as float32 (execution=native takes them)"
+    )
 
 
 def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:

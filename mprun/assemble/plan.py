@@ -123,7 +123,9 @@ def make_plan(
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices)
     device = choose_device(earlier.get("device", config.device.name))
-    execution = choose_execution(earlier.get("execution", config.execution.name), policy, device)
+    wanted = earlier.get("execution", config.execution.name)
+    chosen = choose_execution(wanted, policy, device, config.speed.name)
+    execution = chosen.name
     layers = choose_layers(config, recipe, policy)
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
@@ -150,7 +152,8 @@ def make_plan(
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
     displaced = displaced_ops(config, device, resumed)
-    notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced)
+    emulated = chosen.why_emulated if chosen.slowdown is not None else None
+    notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced, emulated)
     warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
     warnings += unknown_names(op_lists.unknown) if op_lists else []
     return Plan(

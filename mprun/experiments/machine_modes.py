@@ -8,7 +8,7 @@ from typing import Literal, cast
 import torch
 
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.machine_choices import choose_execution, choose_fp32_fallback, executions
+from mprun.assemble.machine_choices import choose_execution, choose_fp32_fallback
 from mprun.assemble.precision_parts import arithmetic_for
 from mprun.config import Config, compose
 from mprun.config.validate import loss_scale_kind
@@ -50,7 +50,8 @@ def _rows(
     fp32_fallback: dict[tuple[str, str], str] = {}
     for config in configs:
         policy = build_policy(config)
-        execution = choose_execution(config.execution.name, policy, device)
+        chosen = choose_execution(config.execution.name, policy, device, config.speed.name)
+        execution = chosen.name
         alike = (policy.compute_dtype, execution)
         if alike not in fp32_fallback:
             fp32_fallback[alike] = choose_fp32_fallback(
@@ -63,7 +64,7 @@ def _rows(
             name=policy.name,
             format=format_of(policy),
             execution=cast(Literal["native", "emulated"], execution),
-            why_emulated=None if native else executions(policy, device)[1],
+            why_emulated=chosen.why_emulated,
             accelerated=accelerated.get(policy.compute_dtype) if native else None,
             substituted=[op for op, name in ATEN.items() if name in substituted],
             loss_scale=loss_scale_kind(config, ()),

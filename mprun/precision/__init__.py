@@ -22,7 +22,7 @@ from mprun.precision.loss_scale import (
 )
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
-from mprun.precision.rates import accelerated
+from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import backend_flags, has_tf32
 from mprun.precision.tf32 import EmulatedTf32, round_to_tf32
 from mprun.precision.update import Clip
@@ -55,4 +55,5 @@ __all__ = [
     "op_lists",
     "round_to_tf32",
     "same_rounding",
+    "slowdown",
 ]

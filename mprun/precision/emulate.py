@@ -21,13 +21,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from mprun._torch import TorchDispatchMode, aten_packets, dispatch_modes, in_recomputation, tree_map
+from mprun._torch import (
+    TorchDispatchMode,
+    aten_packets,
+    dispatch_modes,
+    in_recomputation,
+    kernel_key,
+    storage_key,
+    tree_map,
+)
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
@@ -41,9 +49,20 @@ from mprun.precision.products import (
     unfused,
     variants,
 )
-from mprun.precision.random_bits import key
-from mprun.precision.result_dtypes import NORMS, UNTOUCHED, result_dtype, widen, written
-from mprun.precision.rounding import round_nearest, stochastic
+from mprun.precision.random_bits import BLOCK as MOST
+from mprun.precision.random_bits import Key, key
+from mprun.precision.result_dtypes import (
+    NORMS,
+    UNTOUCHED,
+    leaves,
+    mapped,
+    result_dtype,
+    widen,
+    written,
+    written_arguments,
+)
+from mprun.precision.rounding import round_nearest, round_twice, stochastic
+from mprun.precision.wide_copies import WideCopies, forget, is_dense, is_plain, is_whole
 
 aten = torch.ops.aten
 
@@ -56,6 +75,7 @@ RECOMPUTED = (
 SITE = 2**32
 """Separates the random bits of results from those of optimizer updates."""
 
+CAST = next(iter(aten_packets("_to_copy"))).default
 ADDMM_ACTIVATION = next(iter(aten_packets("_addmm_activation"))).default
 OPENED = FAST_PATHS | {"_trilinear", "conv_tbc", "conv_tbc_backward"}
 # In-place ops and those with `out`, each with the op that returns what they write.
@@ -92,6 +112,7 @@ class Emulated16(Arithmetic):
         self._partials = partials == "float16"
         self._seed = seed
         self._step: int | None = None
+        self.copies = WideCopies()
         self.site = 0
         """Results of the step that were rounded so far."""
         self.warns = True
@@ -99,23 +120,54 @@ class Emulated16(Arithmetic):
 
     def begin_step(self, step: int) -> None:
         self._step, self.site = step, 0
+        self.copies.invalidate()
 
     def end_step(self) -> None:
         self._step = None
+        self.copies.invalidate()
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """`x` rounded to `dtype`."""
         x = x.float()  # a float64 passes through float32
-        if self._step is None or not self._stochastic:
+        bits = self._next_key()
+        if bits is None:
             return round_nearest(x, dtype, self._overflow)
+        return stochastic(x, dtype, bits, self._overflow)
+
+    def round_and_keep(self, x: Tensor, dtype: torch.dtype, ours: bool) -> Tensor:
+        """As `round`; a float32 copy of the result is kept where that costs no pass of its own.
+
+        Args:
+            x: float32.
+            dtype: float16 or bfloat16.
+            ours: nobody else needs the memory of `x`, if `x` is all of it: the copy takes it.
+        """
+        if not is_plain(x) or x.numel() > MOST or not is_dense(x):
+            return self.round(x, dtype)
+        wide = x if ours and is_whole(x) else torch.empty_like(x)
+        bits = self._next_key()
+        low = round_twice(x, dtype, bits, self._overflow, wide)
+        if low is not None:
+            self.copies.keep(low, wide)
+            return low
+        if bits is None:
+            return round_nearest(x, dtype, self._overflow)
+        return stochastic(x, dtype, bits, self._overflow)
+
+    def _next_key(self) -> Key | None:
+        """What the bits of the next rounding depend on; None if it is to nearest."""
+        if self._step is None or not self._stochastic:
+            return None
         if self.warns and in_recomputation():
             self.warns = False
-            warnings.warn(RECOMPUTED, stacklevel=2)
+            warnings.warn(RECOMPUTED, stacklevel=3)
         self.site += 1
-        return stochastic(x, dtype, key(self._seed, self._step, SITE, self.site), self._overflow)
+        return key(self._seed, self._step, SITE, self.site)
 
     @contextmanager
     def region(self) -> Iterator[None]:
+        if self._step is None:
+            self.copies.invalidate()
         # Fused attention would hide its results from the mode, and so would one in float32.
         cuda: Any = torch.backends.cuda
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
@@ -197,48 +249,126 @@ class _BlockedMode(TorchDispatchMode):
         return tree_map(lambda x: x.half() if isinstance(x, Tensor) else x, result)
 
 
+class _Facts(NamedTuple):
+    """What decides how the mode treats an op, found out once."""
+
+    op: Any
+    is_view: bool
+    untouched: bool
+    may_open: bool
+    writes: tuple[tuple[int, str], ...]
+    """Arguments it may write to: position and name."""
+
+
+_KNOWN: dict[int, _Facts] = {}
+"""By the op's `id`, because its hash takes long; the facts keep the op alive."""
+
+
+def _facts(func: Any) -> _Facts:
+    is_view = func.is_view or torch.Tag.inplace_view in func.tags
+    name = func.name().removeprefix("aten::").partition(".")[0]
+    may_open = name in OPENED or kernel_key(func, "cpu", False) is not None
+    untouched = func.overloadpacket in UNTOUCHED
+    facts = _Facts(func, is_view, untouched, may_open, written_arguments(func))
+    _KNOWN[id(func)] = facts
+    return facts
+
+
+def _called(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _forget_all(argument: Any) -> None:
+    for x in leaves(argument):
+        if isinstance(x, Tensor) and x.dtype in LOW and is_plain(x):
+            forget(x)
+
+
 class _EmulationMode(TorchDispatchMode):
     def __init__(self, arithmetic: Emulated16, partials: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.arithmetic = arithmetic
         self._round = arithmetic.round
+        self._round_and_keep = arithmetic.round_and_keep
+        self._copies = arithmetic.copies
         self._occurred = arithmetic.occurred
         self._partials = partials
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        moves = func.is_view or torch.Tag.inplace_view in func.tags
-        if moves or func.overloadpacket in UNTOUCHED:
+        kwargs = kwargs or {}
+        facts = _KNOWN.get(id(func)) or _facts(func)
+        if facts.is_view:
+            return func(*args, **kwargs)
+        for position, name in facts.writes:
+            _forget_all(args[position] if position < len(args) else kwargs.get(name))
+        if facts.untouched:
             return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
-        if (kernel := opened(func, args, OPENED)) is not None:
+        if facts.may_open and (kernel := opened(func, args, OPENED)) is not None:
             with self:
                 return kernel(*args, **kwargs)
         target = result_dtype(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)
         self._occurred.add(func)
-        wide_args, wide_kwargs = tree_map(widen, args), tree_map(widen, kwargs)
-        if self._partials and target == torch.float16:
-            result = self._in_blocks(func, wide_args, wide_kwargs)
-        else:
-            result = func(*wide_args, **wide_kwargs)
+        if func is CAST and (result := self._cast(*args, **kwargs)):
+            return result[0]
+        return self._compute(func, args, kwargs, target, facts.writes)
+
+    def _compute(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], target: torch.dtype, writes: Any
+    ) -> Any:
+        """The result of an op computed in float32, what the op would give in `target` rounded."""
+        in_blocks = self._partials and target == torch.float16
+        # What is written to must not be a copy that other ops read.
+        widened = widen if writes or in_blocks else self._widened
+        wide_args, wide_kwargs = mapped(widened, args), mapped(widened, kwargs)
+        call = self._in_blocks if in_blocks else _called
+        result = call(func, wide_args, wide_kwargs)
         stored: dict[int, Tensor] = {}
-        for low, wide in written(func, (args, kwargs), (wide_args, wide_kwargs)):
-            stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
+        if writes:
+            for low, wide in written(func, (args, kwargs), (wide_args, wide_kwargs)):
+                stored[id(wide)] = low.copy_(self._round(wide, low.dtype))
+        # Some kernels return an input as it is.
+        inputs = {storage_key(x) for x in leaves(wide_args, wide_kwargs) if is_float32(x)}
 
         def finished(x: Any, dtype: torch.dtype) -> Any:
             if id(x) in stored:
                 return stored[id(x)]
-            return self._round(x, dtype) if is_float32(x) and dtype in LOW else x
+            if not is_float32(x) or dtype not in LOW:
+                return x
+            return self._round_and_keep(x, dtype, ours=storage_key(x) not in inputs)
 
         if func.overloadpacket in NORMS:
             first, *others = result
             return (finished(first, args[0].dtype), *(finished(x, target) for x in others))
-        return tree_map(lambda x: finished(x, target), result)
+        return mapped(lambda x: finished(x, target), result)
+
+    def _widened(self, x: Any) -> Any:
+        """As `widen`, from a copy where there is one."""
+        if not isinstance(x, Tensor):
+            return widen(x)
+        if x.dtype not in LOW:
+            return x
+        wide = self._copies.get(x) if is_plain(x) else None
+        return x.float() if wide is None else wide
+
+    def _cast(self, x: Tensor, **options: Any) -> tuple[Tensor] | None:
+        """`x` in another dtype by one pass, alone in a tuple; None where it is no mere cast."""
+        dtype, device = options.get("dtype"), options.get("device") or x.device
+        known = options.keys() <= {"dtype", "layout", "device"}
+        strided = options.get("layout") in (None, torch.strided)
+        if not (known and strided and device == x.device and is_plain(x)):
+            return None
+        if x.dtype in LOW and dtype == torch.float32:
+            wide = self._copies.take(x)
+            return (x.float() if wide is None else wide,)
+        if x.dtype == torch.float32 and dtype in LOW:
+            return (self._round_and_keep(x, dtype, ours=False),)
+        return None
 
     def _in_blocks(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The float32 result of an op, its products added up in float16 where it has any."""

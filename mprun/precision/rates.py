@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ SAMPLE_S = 1e-3
 """Seconds for which calls are repeated to get one time."""
 ROUNDS = 9
 """Rounds of `accelerated`."""
+TRIAL_ROUNDS = 5
+"""Rounds of `slowdown`."""
 SIDE = {"cpu": 256, "cuda": 2048}
 """Sizes of its matmul: one that takes a slow kernel milliseconds, one that fills a GPU."""
 
@@ -174,6 +177,24 @@ def accelerated(
         pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
         single, other = alternate(pair, ROUNDS)
     return min(other) < tolerance * min(single)
+
+
+@cache
+def slowdown(dtype: torch.dtype, device: torch.device) -> float:
+    """How many times as long as float32 `dtype` takes here, by a trial of a fraction of a second.
+
+    The geometric mean over a matmul, a convolution and its gradients, each by the fastest of a few
+    rounds, in one thread (see `accelerated`). A process tries once, so that its runs agree.
+    """
+    ratios = []
+    with in_threads(1):
+        for op in (matmul(128), convolution(4, 16, 16), convolution_backward(4, 16, 16)):
+            pair = [
+                timer(op, d, device, images=torch.channels_last) for d in (torch.float32, dtype)
+            ]
+            single, other = alternate(pair, TRIAL_ROUNDS)
+            ratios.append(min(other) / min(single))
+    return math.prod(ratios) ** (1 / len(ratios))
 
 
 def speedups(base: Sequence[float], other: Sequence[float]) -> list[float]:

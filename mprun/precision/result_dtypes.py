@@ -6,8 +6,8 @@ have given the result, and it refuses the mixtures of dtypes that the kernel ref
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, LOW, MA
 
 aten = torch.ops.aten
 
+_NESTED = (list, tuple, dict)
 Arguments = tuple[Any, Mapping[str, Any]]
 """Positional and keyword arguments."""
 
@@ -62,13 +63,22 @@ def result_dtype(func: Any, args: Any, kwargs: Mapping[str, Any]) -> torch.dtype
     Raises:
         RuntimeError: dtypes are mixed that the op's own kernel does not take together.
     """
-    leaves = tree_leaves((args, kwargs))
-    named = [x for x in leaves if isinstance(x, torch.dtype) and x.is_floating_point]
-    tensors = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-    if not any(d in LOW for d in (*named, *(t.dtype for t in tensors))):
+    named, tensors, low = None, [], False
+    for x in leaves(args, kwargs):
+        if isinstance(x, Tensor):
+            if x.dtype.is_floating_point:
+                tensors.append(x)
+                low = low or x.dtype in LOW
+        elif isinstance(x, torch.dtype) and x.is_floating_point:
+            named = x
+            low = low or x in LOW
+    if not low:
         return None
-    if named:
-        return named[-1]
+    if named is not None:
+        return named
+    dtypes = {t.dtype for t in tensors}
+    if len(dtypes) == 1:
+        return dtypes.pop()
     _check_mixed(func.overloadpacket, [t.dtype for t in tensors])
     decisive = [t for t in tensors if t.dim()] or tensors
     return reduce(torch.promote_types, (t.dtype for t in decisive))
@@ -91,14 +101,42 @@ def widen(x: Any) -> Any:
     return torch.float32 if isinstance(x, torch.dtype) and x in LOW else x
 
 
+def leaves(*arguments: Any) -> list[Any]:
+    """What lists, tuples and dictionaries of an op's arguments hold, however deep."""
+    values: list[Any] = []
+    for x in arguments:
+        if isinstance(x, _NESTED):
+            values += leaves(*(x.values() if isinstance(x, dict) else x))
+        else:
+            values.append(x)
+    return values
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """An op's arguments or results with `function` applied to their leaves."""
+    if not isinstance(x, _NESTED):
+        return function(x)
+    if isinstance(x, dict):
+        return {key: mapped(function, value) for key, value in x.items()}
+    return type(x)([mapped(function, v) if isinstance(v, _NESTED) else function(v) for v in x])
+
+
+@cache
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an op may write to."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(schema_of(func).arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name in WRITES.get(func, ())
+    )
+
+
 def written(func: Any, call: Arguments, wide: Arguments) -> Iterator[tuple[Tensor, Tensor]]:
     """The 16-bit tensors an op writes to, each with the float32 one written instead."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        marked = argument.alias_info is not None and argument.alias_info.is_write
-        if not marked and argument.name not in WRITES.get(func, ()):
-            continue
+    for position, name in written_arguments(func):
         pair = [
-            args[position] if position < len(args) else kwargs.get(argument.name)
+            args[position] if position < len(args) else kwargs.get(name)
             for args, kwargs in (call, wide)
         ]
         for low, instead in zip(*map(tree_leaves, pair), strict=True):

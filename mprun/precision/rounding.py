@@ -37,7 +37,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -198,31 +198,73 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinit
     rounded = torch.empty_like(x, dtype=dtype)
     flat, out = x.view(-1), rounded.view(-1)
     in_c = x.device.type == "cpu" and kernels.why_not() is None
-    kernel = _kernel(dtype, overflow) if in_c else None
-    by = _eagerly if kernel is None else partial(_in_c, kernel)
+    library = _library(dtype, overflow) if in_c else None
+    by = _eagerly if library is None else partial(_in_c, library.stochastic)
     for start in range(0, flat.numel(), BLOCK):
         stop = start + BLOCK
         by(flat[start:stop], out[start:stop], key.at(start), overflow)
     return rounded.permute([order.index(d) for d in range(len(order))])
 
 
+def round_twice(
+    x: Tensor, dtype: torch.dtype, key: Key | None, overflow: str, wide: Tensor
+) -> Tensor | None:
+    """`x` rounded to `dtype`; the same numbers are written to `wide`, which may be `x` itself.
+
+    Args:
+        x: float32 on the CPU, dense, at most `BLOCK` numbers.
+        dtype: float16 or bfloat16.
+        key: of the random bits of stochastic rounding; None rounds to nearest.
+        overflow: infinity or saturate.
+        wide: float32, in the layout of `x`.
+
+    Returns:
+        The rounded numbers in the layout of `x`, with the bits of `stochastic` or `round_nearest`;
+        None where there is no compiler, and `wide` is unchanged.
+    """
+    library = _library(dtype, overflow) if kernels.why_not() is None else None
+    if library is None:
+        return None
+    rounded = torch.empty_like(x, dtype=dtype)
+    count = x.numel()
+    pointers = x.data_ptr(), rounded.data_ptr(), wide.data_ptr()
+    if key is None:
+        library.nearest_twice(*pointers, count, threads_for(count))
+    else:
+        library.stochastic_twice(*pointers, count, *key, threads_for(count))
+    return rounded
+
+
 def _in_c(kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
     kernel(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads_for(x.numel()))
 
 
+class _Kernels(NamedTuple):
+    """The functions of `round.c`."""
+
+    stochastic: Callable[..., None]
+    stochastic_twice: Callable[..., None]
+    nearest_twice: Callable[..., None]
+
+
 @lru_cache
-def _kernel(dtype: torch.dtype, overflow: str) -> Callable[..., None] | None:
+def _library(dtype: torch.dtype, overflow: str) -> _Kernels | None:
     defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
     if overflow == "saturate":
         defines["SATURATE"] = None
     library = kernels.load_or_warn("round.c", defines)
     if library is None:
         return None
-    kernel: Any = library.round_stochastic
-    pointer, word = ctypes.c_void_p, ctypes.c_uint32
-    kernel.argtypes = [pointer, pointer, ctypes.c_int64, word, word, word, ctypes.c_int]
-    kernel.restype = None
-    return kernel  # type: ignore[no-any-return]
+    pointer, count, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+    arguments = {
+        "round_stochastic": [pointer, pointer, count, word, word, word, ctypes.c_int],
+        "round_stochastic_twice": [pointer, pointer, pointer, count, word, word, ctypes.c_int],
+        "round_nearest_twice": [pointer, pointer, pointer, count, ctypes.c_int],
+    }
+    for name, types in arguments.items():
+        function: Any = getattr(library, name)
+        function.argtypes, function.restype = types, None
+    return _Kernels(*(getattr(library, name) for name in arguments))
 
 
 def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:

@@ -28,8 +28,13 @@ _KEEP = "set it to keep its memory"
 
 
 def slow_dtype_warning(summary: Summary) -> str | None:
-    """A sentence if float32 is faster than the mode's dtype on this machine, or None."""
+    """A sentence if float32 is faster than the mode's dtype on this machine, or None.
+
+    Emulation computes in float32, and what chose it has said why.
+    """
     dtype = summary.requested.compute_dtype
+    if summary.execution == "emulated":
+        return None
     if summary.hardware.accelerated.get(dtype, True):
         return None
     return (

@@ -46,7 +46,7 @@ KEY = key(1, 2, 3, 0)
 def clear_caches() -> None:
     for cached in (
         *(kernels.why_not, kernels._load, kernels.cache_folder),
-        rounding_module._kernel,
+        rounding_module._library,
     ):
         cached.cache_clear()
 

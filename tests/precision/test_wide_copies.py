@@ -1,0 +1,234 @@
+"""Float32 copies in emulation: always of the value of the 16-bit tensor, and no bit changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mprun import kernels
+from mprun.precision import Emulated16, emulate
+from mprun.precision.random_bits import key
+from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
+from mprun.precision.wide_copies import WideCopies, is_dense, is_whole
+
+LOW = [torch.float16, torch.bfloat16]
+COMPILED = pytest.mark.skipif(kernels.why_not() is not None, reason="copies come from a C loop")
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the loop ----------------------------------------------------------------------------------
+
+
+def hard_numbers() -> Tensor:
+    """Numbers of every exponent and both signs, ties, overflows, zeros and infinities."""
+    exponents = torch.arange(-149.0, 128.0, dtype=torch.float64)
+    mantissas = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1.9999, 1 + 2**-23])
+    x = (2.0 ** exponents[:, None] * mantissas.double()).float().flatten()
+    special = torch.tensor([0.0, math.inf, 65504.0, 65519.0, 65520.0, 65536.0])
+    return torch.cat([x, -x, special, -special, normal(4096)])
+
+
+@COMPILED
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_loop_rounds_like_the_others_and_widens_exactly(
+    rounding: str, dtype: torch.dtype, overflow: str
+) -> None:
+    x, bits = hard_numbers(), None if rounding == "nearest" else key(1, 2, 3)
+    if bits is None:
+        expected = round_nearest(x, dtype, overflow)
+    else:
+        expected = stochastic(x, dtype, bits, overflow)
+    for wide in (torch.empty_like(x), x.clone()):
+        source = x if wide.data_ptr() != x.data_ptr() else wide
+        low = round_twice(source, dtype, bits, overflow, wide)
+        assert low is not None
+        assert torch.equal(low.view(torch.int16), expected.view(torch.int16))
+        assert torch.equal(wide.view(torch.int32), low.float().view(torch.int32))
+    inplace = x.clone()
+    low = round_twice(inplace, dtype, bits, overflow, inplace)
+    assert low is not None
+    assert torch.equal(low.view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(inplace, low.float())
+
+
+@COMPILED
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_a_nan_stays_one(dtype: torch.dtype) -> None:
+    x = torch.tensor([math.nan, -math.nan, 1.0])
+    low = round_twice(x, dtype, None, "infinity", x)
+    assert low is not None
+    assert low.isnan().tolist() == x.isnan().tolist() == [True, True, False]
+
+
+# ---- when a copy is valid ----------------------------------------------------------------------
+
+
+def kept(copies: WideCopies, *shape: int) -> Tensor:
+    low = normal(*shape).bfloat16()
+    copies.keep(low, low.float())
+    return low
+
+
+def is_copy(wide: Tensor | None, low: Tensor) -> bool:
+    expected = low.float()
+    return wide is not None and torch.equal(wide, expected) and wide.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[2:],
+        lambda x: x.view(3, 8),
+        lambda x: x.detach(),
+        lambda x: x.unsqueeze(1),
+    ],
+)
+def test_views_share_the_copy_of_their_storage(view: Callable[[Tensor], Tensor]) -> None:
+    copies = WideCopies()
+    low = view(kept(copies, 6, 4))
+    assert is_copy(copies.get(low), low)
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 1:], lambda x: x[:1].expand(6, 4)])
+def test_a_view_with_gaps_or_overlaps_has_none(view: Callable[[Tensor], Tensor]) -> None:
+    copies = WideCopies()
+    assert copies.get(view(kept(copies, 6, 4))) is None  # its `float()` is laid out differently
+
+
+def test_a_write_a_new_generation_and_another_owner_end_a_copy() -> None:
+    copies = WideCopies()
+    low = kept(copies, 4)
+    assert WideCopies().get(low) is None
+    low[1:].mul_(2)
+    assert copies.get(low) is None
+    low = kept(copies, 4)
+    copies.invalidate()
+    assert copies.get(low) is None
+
+
+def test_a_copy_is_taken_once_and_by_its_whole_tensor_alone() -> None:
+    copies = WideCopies()
+    low = kept(copies, 6, 4)
+    assert copies.take(low[2:]) is None
+    low = low.t()
+    wide = copies.take(low)
+    assert is_copy(wide, low)
+    assert copies.take(low) is None
+    assert copies.get(low) is None
+
+
+def test_dense_and_whole() -> None:
+    x = torch.zeros(2, 3, 4, 5)
+    images = x.contiguous(memory_format=torch.channels_last)
+    assert all(is_dense(y) for y in (x, images, x.transpose(0, 3), x[1:], x[:0], torch.tensor(1)))
+    assert not any(is_dense(y) for y in (x[:, 1:], x[:1].expand(2, 3, 4, 5), x[..., ::2]))
+    assert is_whole(images)
+    assert is_whole(x.transpose(0, 3))
+    assert not is_whole(x[1:])
+
+
+# ---- emulation with and without copies ---------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Ops that move, select, view, write in place and through `.data`, between ops that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
+        self.fc = nn.Linear(36, 8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        x = self.norm(x).flatten(1)
+        x = F.dropout(self.fc(x), 0.0, training=True)
+        y = x * 1.5
+        y.add_(x)  # what `x * 1.5` kept is stale now
+        y = y + 0.5
+        with torch.no_grad():
+            y.data.mul_(1.25)  # not counted as a write to `y`
+        y = y.sin()
+        y = torch.cat([y[:, 4:], y[:, :4]], 1).exp() * y.t().t()
+        z = self.out(y).float()
+        z = z.add(1) + self.out(y).float().mul_(2)
+        return self.out(z.clamp(-3, 3).to(y.dtype)).relu_() * z
+
+
+def trained(dtype: torch.dtype, rounding: str, casts: bool) -> list[Tensor]:
+    """The output and the gradients of two steps of two micro-batches, and an evaluation."""
+    torch.manual_seed(0)
+    model, arithmetic = Mixed(), Emulated16(rounding, "infinity", "float32", 0)
+    if not casts:
+        model = model.to(dtype)
+    results: list[Tensor] = []
+    for step in (1, 2):
+        arithmetic.begin_step(step)
+        for part in range(2):
+            x = normal(3, 2, 8, 8, seed=10 * step + part)
+            with arithmetic.region():
+                with torch.autocast("cpu", dtype, enabled=casts):
+                    output = model(x if casts else x.to(dtype))
+                loss = output.float().square().mean()
+            with arithmetic.region():
+                loss.backward()
+        arithmetic.end_step()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                results.append(p.grad.clone())
+                p.data.add_(p.grad, alpha=-0.1)
+                p.grad = None
+    with torch.inference_mode(), arithmetic.region():
+        results.append(model(normal(3, 2, 8, 8).to(torch.float32 if casts else dtype)).clone())
+    return [output.detach(), *results]
+
+
+@COMPILED
+@pytest.mark.filterwarnings("ignore:dropout")
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_copies_change_no_bit(
+    dtype: torch.dtype, rounding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = [False] if rounding == "stochastic" else [False, True]
+    with_copies = [trained(dtype, rounding, casts) for casts in modes]
+    rounded: list[int] = []
+
+    def without(x: Tensor, *_: object) -> None:
+        rounded.append(x.numel())
+
+    monkeypatch.setattr(emulate, "round_twice", without)
+    plain = [trained(dtype, rounding, casts) for casts in modes]
+    assert rounded
+    for ours, expected in zip(with_copies, plain, strict=True):
+        assert all(map(torch.equal, ours, expected))
+
+
+@COMPILED
+def test_no_weight_or_activation_is_widened_by_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    arithmetic = Emulated16("nearest", "infinity", "float32", 0)
+    widened: list[int] = []
+    actual = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: widened.append(x.numel()) or actual(x))
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    arithmetic.begin_step(1)
+    with arithmetic.region():
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(normal(2, 5))
+        output.sum().backward()
+    assert not {5 * 7, 7 * 3, 2 * 5, 2 * 7} & {*widened}
+    assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == [torch.float32] * 4
