@@ -3,14 +3,13 @@
 glibc gives memory at the top of its heap back to the system and faults it in again, or does not,
 depending on what small object happens to lie there: with several models in one process that is a
 lottery worth up to half a step (8,000 page faults a step in one loop and none in the other,
-changing sides with the length of the blocks). So `keep_the_heap` switches it off, for both. What a
-user has without asking is the heap as it is: where it matters, a benchmark measures under both
-`HEAPS`, in processes of their own, because glibc reads its environment once.
+changing sides with the length of the blocks). So benchmarks call `steady_heap`, for both sides.
+What a user has without asking is the heap as it is: where it matters, a benchmark measures under
+both `HEAPS`, in processes of their own, because glibc reads its environment once.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import statistics
@@ -66,15 +65,6 @@ def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]
     rng = random.Random(0)
     ratios = sorted(ratio([rng.randrange(n) for _ in range(n)]) for _ in range(RESAMPLES))
     return ratios[int(0.025 * RESAMPLES)], ratios[int(0.975 * RESAMPLES)]
-
-
-def keep_the_heap() -> None:
-    """Make glibc neither trim its heap nor map large blocks apart (mallopt(3))."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        m_trim_threshold, m_mmap_max = -1, -4
-        libc.mallopt(m_trim_threshold, 2**31 - 1)
-        libc.mallopt(m_mmap_max, 0)
 
 
 def heap_environment(heap: str) -> dict[str, str]:

@@ -23,11 +23,12 @@ from itertools import product
 
 import torch
 
-from benchmarks.alternate import alternate, keep_the_heap
+from benchmarks.alternate import alternate
 from benchmarks.raw_loop import mprun_blocks
 from mprun.assemble import Plan, make_plan
 from mprun.config import compose
 from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.heap import steady_heap
 from mprun.precision import backend_flags
 
 MODES = (
@@ -64,7 +65,7 @@ def planned(recipe: str, mode: list[str]) -> Plan:
 
 def main() -> None:
     """Print a line per recipe and mode and, last, one JSON line."""
-    keep_the_heap()
+    steady_heap()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixed", action="store_true", help="the mixed modes, on both recipes")
     parser.add_argument("--blocks", type=int, default=BLOCKS)

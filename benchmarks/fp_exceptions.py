@@ -14,10 +14,11 @@ import itertools
 import json
 from collections.abc import Iterator
 
-from benchmarks.alternate import alternate, keep_the_heap
+from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
 from mprun.assemble import build_exceptions, build_parts, build_precision, make_plan
 from mprun.config import compose
+from mprun.doctor.heap import steady_heap
 from mprun.train.loop import Trainer
 
 CASES = (
@@ -51,7 +52,7 @@ def step_times(recipe: str, mode: str, batch: int, action: str, steps: int) -> I
 
 def main() -> None:
     """Print a line per case and, last, one JSON line."""
-    keep_the_heap()
+    steady_heap()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=BLOCKS)
     blocks = parser.parse_args().blocks

@@ -16,10 +16,11 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.alternate import alternate, keep_the_heap
+from benchmarks.alternate import alternate
 from benchmarks.steps import heading, step_blocks
 from mprun.assemble import build_parts, make_plan
 from mprun.config import compose
+from mprun.doctor.heap import steady_heap
 from mprun.train.loop import Trainer
 
 CASES = (("mnist", 128, 20), ("fashion_mnist", 64, 3))
@@ -43,7 +44,7 @@ def step_times(recipe: str, batch: int, lists: str, compiled: bool, steps: int) 
 
 def main() -> None:
     """Print a line per case and, last, one JSON line."""
-    keep_the_heap()
+    steady_heap()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("eager", "compiled"))
     options = parser.parse_args()

@@ -16,8 +16,9 @@ from datetime import date
 
 import torch
 
-from benchmarks.alternate import BLOCKS, alternate, keep_the_heap
+from benchmarks.alternate import BLOCKS, alternate
 from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.heap import steady_heap
 from mprun.optim import AdamW
 from mprun.optim.engines import fastest
 from mprun.precision.policy import dtype_name
@@ -68,7 +69,7 @@ def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[
 
 def main() -> None:
     """Print a line per candidate and, last, one JSON line."""
-    keep_the_heap()
+    steady_heap()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=10_000_000)
     size = parser.parse_args().size

@@ -94,7 +94,7 @@ from tests.precision.test_accumulation_dtype import direct
 runs = {
     "plain": [*WORDS, "precision=fp16_true", "speed=plain"],
     "auto": [*WORDS, "precision=fp16_true"],
-    "mixed": [*WORDS, "precision=bf16_mixed"],
+    "mixed": [*WORDS, "precision=bf16_mixed", "execution=native"],
     "float32": [*WORDS, "precision=fp32"],
     "no convolution": ["recipe=linear", "precision=fp16_true", "speed=plain"],
     "substituted": ["recipe=linear", "precision=fp16_true"],
