@@ -28,7 +28,7 @@ from mprun.compare.comparison import Artefact, Estimate, Interval
 from mprun.compare.formatting import readable
 from mprun.compare.statistics import geometric_mean
 from mprun.compare.time_ratios import judge_ratio
-from mprun.records.run_record import Summary
+from mprun.records.run_record import Summary, page_fault_share
 
 Pair = tuple[Summary, Summary]
 """The summaries of a variant and of the baseline, of one seed."""
@@ -150,15 +150,6 @@ def _sample_ms(summary: Summary, share: float) -> float:
 # ---- shares --------------------------------------------------------------------------------------
 
 
-def page_fault_share(summary: Summary, _: Summary) -> float | None:
-    """Faults of a step times their price, over the step."""
-    faults, price_us = summary.page_faults_per_step, summary.hardware.page_fault_us
-    step_ms = summary.step_time_ms.median
-    if faults is None or price_us is None or not step_ms:
-        return None
-    return max(0.0, faults * price_us * 1e-3 / step_ms)
-
-
 def load_share(summary: Summary, _: Summary) -> float | None:
     """The part of the threads that found no CPU, because other processes or machines had it."""
     conditions, threads = summary.conditions, max(1, summary.backend.threads)
@@ -200,9 +191,9 @@ CAUSES = (
     Cause(
         "page_faults",
         "page faults take",
-        page_fault_share,
+        lambda summary, _: page_fault_share(summary),
         COUNTED_PART,
-        "run again with speed=auto, which keeps the memory",
+        "run again with speed=auto, with which glibc keeps its memory",
     ),
     Cause(
         "load",

@@ -291,6 +291,15 @@ def number(value: Number) -> float:
     return float(value)
 
 
+def page_fault_share(summary: Summary) -> float | None:
+    """The faults of a step times the price of one, over the step; None if one is not known."""
+    faults, price_us = summary.page_faults_per_step, summary.hardware.page_fault_us
+    step_ms = summary.step_time_ms.median
+    if faults is None or price_us is None or not step_ms:
+        return None
+    return max(0.0, faults * price_us * 1e-3 / step_ms)
+
+
 def read_summary(run: Path) -> Summary:
     """The summary of a run's folder.
 

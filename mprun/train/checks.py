@@ -11,7 +11,7 @@ from mprun.precision.accumulation import TERMS, sum_of_ones
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import recorded_name
-from mprun.records.run_record import PrecisionRow, Status, Summary
+from mprun.records.run_record import PrecisionRow, Status, Summary, page_fault_share
 from mprun.train.callbacks import Callback
 
 OVER_TIME = 1.05
@@ -45,15 +45,12 @@ def slow_dtype_warning(summary: Summary) -> str | None:
 
 def page_fault_warning(summary: Summary) -> str | None:
     """A sentence if page faults take more than a twentieth of a step, or None."""
-    step_ms, faults = summary.step_time_ms.median, summary.page_faults_per_step
-    price_us = summary.hardware.page_fault_us
-    if not step_ms or not faults or not price_us:
-        return None
-    share = faults * price_us * 1e-3 / step_ms
-    if share <= PAGE_FAULT_SHARE:
+    share = page_fault_share(summary)
+    if share is None or share <= PAGE_FAULT_SHARE:
         return None
     return (
-        f"page faults take about {share:.0%} of a step ({faults:,.0f} of {price_us:.2g} us): the "
+        f"page faults take about {share:.0%} of a step ({summary.page_faults_per_step:,.0f} of "
+        f"{summary.hardware.page_fault_us:.2g} us): the "
         f"allocator ({summary.backend.allocator}) returns memory to the system and gets it back in "
         f"each step; {_AGAINST_FAULTS.get(summary.backend.allocator, _KEEP)}"
     )
