@@ -2,16 +2,18 @@
 
     python -m benchmarks.bench [--limit-s N] [--threads N] [--batch-sizes N ...] [--readme]
 
-A group is a batch size, a precision and a heap. In each, every way to train (`benchmarks.peers`) is
-a process, and the processes take turns (`benchmarks.turns`). The time limit is shared by the
-groups; a faster machine measures more rounds. The figures:
+A group is a batch size, a precision and a heap. With each heap, every way to train
+(`benchmarks.peers`) is a process, which forks for each group, and the processes take turns
+(`benchmarks.turns`). The time limit is shared by the groups; a faster machine measures more rounds.
+The figures:
 
 - **step**: wall time of a turn over its steps, the median of the turns; data included;
 - **ratio** of these medians to the raw loop's, with a 95 % bootstrap interval over rounds;
 - **samples/s**: all samples over the wall time of all turns;
-- **first step**: from the start of the process to the end of the first step, imports included. The
-  decoded samples are read from a file that all share, so downloading and decoding are left out;
-- **peak**: the largest resident memory of the process (`turns.peak_bytes`);
+- **first step**: the imports, and from the fork to the end of the first step. The decoded samples
+  are read from a file that all share, so downloading and decoding are left out. Compiling counts
+  with the first heap; the second one takes the compiled code;
+- **peak**: the largest resident memory of the fork (`turns.peak_bytes`);
 - **faults**: page faults per step.
 
 The output is Markdown. It is kept in `benchmarks/results/`; with `--readme` the short table in
@@ -36,7 +38,7 @@ from pathlib import Path
 
 from benchmarks.alternate import HEAPS, heap_environment
 from benchmarks.peers import DATA, PEERS, RAW, save_data
-from benchmarks.turns import Row, Subject, take_turns
+from benchmarks.turns import Processes, Row, Subject
 from mprun.data import DataRequest, Splits, image_splits
 from mprun.doctor.environment import cpu_name, git_commit, usable_cores
 
@@ -47,7 +49,8 @@ PRECISIONS = ("fp32", "bf16_mixed")
 PACKAGES = ("torch", "lightning", "accelerate", "keras", "numpy")
 CHANNELS_LAST = "mprun speed=auto", "raw loop, channels-last"
 """Compared with each other too: `speed=auto` takes channels-last where that is the faster."""
-TURN_S = 0.5
+TURN_S = 0.3
+SAMPLES = "samples.pt"
 
 
 @dataclass(frozen=True)
@@ -62,23 +65,29 @@ class Group:
     def title(self) -> str:
         return f"batch {self.batch_size:,}, {self.precision}, heap {self.heap}"
 
-    def subject(self, name: str) -> Subject:
-        """The process of a peer."""
-        options = f"--batch-size {self.batch_size} --precision {self.precision}".split()
-        module = [sys.executable, "-m", "benchmarks.peers", name]
-        command = (*module, *options, "--turn-s", str(TURN_S))
-        return Subject(name, command, PEERS[name].needs)
+    @property
+    def task(self) -> str:
+        """What the processes of `benchmarks.peers` train."""
+        return f"{self.batch_size} {self.precision}"
 
 
-def environment(group: Group, threads: int, data: Path) -> dict[str, str]:
-    """The environment of a group's processes."""
+def subject(name: str) -> Subject:
+    """The process of a peer."""
+    module = [sys.executable, "-m", "benchmarks.peers", name]
+    return Subject(name, (*module, "--turn-s", str(TURN_S)), PEERS[name].needs)
+
+
+def environment(heap: str, threads: int, folder: Path) -> dict[str, str]:
+    """The environment of a heap's processes; `folder` has the samples and the compiled code."""
     return {
-        **heap_environment(group.heap),
-        DATA: str(data),
+        **heap_environment(heap),
+        DATA: str(folder / SAMPLES),
         "CUDA_VISIBLE_DEVICES": "",  # a benchmark of the CPU
+        "KERAS_BACKEND": "torch",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONDONTWRITEBYTECODE": "",  # else each start compiles the libraries' sources again
         "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
 
 
@@ -159,7 +168,7 @@ def short_table(results: Mapping[Group, Sequence[Row]]) -> str:
         columns = [[_step(row, baseline(rows)) for row in rows] for rows in groups.values()]
         names = [row.name for row in next(iter(groups.values()))]
         parts.append(markdown(header, zip(names, *columns, strict=True)))
-    group, rows = list(results.items())[-1]
+    group, rows = next(iter(results.items()))
     header = [group.title, "first step", "peak", "beside the arithmetic, a step"]
     parts.append(markdown(header, map(_start, rows)))
     return "\n\n".join(parts) + "\n"
@@ -180,28 +189,38 @@ def measure(
     groups: Sequence[Group],
     names: Sequence[str],
     threads: int,
-    data: Path,
+    folder: Path,
     limit_s: float,
     most: int = 100,
 ) -> dict[Group, list[Row]]:
-    """Measure group after group, at most `most` rounds each.
+    """Measure heap after heap and group after group, at most `most` rounds each.
 
     A group that would exceed the limit, judged by the shortest one so far, is left out.
+
+    Args:
+        groups: in any order.
+        names: of the peers.
+        threads: OpenMP's threads of each process.
+        folder: has the samples; keeps compiled code.
+        limit_s: time for everything.
+        most: rounds of a group.
     """
     end, results, shortest_s = time.monotonic() + limit_s, {}, 0.0
-    for i, group in enumerate(groups):
-        start = time.monotonic()
-        if start + shortest_s > end:
-            print(f"{group.title}: left out, the time is used up (--limit-s)\n", flush=True)
-            continue
-        share_s = (end - start) / (len(groups) - i)
-        subjects = [group.subject(name) for name in names]
-        rows = take_turns(subjects, environment(group, threads, data), share_s, most=most)
-        results[group] = rows
-        took_s = time.monotonic() - start
-        shortest_s = min(shortest_s or took_s, took_s)
-        print(group_table(group, rows), flush=True)
-    return results
+    subjects, left = [subject(name) for name in names], len(groups)
+    for heap in dict.fromkeys(group.heap for group in groups):
+        with Processes(subjects, environment(heap, threads, folder)) as processes:
+            for group in (group for group in groups if group.heap == heap):
+                start, share_s = time.monotonic(), (end - time.monotonic()) / left
+                left -= 1
+                if results and start + shortest_s > end:
+                    print(f"{group.title}: left out, the time is used up (--limit-s)\n", flush=True)
+                    continue
+                rows = processes.take_turns(group.task, share_s, most=most)
+                results[group] = rows
+                took_s = time.monotonic() - start
+                shortest_s = min(shortest_s or took_s, took_s)
+                print(group_table(group, rows), flush=True)
+    return {group: results[group] for group in groups if group in results}
 
 
 def replace_section(page: str, text: str) -> str:
@@ -232,9 +251,8 @@ def main() -> None:
     head = heading(command, args.threads, splits)
     print(head + "\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        data = Path(folder) / "samples.pt"
-        save_data(splits, data)
-        results = measure(groups, args.only, args.threads, data, args.limit_s)
+        save_data(splits, Path(folder) / SAMPLES)
+        results = measure(groups, args.only, args.threads, Path(folder), args.limit_s)
     short = f"{head}\n\n{short_table(results)}"
     whole = "\n".join([short, *(group_table(g, rows) for g, rows in results.items())])
     cpu = re.sub(r"\W+", "-", cpu_name().lower()).strip("-")

@@ -1,10 +1,11 @@
 """The same training by mprun and by what people run instead: the processes of `make bench`.
 
-    python -m benchmarks.peers NAME --batch-size N --precision fp32|bf16_mixed --turn-s S
+    python -m benchmarks.peers NAME --turn-s S
 
-Started by `benchmarks.bench`, which lets the processes take turns (`benchmarks.turns`). All train
-the CNN of `recipes/fashion_mnist.py` with AdamW on the CPU, without a validation set and without
-checkpoints. In all but the tutorial's way a batch is gathered in memory and resized at once
+Started by `benchmarks.bench`, which lets the processes take turns (`benchmarks.turns`). A task is
+`BATCH_SIZE PRECISION`, the precision fp32 or bf16_mixed. All train the CNN of
+`recipes/fashion_mnist.py` with AdamW on the CPU, without a validation set and without checkpoints.
+In all but the tutorial's way a batch is gathered in memory and resized at once
 (`FashionMnist.prepare`), so that what differs is the loop; the tutorial's way pays for an image and
 its transforms per sample. What else a loop does per step is its docstring here, and a line below
 the table: reading the loss, keeping metrics, writing a record.
@@ -13,6 +14,7 @@ the table: reading the loss, keeping metrics, writing a record.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from benchmarks.turns import Turns
+from benchmarks.turns import Turns, serve
 from mprun.data import DataRequest, Splits, TensorSet
 from recipes.fashion_mnist import FashionMnist
 
@@ -89,8 +91,6 @@ def raw(task: Task, turns: Turns, channels_last: bool = False, compiled: bool = 
     model, optimizer = task.built()
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     model = model.to(memory_format=memory_format)
-    if compiled:  # a cache of its own: each process compiles
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path.cwd() / "inductor")
     forward = torch.compile(model) if compiled else model
     for x, y in task():
         optimizer.zero_grad()
@@ -210,7 +210,6 @@ def accelerate(task: Task, turns: Turns) -> None:
 
 def keras(task: Task, turns: Turns) -> None:
     """`fit`, which keeps the mean loss; no accuracy; the same layers in Keras, channels first"""
-    os.environ["KERAS_BACKEND"] = "torch"
     import keras as k
 
     k.config.set_image_data_format("channels_first")
@@ -270,6 +269,8 @@ class Peer(NamedTuple):
     train: Callable[[Task, Turns], None]
     needs: tuple[str, ...] = ()
     """Packages beyond mprun's own."""
+    imports: tuple[str, ...] = ()
+    """Modules that it imports before it trains."""
 
     @property
     def includes(self) -> str:
@@ -279,17 +280,20 @@ class Peer(NamedTuple):
 
 
 RAW = "raw loop"
+MPRUN = ("mprun.cli.main", "mprun.cli.train_command", "mprun.run")
 PEERS = {
     RAW: Peer(raw),
     "raw loop, channels-last": Peer(partial(raw, channels_last=True)),
-    "raw loop, compiled": Peer(partial(raw, compiled=True)),
-    "tutorial": Peer(tutorial),
-    "Lightning Fabric": Peer(lightning_fabric, ("lightning",)),
-    "Lightning Trainer": Peer(lightning_trainer, ("lightning",)),
-    "Accelerate": Peer(accelerate, ("accelerate",)),
-    "Keras 3 on torch": Peer(keras, ("keras",)),
-    "mprun speed=plain": Peer(partial(mprun, speed="plain")),
-    "mprun speed=auto": Peer(partial(mprun, speed="auto")),
+    "raw loop, compiled": Peer(
+        partial(raw, compiled=True), imports=("torch._inductor.compile_fx",)
+    ),
+    "tutorial": Peer(tutorial, imports=("torchvision.transforms",)),
+    "Lightning Fabric": Peer(lightning_fabric, ("lightning",), ("lightning.fabric",)),
+    "Lightning Trainer": Peer(lightning_trainer, ("lightning",), ("lightning.pytorch",)),
+    "Accelerate": Peer(accelerate, ("accelerate",), ("accelerate",)),
+    "Keras 3 on torch": Peer(keras, ("keras",), ("keras",)),
+    "mprun speed=plain": Peer(partial(mprun, speed="plain"), imports=MPRUN),
+    "mprun speed=auto": Peer(partial(mprun, speed="auto"), imports=MPRUN),
 }
 
 
@@ -297,13 +301,19 @@ def main() -> None:
     """Train one peer until the parent has enough."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=PEERS)
-    parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--precision", choices=("fp32", "bf16_mixed"), required=True)
     parser.add_argument("--turn-s", type=float, required=True, help="seconds of a turn")
     args = parser.parse_args()
+    peer = PEERS[args.name]
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    PEERS[args.name].train(Task(args.batch_size, args.precision), Turns.joined(args.turn_s))
+    for package in peer.imports:
+        importlib.import_module(package)
+
+    def train(task: str, turns: Turns) -> None:
+        batch_size, precision = task.split()
+        peer.train(Task(int(batch_size), precision), turns)
+
+    serve(train, args.turn_s)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ has a process of its own, and the processes take turns, block by block of a few 
 that reverses from round to round (A B C, C B A, ...): a steady drift cancels. A turn is a time,
 not a number of steps, so that the whole takes about as long on a slow machine as on a fast one.
 
-The child calls `Turns` after each of its steps. It reports a line of JSON where a block ends and
-sleeps in a read until the parent writes `go`. The price is that a process wakes with cold caches
-at the start of its block; all pay it alike.
+A process imports what it needs once and then waits (`serve`). For each task it forks, so that every
+task begins with a fresh heap and its own peak memory, and pays for no import again. The fork calls
+`Turns` after each of its steps. It reports a line of JSON where a block ends and sleeps in a read
+until the parent writes `go`. The price is that a process wakes with cold caches at the start of its
+block; all pay it alike.
 
 Waiting must cost nothing. OpenMP's threads may spin for a moment after a parallel region; each
 report therefore has the processor time that passed in the wait before it.
@@ -29,9 +31,11 @@ import resource
 import select
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -42,10 +46,44 @@ PIPES = "MPRUN_BENCH_PIPES"
 """Environment variable of a child: the descriptors it reads commands from and reports to."""
 TIMEOUT_S = 240.0
 """A child that is silent for longer has failed."""
+FAILED = {"failed": True}
+"""The report of a task that ended by itself; its last line of output is in the log."""
+
+
+def serve(train: Callable[[str, Turns], None], seconds: float) -> None:
+    """The child's side: say that all is imported, then train each task that comes, in a fork.
+
+    No parallel region may have run before: OpenMP's threads do not survive a fork.
+
+    Args:
+        train: trains a task for ever, and calls its `Turns` after each step.
+        seconds: length of a turn.
+    """
+    read, write = map(int, os.environ[PIPES].split(","))
+    commands, reports = os.fdopen(read), os.fdopen(write, "w")
+    _send(reports, {})
+    while task := commands.readline():
+        process = os.fork()
+        if not process:
+            try:
+                train(task.strip(), Turns(seconds, commands, reports))
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        _, status = os.waitpid(process, 0)
+        if status:
+            _send(reports, FAILED)
+
+
+def _send(reports: TextIO, figures: Mapping[str, float]) -> None:
+    reports.write(json.dumps(figures) + "\n")
+    reports.flush()
 
 
 class Turns:
-    """The child's side: called after each optimizer step, returns when the next may begin.
+    """Called after each optimizer step, returns when the next may begin.
 
     Args:
         seconds: length of a turn; it ends with the first step that ends later.
@@ -61,41 +99,32 @@ class Turns:
         self._start_s = self._waited_s = self._waited_cpu_s = 0.0
         self._faults = 0
 
-    @classmethod
-    def joined(cls, seconds: float) -> Turns:
-        """The turns of the parent that started this process."""
-        read, write = map(int, os.environ[PIPES].split(","))
-        return cls(seconds, os.fdopen(read), os.fdopen(write, "w"))
-
     def __call__(self) -> None:
         if not self._started:  # the first step: a report without figures
             self._started = True
-            self._report({})
+            _send(self._reports, {})
             self._wait()
             return
         self._steps += 1
         took_s = time.perf_counter() - self._start_s
         if took_s >= self._seconds:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - self._faults
-            self._report(
+            _send(
+                self._reports,
                 {
                     "steps": self._steps,
                     "took_s": took_s,
                     "faults": faults,
                     "waited_s": self._waited_s,
                     "waited_cpu_s": self._waited_cpu_s,
-                }
+                },
             )
             self._wait()
-
-    def _report(self, figures: dict[str, float]) -> None:
-        self._reports.write(json.dumps(figures) + "\n")
-        self._reports.flush()
 
     def _wait(self) -> None:
         asked_s, asked_cpu_s = time.perf_counter(), time.process_time()
         if self._commands.readline() != "go\n":
-            self._report({"peak_bytes": peak_bytes()})
+            _send(self._reports, {"peak_bytes": peak_bytes()})
             os._exit(0)  # from any depth of any library's loop
         self._waited_cpu_s = time.process_time() - asked_cpu_s
         self._steps = 0
@@ -119,7 +148,7 @@ class Subject:
 
     Attributes:
         name: its name in the table.
-        command: starts it; it calls `Turns.joined(seconds)` after each step, for ever.
+        command: starts it; it calls `serve`.
         needs: the packages it imports.
     """
 
@@ -160,7 +189,7 @@ class Row:
     name: str
     problem: str | None = None
     first_step_s: float = 0.0
-    """From the start of the process to the end of its first step."""
+    """From the start of the process to the end of its first step, its wait for a task left out."""
     peak_bytes: int = 0
     """The largest resident memory of the process."""
     blocks: list[Block] = field(default_factory=list)
@@ -245,13 +274,12 @@ class Child:
         """
         ready, _, _ = select.select([self._reports], [], [], TIMEOUT_S)
         line = self._reports.readline() if ready else ""
-        if not line:
+        report: dict[str, Any] = json.loads(line or json.dumps(FAILED))
+        if report == FAILED:
             raise ChildFailedError(self._last_line() if ready else f"silent for {TIMEOUT_S:.0f} s")
-        report: dict[str, Any] = json.loads(line)
         return report
 
     def _last_line(self) -> str:
-        self._process.wait(timeout=TIMEOUT_S)
         lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "no output")
 
@@ -264,47 +292,74 @@ class Child:
                 pipe.close()
 
 
-def take_turns(
-    subjects: Sequence[Subject],
-    environment: Mapping[str, str],
-    seconds: float,
-    least: int = 4,
-    most: int = 100,
-) -> list[Row]:
-    """Start a process per subject, one after the other, and let them take turns.
-
-    The first round warms up and is dropped.
+class Processes:
+    """A process per subject, started one after the other; ended by `close`.
 
     Args:
         subjects: what to measure.
         environment: that of all processes.
-        seconds: time for everything; the last round that would exceed it is left out.
-        least: rounds in any case, the first included.
-        most: rounds at most.
-
-    Returns:
-        A row per subject, also for those that are not installed or failed.
     """
-    end = time.monotonic() + seconds
-    rows = [Row(s.name, _not_installed(s)) for s in subjects]
-    with contextlib.ExitStack() as stack:
-        running: list[tuple[Row, Child]] = []
-        for subject, row in zip(subjects, rows, strict=True):
-            if row.problem is None:
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def __init__(self, subjects: Sequence[Subject], environment: Mapping[str, str]) -> None:
+        self._subjects = subjects
+        self._problems = {s.name: _not_installed(s) for s in subjects}
+        self._imports_s: dict[str, float] = {}
+        self._children: dict[str, Child] = {}
+        self._stack = contextlib.ExitStack()
+        for subject in subjects:
+            if self._problems[subject.name] is None:
+                folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
                 start = time.monotonic()
                 child = Child(subject, environment, folder)
-                stack.callback(child.close)
-                with _noted(row):
+                self._stack.callback(child.close)
+                with self._noted(subject.name):
                     child.report()
-                    row.first_step_s = time.monotonic() - start
+                    self._imports_s[subject.name] = time.monotonic() - start
+                    self._children[subject.name] = child
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except ChildFailedError as error:
+            self._problems[name] = f"failed: {error}"
+
+    def take_turns(self, task: str, seconds: float, least: int = 4, most: int = 100) -> list[Row]:
+        """Let all train a task in turns.
+
+        The first round warms up and is dropped.
+
+        Args:
+            task: what `serve` passes to its function.
+            seconds: time for everything; the last round that would exceed it is left out.
+            least: rounds in any case, the first included.
+            most: rounds at most.
+
+        Returns:
+            A row per subject, also for those that are not installed or failed.
+        """
+        end = time.monotonic() + seconds
+        rows = [Row(s.name, self._problems[s.name]) for s in self._subjects]
+        running: list[tuple[Row, Child]] = []
+        for row in rows:
+            if child := self._children.get(row.name):
+                start = time.monotonic()
+                with _noted(row):
+                    child.ask(task)
+                    row.first_step_s = self._imports_s[row.name] + time.monotonic() - start
                     running.append((row, child))
         _rounds(running, end, least, most)
         for row, child in running:
             if row.problem is None:
                 with _noted(row):
                     row.peak_bytes = child.ask("end")["peak_bytes"]
-    return rows
+        return rows
 
 
 def _rounds(running: list[tuple[Row, Child]], end: float, least: int, most: int) -> None:

@@ -48,6 +48,8 @@ class Plan:
     policy: Policy
     device: torch.device
     execution: str
+    why_emulated: str | None
+    """Why emulation was chosen; None for native execution, and where the user chose."""
     speed: SpeedChoice
     splits: Splits
     batch: BatchRow
@@ -162,6 +164,7 @@ def make_plan(
         policy=policy,
         device=device,
         execution=execution,
+        why_emulated=chosen.why_emulated,
         speed=speed,
         splits=splits,
         batch=batch,

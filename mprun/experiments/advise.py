@@ -55,7 +55,8 @@ def new_advise_study(request: StudyRequest) -> Study:
             not_tried[name] = str(error)
             continue
         if planned.execution == "emulated":
-            not_tried[name] = "emulated here: its cost on hardware that supports it is unknown"
+            why = planned.why_emulated or "execution=emulated was given"
+            not_tried[name] = f"emulated here, so what it costs elsewhere is unknown: {why}"
             continue
         if not native:
             of_trials = held_out(composed, load)
@@ -67,9 +68,20 @@ def new_advise_study(request: StudyRequest) -> Study:
     if not native:
         raise UsageError(next(iter(not_tried.values())))
     if len(native) == 1:
-        raise UsageError(f"there is nothing to choose from: only {next(iter(native))} can be tried")
+        raise UsageError(
+            f"there is nothing to choose from: only {next(iter(native))} can be tried"
+            f"{_by_reason(not_tried)}"
+        )
     ordered = {name: native[name] for name in sorted(native, key=lambda n: n not in baselines)}
     return new_study(request, ordered, of_trials=of_trials, not_tried=not_tried, load=load)
+
+
+def _by_reason(not_tried: Mapping[str, str]) -> str:
+    """`; a, b: reason` for each reason."""
+    names: dict[str, list[str]] = {}
+    for name, reason in not_tried.items():
+        names.setdefault(reason, []).append(name)
+    return "".join(f"; {', '.join(modes)}: {reason}" for reason, modes in names.items())
 
 
 def advise(

@@ -33,6 +33,7 @@ from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, n
 from mprun.precision.policy import ROUNDINGS
 from mprun.precision.random_bits import NAME, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS
+from mprun.precision.update import ScaledOptimizer
 
 SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
@@ -73,7 +74,7 @@ class StorageOptions(TypedDict, total=False):
     """
 
 
-class LowPrecisionOptimizer(Optimizer):
+class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
     """The base of all optimizers; a subclass gives its formula, its moments and its constants.
 
     Args:

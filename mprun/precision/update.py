@@ -12,7 +12,7 @@ check and clip in float32 during their step, without copies.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,10 @@ class Clip:
             nn.utils.clip_grad_norm_(parameters, self.max_norm)
 
 
-@runtime_checkable
-class ScaledOptimizer(Protocol):
+class ScaledOptimizer(ABC):
     """An optimizer that steps on gradients of a scaled loss."""
 
+    @abstractmethod
     def scaled_step(
         self, scale: Tensor | None, max_norm: float | None, overflow: Tensor | None = None
     ) -> Tensor | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from benchmarks import bench
 from benchmarks.alternate import HEAPS, heap_environment
 from benchmarks.bench import (
     MARKS,
@@ -20,7 +22,7 @@ from benchmarks.bench import (
     short_table,
 )
 from benchmarks.peers import PEERS, RAW
-from benchmarks.turns import Row, Subject, take_turns
+from benchmarks.turns import Processes, Row, Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 4
@@ -33,20 +35,22 @@ def trainer(
     """A process that takes turns for ever, of one step unless `turn_s`; `body` is its step."""
     code = (
         "import os, sys, time\n"
-        "from benchmarks.turns import Turns\n"
-        f"turns = Turns.joined({turn_s})\n"
-        "step = 0\n"
-        "while True:\n"
-        "    step += 1\n"
-        f"    {body}\n"
-        "    turns()\n"
+        "from benchmarks.turns import serve\n"
+        "def train(task, turns):\n"
+        "    step = 0\n"
+        "    while True:\n"
+        "        step += 1\n"
+        f"        {body}\n"
+        "        turns()\n"
+        f"serve(train, {turn_s})\n"
     )
     return Subject(name, (sys.executable, "-c", code), needs)
 
 
 def turns_of(subjects: list[Subject], heap: str = "steady") -> list[Row]:
     environment = {**heap_environment(heap), "PYTHONPATH": str(ROOT)}
-    return take_turns(subjects, environment, seconds=0, least=ROUNDS, most=ROUNDS)
+    with Processes(subjects, environment) as processes:
+        return processes.take_turns("task", seconds=0, least=ROUNDS, most=ROUNDS)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +97,25 @@ def test_problems_are_rows(rows: list[Row]) -> None:
 
 
 def test_a_process_that_ends_early_or_cannot_start_is_a_row() -> None:
-    (silent,) = turns_of([trainer("sys.exit()")])
+    (silent,) = turns_of([trainer("os._exit(1)")])
     assert silent.problem == "failed: no output"
 
 
+def test_a_task_begins_afresh_and_another_one_may_have_failed() -> None:
+    """Each task has a fork of its own: no step counter, memory or failure of the one before."""
+    body = "assert task != 'big' or step < 2; pages = bytearray(10**8 if task == 'big' else 1)"
+    environment = {**heap_environment("steady"), "PYTHONPATH": str(ROOT)}
+    with Processes([trainer(body)], environment) as processes:
+        rounds = partial(processes.take_turns, seconds=0, least=2, most=2)
+        (small,), (failed,), (again,) = rounds("small"), rounds("big"), rounds("small")
+    assert failed.problem == "failed: AssertionError"
+    assert small.problem is again.problem is None
+    assert again.first_step_s > 0
+    assert again.peak_bytes < small.peak_bytes + 5e7
+
+
 def test_a_waiting_process_sleeps_while_another_works() -> None:
-    spin = "end = time.process_time() + 0.02\n    while time.process_time() < end: pass"
+    spin = "end = time.process_time() + 0.02\n        while time.process_time() < end: pass"
     worker, waiter = turns_of([trainer(spin, "worker"), trainer("pass", "waiter")])
     assert worker.problem is waiter.problem is None
     # Two of the worker's turns, of 20 ms of processor time each, passed in the longest wait.
@@ -120,9 +137,9 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     tiny = {RAW: trainer("time.sleep(0.001)", RAW), "Accelerate": trainer("pass", "Accelerate")}
     absent = replace(trainer("pass", "Keras 3 on torch"), needs=("no_such_package",))
     subjects = {**tiny, absent.name: absent}
-    monkeypatch.setattr(Group, "subject", lambda self, name: subjects[name])
+    monkeypatch.setattr(bench, "subject", subjects.__getitem__)
     groups = [Group(12, "fp32", heap) for heap in HEAPS]
-    results = measure(groups, list(subjects), threads=1, data=Path("none"), limit_s=300, most=5)
+    results = measure(groups, list(subjects), threads=1, folder=Path("none"), limit_s=300, most=5)
     text = capsys.readouterr().out
     assert f"| {RAW} |" in text
     assert "| Keras 3 on torch | not installed: no_such_package |" in text
@@ -145,9 +162,9 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
 def test_a_group_beyond_the_limit_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Group, "subject", lambda self, name: trainer("pass", name))
+    monkeypatch.setattr(bench, "subject", lambda name: trainer("pass", name))
     groups = [Group(12, "fp32", "steady"), Group(256, "fp32", "steady")]
-    results = measure(groups, [RAW], threads=1, data=Path("none"), limit_s=0.01)
+    results = measure(groups, [RAW], threads=1, folder=Path("none"), limit_s=0.01)
     assert list(results) == groups[:1]
     assert "batch 256, fp32, heap steady: left out" in capsys.readouterr().out
 

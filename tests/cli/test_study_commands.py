@@ -101,6 +101,7 @@ def test_a_stopped_sweep_is_resumed(
         (["sweep", "seeds=0"], "seeds=0: legal is 1 or more"),
         (["sweep", "precison=fp32"], "did you mean 'precision'?"),
         (["advise", *LINEAR, "precision=fp32"], "there is nothing to choose from"),
+        (["advise", *LINEAR, "precision=fp32,tf32"], "cpu here has no TensorFloat-32"),
         (["advise", "advise.objective=speed"], "advise.objective is one of time, memory"),
         (["double", *LINEAR], "compares after equal epochs"),
         (["double", "recipe=mnist", "batch=double"], "train.batch_size is its base"),
