@@ -205,7 +205,8 @@ def measure(
         limit_s: time for everything.
         most: rounds of a group.
     """
-    end, results, shortest_s = time.monotonic() + limit_s, {}, 0.0
+    end, shortest_s = time.monotonic() + limit_s, 0.0
+    results: dict[Group, list[Row]] = {}
     subjects, left = [subject(name) for name in names], len(groups)
     for heap in dict.fromkeys(group.heap for group in groups):
         with Processes(subjects, environment(heap, threads, folder)) as processes:
