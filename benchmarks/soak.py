@@ -1,4 +1,4 @@
-"""Does a run's last step cost what its first ones did? Memory, files and rate over a long run.
+"""Does a run's last step cost what its first ones did? Time, memory and files over a long run.
 
     python -m benchmarks.soak [--steps N] [--log-every N] [--folder FOLDER]
 
@@ -39,22 +39,25 @@ class SoakRows(Callback):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._at, self._step = time.perf_counter(), 0
+        self._at_s, self._cpu_s, self._step = time.perf_counter(), time.process_time(), 0
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        now, step = time.perf_counter(), state["step"]
-        rate = (step - self._step) / (now - self._at)
-        self._print(step, f"{rate:10,.0f}")
-        self._at, self._step = time.perf_counter(), step
+        steps = state["step"] - self._step
+        if steps:
+            wall_us = (time.perf_counter() - self._at_s) / steps * 1e6
+            cpu_us = (time.process_time() - self._cpu_s) / steps * 1e6
+            self._print(state["step"], f"{wall_us:9,.0f}  {cpu_us:9,.0f}")
+        self._step = state["step"]
+        self._at_s, self._cpu_s = time.perf_counter(), time.process_time()
 
     def on_end(self, status: Status) -> None:
-        self._print(self._step, status.rjust(10))
+        self._print(self._step, status.rjust(20))
 
-    def _print(self, step: int, rate: str) -> None:
+    def _print(self, step: int, times: str) -> None:
         names = ("summary.json", "checkpoints/last.pt", "metrics.jsonl")
         sizes = [(self._folder / name).stat().st_size for name in names]
         figures = "  ".join(f"{size:13,}" for size in sizes)
-        print(f"{step:10,}  {rate}  {resident_mb():8.1f}  {figures}", flush=True)
+        print(f"{step:10,}  {times}  {resident_mb():8.1f}  {figures}", flush=True)
 
 
 def resident_mb() -> float:
@@ -76,8 +79,8 @@ def main() -> None:
         f"torch {torch.__version__}; {options.steps:,} steps, as many epochs"
     )
     print(
-        "      step     steps/s  resident   summary.json        last.pt  metrics.jsonl\n"
-        "                             MB          bytes          bytes          bytes"
+        "      step  us a step     of CPU  resident   summary.json        last.pt  metrics.jsonl\n"
+        "                                        MB          bytes          bytes          bytes"
     )
     with tempfile.TemporaryDirectory() as temporary, StopSignals() as stop:
         folder = options.folder or Path(temporary) / "run"

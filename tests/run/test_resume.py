@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.loop import StepResult, Trainer
+from tests.run.processes import Forking
 from tests.schema import conforms
 
 MNIST = [
@@ -287,81 +285,6 @@ def test_a_dynamic_scale_keeps_its_tracker() -> None:
     assert [step(first), step(first)] == [8.0, 8.0]
     second.load_state_dict(first.state_dict())
     assert (step(first), step(second), step(scale())) == (16.0, 16.0, 8.0)
-
-
-# Real processes. Starting one takes seconds, most of them spent importing torch, so one process
-# imports it, draws the data, and forks a child for each run.
-FORKING = """
-import json, os, sys
-import torch, torch._dynamo, mprun.run
-from mprun.cli.main import main
-from mprun.data.generated import draw
-
-draw()
-
-for line in sys.stdin:
-    words, cwd, environment = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.environ.update(environment)
-        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = 99
-        try:
-            status = main(words)
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-class Forking:
-    """Runs mprun in processes of their own, one at a time.
-
-    Args:
-        code: runs before the first of them.
-    """
-
-    def __init__(self, code: str = "") -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", f"{code}\n{FORKING}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def start(
-        self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None
-    ) -> int:
-        """Begin a run, with these variables of the environment too; its process id."""
-        assert self._server.stdin is not None
-        line = json.dumps([words, str(cwd), dict(environment or {})])
-        self._server.stdin.write(f"{line}\n")
-        self._server.stdin.flush()
-        return self._read()
-
-    def wait(self) -> int:
-        """How the run ended: its status, or the negative number of the signal that killed it."""
-        return self._read()
-
-    def _read(self) -> int:
-        assert self._server.stdout is not None
-        return int(self._server.stdout.readline())
-
-    def close(self) -> None:
-        self._server.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    server = Forking()
-    yield server
-    server.close()
 
 
 LONG = [*MNIST, "train.epochs=8", "train.checkpoint_every_steps=7"]
