@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mprun.cli.main import main
+from mprun.doctor.heap import page_faults
 from mprun.precision.arithmetic import NativeArithmetic
 from mprun.records.epoch_lines import read_epochs
 from mprun.records.run_folder import RunFolder
@@ -112,6 +113,7 @@ def test_a_checkpoint_of_version_0_1_is_continued() -> None:
     run, whole = read_summary(Path("run")), read_summary(Path("whole"))
     assert run.history == whole.history
     assert run.step_time_ms.n == whole.step_time_ms.n
+    assert (run.page_faults_per_step is None) == (page_faults() is None)  # of the new steps
 
 
 def make_old(run: Path) -> None:
