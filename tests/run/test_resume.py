@@ -360,16 +360,6 @@ def test_killed_many_times_in_every_mode(
     assert_same_run(Path("run"), whole(mode))
 
 
-@pytest.mark.representative("SIGKILL")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
-def test_killed_before_the_first_checkpoint(forking: Forking, number: signal.Signals) -> None:
-    words = [*MNIST, "train.epochs=10"]
-    forking.start([*words, "run.dir=whole"], Path.cwd())
-    assert forking.wait() == 0
-    kill_and_go_on(forking, words, [(0.0, int(number))])
-    assert_same_run(Path("run"), Path("whole"))
-
-
 @pytest.mark.representative("3-SIGTERM")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
 @pytest.mark.parametrize("every", [3, 10])
