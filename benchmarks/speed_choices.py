@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -21,7 +22,7 @@ from mprun.config import compose
 from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
-from mprun.train.clock import HostClock, quantiles
+from mprun.train.clock import HostClock
 from mprun.train.loop import Limits, Trainer
 
 WARMUP = 4
@@ -71,7 +72,8 @@ def main() -> None:
                     for choice, step in steppers.items():
                         times[choice].append(step())
             for choice, ms in times.items():
-                p10, median, p90 = quantiles(ms[WARMUP:])
+                deciles = statistics.quantiles(ms[WARMUP:], n=10, method="inclusive")
+                p10, median, p90 = deciles[0], deciles[4], deciles[8]
                 name = f"{recipe} {precision} {choice.memory_format} {choice.optimizer_impl}"
                 table[name] = {"p10": p10, "median": median, "p90": p90}
                 print(f"{name:45} {median:8.2f} ms ({p10:.2f} to {p90:.2f})")

@@ -14,7 +14,6 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_CONDITION = 3
 EXIT_INTERRUPTED = 130  # 128 + SIGINT
-EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 class MprunError(Exception):
@@ -31,6 +30,10 @@ class UsageError(MprunError):
 
 class RunFailedError(MprunError):
     """The run itself failed, for a reason that needs no traceback (status 1)."""
+
+
+class MachineFailedError(RunFailedError):
+    """The machine ended a run: a full disk, too little memory. It says nothing about the mode."""
 
 
 class ConditionMetError(MprunError):

@@ -1,7 +1,7 @@
 """One run, from a plan to its record.
 
 The summary is always written with the status that ended the run (its limits, an error, a full disk,
-Ctrl-C or SIGTERM), and earlier records stay readable.
+Ctrl-C, SIGTERM or SIGHUP), and earlier records stay readable.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mprun.train.conditions_recorder import ConditionsRecorder
 from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
 from mprun.train.loggers import build_loggers
-from mprun.train.loop import StopRequestedError, Trainer
+from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.recorder import Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
@@ -145,7 +145,7 @@ def _train(
     messages.warn(partial_scores_warning(summary))
     messages.warn(over_time_warning(summary, train.max_time_s))
     if plan.config.preset.loss_must_fall:
-        check_loss_falls(recorder.losses)
+        check_loss_falls(recorder.losses.values, recorder.losses.width)
 
 
 @contextlib.contextmanager
@@ -179,13 +179,12 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
     config = plan.config.run
     if config.resume is None:
         return RunFolder(Path(config.dir) if config.dir is not None else dated_folder())
-    step, in_epoch = 0, False
-    if saved is not None:
-        step, in_epoch = saved["trainer"]["step"], saved["trainer"]["in_epoch"]
+    step = 0 if saved is None else saved["trainer"]["step"]
+    unfinished = None if saved is None else unfinished_epoch(saved["trainer"])
 
     def keep(line: dict[str, Any]) -> bool:
-        """Keep lines up to the checkpoint, except the validation of an unfinished epoch."""
-        redone = line["kind"] == "validation" and in_epoch and line["step"] == step
+        """Keep lines up to the checkpoint, except the scores of an unfinished epoch."""
+        redone = line["kind"] in ("validation", "epoch") and line["epoch"] == unfinished
         return bool(line["step"] <= step and not redone)
 
     return RunFolder(Path(config.resume), keep)

@@ -15,8 +15,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mprun.cli.study_commands import for_choice, print_out, request_of, run_study, study_of
-from mprun.errors import EXIT_OK, MprunError
+from mprun.cli.study_commands import (
+    for_choice,
+    print_out,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
+from mprun.errors import MprunError
 
 if TYPE_CHECKING:
     from mprun.compare.comparison import Advice, Comparison
@@ -29,7 +36,13 @@ def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
     request = request_of("advise", args, "advise", refused=("compare.baseline", "compare.split"))
     from mprun.cli.compare_command import check, compared, report
-    from mprun.experiments.advise import advise, alarms_by_variant, new_advise_study, screened
+    from mprun.experiments.advise import (
+        advise,
+        alarms_by_variant,
+        new_advise_study,
+        screened,
+        without_run,
+    )
     from mprun.report.answer import advice_lines
 
     objective, screen = request.settings.advise.objective, request.settings.advise.screen
@@ -44,7 +57,8 @@ def advise_command(args: Sequence[str]) -> int:
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)
     alarms = alarms_by_variant(comparison)
-    advice = advise(comparison, alarms, objective, dropped, study.plan.not_tried)
+    not_tried = study.plan.not_tried | without_run(outcomes)
+    advice = advise(comparison, alarms, objective, dropped, not_tried)
     comparison = replace(comparison, advice=advice)
     report(comparison, settings, study.folder)
     print_out("")
@@ -53,7 +67,7 @@ def advise_command(args: Sequence[str]) -> int:
     _write_preset(study, comparison, advice)
     if len(comparison.variants) > 1:
         check(comparison, settings.fail_if.value)
-    return EXIT_OK
+    return study_status(outcomes)
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:

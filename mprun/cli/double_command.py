@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mprun.cli.study_commands import for_choice, print_out, request_of, run_study, study_of
+from mprun.cli.study_commands import (
+    for_choice,
+    print_out,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -37,7 +44,7 @@ def double_command(args: Sequence[str]) -> int:
     doubling = double(comparison)
     print_out(f"\n{doubling.answer}: {doubling.reason}")
     check(comparison, settings.fail_if.value)
-    return EXIT_OK
+    return study_status(outcomes)
 
 
 def _largest_batch(request: StudyRequest) -> int:

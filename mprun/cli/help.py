@@ -64,7 +64,7 @@ Options: -m (run every combination of the values listed), --config-dir FOLDER
 configuration and stop), --version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
-condition, 130 Ctrl-C, 143 SIGTERM.
+condition, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
 Every field: docs/reference/configuration.md
 """
 

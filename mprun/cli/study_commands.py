@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.console import print_line, stdout_console
-from mprun.errors import EXIT_FAILED, StoppedError
+from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 
 if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
@@ -68,7 +68,14 @@ def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], in
             return [], stop.exit_status
         finally:
             progress.stop()
-    without_run = [o for o in outcomes if o.summary is None]
+    ended = [o for o in outcomes if o.by_machine]
+    if ended:
+        override = shlex.quote(f"run.resume={study.folder}")
+        progress.line(
+            f"{len(ended)} of {len(outcomes)} runs were ended by the machine and are no result: "
+            f"{ended[0].error}; try them again with: mprun {plan.command} {override}"
+        )
+    without_run = [o for o in outcomes if o.summary is None and not o.by_machine]
     if without_run:
         progress.line(
             f"{len(without_run)} of {len(outcomes)} runs failed to start: {without_run[0].error}"
@@ -77,6 +84,12 @@ def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], in
         progress.line("no run was completed")
         return outcomes, EXIT_FAILED
     return outcomes, None
+
+
+def study_status(outcomes: Sequence[Outcome]) -> int:
+    """The exit status after the comparison: 1 if a run failed to start or the machine ended it."""
+    missing = any(o.summary is None or o.by_machine for o in outcomes)
+    return EXIT_FAILED if missing else EXIT_OK
 
 
 def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome]) -> CompareSettings:

@@ -5,16 +5,16 @@
     mprun sweep run.resume=outputs/DATE/TIME
 
 The runs go seed by seed over all modes. A run that fails is reported, and the others continue. The
-exit status is 1 if a run failed to start.
+exit status is 1 if a run failed to start, or if the machine ended it (a full disk, too little
+memory); `run.resume` tries it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mprun.cli.study_commands import request_of, run_study, study_of
+from mprun.cli.study_commands import request_of, run_study, study_of, study_status
 from mprun.console import print_line, stderr_console
-from mprun.errors import EXIT_FAILED, EXIT_OK
 
 
 def sweep_command(args: Sequence[str]) -> int:
@@ -34,4 +34,4 @@ def sweep_command(args: Sequence[str]) -> int:
     comparison = compared([study.folder], settings)
     report(comparison, settings, study.folder)
     check(comparison, settings.fail_if.value)
-    return EXIT_FAILED if any(o.summary is None for o in outcomes) else EXIT_OK
+    return study_status(outcomes)

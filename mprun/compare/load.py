@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mprun.compare.comparison import Run, Skipped
 from mprun.compare.formatting import readable
 from mprun.errors import UsageError
-from mprun.records.run_record import Scores, read_summary
+from mprun.records.run_record import Scores, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
 NOT_SEARCHED = "checkpoints"
@@ -126,6 +126,9 @@ class _FolderSearch:
         elif summary.status == "interrupted":
             how = readable(summary.error or "no reason given")
             self.skip(folder, f"interrupted ({how}); mprun run.resume={folder} resumes it")
+        elif is_failed_by_machine(summary):
+            why = readable(summary.error or "no reason given")
+            self.skip(folder, f"ended by the machine ({why}); mprun run.resume={folder} resumes it")
         else:
             self.runs.append(Run(folder, summary))
 

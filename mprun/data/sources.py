@@ -37,6 +37,8 @@ from mprun.errors import UsageError
 
 LOCK_TIMEOUT_S = 600.0
 """How long to wait for another process that downloads the same set."""
+DOWNLOAD = ".download-"
+"""How the names of temporary folders begin."""
 DOWNLOAD_TIMEOUT_S = 20.0
 """How long a silent connection is waited for."""
 
@@ -150,7 +152,9 @@ def download(name: str, root: Path) -> str:
         raw.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), _timeout():
             missing = [f.path.name for f in check(name, root) if f.state != "ok"]
-            with TemporaryDirectory(prefix=".download-", dir=raw) as folder:
+            for left in raw.glob(f"{DOWNLOAD}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            with TemporaryDirectory(prefix=DOWNLOAD, dir=raw) as folder:
                 downloaded = [_obtain(name, file, raw, Path(folder)) for file in missing]
                 for file in missing:
                     (Path(folder) / file).replace(raw / file)

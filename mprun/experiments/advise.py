@@ -260,7 +260,7 @@ def screened(
     dropped = {
         o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
         for o in outcomes
-        if o.error is not None and o.trial.variant != baseline
+        if o.error is not None and not o.by_machine and o.trial.variant != baseline
     }
     needs: dict[str, dict[int, float]] = {}
     summaries: dict[str, dict[int, Summary]] = {}
@@ -284,6 +284,16 @@ def screened(
                 f"{objective.value}",
             )
     return dropped
+
+
+def without_run(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """Variants of which the machine let no run end, to the reason."""
+    with_result = {o.trial.variant for o in outcomes if not o.by_machine}
+    return {
+        o.trial.variant: f"no run of it ended: {o.error}"
+        for o in outcomes
+        if o.trial.variant not in with_result
+    }
 
 
 def _need(summary: Summary | None, objective: Objective) -> float | None:

@@ -22,7 +22,7 @@ from mprun.config.variants import variants
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
-from mprun.records.files import new_folder
+from mprun.records.files import new_folder, remove_leftovers
 from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
 from mprun.train.signals import StopSignals
 
@@ -125,6 +125,10 @@ def new_study(
     path = new_folder(folder)
     try:
         write_study_plan(path, study_plan)
+    except FileExistsError:
+        raise UsageError(
+            f"run.dir={path}: another mprun begins a study there; choose another folder"
+        ) from None
     except OSError as error:
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
     return Study(path, study_plan, load or DataCache())
@@ -187,6 +191,7 @@ def _locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     try:
+        remove_leftovers(folder)
         yield
     finally:
         lock.release()

@@ -5,8 +5,10 @@ other programs use it. So the runs go seed by seed over all variants, and each s
 another variant. A slow drift then affects all variants equally (a Latin square over seeds and
 positions in the order).
 
-A study is interruptible and resumable. Completed trials stay. An interrupted one resumes from its
-checkpoint. One without a checkpoint starts again, and its old folder is renamed.
+A study is interruptible and resumable. Completed trials stay, and so do those that failed by
+themselves. A trial that was interrupted, or ended by the machine (a full disk, too little memory, a
+kill), resumes from its checkpoint. One without a checkpoint starts again, and its old folder is
+renamed.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import Composed, compose
 from mprun.config.compose import quoted
 from mprun.console import Moment, ProgressView
-from mprun.errors import MprunError, StoppedError
+from mprun.errors import MachineFailedError, MprunError, StoppedError
 from mprun.experiments.study_progress import StudyProgress
-from mprun.records.run_record import Summary, read_summary
+from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
 from mprun.train.loop import Limits, Trainer
@@ -64,6 +66,8 @@ class Outcome:
     """The run's record; None if it failed to start."""
     error: str | None
     """Why it failed, or None."""
+    by_machine: bool = False
+    """Whether the machine ended it: the failure is no result, and the study can try it again."""
 
 
 def interleaved(variants: Mapping[str, Sequence[str]], seeds: Sequence[int]) -> list[Trial]:
@@ -115,26 +119,27 @@ class Trials:
         self._warm = False
 
     def run(self, trial: Trial) -> Outcome:
-        """Carry out a trial, unless an earlier process did.
+        """Carry out a trial, unless an earlier process did; what the machine ended is resumed.
 
         Raises:
             StoppedError: a signal ended it; its record stays.
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name
-        summary = _summary(folder)
-        if summary is not None and summary.status in ("completed", "failed"):
+        summary, by_machine = _summary(folder), False
+        if summary is not None and _is_settled(summary):
             error = summary.error
         else:
             try:
                 error, status = None, self._carry_out(trial, folder).status
             except MprunError as failure:
                 error, status = str(failure), "failed"
+                by_machine = isinstance(failure, MachineFailedError)
             if status == "interrupted":
                 raise StoppedError(self._stop.exit_status)
             summary = _summary(folder)
         self._view.end(trial.variant, summary, error)
-        return Outcome(trial, summary, error)
+        return Outcome(trial, summary, error, by_machine)
 
     def _carry_out(self, trial: Trial, folder: Path) -> Summary:
         saved = checkpoint.load(folder)
@@ -180,6 +185,11 @@ def put_aside(folder: Path) -> None:
     while (aside := folder.with_name(f"{folder.name}.abandoned-{n}")).exists():
         n += 1
     folder.rename(aside)
+
+
+def _is_settled(summary: Summary) -> bool:
+    """Whether a run has a result, be it a failure of its own."""
+    return summary.status in ("completed", "failed") and not is_failed_by_machine(summary)
 
 
 def _summary(folder: Path) -> Summary | None:

@@ -11,6 +11,7 @@ slower, with the same bits: contraction to fused multiply-add and unsafe math ar
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -23,6 +24,8 @@ import warnings
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
+
+from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
@@ -126,12 +129,13 @@ def _compiled(
     parts = (*texts, *compiler, *flags, *last, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder()
-    library = folder / f"{Path(source).stem}-{name}.so"
-    if library.exists():
-        return library
+    stem = f"{Path(source).stem}-{name}"
+    if (kept := _kept(folder, stem)) is not None:
+        return kept
     folder.mkdir(parents=True, exist_ok=True)  # someone may have emptied the cache meanwhile
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        out = Path(scratch) / library.name
+    remove_abandoned(folder)
+    with scratch_folder(folder) as scratch:
+        out = scratch / f"{stem}.so"
         command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
         subprocess.run(
             command,
@@ -140,9 +144,26 @@ def _compiled(
             text=True,
             errors="replace",
             timeout=PATIENCE_S,
+            env={**os.environ, "TMPDIR": str(scratch)},
         )
+        with out.open("rb") as file:
+            os.fsync(file.fileno())
+        library = folder / f"{stem}-{out.stat().st_size}.so"
         out.replace(library)  # atomic: two runs may compile at once
     return library
+
+
+def _kept(folder: Path, stem: str) -> Path | None:
+    """The library in the cache, if it is whole; its size is the end of its name.
+
+    A process that calls into one that was cut short, by a crash, ends at once with SIGBUS.
+    """
+    for library in folder.glob(f"{stem}-*.so"):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it
+            if library.stem == f"{stem}-{library.stat().st_size}":
+                return library
+            library.unlink()
+    return None
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -56,6 +57,28 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """As `write_atomic`, for a file that is not there: of processes that begin at once, one wins.
+
+    Raises:
+        FileExistsError: it is there.
+        OSError: as `write_atomic` does.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    write_atomic(draft, data)
+    try:
+        os.link(draft, path)  # unlike a rename it fails if there is such a file
+    finally:
+        draft.unlink()
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote; no other may now."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def dated_folder() -> Path:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +14,11 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from mprun.errors import UsageError
-from mprun.records.files import jsonable, write_atomic, write_json
-from mprun.records.run_record import Summary, read_lines
+from mprun.errors import MachineFailedError, UsageError
+from mprun.records.files import jsonable, remove_leftovers, write_atomic, write_json
+from mprun.records.run_record import Summary
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RunFolder:
@@ -21,10 +26,12 @@ class RunFolder:
 
     Args:
         path: the folder; for a new run, without a run in it.
-        keep: which lines of metrics.jsonl stay when a run is resumed; None for a new run.
+        keep: of a resumed run: metrics.jsonl ends before the first line that this rejects; None for
+            a new run.
 
     Raises:
         UsageError: it contains a run, another process uses it, or it cannot be written.
+        MachineFailedError: the disk is full.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
@@ -35,6 +42,8 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
             self._lock.acquire()
+            for folder in (path, path / "checkpoints"):
+                remove_leftovers(folder)
             self._metrics = self._open(keep)
         except FileExistsError:
             self.close()
@@ -51,7 +60,8 @@ class RunFolder:
             raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
         except OSError as error:
             self.close()
-            raise UsageError(
+            kind = MachineFailedError if error.errno in FULL else UsageError
+            raise kind(
                 f"run.dir={path} cannot be written ({error.strerror}); choose another folder"
             ) from None
 
@@ -59,8 +69,8 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if keep is None:
             return file.open("x", encoding="utf-8")
-        lines = [x for x in read_lines(self.path) if keep(x)] if file.exists() else []
-        write_atomic(file, _as_text(lines).encode())
+        if file.exists():
+            _cut(file, keep)
         return file.open("a", encoding="utf-8")
 
     def config(self, yaml_text: str) -> None:
@@ -72,6 +82,11 @@ class RunFolder:
         assert self._metrics is not None
         self._metrics.write(_as_text(lines))
         self._metrics.flush()
+
+    def sync(self) -> None:
+        """Bring the lines so far to the disk itself, where they survive a power failure."""
+        assert self._metrics is not None
+        os.fsync(self._metrics.fileno())
 
     def summary(self, summary: Summary) -> None:
         """Replace summary.json."""
@@ -87,6 +102,26 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a full disk has been reported before
                 self._metrics.close()
         self._lock.release()
+
+
+def _cut(file: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """End a file of lines before the first that is cut short, or that `keep` rejects.
+
+    Line by line, because the log of a long run does not fit into memory; into a new file, because
+    the old one may be a link to someone else's.
+    """
+    shorter = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with file.open("rb") as lines, shorter.open("xb") as kept:
+            for line in lines:
+                if not line.endswith(b"\n") or not keep(json.loads(line)):
+                    break
+                kept.write(line)
+            kept.flush()
+            os.fsync(kept.fileno())
+        shorter.replace(file)
+    finally:
+        shorter.unlink(missing_ok=True)
 
 
 def _as_text(lines: list[dict[str, Any]]) -> str:

@@ -274,6 +274,7 @@ class Summary:
     loss_scale: LossScaleRow
     metric: Metric
     history: list[Epoch]
+    """The first, the last, the best and an even choice of the others; metrics.jsonl has all."""
     train: TrainScore
     test: Scores
     fp_exceptions: FpExceptionsRow | None = None
@@ -284,6 +285,8 @@ class Summary:
     """The warnings that the user got, for example of fields without effect."""
     time_budget_s: TimeBudget | None = None
     """What `wall_time_s` consists of."""
+    failed_by: Literal["run", "machine"] | None = None
+    """What ended a failed run: the run itself, or a full disk or too little memory."""
 
 
 def number(value: Number) -> float:
@@ -298,6 +301,11 @@ def page_fault_share(summary: Summary) -> float | None:
     if faults is None or price_us is None or not step_ms:
         return None
     return max(0.0, faults * price_us * 1e-3 / step_ms)
+
+
+def is_failed_by_machine(summary: Summary) -> bool:
+    """Whether a full disk or too little memory ended the run, which says nothing about its mode."""
+    return summary.status == "failed" and summary.failed_by == "machine"
 
 
 def read_summary(run: Path) -> Summary:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mprun.errors import UsageError
-from mprun.records.files import write_atomic
+from mprun.records.files import write_new
 from mprun.records.reader import read_json
 
 SCHEMA_VERSION = 1
@@ -35,10 +35,11 @@ def write_study_plan(folder: Path, plan: StudyPlan) -> None:
     """Write sweep.json.
 
     Raises:
+        FileExistsError: another process was quicker.
         OSError: the folder cannot be written.
     """
     text = json.dumps({"schema_version": SCHEMA_VERSION, **vars(plan)}, indent=1)
-    write_atomic(folder / FILE, text.encode())
+    write_new(folder / FILE, text.encode())
 
 
 def read_study_plan(folder: Path) -> StudyPlan:

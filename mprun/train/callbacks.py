@@ -62,7 +62,11 @@ class Callback:
         """
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
-        """An epoch ended with this step, and was validated."""
+        """An epoch ended with this step, and was validated if there is validation data.
+
+        Without it the end is known at a step of the next epoch, and this comes before the call of
+        `on_steps` with that step.
+        """
 
     def on_interrupt(self, scores: Scores) -> None:
         """The run is stopped inside an epoch with these training scores; a checkpoint follows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -138,16 +138,21 @@ def _against_skipping(summary: Summary) -> str:
     return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
 
 
-def check_loss_falls(losses: list[float]) -> None:
-    """Raise `RunFailedError` unless the last third's mean loss is below the first third's."""
+def check_loss_falls(losses: Sequence[float], every: int = 1) -> None:
+    """Raise `RunFailedError` unless the last third's mean loss is below the first third's.
+
+    Args:
+        losses: of the steps, or one of every few steps.
+        every: how many steps a loss stands for.
+    """
     third = len(losses) // 3
     if third == 0:
         raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
     if not last < first:
         raise RunFailedError(
-            f"the loss does not fall: mean {first:.4f} over the first {third} steps, "
-            f"{last:.4f} over the last {third}"
+            f"the loss does not fall: mean {first:.4f} over the first {third * every} steps, "
+            f"{last:.4f} over the last {third * every}"
         )
 
 

@@ -8,7 +8,7 @@ import time
 from mprun.doctor.conditions import LoadMeter, clock_mhz
 from mprun.records.run_record import Conditions, Status, Summary
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.clock import StepStatistics
+from mprun.train.step_statistics import ThinnedSeries, drift
 
 READ_CLOCK_EVERY_S = 1.0
 """A reading costs a file for each CPU."""
@@ -24,26 +24,31 @@ class ConditionsRecorder(Callback):
     def __init__(self, summary: Summary) -> None:
         self._summary = summary
         self._load = LoadMeter()
-        self._clock_mhz: list[float] = []
+        self._clock_mhz = ThinnedSeries()
+        self._clock_ends_mhz: tuple[float, float] | None = None
+        """The first reading and the last one."""
         self._read_at = -READ_CLOCK_EVERY_S
-        self._steps = StepStatistics()
+        self._step_ms = ThinnedSeries()
 
     def on_steps(self, lines: list[StepLine]) -> None:
         for line in lines:
             if line.timed:
-                self._steps.add(line.step_time_ms, line.data_time_ms)
+                self._step_ms.add(line.step_time_ms)
         now = time.perf_counter()
         if now - self._read_at >= READ_CLOCK_EVERY_S:  # the CPU has just computed a step
-            self._read_at, reading = now, clock_mhz()
-            self._clock_mhz += [] if reading is None else [reading]
+            self._read_at = now
+            if (reading := clock_mhz()) is not None:
+                self._clock_mhz.add(reading)
+                self._clock_ends_mhz = (self._clock_ends_mhz or (reading, reading))[0], reading
 
     def on_end(self, status: Status) -> None:
-        others, clock = self._load.share(), self._clock_mhz
+        others, clock = self._load.share(), self._clock_mhz.values
+        start_mhz, end_mhz = self._clock_ends_mhz or (None, None)
         self._summary.conditions = Conditions(
             other_load=None if others is None else others.other_load,
             steal=None if others is None else others.steal,
             clock_mhz=statistics.median(clock) if clock else None,
-            clock_start_mhz=clock[0] if clock else None,
-            clock_end_mhz=clock[-1] if clock else None,
-            drift=self._steps.drift(),
+            clock_start_mhz=start_mhz,
+            clock_end_mhz=end_mhz,
+            drift=drift(self._step_ms),
         )

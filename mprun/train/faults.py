@@ -6,10 +6,11 @@ import contextlib
 import errno
 import traceback
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
-from mprun.errors import MprunError, RunFailedError, first_line
+from mprun.errors import MachineFailedError, MprunError, RunFailedError, first_line
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
 
@@ -22,13 +23,13 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
 
     Raises:
         MprunError: the one raised inside.
-        RunFailedError: in place of any other exception. A full disk and a lack of memory are
-            explained. For all others the traceback is written to traceback.txt.
+        MachineFailedError: in place of an exception of a full disk or a lack of memory.
+        RunFailedError: in place of any other, whose traceback is written to traceback.txt.
     """
     try:
         yield
     except MprunError as error:
-        _record(summary, folder, str(error))
+        _record(summary, folder, str(error), "run")
         raise
     except Exception as error:
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
@@ -40,18 +41,21 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
                 "train.batch_size with train.accumulate"
             )
         else:
-            reason = f"{type(error).__name__}: {error}"
             text = (
                 f"the run failed: {type(error).__name__}: {first_line(error)} "
                 f"({_write_traceback(folder)})"
             )
-        _record(summary, folder, reason)
-        raise RunFailedError(text) from None
+            _record(summary, folder, f"{type(error).__name__}: {error}", "run")
+            raise RunFailedError(text) from None
+        _record(summary, folder, reason, "machine")
+        raise MachineFailedError(text) from None
 
 
-def _record(summary: Summary, folder: RunFolder, reason: str) -> None:
+def _record(
+    summary: Summary, folder: RunFolder, reason: str, by: Literal["run", "machine"]
+) -> None:
     """Write the last summary, if the disk has room."""
-    summary.status, summary.error = "failed", reason
+    summary.status, summary.error, summary.failed_by = "failed", reason, by
     with contextlib.suppress(OSError):
         folder.summary(summary)
 
@@ -69,6 +73,8 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
 def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 

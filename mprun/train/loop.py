@@ -346,15 +346,15 @@ class Trainer:
             )
             lines.append(line)
             if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended
-                closed.append(self._close_epoch(NO_SCORES))
+                closed.append((self._close_epoch(NO_SCORES), p.step - 1))
             self._sums.epoch = p.epoch
             self._sums.add(step_metrics, p.size)
         self._report_buffers({line.step: line.epoch for line in lines})
+        for epoch, step in closed:
+            self._notify_epoch(epoch, step)
         with self._watch.during("logging"):
             for callback in self._callbacks:
                 callback.on_steps(lines)
-        for epoch in closed:
-            self._notify_epoch(epoch)
         self.parts.clock.pause()  # the callbacks' time is not part of the next step
         for line in lines:
             self._check(line)
@@ -388,12 +388,12 @@ class Trainer:
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def _end_epoch(self, validation: Scores) -> None:
-        self._notify_epoch(self._close_epoch(validation))
+        self._notify_epoch(self._close_epoch(validation), self.step)
 
-    def _notify_epoch(self, epoch: Epoch) -> None:
+    def _notify_epoch(self, epoch: Epoch, step: int) -> None:
         with self._watch.during("logging"):
             for callback in self._callbacks:
-                callback.on_epoch_end(epoch, self.step)
+                callback.on_epoch_end(epoch, step)
 
     def test(self) -> None:
         """Score the test set.
@@ -419,3 +419,10 @@ class Trainer:
     def _raise_if_stopped(self) -> None:
         if self._stop():
             raise StopRequestedError
+
+
+def unfinished_epoch(state: dict[str, Any]) -> int | None:
+    """The epoch that a saved state continues, whose scores are not final; None between two."""
+    if state["in_epoch"]:
+        return int(state["epoch"])
+    return state["sums"]["epoch"] or None

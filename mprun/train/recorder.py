@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
+from mprun.records.epoch_lines import epoch_lines, read_epochs
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
     Epoch,
@@ -25,7 +26,8 @@ from mprun.records.run_record import (
     TrainScore,
 )
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.clock import StepStatistics
+from mprun.train.epoch_history import EpochHistory
+from mprun.train.step_statistics import StepStatistics, ThinnedSeries
 from mprun.train.stopwatch import Stopwatch
 
 WRITE_SUMMARY_EVERY_S = 1.0
@@ -52,11 +54,12 @@ class Recorder(Callback):
         log_every: int,
         watch: Stopwatch,
     ) -> None:
-        self.losses: list[float] = []
+        self.losses = ThinnedSeries()
         self._summary, self._folder = summary, folder
         self._arithmetic, self._device, self._log_every = arithmetic, device, log_every
         self._substituted: list[Substitution] = []  # before the run was resumed
         self._statistics = StepStatistics()
+        self._history = EpochHistory(summary.metric)
         self._watch = watch
         self._written_at = time.perf_counter()
         self._timed = summary.fp_exceptions is None  # the search for exceptions slows every op
@@ -67,7 +70,7 @@ class Recorder(Callback):
         for line in lines:
             if line.timed and self._timed:
                 self._statistics.add(line.step_time_ms, line.data_time_ms, line.page_faults)
-        self.losses += [x.loss for x in lines]
+            self.losses.add(line.loss)
         last = lines[-1]
         summary.steps, summary.epochs = last.step, last.epoch
         summary.skipped_steps += sum(x.skipped for x in lines)
@@ -81,27 +84,33 @@ class Recorder(Callback):
             if x.skipped:
                 place = {"step": x.step, "epoch": x.epoch, "loss_scale": x.loss_scale}
                 rows.append({"kind": "event", "event": "skipped_step", **place})
-        rows += self._events
-        self._events = []
-        self._folder.lines(sorted(rows, key=lambda row: int(row["step"])))
+        self._write(rows)
 
     def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
         self._events.append(row)  # written with the line of its step
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
-        self._summary.history.append(epoch)
+        self._history.add(epoch)
         self._summary.train = TrainScore(loss=epoch.train.loss)
-        if epoch.validation.loss is not None:
-            line = {"kind": "validation", "step": step, "epoch": epoch.epoch}
-            scores = {k: v for k, v in vars(epoch.validation).items() if k != "samples" or v}
-            self._folder.lines([{**line, **scores}])
-        if time.perf_counter() - self._written_at > WRITE_SUMMARY_EVERY_S:
+        self._events += epoch_lines(epoch, step)
+        if step <= self._summary.steps:  # else they are written with the lines of its last steps
+            self._write([])
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        """Write lines and events by step, and the summary if an epoch ended and it is time."""
+        rows, self._events = rows + self._events, []
+        self._folder.lines(sorted(rows, key=lambda row: int(row["step"])))
+        ended = any(row["kind"] == "epoch" for row in rows)
+        if ended and time.perf_counter() - self._written_at > WRITE_SUMMARY_EVERY_S:
             self._update_summary()
             self._folder.summary(self._summary)
             self._written_at = time.perf_counter()
 
     def on_interrupt(self, scores: Scores) -> None:
         self._summary.train = TrainScore(loss=scores.loss)
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        self._folder.sync()  # the checkpoint relies on the lines up to its step
 
     def on_test(self, scores: Scores, step: int) -> None:
         self._summary.test = scores
@@ -116,6 +125,7 @@ class Recorder(Callback):
     def _update_summary(self) -> None:
         summary, statistics = self._summary, self._statistics
         summary.wall_time_s, summary.time_budget_s = self._watch.read()
+        summary.history = self._history.epochs()
         summary.step_time_ms = statistics.step_times()
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
@@ -131,14 +141,11 @@ class Recorder(Callback):
         return rows + [x for x in self._substituted if x not in rows]
 
     def state_dict(self) -> dict[str, Any]:
-        """The figures so far, as part of a checkpoint."""
+        """The figures so far, as part of a checkpoint; the epochs are in metrics.jsonl."""
         return {
             **self._watch.state_dict(),
-            "losses": self.losses,
-            "step_ms": self._statistics.step_ms,
-            "data_ms": self._statistics.data_ms,
-            "page_faults": self._statistics.page_faults,
-            "history": [asdict(epoch) for epoch in self._summary.history],
+            "loss_series": self.losses.state_dict(),
+            "statistics": self._statistics.state_dict(),
             "train": asdict(self._summary.train),
             "steps": self._summary.steps,
             "epochs": self._summary.epochs,
@@ -150,14 +157,32 @@ class Recorder(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the figures."""
         self._watch.resume(state["elapsed_s"], state.get("time_budget_s"))
-        self.losses = state["losses"]
-        self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
-        uncounted = [None] * len(self._statistics.step_ms)  # by an earlier version
-        self._statistics.page_faults = state.get("page_faults", uncounted)
+        if "statistics" in state:
+            self.losses.load_state_dict(state["loss_series"])
+            self._statistics.load_state_dict(state["statistics"])
+        else:
+            self._load_lists(state)
+        for epoch in read_epochs(self._folder.path):
+            self._history.add(epoch)
         summary = self._summary
-        summary.history = msgspec.convert(state["history"], list[Epoch])
+        summary.history = self._history.epochs()
         summary.train = TrainScore(**state["train"])
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]
         summary.loss_scale = LossScaleRow(**state["loss_scale"])
         self._substituted = [Substitution(**row) for row in state.get("substitutions", [])]
+
+    def _load_lists(self, state: dict[str, Any]) -> None:
+        """Continue the figures of a checkpoint of version 0.1, which had lists of all of them.
+
+        metrics.jsonl gets the lines of its epochs, since the next checkpoint does not keep them.
+        """
+        uncounted = [None] * len(state["step_ms"])
+        page_faults = state.get("page_faults", uncounted)
+        for row in zip(state["step_ms"], state["data_ms"], page_faults, strict=True):
+            self._statistics.add(*row)
+        for loss in state["losses"]:
+            self.losses.add(loss)
+        for epoch in msgspec.convert(state["history"], list[Epoch]):
+            self._history.add(epoch)
+            self._folder.lines(epoch_lines(epoch, state["steps"])[-1:])

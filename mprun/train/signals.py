@@ -1,22 +1,28 @@
-"""Ctrl-C and SIGTERM: a run ends between two steps, with everything recorded.
+"""Ctrl-C, SIGTERM and SIGHUP: a run ends between two steps, with everything recorded.
 
 While PyTorch computes, a signal only sets a flag, which the loop checks after each step. So
 parameters are never half updated, and no exception passes through C++ code, which would end the
 process. At any other time, and at the second signal, an exception is raised at once: nobody has to
 wait for a slow download.
+
+SIGHUP says that the terminal was closed. It may come twice, from the system and from the shell, so
+its repetition asks for nothing more; and output to that terminal would fail, so it goes nowhere. A
+process that was started to ignore it (`nohup`) continues to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from mprun.errors import EXIT_INTERRUPTED, EXIT_TERMINATED
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))
 
 
 class SignalReceivedError(BaseException):
@@ -32,7 +38,8 @@ class StopSignals:
         self._before: list[tuple[int, object]] = []
 
     def __enter__(self) -> StopSignals:
-        self._before = [(s, signal.signal(s, self._handle)) for s in SIGNALS]
+        heeded = [s for s in SIGNALS if s != SIGHUP or signal.getsignal(s) != signal.SIG_IGN]
+        self._before = [(s, signal.signal(s, self._handle)) for s in heeded]
         return self
 
     def __exit__(
@@ -46,6 +53,10 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.received is None
+        if number == SIGHUP:
+            _leave_closed_terminal()
+            if not first:
+                return
         self.received = self.received or number
         if not (first and self._deferred):
             raise SignalReceivedError
@@ -71,12 +82,23 @@ class StopSignals:
     @property
     def name(self) -> str:
         """The signal's name for the user."""
-        return "SIGTERM" if self.received == signal.SIGTERM else "Ctrl-C"
+        number = self.received or signal.SIGINT
+        return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
     @property
     def exit_status(self) -> int:
         """128 + the signal's number, as a shell reports it."""
-        return EXIT_TERMINATED if self.received == signal.SIGTERM else EXIT_INTERRUPTED
+        return 128 + (self.received or signal.SIGINT)
+
+
+def _leave_closed_terminal() -> None:
+    """Send to nowhere what this process still prints to a terminal that was closed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            descriptor = stream.fileno()
+            is_device = stat.S_ISCHR(os.fstat(descriptor).st_mode)
+            if is_device and not os.isatty(descriptor):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def interruptible(job: Callable[[StopSignals], int], when: str) -> int:

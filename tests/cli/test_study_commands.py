@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import html
+import itertools
 import json
+import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +20,9 @@ from filelock import FileLock
 from mprun.cli.main import main
 from mprun.compare.comparison import Advice
 from mprun.config import compose
-from mprun.records.run_record import Scores, read_summary
+from mprun.precision import Precision
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Scores, Summary, read_summary
 
 LINEAR = ["recipe=linear", "train.max_steps=5"]
 MNIST = [
@@ -52,6 +59,58 @@ def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[s
     output = capsys.readouterr()
     assert "train.lr=1e+30 seed 0 failed: the loss became" in output.out
     assert "2 of 2 runs failed" in output.out + output.err
+
+
+def test_a_run_ended_by_a_full_disk_is_no_verdict_and_is_tried_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full at the end of two of four runs; one of them can still record this."""
+    begin = RunFolder.__init__
+    failing: Iterator[set[int]] = iter([set(), {1}, set(), {1, 2}])  # writes of each run's summary
+
+    def limited(self: RunFolder, *arguments: Any) -> None:
+        begin(self, *arguments)
+        writes, full = itertools.count(), next(failing)
+
+        def written(content: Summary) -> None:
+            if next(writes) in full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            RunFolder.summary(self, content)
+
+        monkeypatch.setattr(self, "summary", written)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "__init__", limited)
+        words = ["sweep", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+        assert main([*words, "compare.fail_if=worse"]) == 1
+    output = capsys.readouterr().out
+    assert "2 of 4 runs were ended by the machine and are no result" in output
+    assert "mprun sweep run.resume=s" in output
+    summaries = [read_summary(Path("s") / name) for name in runs("s")]
+    assert sorted(s.status for s in summaries) == ["completed", "completed", "failed", "running"]
+    found = json.loads(Path("s/comparison.json").read_text(encoding="utf-8"))
+    assert not any(v["failed"] for v in found["variants"])
+    assert main(["sweep", "run.resume=s"]) == 0
+    assert "4 of 4 runs" in capsys.readouterr().out
+    assert {read_summary(Path("s") / name).status for name in runs("s")} == {"completed"}
+
+
+def test_a_mode_without_memory_for_it_is_named_and_not_judged(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Precision.forward
+
+    def without_memory(self: Precision, *arguments: Any) -> Any:
+        if self.policy.name == "bf16_mixed":
+            raise MemoryError
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(Precision, "forward", without_memory)
+    words = ["advise", *LINEAR, "precision=fp32,bf16_mixed", "seeds=2", "run.dir=a"]
+    assert main(words) == 1
+    output = capsys.readouterr().out
+    assert "take fp32: " in output
+    assert "not tried: bf16_mixed: no run of it ended: out of memory on cpu" in output
 
 
 def test_a_sweep_in_which_nothing_works_fails(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,8 @@ def test_what_is_missing_or_damaged_is_downloaded_and_the_rest_left_alone(
     (raw / missing).unlink()
     (raw / damaged).write_bytes(damage(published[damaged]))
     before = {name: (raw / name).stat() for name in good}
+    (raw / ".download-1").mkdir()  # by a process that was killed
+    (raw / ".download-1" / missing).write_bytes(b"half")
     assert sources.download("MNIST", root) == "download"
     assert set(server.asked) == {f"{missing}.gz", f"{damaged}.gz"}
     assert {p.name: p.read_bytes() for p in raw.iterdir()} == published

@@ -70,6 +70,18 @@ def test_a_folder_that_holds_something_is_refused() -> None:
         made()
 
 
+def test_of_studies_that_begin_at_once_one_gets_the_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other one has looked into the folder before there was a plan."""
+    first = made()
+    monkeypatch.setattr("mprun.experiments.study.FILE", "another name")
+    monkeypatch.setattr("mprun.experiments.study.new_folder", lambda wanted: Path("s"))
+    with pytest.raises(UsageError, match=r"run\.dir=s: another mprun begins a study there"):
+        made("advise")
+    assert resumed_study("sweep", Path("s")) == first
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', "\xff"])
 def test_a_damaged_plan_is_refused(text: str) -> None:
     Path("sweep.json").write_text(text, encoding="latin-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fnmatch
 import json
@@ -9,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -545,6 +547,61 @@ def test_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
     assert count() >= 2
     folder = tmp_path / "cache" / "mprun" / "kernels"
     assert all(file.suffix == ".so" for file in folder.iterdir())
+
+
+@needs_compiler
+def test_a_library_that_was_cut_short_is_compiled_again(tmp_path: Path) -> None:
+    """A process that calls into the missing part of a library ends with SIGBUS."""
+    folder, whole = tmp_path / "cache" / "mprun" / "kernels", b""
+    for length in (None, 5000, 0):
+        if length is not None:
+            (library,) = folder.iterdir()
+            library.write_bytes(whole[:length])
+        process = start_program({"XDG_CACHE_HOME": str(tmp_path / "cache")})
+        out, error = process.communicate(timeout=60)
+        assert process.returncode == 0, error
+        assert json.loads(out)["bits"] == expected_of_program()
+        (library,) = folder.iterdir()
+        whole = whole or library.read_bytes()
+        assert library.read_bytes() == whole
+
+
+@needs_compiler
+def test_what_a_killed_process_left_of_its_compiler_is_removed(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiler hangs; its process is killed, which it outlives."""
+    hanging = script(tmp_path / "hanging-cc", "#!/bin/sh\nsleep 300\n")
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    killed = start_program({**cache, "CC": str(hanging)})
+    folder = tmp_path / "cache" / "mprun" / "kernels"
+    wait_for(lambda: bool(compilers(folder)))
+    fresh.setenv("CC", str(COMPILER))
+    kernels.load("round.c", {"TO": "F16"})
+    assert compilers(folder), "a compiler of a process that lives was ended"
+    killed.kill()
+    killed.communicate()
+    assert compilers(folder)
+    kernels.load("round.c", {"TO": "BF16"})
+    wait_for(lambda: not compilers(folder))
+    assert all(file.suffix == ".so" for file in folder.iterdir())
+
+
+def compilers(folder: Path) -> list[str]:
+    """The processes that work in a temporary folder of the cache."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"TMPDIR={folder}".encode() in environment.read_bytes():
+                found.append(environment.parent.name)
+    return found
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.fixture

@@ -63,7 +63,14 @@ def defect(folder: Path, value: object) -> str:
 
 PATHS = list(places(plain()))
 ADDED = (
-    *("page_fault_us", "allocator", "page_faults_per_step", "time_budget_s", "conditions"),
+    *(
+        "page_fault_us",
+        "allocator",
+        "page_faults_per_step",
+        "time_budget_s",
+        "conditions",
+        "failed_by",
+    ),
     "samples",
 )
 """Fields that records of earlier versions do not have."""

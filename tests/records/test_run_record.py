@@ -134,6 +134,46 @@ def test_a_second_run_in_a_folder_is_refused_and_the_first_is_kept(folder: RunFo
     assert record.read_lines(folder.path) == [{"step": 1}]
 
 
+def test_a_resumed_run_removes_what_a_killed_one_was_writing(folder: RunFolder) -> None:
+    folder.close()
+    left = [folder.path / ".summary.json.7.tmp", folder.path / "checkpoints" / ".last.pt.7.tmp"]
+    for path in left:
+        path.write_bytes(b"half")
+    (folder.path / "mine.tmp").touch()
+    RunFolder(folder.path, keep=lambda line: True).close()
+    assert not any(path.exists() for path in left)
+    assert (folder.path / "mine.tmp").exists()
+
+
+def test_lines_end_before_the_first_that_is_not_kept(folder: RunFolder) -> None:
+    folder.lines([{"step": n} for n in (1, 2, 3, 1)])
+    folder.close()
+    outside = folder.path.parent / "outside"
+    (folder.path / "metrics.jsonl").rename(outside)
+    before = outside.read_bytes()
+    (folder.path / "metrics.jsonl").symlink_to(outside)
+    resumed = RunFolder(folder.path, keep=lambda line: bool(line["step"] < 3))
+    resumed.lines([{"step": 9}])
+    resumed.close()
+    assert [line["step"] for line in record.read_lines(folder.path)] == [1, 2, 9]
+    assert outside.read_bytes() == before  # it is not written through a link
+
+
+def test_of_processes_that_make_a_file_at_once_one_wins(tmp_path: Path) -> None:
+    def make(n: int) -> int | None:
+        try:
+            files.write_new(tmp_path / "file", f"{n}".encode())
+        except FileExistsError:
+            return None
+        return n
+
+    with ThreadPoolExecutor(8) as pool:
+        made = [n for n in pool.map(make, range(8)) if n is not None]
+    assert len(made) == 1
+    assert (tmp_path / "file").read_text(encoding="utf-8") == f"{made[0]}"
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_of_runs_that_begin_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     def make(_: int) -> RunFolder | None:
         try:

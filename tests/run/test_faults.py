@@ -66,7 +66,7 @@ def goes_on_like_a_whole_run() -> None:
     assert one["step"] == other["step"] == 20
     for name, weight in one["model"].items():
         assert torch.equal(weight, other["model"][name])
-    steps = [x["step"] for x in read_lines(Path("run"))]
+    steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert steps == list(range(1, 21))
 
 
@@ -85,11 +85,12 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, stderr: Stderr, what: str,
     line = stderr()
     assert line.startswith("mprun: the record cannot be written (No space left on device)")
     assert line.endswith("make room, then: mprun run.resume=run")
-    steps = [x["step"] for x in read_lines(Path("run"))]
+    steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= n - (what == "summary")
-    status = read_summary(Path("run")).status
-    assert status == ("running" if what == "summary" else "failed")
+    summary = read_summary(Path("run"))
+    assert summary.status == ("running" if what == "summary" else "failed")
+    assert summary.failed_by == (None if what == "summary" else "machine")
     assert not list(Path("run").rglob("*.tmp"))
     goes_on_like_a_whole_run()
 
@@ -130,7 +131,7 @@ def test_a_real_limit_on_file_sizes() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("mprun: the record cannot be written (File too large)")
     assert done.stderr.count("\n") == 1
-    assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3, 4, 5]
+    assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2, 3, 4, 5]
     assert read_summary(Path("run")).status == "failed"
     assert not checkpoint.path_in(Path("run")).exists()
     assert not list(Path("run").rglob("*.tmp"))
@@ -172,7 +173,7 @@ def test_two_processes_and_one_folder() -> None:
     refused = next(e for e, p in zip(errors, both, strict=True) if p.returncode == 2)
     assert refused.startswith("mprun: run.dir=run")
     assert refused.count("\n") == 1
-    steps = [x["step"] for x in read_lines(Path("run"))]
+    steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert steps == list(range(1, 201))
     assert read_summary(Path("run")).status == "completed"
 
@@ -209,9 +210,9 @@ def test_out_of_memory(
     )
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert (summary.status, summary.steps) == ("failed", 3)
+    assert (summary.status, summary.failed_by, summary.steps) == ("failed", "machine", 3)
     assert "out of memory" in str(summary.error)
-    assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3]
+    assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2, 3]
 
 
 def test_a_nan_without_a_loss_scale(monkeypatch: pytest.MonkeyPatch, stderr: Stderr) -> None:
@@ -225,5 +226,5 @@ def test_a_nan_without_a_loss_scale(monkeypatch: pytest.MonkeyPatch, stderr: Std
     assert stderr().startswith("mprun: the loss became nan at step 1 in precision=fp32")
     summary = read_summary(Path("run"))
     conforms(summary, Summary)
-    assert summary.status == "failed"
+    assert (summary.status, summary.failed_by) == ("failed", "run")
     assert not checkpoint.path_in(Path("run")).exists()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.loop import StepResult, Trainer
+from tests.run.processes import Forking
 from tests.schema import conforms
 
 MNIST = [
@@ -169,7 +167,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(
     assert main([*MNIST, "train.max_steps=12", "run.dir=whole"]) == 0
     at_step(5, crash)
     assert main([*MNIST, "train.max_steps=12", "run.dir=run"]) == 1
-    assert [x["step"] for x in read_lines(Path("run"))] == [1, 2, 3, 4]
+    assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2, 3, 4]
     assert main(["run.resume=run"]) == 0
     assert_same_run(Path("run"), Path("whole"))
 
@@ -289,75 +287,13 @@ def test_a_dynamic_scale_keeps_its_tracker() -> None:
     assert (step(first), step(second), step(scale())) == (16.0, 16.0, 8.0)
 
 
-# Real processes. Starting one takes seconds, most of them spent importing torch, so one process
-# imports it, draws the data, and forks a child for each run.
-FORKING = """
-import json, os, sys
-import torch, torch._dynamo, mprun.run
-from mprun.cli.main import main
-from mprun.data.generated import draw
-
-draw()
-
-for line in sys.stdin:
-    words, cwd = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = 99
-        try:
-            status = main(words)
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
-class Forking:
-    """Runs mprun in processes of their own, one at a time."""
-
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-    def start(self, words: list[str], cwd: Path) -> int:
-        """Begin a run; its process id."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps([words, str(cwd)]) + "\n")
-        self._server.stdin.flush()
-        return self._read()
-
-    def wait(self) -> int:
-        """How the run ended: its status, or the negative number of the signal that killed it."""
-        return self._read()
-
-    def _read(self) -> int:
-        assert self._server.stdout is not None
-        return int(self._server.stdout.readline())
-
-    def close(self) -> None:
-        self._server.communicate(timeout=60)
-
-
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    server = Forking()
-    yield server
-    server.close()
-
-
 LONG = [*MNIST, "train.epochs=8", "train.checkpoint_every_steps=7"]
-ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+ENDS = {
+    signal.SIGKILL: -signal.SIGKILL,
+    signal.SIGTERM: 143,
+    signal.SIGINT: 130,
+    signal.SIGHUP: 129,
+}
 
 
 @pytest.fixture(scope="module")
@@ -422,16 +358,6 @@ def test_killed_many_times_in_every_mode(
     kills = [(chance.uniform(0, 0.5), int(chance.choice(list(ENDS)))) for _ in range(2)]
     kill_and_go_on(forking, [*LONG, *MODES[mode]], kills)
     assert_same_run(Path("run"), whole(mode))
-
-
-@pytest.mark.representative("SIGKILL")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
-def test_killed_before_the_first_checkpoint(forking: Forking, number: signal.Signals) -> None:
-    words = [*MNIST, "train.epochs=10"]
-    forking.start([*words, "run.dir=whole"], Path.cwd())
-    assert forking.wait() == 0
-    kill_and_go_on(forking, words, [(0.0, int(number))])
-    assert_same_run(Path("run"), Path("whole"))
 
 
 @pytest.mark.representative("3-SIGTERM")

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
-from mprun.train.signals import SIGNALS, SignalReceivedError, StopSignals
+from mprun.train.signals import SIGHUP, SIGNALS, SignalReceivedError, StopSignals
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """The tests themselves may have been started by `nohup`."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    if SIGHUP is not None:
+        signal.signal(SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("fail", [False, True])
@@ -34,7 +47,7 @@ def test_in_the_loop_a_signal_sets_a_flag(number: signal.Signals, name: str, sta
     assert (stop.received, stop.name, stop.exit_status) == (number, name, status)
 
 
-@pytest.mark.parametrize("second", SIGNALS)
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_in_the_loop_the_second_signal_raises(second: signal.Signals) -> None:
     with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGINT)
@@ -80,3 +93,34 @@ def test_a_deferred_signal_is_raised_by_a_check(number: signal.Signals) -> None:
             signal.raise_signal(number)
         with pytest.raises(SignalReceivedError):
             stop.check()
+
+
+@pytest.mark.skipif(SIGHUP is None, reason="there is no SIGHUP")
+def test_a_terminal_that_closes_is_a_signal_like_another() -> None:
+    with StopSignals() as stop, stop.deferred():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # by the system and by the shell
+        assert (stop.received, stop.name, stop.exit_status) == (signal.SIGHUP, "SIGHUP", 129)
+        with pytest.raises(SignalReceivedError):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.skipif(SIGHUP is None, reason="there is no SIGHUP")
+def test_a_process_started_by_nohup_goes_on() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopSignals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.skipif(SIGHUP is None, reason="there is no SIGHUP")
+def test_output_to_a_closed_terminal_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = os.openpty()
+    with os.fdopen(slave, "w", encoding="utf-8") as terminal, StopSignals() as stop:
+        monkeypatch.setattr("sys.stdout", terminal)
+        print("before", flush=True)
+        os.close(master)
+        with stop.deferred():
+            signal.raise_signal(signal.SIGHUP)
+        print("stopped", flush=True)  # OSError: Input/output error, if it went to the terminal

@@ -1,0 +1,65 @@
+"""The lines of metrics.jsonl about an epoch: writing and reading them. No torch.
+
+An epoch has a line `epoch` with its training scores and, before it, a line `validation` if it was
+validated. `summary.json` shows a choice of a long run's epochs; these lines are all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from mprun.errors import UsageError
+from mprun.records.run_record import Epoch, Number, Scores
+
+BEGINNINGS = ('{"kind":"epoch"', '{"kind":"validation"')
+"""Of these lines: the others, which are most, need not be parsed."""
+
+
+class _EpochLine(msgspec.Struct):
+    kind: Literal["epoch", "validation"]
+    epoch: int
+    loss: Number | None
+    accuracy: float | None
+    samples: int | None = None
+
+
+def epoch_lines(epoch: Epoch, step: int) -> list[dict[str, Any]]:
+    """The lines of an epoch that ended with this step."""
+    lines = []
+    if epoch.validation.loss is not None:
+        lines.append(_line("validation", epoch, step, epoch.validation))
+    return [*lines, _line("epoch", epoch, step, epoch.train)]
+
+
+def _line(kind: str, epoch: Epoch, step: int, scores: Scores) -> dict[str, Any]:
+    known = {k: v for k, v in vars(scores).items() if k != "samples" or v}
+    return {"kind": kind, "step": step, "epoch": epoch.epoch, **known}
+
+
+def read_epochs(run: Path) -> Iterator[Epoch]:
+    """The epochs in a run's metrics.jsonl, one at a time, in their order.
+
+    Raises:
+        UsageError: a line about an epoch is damaged.
+    """
+    path = run / "metrics.jsonl"
+    validations: dict[int, Scores] = {}
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            if not text.startswith(BEGINNINGS):
+                continue
+            try:
+                line = msgspec.json.decode(text, type=_EpochLine)
+            except msgspec.MsgspecError as error:
+                raise UsageError(f"{path} is damaged: {error}") from None
+            scores = Scores(loss=line.loss, accuracy=line.accuracy, samples=line.samples)
+            if line.kind == "validation":
+                validations[line.epoch] = scores
+            else:
+                none = Scores(loss=None, accuracy=None)
+                validation = validations.pop(line.epoch, none)
+                yield Epoch(epoch=line.epoch, train=scores, validation=validation)

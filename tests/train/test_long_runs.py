@@ -1,0 +1,137 @@
+"""A run of any length: its summary, its checkpoint and its memory stay bounded."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.cli.main import main
+from mprun.doctor.heap import page_faults
+from mprun.precision.arithmetic import NativeArithmetic
+from mprun.records.epoch_lines import read_epochs
+from mprun.records.run_folder import RunFolder
+from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
+from mprun.train import checkpoint
+from mprun.train.callbacks import StepLine
+from mprun.train.conditions_recorder import ConditionsRecorder
+from mprun.train.recorder import Recorder
+from mprun.train.stopwatch import Stopwatch
+from tests.run.test_resume import assert_same_run
+from tests.summaries import example
+
+TINY = ["recipe=linear", "recipe.model.in_features=4", "recipe.model.out_features=2"]
+NONE = Scores(loss=None, accuracy=None)
+
+
+class LongRun:
+    """A record of epochs of one step each, without the training."""
+
+    def __init__(self) -> None:
+        self.summary = example()
+        self.summary.history.clear()
+        self.summary.steps = 0
+        self.folder = RunFolder(Path("run"))
+        cpu, watch = torch.device("cpu"), Stopwatch()
+        recorder = Recorder(self.summary, self.folder, NativeArithmetic(), cpu, 10**9, watch)
+        self.recorder, self.callbacks = recorder, (recorder, ConditionsRecorder(self.summary))
+
+    def take(self, steps: int) -> None:
+        """Steps that are reported a hundred at a time, as the loop does with short ones."""
+        first = self.summary.steps + 1
+        for begin in range(first, first + steps, 100):
+            numbers = range(begin, begin + 100)
+            times = [1 + step * 0.37 % 1 for step in numbers]
+            lines = [
+                StepLine(step, step, 1.0, 1e-3, 1.0, False, ms, ms / 10, True, step % 7)
+                for step, ms in zip(numbers, times, strict=True)
+            ]
+            scores = Scores(loss=1.0, accuracy=None)
+            for callback in self.callbacks:
+                for step in numbers:
+                    callback.on_epoch_end(Epoch(epoch=step, train=scores, validation=NONE), step)
+                callback.on_steps(lines)
+
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of summary.json and of the record's part of a checkpoint."""
+        self.recorder.on_end("completed")
+        self.folder.summary(self.summary)
+        file = io.BytesIO()
+        torch.save(self.recorder.state_dict(), file)
+        return Path("run/summary.json").stat().st_size, len(file.getvalue())
+
+
+def test_bytes_do_not_grow_with_the_steps() -> None:
+    tracemalloc.start()
+    try:
+        run = LongRun()
+        run.take(4_500)  # every bounded structure was full
+        before, (at_first, _) = run.sizes(), tracemalloc.get_traced_memory()
+        run.take(9_000)
+        after, (at_last, _) = run.sizes(), tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The epochs kept are from half of 500 to all of them, the values from half of 4,096.
+    assert all(new <= 2.1 * old for old, new in zip(before, after, strict=True))
+    assert after[0] < 200_000
+    assert after[1] < 150_000
+    # A list of the epochs would take megabytes more, one of a number a step 300 kB.
+    assert at_last - at_first < 200_000
+    run.folder.close()
+    assert sum(1 for _ in read_epochs(Path("run"))) == 13_500
+
+
+def test_a_long_run_resumed_has_the_history_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mprun.train.epoch_history.MOST_EPOCHS", 8)
+    monkeypatch.setattr("mprun.train.epoch_history.EpochHistory.__init__.__defaults__", (8,))
+    words = [*TINY, "train.checkpoint_every_steps=7"]
+    assert main([*words, "train.max_steps=60", "run.dir=whole"]) == 0
+    assert main([*words, "train.max_steps=25", "run.dir=run"]) == 0
+    assert main(["run.resume=run", "train.max_steps=60"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    summary = read_summary(Path("run"))
+    assert [x.epoch for x in summary.history][:3] == [1, 9, 17]
+    assert len(summary.history) < 12
+    lines = read_lines(Path("run"))
+    assert [x["epoch"] for x in lines if x["kind"] == "epoch"] == list(range(1, 61))
+    journal = torch.load(checkpoint.path_in(Path("run")), weights_only=True)["journal"]
+    assert "history" not in journal
+
+
+def test_a_checkpoint_of_version_0_1_is_continued() -> None:
+    """It had lists of every step and epoch, and metrics.jsonl no lines of epochs."""
+    words = [*TINY, "train.checkpoint_every_steps=7"]
+    assert main([*words, "train.max_steps=30", "run.dir=whole"]) == 0
+    assert main([*words, "train.max_steps=12", "run.dir=run"]) == 0
+    make_old(Path("run"))
+    for steps in (12, 20, 30):
+        assert main(["run.resume=run", f"train.max_steps={steps}"]) == 0
+    run, whole = read_summary(Path("run")), read_summary(Path("whole"))
+    assert run.history == whole.history
+    assert run.step_time_ms.n == whole.step_time_ms.n
+    assert (run.page_faults_per_step is None) == (page_faults() is None)  # of the new steps
+
+
+def make_old(run: Path) -> None:
+    """Rewrite a run's last checkpoint and lines as an earlier version wrote them."""
+    summary, lines = read_summary(run), read_lines(run)
+    steps = [x for x in lines if x["kind"] == "step"]
+    text = "".join(json.dumps(x) + "\n" for x in lines if x["kind"] != "epoch")
+    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
+    state = torch.load(checkpoint.path_in(run), weights_only=True)
+    for key in ("loss_series", "statistics"):
+        del state["journal"][key]
+    epochs = [
+        vars(x) | {k: vars(getattr(x, k)) for k in ("train", "validation")} for x in summary.history
+    ]
+    state["journal"] |= {
+        "losses": [x["loss"] for x in steps],
+        "step_ms": [x["step_time_ms"] for x in steps],
+        "data_ms": [x["data_time_ms"] for x in steps],
+        "history": epochs[:-1],  # the last epoch ends when the run does
+    }
+    torch.save(state, checkpoint.path_in(run))
