@@ -193,6 +193,15 @@ def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) ->
             assert {v.label for v in found.variants[1:]} <= shown, name
 
 
+def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]) -> None:
+    line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
+    for name, plot in ten.items():
+        width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
+        _, _, wide, high = map(float, ElementTree.fromstring(plot.svg).get("viewBox", "").split())
+        assert width == pytest.approx(wide * canvas.PNG_DPI / 72, abs=2), name
+        assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
+
+
 def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
     assert "tf32 (emulated)" in texts(ten["metric-time"])
     index = [v.label for v in comparison(10).variants].index("tf32")
@@ -253,7 +262,7 @@ def test_the_same_runs_give_the_same_drawings(tmp_path: Path) -> None:
 def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with pytest.raises(RuntimeError, match="inside"):
-        canvas.render("x", "x", _failing)
+        canvas.render("x", canvas.PictureFrame("x", ""), _failing)
     draw(comparison(1, tmp_path), ["memory"])
     assert dict(matplotlib.rcParams) == before
 
