@@ -29,7 +29,7 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
         f"effect of the formats on the numbers: {min(top, len(rows))} of {len(rows)} rows, the "
         f"worst first (shares: float16, {values})",
         text_column("kind"),
-        text_column("of", narrow=16),
+        text_column("of"),
         figure_column("zero", 1),
         figure_column("lose bits", 5),
         figure_column("to 0", 6),
@@ -52,7 +52,7 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
             row.name,
             *(share_text(share) for share in (*shares, in_run.above_largest)),
             *(f"{db:.0f}" for db in (fp16_db(row), *low)),
-            row.verdict,
+            row.verdict or "",
         )
     return table
 
@@ -87,7 +87,7 @@ def lost_table(result: NumericsResult, top: int) -> FittedTable:
     lost = result.lost_updates
     table = FittedTable(
         "share of updates that would be lost with weights in 16 bits, by rounding",
-        text_column("of", narrow=16),
+        text_column("of"),
         *(
             figure_column(f"{dtype} {short}", -place)
             for dtype in ("fp16", "bf16")

@@ -141,7 +141,7 @@ def test_rates_have_spread_interval_and_number() -> None:
     found = rates({"bfloat16": (4.0, 2.0, 0.5)})
     found[3].speedup = ratio(4.0, 3.5, 4.25)
     lines = shown(rates_table(found, 6))
-    assert lines[0].startswith("measured rates in 6 threads: median")
+    assert lines[1].startswith("measured rates in 6 threads: median")
     assert shown(rates_table(found, 1))[1].startswith("measured rates in 1 thread: median")
     assert shown(rates_table(found, None))[1].startswith("measured rates: median")
     assert "matmul 1000000000 operations fp32 100 (90.9-110) 1 25" in lines
