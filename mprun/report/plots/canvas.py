@@ -151,6 +151,10 @@ def _file(draw: Callable[[Theme], Figure], frame: PictureFrame, kind: str) -> by
 
 def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
     """Write title and caption around a figure; the area of all three, in inches."""
+    drawn.draw_without_rendering()  # the layout is that of the figure alone
+    drawn.set_layout_engine("none")
+    for legend in drawn.legends:  # so is the place of a legend
+        legend.set_bbox_to_anchor((0, 0, 1, 1), transform=drawn.transFigure)
     width_in, height_in = drawn.get_size_inches()
     line_in = LINE_SPACING * FRAME_POINTS / 72
     letters = int(width_in * LETTERS_PER_IN)
