@@ -173,10 +173,9 @@ class FittedTable:
                 break
             places.remove(min(optional, key=lambda place: self.columns[place].importance))
         widths = [sizes[place].whole for place in places]
-        if sum(widths) > room:
-            least = [sizes[p].narrow if fits else sizes[p].narrowest for p in places]
-            widths = _reduced([sizes[place].folded for place in places], least, room)
-        return places, widths
+        widths = _reduced(widths, [sizes[place].folded for place in places], room)
+        least = [sizes[p].narrow if fits else sizes[p].narrowest for p in places]
+        return places, _reduced(widths, least, room)
 
     def _sizes(self, place: int) -> _ColumnSizes:
         column, texts = self.columns[place], [row.cells[place].text for row in self._rows]
