@@ -142,6 +142,8 @@ def _file(draw: Callable[[Theme], Figure], frame: PictureFrame, kind: str) -> by
         file = io.BytesIO()
         drawn = draw(LIGHT)
         FigureCanvasAgg(drawn)
+        if kind == "png":  # letters are as wide in the layout as in the file
+            drawn.set_dpi(PNG_DPI)
         bounds = _write_frame(drawn, frame)
         drawn.savefig(
             file, format=kind, dpi=PNG_DPI, metadata=NO_METADATA[kind], bbox_inches=bounds
@@ -161,12 +163,11 @@ def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
     title = [part for line in frame.title.splitlines() for part in wrap(line, letters)]
     caption = wrap(frame.caption, letters)
     style: dict[str, Any] = {"fontsize": FRAME_POINTS, "linespacing": LINE_SPACING, "ha": "left"}
-    left = MARGIN_IN / width_in
     above_in, below_in = ((len(x) * line_in + 2 * MARGIN_IN) if x else 0 for x in (title, caption))
     top, bottom = 1 + MARGIN_IN / height_in, -MARGIN_IN / height_in
-    drawn.text(left, top, "\n".join(title), va="bottom", weight="bold", **style)
-    drawn.text(left, bottom, "\n".join(caption), va="top", color=LIGHT.muted, **style)
-    return Bbox.from_extents(0, -below_in, width_in, height_in + above_in)
+    drawn.text(0, top, "\n".join(title), va="bottom", weight="bold", **style)
+    drawn.text(0, bottom, "\n".join(caption), va="top", color=LIGHT.muted, **style)
+    return Bbox.from_extents(-MARGIN_IN, -below_in, width_in + MARGIN_IN, height_in + above_in)
 
 
 @contextmanager
