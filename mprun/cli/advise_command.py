@@ -23,6 +23,7 @@ from mprun.cli.study_commands import (
     study_of,
     study_status,
 )
+from mprun.console import print_text, stdout_console
 from mprun.errors import MprunError
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ def advise_command(args: Sequence[str]) -> int:
     comparison = replace(comparison, advice=advice)
     report(comparison, settings, study.folder)
     print_out("")
-    for line in advice_lines(comparison):
-        print_out(line)
+    for line in advice_lines(comparison)[1:]:  # the first one is the answer, above the table
+        print_text(stdout_console(), line)
     _write_preset(study, comparison, advice)
     if len(comparison.variants) > 1:
         check(comparison, settings.fail_if.value)

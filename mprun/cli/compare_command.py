@@ -2,9 +2,9 @@
 
     mprun compare outputs/DATE/TIME [compare.margin=0.01 ...]
 
-Takes folders of runs, folders that contain such folders, and globs. Prints a row for each variant,
-and writes a report into a folder. An argument that is a path, or that matches one, is never a
-setting.
+Takes folders of runs, folders that contain such folders, and globs. Prints the answer in words and
+a row for each variant, and writes a report into a folder. An argument that is a path, or that
+matches one, is never a setting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.console import print_line, stdout_console
+from mprun.console import print_line, print_table, print_text, stdout_console
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
 
 if TYPE_CHECKING:
@@ -57,18 +57,29 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     )
 
 
-def report(comparison: Comparison, settings: CompareSettings, folder: Path) -> None:
-    """Print a comparison, and write its report into `compare.dir` or `folder`.
+def report(
+    comparison: Comparison, settings: CompareSettings, folder: Path, answer: str = ""
+) -> None:
+    """Print the answer and the table, and write the report into `compare.dir` or `folder`.
+
+    Args:
+        comparison: of runs.
+        settings: of the command.
+        folder: the default folder.
+        answer: printed first; by default the comparison's own.
 
     Raises:
         UsageError: the report cannot be written.
     """
+    from mprun.report.answer import headline
     from mprun.report.comparison_report import comparison_table, footer, write_report
 
     console = stdout_console()
-    console.print(comparison_table(comparison), highlight=False)
+    for sentence in [answer] if answer else headline(comparison):
+        print_text(console, printable(sentence))
+    print_table(console, comparison_table(comparison))
     for line in footer(comparison):  # names of folders in it may have any characters
-        print_line(console, printable(line))
+        print_text(console, printable(line))
     if not settings.report:
         return
     folder = Path(settings.dir) if settings.dir else folder

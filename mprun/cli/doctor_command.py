@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_line, stderr_console, stdout_console
+from mprun.console import print_line, print_table, print_text, stderr_console, stdout_console
 from mprun.errors import EXIT_OK, UsageError, hint
 
 
@@ -42,5 +42,8 @@ def doctor_command(args: Sequence[str]) -> int:
         return EXIT_OK
     console = stdout_console()
     for part in renderables(examination):
-        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+        if isinstance(part, str):
+            print_text(console, part)
+        else:
+            print_table(console, part)
     return EXIT_OK

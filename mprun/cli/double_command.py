@@ -40,9 +40,8 @@ def double_command(args: Sequence[str]) -> int:
         return status
     settings = for_choice(request, study, outcomes)
     comparison = compared([study.folder], settings)
-    report(comparison, settings, study.folder)
     doubling = double(comparison)
-    print_out(f"\n{doubling.answer}: {doubling.reason}")
+    report(comparison, settings, study.folder, f"{doubling.answer}: {doubling.reason}")
     check(comparison, settings.fail_if.value)
     return study_status(outcomes)
 

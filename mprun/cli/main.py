@@ -62,7 +62,7 @@ COMMANDS = (
     Command("compare", compare_command, ("compare",)),
     Command("advise", advise_command, ("advise", *STUDY)),
     Command("double", double_command, ("double", *STUDY)),
-    Command("trace", trace_command),
+    Command("trace", trace_command, ("trace",)),
     Command("doctor", doctor_command, ("doctor",)),
     Command("memory", memory_command, ("memory",)),
     Command("numerics", numerics_command, ("numerics",)),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import traceback_in
-from mprun.console import print_line, stdout_console, warn
+from mprun.console import print_line, print_table, print_text, stdout_console, warn
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -45,12 +45,11 @@ def memory_command(args: Sequence[str]) -> int:
         record = side_by_side([(mode.label, mode.plan) for mode in modes], given, settings.fits)
     (folder / "memory.json").write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     print_line(console, _header(record))
-    console.print(category_table(record), highlight=False)
+    print_table(console, category_table(record))
     for mode in record.modes:
-        table = module_table(mode, record.modes[0], settings.depth)
-        console.print(table, highlight=False)
+        print_table(console, module_table(mode, record.modes[0], settings.depth))
     for note in _notes(record):
-        print_line(console, note)
+        print_text(console, note)
     names = ["memory.json"]
     if settings.picture:
         from mprun.report.plots.memory_plots import save_memory_plot

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
-from mprun.console import ProgressDisplay, print_line, stderr_console, stdout_console
+from mprun.console import (
+    ProgressDisplay,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+)
 from mprun.errors import EXIT_FAILED, EXIT_OK
 from mprun.train.signals import StopSignals, interruptible
 
@@ -71,9 +78,9 @@ def _print(result: NumericsResult, top: int) -> None:
 
     console = stdout_console()
     for line in sentences(result):
-        print_line(console, line)
+        print_text(console, line)
     for table in (scales_table(result), rows_table(result, top), lost_table(result, top // 2)):
-        console.print(table, highlight=False)
+        print_table(console, table)
 
 
 def _write(

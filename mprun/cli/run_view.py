@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mprun.console import RunProgress, print_line
+from mprun.console import RunProgress, print_line, print_table
 from mprun.records.run_record import Summary
 from mprun.report import tables
 from mprun.train.progress import Progress
@@ -51,7 +51,7 @@ class RunView(Progress):
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
         if rows := self._layer_rows(model):
-            self._console.print(tables.layers(rows), highlight=False)
+            print_table(self._console, tables.layers(rows))
         super().on_train_start(model, elapsed_s)
 
     def on_message(self, text: str) -> None:

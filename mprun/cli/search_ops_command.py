@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
-from mprun.console import print_line, stderr_console, stdout_console
+from mprun.console import print_line, print_table, print_text, stderr_console, stdout_console
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def search_ops_command(args: Sequence[str]) -> int:
             proof = planned.prove(casts, status.update)
         _write(folder, planned, search, proof)
     for line in _conclusion(search, proof):
-        print_line(console, line)
+        print_text(console, line)
     print_line(console, f"written: {folder}/{', '.join(names)}")
     own = [] if known.config_dir is None else ["--config-dir", str(known.config_dir)]
     of_run = [text for text in overrides if key_of(text) not in ("op_lists", "run")]
@@ -79,15 +79,16 @@ def _write(
 
 def _print(search: OpSearch) -> None:
     from mprun.report.numerics_tables import unjudged
-    from mprun.report.search_ops_tables import outcome_table, rows_table
+    from mprun.report.search_ops_tables import answer_sentence, outcome_table, rows_table
 
     console = stdout_console()
+    print_text(console, answer_sentence(search))
     for kind, rows in (("ops", search.ops), ("modules", search.modules)):
         if rows:
-            console.print(rows_table(search, kind), highlight=False)
-    console.print(outcome_table(search), highlight=False)
+            print_table(console, rows_table(search, kind))
+    print_table(console, outcome_table(search))
     for line in unjudged(search.unjudged_parameters, search.zero_gradients, search.reference):
-        print_line(console, line)
+        print_text(console, line)
 
 
 def _conclusion(search: OpSearch, proof: Proof | None) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
     mprun trace recipe=mnist op_lists=hmp
 
-Takes the overrides of a run. Prints the step, and writes two files into the run's folder:
-`trace.json` with everything, and `trace.chrome.json`, which Perfetto (ui.perfetto.dev) and
-chrome://tracing open.
+Takes the overrides of a run. Prints the totals and a summary by kind of op (with `trace.ops=true`
+every op), and writes two files into the run's folder: `trace.json` with everything, and
+`trace.chrome.json`, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from collections.abc import Sequence
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
-from mprun.console import print_line, stdout_console
+from mprun.console import print_line, print_table, print_text, stdout_console
 from mprun.errors import EXIT_OK, RunFailedError
 
 
 def trace_command(args: Sequence[str]) -> int:
     """Run `mprun trace`; the exit status."""
     from mprun.config import compose
+    from mprun.config.settings import take
 
     known = parse_arguments("trace", args)
-    composed = compose(known.overrides, known.config_dir)
+    settings, overrides = take(known.overrides, "trace")
+    composed = compose(overrides, known.config_dir)
 
     import msgspec
 
@@ -34,7 +36,7 @@ def trace_command(args: Sequence[str]) -> int:
         trace_recipe,
     )
     from mprun.records.files import new_folder
-    from mprun.report.trace_tables import chrome, step_table, totals
+    from mprun.report.trace_tables import chrome, kinds_table, step_table, totals
 
     planned = plan_run(composed, "trace")
     introduce(planned)
@@ -45,17 +47,19 @@ def trace_command(args: Sequence[str]) -> int:
         except TraceFailedError as failed:
             (folder / "trace.json").write_text(json.dumps(failed.content), encoding="utf-8")
             if failed.trace.rows:
-                console.print(step_table(failed.trace.rows), highlight=False)
+                print_table(console, step_table(failed.trace.rows))
             raise RunFailedError(
                 f"the step cannot run, the ops before the failure are above: {failed}"
             ) from failed.__cause__
     content, rows = msgspec.to_builtins(record), record.rows
     for name, data in (("trace.json", content), ("trace.chrome.json", chrome(rows))):
         (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
-    console.print(step_table(rows), highlight=False)
-    console.print(totals(record), highlight=False)
+    print_table(console, totals(record))
+    print_table(console, kinds_table(rows))
+    if settings.trace.ops:
+        print_table(console, step_table(rows))
     if is_computed_by_mprun(planned.plan):
-        print_line(
+        print_text(
             console,
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "
             "calls them; casts inside them are not counted",

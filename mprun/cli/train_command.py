@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, parse_arguments
-from mprun.console import print_line, stdout_console, warn
+from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
@@ -64,7 +64,7 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     init_from = plan.config.train.init_from if plan.weights.state else None
     view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
-    console.print(result(summary), highlight=False)
+    print_table(console, result(summary))
     print_line(console, time_line(summary))
     if summary.status == "completed":
         return EXIT_OK
@@ -107,6 +107,6 @@ def _show_sweep(folder: Path) -> int:
             summaries[run.name] = read_summary(run)
         except MprunError:
             summaries[run.name] = None  # the run ended before it had a record
-    stdout_console().print(sweep_table(folder, summaries), highlight=False)
+    print_table(stdout_console(), sweep_table(folder, summaries))
     done = all(s is not None and s.status == "completed" for s in summaries.values())
     return EXIT_OK if done else EXIT_FAILED

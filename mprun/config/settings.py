@@ -150,6 +150,14 @@ class NumericsSettings:
 
 
 @dataclass
+class TraceSettings:
+    """What `mprun trace` shows."""
+
+    ops: bool = False
+    """Whether every op is listed below the summary."""
+
+
+@dataclass
 class SearchOpsSettings:
     """How ops that must stay in float32 are searched, and the tolerance for the others."""
 
@@ -189,6 +197,8 @@ class Settings:
     """How a machine is examined."""
     memory: MemorySettings = field(default_factory=MemorySettings)
     """What `mprun memory` shows."""
+    trace: TraceSettings = field(default_factory=TraceSettings)
+    """What `mprun trace` shows."""
     numerics: NumericsSettings = field(default_factory=NumericsSettings)
     """Which steps are inspected, and what their numbers must keep."""
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)

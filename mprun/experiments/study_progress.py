@@ -9,11 +9,11 @@ from statistics import fmean, median
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from mprun.compare.formatting import substitution_label
 from mprun.console import ProgressDisplay, duration
+from mprun.console.fitted_table import FittedTable, text_column
 from mprun.records.run_record import Summary, number
 
 
@@ -107,7 +107,14 @@ class StudyProgress(ProgressDisplay):
         return f"{done} of {total} runs{left}"
 
     def _table(self) -> RenderableType:
-        table = Table("variant", "runs", "step time", "mean so far")
+        table = FittedTable(
+            "",
+            text_column("variant"),
+            text_column("runs"),
+            text_column("step time", 1),
+            text_column("mean so far"),
+            elsewhere="the report at the end",
+        )
         for name, runs in self._variants.items():
             table.add_row(name, *runs.cells(self._seeds))
         return Group(table, Text(f"{self._remaining()}; now {self._run}  {self._text}"))

@@ -7,18 +7,11 @@ the table needs neither.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
-
-from rich.box import SIMPLE_HEAD
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
-from rich.text import Text
 
 from mprun.compare.comparison import Comparison
 from mprun.compare.formatting import counted
+from mprun.console.fitted_table import ALWAYS, FittedTable, TableCell, TableColumn
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
 from mprun.report import answer, cells
@@ -29,87 +22,44 @@ from mprun.report.theme import TERMINAL, TONES
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""
 
+IMPORTANCE = {
+    "runs": 1,
+    "samples": 2,
+    "step_time": 3,
+    "metric": 4,
+    "memory": 5,
+    "ratio": 6,
+    "difference": 7,
+}
+"""The column with the least is the first that a narrow table leaves out."""
 
-class ColumnWidths(NamedTuple):
-    """Widths that a column can have."""
-
-    lines: int
-    """No line is broken."""
-    halves: int
-    """Intervals are broken behind "to"."""
-    blanks: int
-    """Lines are broken at every blank."""
-
-
-LEVELS = (("halves", 16), ("blanks", 10))
-"""How columns of figures are broken while the labels have less than this width."""
-
-
-class FigureTable(Table):
-    """A table that breaks lines between figures, and inside one only if there is no room.
-
-    In a narrow window rich shrinks all columns alike, which breaks figures. Here the columns of
-    figures are broken one after another, the one that gains most first, and only at certain places.
-    The labels and the verdicts share the rest.
-    """
-
-    column_widths: tuple[ColumnWidths, ...] = ()
-    """One for each column; labels are in the first, verdicts in the last."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        labels, *figures, verdicts = self.column_widths
-        gaps = 2 * len(figures) + 3  # some versions of rich add one at the end
-        room = options.max_width - gaps - verdicts.blanks
-        widths = [column.lines for column in figures]
-        for level, least in LEVELS:
-            broken: list[int] = [getattr(column, level) for column in figures]
-            for i in sorted(range(len(widths)), key=lambda i: broken[i] - widths[i]):
-                if room - sum(widths) < min(least, labels.lines):
-                    widths[i] = broken[i]
-        spare = room - sum(widths)
-        label = max(1, min(labels.lines, spare))
-        verdict = min(verdicts.lines, verdicts.blanks + max(0, spare - label))
-        for column, width in zip(self.columns, (label, *widths, verdict), strict=True):
-            column.width = width
-        yield from super().__rich_console__(console, options)
+LABEL_WIDTH = 12
+"""Labels and verdicts keep this width as long as a column can be left out."""
 
 
-def comparison_table(comparison: Comparison) -> Table:
+def comparison_table(comparison: Comparison) -> FittedTable:
     """A row for each variant; figures with their interval, or ratio, on a second line."""
     count = counted(len(comparison.variants), "variant")
-    table = FigureTable(
-        title=Text(f"{plain(comparison.recipe)}: {count}"),
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        collapse_padding=True,
-    )
-    rows, headings = cells.rows(comparison), cells.headings(comparison)
-    columns = list(zip(headings, *rows, strict=True))
-    table.column_widths = tuple(map(_column_widths, columns))
-    for place, column in enumerate(columns):
-        is_text = place in (0, len(columns) - 1)
-        table.add_column(_cell(column[0]), justify="left" if is_text else "right", overflow="fold")
-    for row, variant in zip(rows, comparison.variants, strict=True):
-        *figures, verdict = map(_cell, row)
-        tone = TONES.get(variant.verdict.word, "")
-        verdict.stylize(TERMINAL.get(tone, ""), 0, len(variant.verdict.word))
-        table.add_row(*figures, verdict)
+    columns = []
+    for name, heading in cells.headings(comparison)._asdict().items():
+        is_text = name in ("label", "verdict")
+        importance = IMPORTANCE.get(name, ALWAYS)
+        columns.append(
+            TableColumn(_lines(heading), importance, is_text, not is_text, narrow=LABEL_WIDTH)
+        )
+    title = f"{plain(comparison.recipe)}: {count}"
+    table = FittedTable(title, *columns, elsewhere="comparison.csv of the report")
+    for row, variant in zip(cells.rows(comparison), comparison.variants, strict=True):
+        *figures, verdict = map(_lines, row)
+        tone = TERMINAL.get(TONES.get(variant.verdict.word, ""), "")
+        table.add_row(*figures, TableCell(verdict, tone))
     return table
 
 
-def _column_widths(column: Iterable[tuple[str, str]]) -> ColumnWidths:
-    lines = [line for cell in column for line in cell]
-    longest = max((cell_len(word) for line in lines for word in line.split()), default=1)
-    halves = [cell_len(f"{line.partition(' to ')[0]} to") for line in lines if " to " in line]
-    return ColumnWidths(max(map(cell_len, lines)), max([longest, *halves]), longest)
-
-
-def _cell(figure: tuple[str, str]) -> Text:
-    """One or two lines, as Text: square brackets are not markup."""
+def _lines(figure: tuple[str, str]) -> str:
+    """A figure and its interval or ratio below; a level in brackets has a line of its own."""
     first, second = figure
-    return Text(first).append(f"\n{second}", style="dim") if second else Text(first)
+    return "\n".join(filter(None, (first, *second.replace(" (", "\n(").split("\n"))))
 
 
 def footer(comparison: Comparison) -> list[str]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.table import Table
-from rich.text import Text
-
-from mprun.console import figure_column, framed_table, new_table, text_column
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.doctor_record import (
     Cuda,
     Examination,
@@ -30,8 +27,10 @@ OP_NAMES: dict[OpName, str] = {
 TERA = 10_000
 """From this many GFLOP/s, rates are shown in TFLOP/s."""
 
+ELSEWHERE = "the output of doctor.json=true"
 
-def renderables(examination: Examination) -> Iterator[Table | str]:
+
+def renderables(examination: Examination) -> Iterator[FittedTable | str]:
     """The parts in the order they are shown."""
     yield machine_table(examination)
     on_cpu = examination.machine.cuda is None
@@ -44,9 +43,9 @@ def renderables(examination: Examination) -> Iterator[Table | str]:
         yield f"  {conclusion.text}"
 
 
-def machine_table(examination: Examination) -> Table:
+def machine_table(examination: Examination) -> FittedTable:
     """A row for each property of the machine."""
-    table = framed_table("machine", "property", "value")
+    table = FittedTable("machine", text_column("property"), text_column("value"))
     machine, copy = examination.machine, examination.copy
     hardware, load = machine.hardware, machine.load_average
     rows = {
@@ -75,17 +74,20 @@ def _page_fault(price_us: float | None) -> str:
     return "-" if price_us is None else f"{price_us:.2f} us"
 
 
-def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
+def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
     """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
     by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
     is_tera = max(r.gflops.median for r in rates) >= TERA
-    table = new_table(
+    table = FittedTable(
         f"measured rates{by}: median (10th-90th percentile)",
-        text_column("op", no_wrap=True),
-        text_column("in", no_wrap=True),
-        *map(figure_column, ("TFLOP/s" if is_tera else "GFLOP/s", "over fp32", "n")),
+        text_column("op"),
+        text_column("in"),
+        figure_column("TFLOP/s" if is_tera else "GFLOP/s"),
+        figure_column("over fp32"),
+        figure_column("n", 1),
+        elsewhere=ELSEWHERE,
     )
-    table.caption = Text("over fp32: median [its 95 % interval], round by round; 3x3 convolutions")
+    table.caption = "over fp32: median [its 95 % interval], round by round; 3x3 convolutions"
     previous = ""
     for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r.op)):
         name = f"{OP_NAMES[rate.op]} {rate.size.partition(',')[0]}"
@@ -101,14 +103,15 @@ def rates_table(rates: Sequence[Rate], threads: int | None) -> Table:
     return table
 
 
-def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> Table:
+def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> FittedTable:
     """A row for each mode: how it runs here, and its ops' rates over float32's."""
-    table = new_table(
+    table = FittedTable(
         "precision modes: rates over float32's, at the largest size measured",
-        text_column("mode", no_wrap=True),
-        text_column("runs", no_wrap=True),
-        *(text_column(name, justify="right") for name in OP_NAMES.values()),
-        text_column("loss scale"),
+        text_column("mode"),
+        text_column("runs"),
+        *(figure_column(name) for name in OP_NAMES.values()),
+        text_column("loss scale", 1),
+        elsewhere=ELSEWHERE,
     )
     speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
     for mode in modes:

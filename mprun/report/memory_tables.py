@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.table import Table
-
-from mprun.console import figure_column, new_table, text_column
+from mprun.console.fitted_table import (
+    ALWAYS,
+    HARD_BLANK,
+    FittedTable,
+    TableColumn,
+    figure_column,
+    text_column,
+)
 from mprun.records.memory_record import LargestBatch, MemoryRecord, ModeMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
 
@@ -22,6 +27,17 @@ NAMES = {
 
 MODULES = 20
 """The most modules shown; the rest are summed in one row."""
+
+IMPORTANCE = (
+    *("buffers", "temporary", "gradients"),
+    *("parameters", "optimizer_state", "activations"),
+)
+"""Categories in the order in which a narrow table leaves them out."""
+
+MODE_WIDTH = 14
+"""The least width of a mode's column: an amount and its change."""
+
+ELSEWHERE = "memory.json"
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
@@ -43,14 +59,18 @@ def change_text(ratio: float) -> str:
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
 
 
-def category_table(record: MemoryRecord) -> Table:
+def category_table(record: MemoryRecord) -> FittedTable:
     """A row for each category, a column for each mode, with the change against the first."""
     modes = record.modes
     unit = unit_for(max(mode.bytes["peak"] for mode in modes))
-    table = new_table(
+    table = FittedTable(
         f"one training step at its peak, {unit}",
-        text_column("", min_width=11, no_wrap=True),
-        *(text_column(mode.label, justify="right") for mode in modes),
+        text_column(""),
+        *(
+            TableColumn(mode.label, ALWAYS - n, is_right=True, narrow=MODE_WIDTH)
+            for n, mode in enumerate(modes)
+        ),
+        elsewhere=ELSEWHERE,
     )
     for key, (name, _) in NAMES.items():
         if any(mode.bytes[key] for mode in modes):
@@ -70,20 +90,18 @@ def category_table(record: MemoryRecord) -> Table:
     return table
 
 
-def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Table:
+def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
     """Memory at the peak by module down to `depth`, and the change against another mode."""
     rows, before = _by_depth(mode, depth), _by_depth(first, depth)
     shown = [key for key in MEMORY_CATEGORIES if any(row[key] for row in rows.values())]
     unit = unit_for(first.bytes["peak"])
-    headings = [
-        *(NAMES[key][1] for key in shown),
-        "all",
-        *(["change"] if mode is not first else []),
-    ]
-    table = new_table(
+    table = FittedTable(
         f"{mode.label} by module, {unit}",
-        text_column("module", min_width=11),
-        *map(figure_column, headings),
+        text_column("module"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        figure_column("all"),
+        *([figure_column("change")] if mode is not first else []),
+        elsewhere=ELSEWHERE,
     )
     for path, row in _largest(rows):
         cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
@@ -122,7 +140,7 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
             yield "-"
         else:
             change = f" ({change_text(size / first)})" if n and first and size != first else ""
-            yield f"{_number(size, unit)}{change}"
+            yield f"{_number(size, unit)}{change}".replace(" ", HARD_BLANK)
 
 
 def _number(size: int, unit: str) -> str:
@@ -135,5 +153,5 @@ def _largest_batch(fits: LargestBatch | None) -> str:
         return "-"
     if not fits.batch_size:
         return f"none: 1 needs {amount(fits.tried['1'])}"
-    gain = f" (x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
+    gain = f"{HARD_BLANK}(x{fits.ratio:.2f})" if fits.ratio not in (None, 1.0) else ""
     return f"{fits.batch_size:,}{gain}"

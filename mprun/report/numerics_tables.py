@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
-from mprun.console import figure_column, new_table, text_column
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Reference
 from mprun.records.numerics_record import LossScaleResult, LostShares, NumericsResult, NumericsRow
 
@@ -18,22 +16,29 @@ KINDS = {
     "updates": "updates",
 }
 RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
+ELSEWHERE = "numerics.json"
 
 
-def rows_table(result: NumericsResult, top: int) -> Table:
+def rows_table(result: NumericsResult, top: int) -> FittedTable:
     """The `top` rows that float16 changes most; verdicts other than "either" come first."""
     judged = [row for row in result.rows if row.verdict is not None]
-    rows = sorted(judged, key=lambda row: (row.verdict == "either", _fp16_db(row)))
+    rows = sorted(judged, key=lambda row: (row.verdict == "either", fp16_db(row)))
     scale = result.loss_scale.in_use
     values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
-    table = new_table(
+    table = FittedTable(
         f"effect of the formats on the numbers: {min(top, len(rows))} of {len(rows)} rows, the "
         f"worst first (shares: float16, {values})",
-        text_column("kind", no_wrap=True),
-        text_column("of", min_width=12),
-        *map(figure_column, ("zero", "lose\nbits", "to 0", "inf", "fp16\ndB", "bf16\ndB")),
-        figure_column("e4m3\ndB"),
-        text_column("verdict", min_width=6),
+        text_column("kind"),
+        text_column("of"),
+        figure_column("zero", 1),
+        figure_column("lose bits", 5),
+        figure_column("to 0", 6),
+        figure_column("inf", 4),
+        figure_column("fp16 dB", 8),
+        figure_column("bf16 dB", 7),
+        figure_column("e4m3 dB", 3),
+        text_column("verdict", narrow=12),
+        elsewhere=ELSEWHERE,
     )
     for row in rows[:top]:
         counts, in_run = row.histogram, row.fp16
@@ -46,28 +51,29 @@ def rows_table(result: NumericsResult, top: int) -> Table:
             KINDS[row.kind],
             row.name,
             *(share_text(share) for share in (*shares, in_run.above_largest)),
-            *(f"{db:.0f}" for db in (_fp16_db(row), *low)),
-            row.verdict,
+            *(f"{db:.0f}" for db in (fp16_db(row), *low)),
+            row.verdict or "",
         )
     return table
 
 
-def _fp16_db(row: NumericsRow) -> float:
+def fp16_db(row: NumericsRow) -> float:
     """The SQNR in float16; of gradients at the recommended loss scale."""
     scaled = row.loss_scaled
     return row.sqnr_db.get("fp16", float("inf")) if scaled is None else scaled.fp16_db
 
 
-def scales_table(result: NumericsResult) -> Table:
+def scales_table(result: NumericsResult) -> FittedTable:
     """The verdicts on some loss scales."""
-    table = new_table(
+    table = FittedTable(
         "loss scales, in float16",
-        text_column("", no_wrap=True),
+        text_column(""),
         figure_column("scale"),
-        text_column("verdict", no_wrap=True),
-        figure_column("to 0"),
-        figure_column("lose bits"),
+        text_column("verdict"),
+        figure_column("to 0", 2),
+        figure_column("lose bits", 1),
         text_column("why"),
+        elsewhere=ELSEWHERE,
     )
     for verdict in result.loss_scale.verdicts:
         shares = (share_text(verdict.becoming_zero), share_text(verdict.losing_bits))
@@ -76,18 +82,19 @@ def scales_table(result: NumericsResult) -> Table:
     return table
 
 
-def lost_table(result: NumericsResult, top: int) -> Table:
+def lost_table(result: NumericsResult, top: int) -> FittedTable:
     """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
     lost = result.lost_updates
-    table = new_table(
+    table = FittedTable(
         "share of updates that would be lost with weights in 16 bits, by rounding",
         text_column("of"),
         *(
-            figure_column(f"{dtype}\n{rule}")
+            figure_column(f"{dtype} {short}", -place)
             for dtype in ("fp16", "bf16")
-            for rule in RULES.values()
+            for place, short in enumerate(RULES.values())
         ),
-        figure_column("this\nrun"),
+        figure_column("this run"),
+        elsewhere=ELSEWHERE,
     )
     worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
     for name, row in [("all weights", lost.all), *worst[:top]]:
@@ -100,10 +107,34 @@ def _lost_most(row: LostShares) -> float:
     return (row.fp16["nearest"] or 0) + (row.bf16["nearest"] or 0)
 
 
+GOOD_ENOUGH = {
+    "either": "float16 and bfloat16 are both good enough",
+    "needs range: bf16": "bfloat16 is good enough; float16 is not: it lacks range",
+    "needs precision: fp16": "float16 is good enough; bfloat16 is not: it lacks precision",
+    "needs fp32": "neither float16 nor bfloat16 is good enough: train in float32",
+}
+"""The verdict on a model as a sentence."""
+
+
+def answer_sentence(result: NumericsResult) -> str:
+    """Which formats are good enough, and the loss scale of float16 if it is one of them."""
+    word, scale = result.verdict.word, result.loss_scale
+    answer = f"{GOOD_ENOUGH.get(word, word)}."
+    if word not in ("either", "needs precision: fp16") or scale.needed is None:
+        return answer
+    if not scale.needed:
+        return f"{answer} float16 needs no loss scale."
+    which = "" if scale.recommended is None else f": {number(scale.recommended)} is recommended"
+    return f"{answer} float16 needs a loss scale{which}."
+
+
 def sentences(result: NumericsResult) -> list[str]:
-    """The verdicts in sentences."""
+    """The answer, and the verdicts behind it."""
     verdict, scale = result.verdict, result.loss_scale
-    lines = [f"range or precision: {verdict.word} ({verdict.reason})"]
+    lines = [
+        answer_sentence(result),
+        f"range or precision: {verdict.word} ({verdict.reason})",
+    ]
     if verdict.made_by:
         lines.append(f"decided by: {_listed(verdict.made_by)}")
     if others := verdict.rows_of_another_verdict:

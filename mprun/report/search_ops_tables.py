@@ -5,32 +5,58 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf, isnan
 
-from rich.table import Table
-
-from mprun.console import figure_column, new_table, text_column
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Deviation
 from mprun.records.search_ops_record import OpSearch, Proof, SensitivityRow
 from mprun.report.tables import SHORT_DTYPES
 
 MOST_ROWS = 20
+ELSEWHERE = "search_ops.json"
 
 
-def rows_table(search: OpSearch, what: str) -> Table:
+def answer_sentence(search: OpSearch) -> str:
+    """What has to stay in float32, by the measurements."""
+    ops, modules = search.search.ops, search.search.modules
+    if search.answer == "modules" and modules is not None:
+        kept = _stay_clause(modules.fp32, "module")
+        return f"{kept}; that leaves less there than the best list of ops ({_listed(ops.fp32)})."
+    if not ops.is_within:
+        return (
+            "No list of ops is enough: with every op in float32 the difference is still too large."
+        )
+    if ops.fp32:
+        return f"{_stay_clause(ops.fp32, 'op')}."
+    other = " beside those of search_ops.always" if search.always else ""
+    return f"No op{other} has to stay in float32."
+
+
+def _stay_clause(names: Sequence[str], what: str) -> str:
+    plural, have = ("", "has") if len(names) == 1 else ("s", "have")
+    return f"The {what}{plural} {_listed(names)} {have} to stay in float32"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, or `a, b and c`."""
+    *first, last = names
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def rows_table(search: OpSearch, what: str) -> FittedTable:
     """The effect of each of `what`, ops or modules, the most harmful first."""
     rows: Sequence[SensitivityRow] = search.ops if what == "ops" else search.modules
     is_timed = any(row.time_ratio is not None for row in rows)
-    headings = (
-        f"only it {SHORT_DTYPES[search.dtype]}: loss",
-        "worst gradient",
-        "",
-        "all but it: loss",
-    )
-    table = new_table(
+    alone, kept = f"only it {SHORT_DTYPES[search.dtype]}", "all but it"
+    table = FittedTable(
         f"{what}, one at a time",
         text_column(what.removesuffix("s")),
-        *(text_column(heading, justify="right") for heading in ("calls", *headings)),
-        text_column("worst gradient", justify="right"),
-        *([figure_column("time")] if is_timed else []),
+        figure_column("calls", 1),
+        figure_column(f"{alone}: loss", 5),
+        figure_column(f"{alone}: worst gradient", 6),
+        text_column(""),
+        figure_column(f"{kept}: loss", 3),
+        figure_column(f"{kept}: worst gradient", 4),
+        *([figure_column("time", 2)] if is_timed else []),
+        elsewhere=ELSEWHERE,
     )
     rows = sorted(rows, key=lambda row: -row.harm_alone)
     for row in rows[:MOST_ROWS]:
@@ -43,20 +69,23 @@ def rows_table(search: OpSearch, what: str) -> Table:
             *([times(row.time_ratio)] if is_timed else []),
         )
     if (more := len(rows) - MOST_ROWS) > 0:
-        table.caption = f"and {more} more, none more harmful, in search_ops.json"
+        table.caption = f"and {more} more, none more harmful, in {ELSEWHERE}"
     return table
 
 
-def outcome_table(search: OpSearch) -> Table:
+def outcome_table(search: OpSearch) -> FittedTable:
     """Everything in the lower dtype, the configured casts and the results, side by side."""
     is_timed = search.float32.time_ratio is not None
-    table = new_table(
+    table = FittedTable(
         "outcome",
         text_column("in float32"),
-        *(text_column(heading, justify="right") for heading in ("loss", "gradients", "worst")),
-        text_column("of"),
-        text_column("fp32 numbers", justify="right"),
-        *([figure_column("time")] if is_timed else []),
+        figure_column("loss"),
+        figure_column("gradients", 3),
+        figure_column("worst", 4),
+        text_column("of", 1, narrow=16),
+        figure_column("fp32 numbers", 5),
+        *([figure_column("time", 2)] if is_timed else []),
+        elsewhere=ELSEWHERE,
     )
 
     def add(name: str, measure: Deviation, time_ratio: float | None, share: str = "") -> None:

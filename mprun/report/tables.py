@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rich.table import Table
-
 from mprun.compare.formatting import substitution_label
-from mprun.console import framed_table
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
 
 LEAST_SHARE = 0.005
@@ -57,17 +55,24 @@ def data_text(summary: Summary) -> str:
     return f"{summary.data.name} ({summary.data.source})"
 
 
-def layers(rows: Iterable[tuple[str, str, str, str]]) -> Table:
+def layers(rows: Iterable[tuple[str, str, str, str]]) -> FittedTable:
     """The dtypes of a model's layers: name, kind, parameters, computation."""
-    table = framed_table("layers", "module", "kind", "parameters", "computes in")
+    table = FittedTable(
+        "layers",
+        text_column("module"),
+        text_column("kind", 1),
+        text_column("parameters", 2),
+        text_column("computes in"),
+    )
     for row in rows:
         table.add_row(*row)
     return table
 
 
-def result(summary: Summary) -> Table:
+def result(summary: Summary) -> FittedTable:
     """The final table of one run."""
-    table = framed_table(f"{summary.recipe} in {summary.variant}", "quantity", "value")
+    title = f"{summary.recipe} in {summary.variant}"
+    table = FittedTable(title, text_column("quantity"), text_column("value"))
     step, wait_ms = summary.step_time_ms, summary.data_time_ms.median
     peak = summary.memory_bytes.peak
     rows = {
@@ -142,10 +147,20 @@ def _figure(value: Number | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{number(value):{form}}{unit}"
 
 
-def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> Table:
+def sweep_table(folder: Path, summaries: Mapping[str, Summary | None]) -> FittedTable:
     """A row for each run of a sweep; a run without a record has None."""
-    columns = ("run", "recipe", "variant", "seed", "data", "step time", "result", "status")
-    table = framed_table(f"sweep in {folder}", *columns)
+    table = FittedTable(
+        f"sweep in {folder}",
+        text_column("run", 4),
+        text_column("recipe", 1),
+        text_column("variant"),
+        figure_column("seed", 5),
+        text_column("data", 2),
+        text_column("step time", 6),
+        text_column("result"),
+        text_column("status"),
+        elsewhere="the summary.json of each run",
+    )
     for name, summary in summaries.items():
         table.add_row(name, *(_sweep_row(summary) if summary else [*["-"] * 6, "failed"]))
     return table

@@ -8,25 +8,69 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from rich.table import Table
 
-from mprun.console import figure_column, framed_table, new_table, text_column
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.trace_record import PHASES, CastRecord, TraceRecord, TraceRow
 from mprun.report.tables import SHORT_DTYPES
 
+MOST_KINDS = 25
+"""The most kinds of ops in the summary; the rest are summed in one row."""
+ELSEWHERE = "trace.json"
 
-def step_table(rows: Sequence[TraceRow]) -> Table:
-    """A row for each call and each op outside of one, in the order they ran."""
-    table = new_table(
-        "one training step",
-        text_column("phase", no_wrap=True),
-        text_column("module"),
+
+def kinds_table(rows: Sequence[TraceRow]) -> FittedTable:
+    """A row for each kind of op: those of one phase, rule and dtypes; the longest first."""
+    groups: dict[tuple[str, str, str, str], list[TraceRow]] = {}
+    for row in rows:
+        groups.setdefault((row.phase, row.op, _dtypes(row), row.rule), []).append(row)
+    table = FittedTable(
+        "kinds of ops, the longest first",
+        text_column("phase", 4),
         text_column("op"),
-        text_column("rule", no_wrap=True),
-        text_column("dtypes"),
-        text_column("casts"),
+        text_column("dtypes", 6),
+        text_column("rule", 3),
+        figure_column("ops", 5),
         figure_column("ms"),
-        figure_column("in casts"),
+        figure_column("casts", 2),
+        figure_column("in casts", 7),
+        elsewhere=ELSEWHERE,
+    )
+    kinds = sorted(groups.items(), key=lambda kind: -_whole_ms(kind[1]))
+    for (phase, op, dtypes, rule), members in kinds[:MOST_KINDS]:
+        table.add_row(phase, op, dtypes, rule, *_sums(members))
+    if rest := kinds[MOST_KINDS:]:
+        others = [row for _, members in rest for row in members]
+        table.add_row("", f"{len(rest)} more kinds", "", "", *_sums(others))
+    table.caption = f"trace.ops=true lists all {len(rows)} ops"
+    return table
+
+
+def _whole_ms(rows: Sequence[TraceRow]) -> float:
+    return sum(row.time_ms + row.cast_time_ms for row in rows)
+
+
+def _sums(rows: Sequence[TraceRow]) -> tuple[str, str, str, str]:
+    """Number of ops, their time, number of casts and their time."""
+    casts = sum(len(row.casts) for row in rows)
+    cast_ms = sum(row.cast_time_ms for row in rows)
+    time_ms = sum(row.time_ms for row in rows)
+    of_casts = (str(casts), f"{cast_ms:.3f}") if casts else ("", "")
+    return (str(len(rows)), f"{time_ms:.3f}", *of_casts)
+
+
+def step_table(rows: Sequence[TraceRow]) -> FittedTable:
+    """A row for each call and each op outside of one, in the order they ran."""
+    table = FittedTable(
+        "one training step",
+        text_column("phase", 3),
+        text_column("module", narrow=16),
+        text_column("op", narrow=16),
+        text_column("rule", 2),
+        text_column("dtypes", 5),
+        text_column("casts", 1, narrow=12),
+        figure_column("ms"),
+        figure_column("in casts", 4),
+        elsewhere=ELSEWHERE,
     )
     for row, count in _merged(rows):
         table.add_row(
@@ -75,10 +119,10 @@ def _casts(casts: Sequence[CastRecord]) -> Iterator[str]:
         yield f"{_short([before])}>{_short([after])}{times}{why}"
 
 
-def totals(record: TraceRecord) -> Table:
+def totals(record: TraceRecord) -> FittedTable:
     """The sums over the step's ops and casts."""
     total = record.totals
-    table = framed_table("totals", "quantity", "value")
+    table = FittedTable("totals", text_column("quantity"), text_column("value"))
     table.add_row("step, not traced", f"{record.step_time_ms:.3f} ms")
     table.add_row("ops and casts", f"{total.time_ms:.3f} ms")
     for dtype, (count, time_ms) in total.by_dtype.items():

@@ -21,11 +21,6 @@ LINEAR = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-
-
 def write_sweep(folder: str = "sweep", **variants: tuple[float, ...]) -> None:
     """A sweep's folder; by default fp32 and an equivalent bf16_mixed, three seeds each."""
     number = 0
@@ -100,7 +95,9 @@ def test_no_report_is_left_where_none_is_wanted(capsys: pytest.CaptureFixture[st
     write_sweep()
     before = left()
     assert main(["compare", "sweep", "compare.report=false"]) == 0
-    assert "equivalent" in capsys.readouterr().out
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("No variant was shown to keep the accuracy")  # the answer
+    assert "equivalent" in " ".join(rest)
     assert left() == before
 
 
@@ -232,7 +229,8 @@ def test_an_artefact_of_the_allocator_is_warned_of_instead_of_praised(
     for place in ("terminal", "md", "html", "json"):
         assert "run again with speed=auto" in said[place], place
     assert "warning: no verdict on the times of bf16_mixed" in said["terminal"]
-    assert "No variant was shown to keep the accuracy of fp32 and to be faster" in said["md"]
+    for place in ("terminal", "md"):
+        assert "No variant was shown to keep the accuracy of fp32 and to be faster" in said[place]
     variant = json.loads(said["json"])["variants"][1]
     assert variant["step_time_ratio"]["value"] == pytest.approx(0.5)
     assert variant["step_time_ratio"]["interval"] is None
@@ -246,9 +244,8 @@ def test_the_same_times_without_the_artefact_are_praised(
 ) -> None:
     write_artefact(100, 100)
     said = everything_said(capsys)
-    assert "trains 2.00 times as fast" not in said["terminal"]  # the table says it in figures
     assert "0.50x" in said["terminal"]
-    for place in ("md", "html"):
+    for place in ("terminal", "md", "html"):
         assert "times as fast" in said[place], place
     assert not any("page faults take" in text for text in said.values())
     assert json.loads(said["json"])["warnings"] == []

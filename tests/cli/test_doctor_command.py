@@ -15,11 +15,6 @@ from tests.schema import conforms
 QUICK = ["device=cpu", "doctor.budget_s=0.3"]
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def test_tables_are_printed_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *QUICK]) == 0
     out, err = capsys.readouterr()

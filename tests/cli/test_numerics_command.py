@@ -44,11 +44,6 @@ FASHION = [
 FEW = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4"]
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def found(*words: str, plots: bool = False) -> dict[str, Any]:
     """`numerics.json` of a run into the folder `run`."""
     given = {w.partition("=")[0] for w in words}
@@ -404,6 +399,7 @@ def test_the_terminal_shows_verdicts_and_tables(capsys: pytest.CaptureFixture[st
     assert err == ""
     for text in (
         "data: generated glyphs (generated)",
+        "\nfloat16 and bfloat16 are both good enough. float16 needs no loss scale.\n",
         f"range or precision: either ({made['verdict']['reason']})",
         f"loss scale in float16: {made['loss_scale']['need']}",
         f"the largest loss scale that fits: {made['loss_scale']['reason']}",

@@ -312,6 +312,7 @@ def test_the_terminal_shows_rows_outcome_proof_and_files(
 ) -> None:
     found = searched("exp", *SMALL, "search_ops.timed_steps=1")
     out = capsys.readouterr().out
+    assert out.index("\nThe op exp has to stay in float32.\n") < out.index("ops, one at a time")
     for text in (
         *("ops, one at a time", "modules, one at a time", "outcome", "harmful", "not finite"),
         *("as in autocast", "ops: exp <-", "everything"),

@@ -51,6 +51,9 @@ def test_a_sweep_ends_in_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr().out
     assert "sweep: 4 runs in s" in output
     assert "4 of 4 runs" in output
+    markdown = Path("s/comparison.md").read_text(encoding="utf-8").replace("\\", "")
+    answer = markdown.split("\n\n")[1]
+    assert output.index(f"\n{answer}\n") < output.index("\nlinear: 2 variants\n")
 
 
 def test_a_mode_that_fails_is_survived_and_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,12 +206,19 @@ def test_advise_recommends_and_writes_what_mprun_takes(
         assert summary.history[-1].validation.accuracy is not None
 
 
+def advice_in(output: str) -> list[str]:
+    """The advice of `mprun advise`: its first line is above the table, the others are below."""
+    (first,) = (line for line in output.splitlines() if line.startswith("take "))
+    below = output.partition("\nwritten to ")[2].partition("\n\n")[2].partition("written: ")[0]
+    return [first, *below.splitlines()]
+
+
 def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["advise", *LINEAR, "precision=fp32,bf16_true,tf32", "train.lr=1e-3,1e30", "seeds=2"]
     assert main([*words, "execution=auto", "run.dir=a"]) == 0
     output = capsys.readouterr().out
-    shown = output.partition("\ntake ")[2].partition("\nwritten: ")[0]
-    lines = f"take {shown}".splitlines()
+    lines = advice_in(output)
+    assert output.index(lines[0]) < output.index(" variants\n")  # the answer is above the table
     kept = json.loads(Path("a/comparison.json").read_text(encoding="utf-8"))["advice"]
     kept["notes"] = tuple(kept["notes"])
     advice = Advice(**kept)
@@ -229,8 +239,7 @@ def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[s
     assert markdown.count("\n- not ") >= len(advice.rejected)
     # A study that goes on knows what was left out of it.
     assert main(["advise", "run.resume=a"]) == 0
-    again = capsys.readouterr().out.partition("\ntake ")[2].partition("\nwritten: ")[0]
-    assert f"take {again}".splitlines() == lines
+    assert advice_in(capsys.readouterr().out) == lines
 
 
 def test_double_compares_every_rule_after_equal_epochs(
@@ -245,8 +254,10 @@ def test_double_compares_every_rule_after_equal_epochs(
         assert summary.batch_size == (128 if doubled else 64)
         assert summary.epochs == 1
         assert summary.test.accuracy is None
-    answer = capsys.readouterr().out.splitlines()[-1]
-    assert answer.startswith(("double it: ", "don't: ", "inconclusive: "))
+    output = capsys.readouterr().out
+    answers = ("\ndouble it: ", "\ndon't: ", "\ninconclusive: ")
+    (at,) = (output.index(answer) for answer in answers if answer in output)
+    assert at < output.index(" variants\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")

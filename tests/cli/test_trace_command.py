@@ -22,11 +22,6 @@ LINEAR = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-
-
 def made() -> list[str]:
     """What lies in the current folder."""
     return sorted(str(path) for path in Path().rglob("*"))
@@ -50,9 +45,12 @@ def test_the_terminal_shows_rules_casts_and_totals(capsys: pytest.CaptureFixture
     found = traced(*MNIST, "op_lists=hmp")
     out, err = capsys.readouterr()
     assert err == ""
+    assert out.index("\ntotals\n") < out.index("\nkinds of ops, the longest first\n")
+    rows = found["rows"]
+    assert "one training step" not in out
+    assert f"trace.ops=true lists all {len(rows)} ops" in out
     for rule in ("listed lower", "as forward", "outside", "disabled"):
         assert rule in out
-    assert "fp32>bf16 x3" in out  # inputs, weight and bias of the first layer
     total = found["totals"]
     for text in (
         f"{found['step_time_ms']:.3f} ms",
@@ -63,6 +61,13 @@ def test_the_terminal_shows_rules_casts_and_totals(capsys: pytest.CaptureFixture
         "run/trace.json, trace.chrome.json",
     ):
         assert text in out, text
+
+
+def test_ops_are_listed_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *MNIST, "op_lists=hmp", "trace.ops=true", "run.dir=run"]) == 0
+    listed = capsys.readouterr().out.partition("\none training step\n")[2]
+    assert "fp32>bf16 x3" in listed  # inputs, weight and bias of the first layer
+    assert listed.count(" linear ") == 3
 
 
 def test_the_terminal_names_autocast_s_lists(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,6 +211,8 @@ def test_warnings_of_the_configuration_are_shown(capsys: pytest.CaptureFixture[s
         (["--foo"], ["no option '--foo'"]),
         (["recipe.model.unitz=3"], ["did you mean 'units'?"]),
         (["train.lr=-1"], ["train.lr=-1.0: legal is above 0"]),
+        (["trace.ops=all"], ["trace.ops is true or false"]),
+        (["trace.op=true"], ["did you mean 'trace.ops'?"]),
     ],
     ids=str,
 )

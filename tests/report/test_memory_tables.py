@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.table import Table
 
+from mprun.console import print_table
+from mprun.console.fitted_table import FittedTable
 from mprun.numerics.tracker import PHASES
 from mprun.records.memory_record import MemoryRecord, ModeMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
@@ -89,14 +90,14 @@ def record(*modes: ModeMemory, limit: str | None = None) -> MemoryRecord:
     return MemoryRecord(1, "mnist", "cpu", {}, "fp32", limit, limit_bytes, None, list(modes))
 
 
-def shown(table: Table) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table)
+def shown(table: FittedTable) -> str:
+    console = Console(file=io.StringIO())
+    print_table(console, table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def lines(table: Table) -> list[list[str]]:
+def lines(table: FittedTable) -> list[list[str]]:
     """Its rows, each split at two spaces or more."""
     return [
         [x.strip() for x in line.strip().split("  ") if x.strip()]
@@ -208,6 +209,8 @@ def test_a_picture_in_two_formats(tmp_path: Path) -> None:
         assert wanted in colours, category
     text = (tmp_path / "memory.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(text)
+    assert "Memory during one training step of mnist on cpu: fp32, half, other, x" in text
+    assert "Bytes alive after each op of the step, by category" in text
     for word in ("half: -44 %", "10 MiB", "mm, a.b", "forward", "backward", "op of the step"):
         assert word in text
 

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from rich.console import Console
-from rich.table import Table
 
+from mprun.console import print_table
+from mprun.console.fitted_table import FittedTable
 from mprun.numerics.collect import KINDS as COLLECTED
+from mprun.numerics.format_verdict import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
 from mprun.records.deviation import Reference
 from mprun.records.numerics_record import NumericsResult
@@ -146,12 +150,12 @@ RESULT = result()
 
 
 def exponents(**changes: Any) -> Any:
-    return numerics_plots.exponents(result(**changes), "mnist in fp16_mixed", LIGHT)
+    return numerics_plots.exponents(result(**changes), LIGHT)
 
 
-def shown(table: Table, width: int = 120) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(table)
+def shown(table: FittedTable) -> list[str]:
+    console = Console(file=io.StringIO())
+    print_table(console, table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -167,8 +171,8 @@ def test_kinds_and_rules_are_those_of_the_statistics() -> None:
 
 def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
     lines = shown(rows_table(RESULT, top=9))
-    assert "4 of 4 rows" in lines[0]
-    assert "gradients times the loss scale 65,536" in lines[0] + lines[1]
+    assert "4 of 4 rows" in lines[1]
+    assert "gradients times the loss scale 65,536" in lines[1]
     body = lines[lines.index(next(x for x in lines if "──" in x)) + 1 :]
     names = [line.split()[:3] for line in body if line.split()]
     assert [n[0] for n in names] == ["act.", "activ.", "weights", "activ."]
@@ -180,15 +184,8 @@ def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
 
 def test_only_the_first_rows_are_shown() -> None:
     lines = shown(rows_table(RESULT, top=1))
-    assert "1 of 4 rows" in lines[0]
+    assert "1 of 4 rows" in lines[1]
     assert not any("either" in line for line in lines)
-
-
-def test_the_table_fits_a_narrow_terminal() -> None:
-    for table in (rows_table(RESULT, 9), scales_table(RESULT), lost_table(RESULT, 9)):
-        lines = shown(table, width=80)
-        assert max(map(len, lines)) <= 80
-        assert not any("…" in line for line in lines)
 
 
 def test_loss_scales_and_why_one_will_not_do() -> None:
@@ -207,6 +204,8 @@ def test_lost_updates_the_worst_parameters_first() -> None:
 
 def test_sentences() -> None:
     expected = [
+        "float16 and bfloat16 are both good enough. float16 needs a loss scale: 131,072 is "
+        "recommended.",
         "range or precision: either (because)",
         "decided by: the loss in float16, activation_gradients a",
         "rows with another verdict: activation_gradients a",
@@ -220,11 +219,23 @@ def test_sentences() -> None:
     ]
     assert sentences(RESULT) == expected
     free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
-    expected[5:7] = [
+    expected[0] = "float16 and bfloat16 are both good enough. float16 needs no loss scale."
+    expected[6:8] = [
         "loss scale in float16: none is needed: all is well",
         "the largest loss scale that fits: 2^17 = 131,072: fits",
     ]
     assert sentences(result(loss_scale=free)) == expected
+
+
+@pytest.mark.parametrize("verdict", [EITHER, RANGE, PRECISION, FP32])
+def test_the_answer_comes_first_and_names_the_formats_that_are_good_enough(verdict: str) -> None:
+    first, second, *_ = sentences(result(verdict={**CONTENT["verdict"], "word": verdict}))
+    good = first.partition(" good enough")[0]
+    assert ("float16 and bfloat16 are both" in good) == (verdict == EITHER)
+    assert ("neither" in good) == (verdict == FP32)
+    assert good.startswith("bfloat16 is") == (verdict == RANGE)
+    assert ("loss scale" in first) == (verdict in (EITHER, PRECISION))
+    assert second.startswith(f"range or precision: {verdict}")
 
 
 def test_the_substitute_for_float64_is_named() -> None:
@@ -288,8 +299,6 @@ def test_bfloat16_s_limits_are_drawn_where_values_come_near_them() -> None:
     (panel,) = [a for a in figure.axes if a.images]
     drawn = {at for at, _ in lines_of(panel)}
     assert drawn == {at for limits in LIMITS.values() for at, _ in limits}
-    assert "outside the picture" not in figure.get_suptitle()
-    assert "outside the picture" in exponents().get_suptitle()
 
 
 def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
@@ -299,12 +308,32 @@ def test_values_too_rare_to_see_and_rows_without_any_are_left_out() -> None:
     assert set(heat(figure, 0)) == {0}
 
 
-def test_a_picture_of_many_layers_stays_readable() -> None:
-    many = [row("weights", f"layer.{n}" + "x" * 60, 1.0, "either") for n in range(500)]
-    (panel,) = [a for a in exponents(rows=many).axes if a.images]
+def test_of_many_layers_the_worst_are_drawn_in_the_model_s_order() -> None:
+    many = [row("weights", f"layer.{n}" + "x" * 60, (n * 7) % 500, "either") for n in range(500)]
+    figure = exponents(rows=many)
+    (panel,) = [a for a in figure.axes if a.images]
     labels = [label.get_text() for label in panel.get_yticklabels()]
-    assert len(labels) == MOST_ROWS
+    worst = sorted(range(500), key=lambda n: (n * 7) % 500)[:MOST_ROWS]
+    assert [x.partition("x")[0] for x in labels] == [f"layer.{n}" for n in sorted(worst)]
     assert max(map(len, labels)) == 36
+    title = panel.get_title(loc="left")
+    assert title == f"weights: the {MOST_ROWS} of 500 that float16 changes most"
+    assert figure.get_size_inches()[1] < 6
+
+
+def test_every_line_has_a_label_and_labels_do_not_overlap() -> None:
+    far = [
+        row(kind, "tiny", 0.0, "either", histogram=histogram(m140=1, p127=1))
+        for kind in ("weights", "weight_gradients")
+    ]
+    figure = exponents(rows=far)
+    agg = FigureCanvasAgg(figure)
+    agg.draw()
+    for panel in [a for a in figure.axes if a.images]:
+        boxes = [text.get_window_extent(agg.get_renderer()) for text in panel.texts]
+        assert len(boxes) == len(panel.lines)
+        assert not [1 for i, box in enumerate(boxes) for b in boxes[:i] if box.overlaps(b)]
+        assert all(box.y1 <= panel._left_title.get_window_extent().y0 for box in boxes)
 
 
 def test_scales_that_were_tried() -> None:
@@ -322,6 +351,17 @@ def test_files() -> None:
         assert begin == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
     without = result(loss_scale={**CONTENT["loss_scale"], "tried_db": {}})
     assert save_plots(without, "mnist", Path()) == names[:2]
+
+
+def test_pictures_have_a_title_and_a_caption() -> None:
+    save_plots(RESULT, "mnist in fp16_mixed", Path())
+    for name, words in (
+        ("numerics", ("Sizes of the numbers of mnist in fp16_mixed", "Dashed:", "131,072")),
+        ("loss_scale", ("Loss scales of mnist in fp16_mixed", "Shaded:")),
+    ):
+        root = ElementTree.fromstring(Path(f"{name}.svg").read_text(encoding="utf-8"))
+        text = " ".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("text"))
+        assert [word for word in words if word not in text] == []
 
 
 def test_nothing_at_all_can_be_drawn() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -193,6 +194,39 @@ def test_ten_variants_are_drawn_and_named_in_every_plot(ten: dict[str, Plot]) ->
             assert {v.label for v in found.variants[1:]} <= shown, name
 
 
+def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]) -> None:
+    line_px = canvas.FRAME_POINTS * canvas.LINE_SPACING * canvas.PNG_DPI / 72
+    for name, plot in ten.items():
+        width, height = (int.from_bytes(plot.png[n : n + 4], "big") for n in (16, 20))
+        _, _, wide, high = map(float, ElementTree.fromstring(plot.svg).get("viewBox", "").split())
+        around = 2 * canvas.MARGIN_IN
+        assert width == pytest.approx((wide / 72 + around) * canvas.PNG_DPI, abs=2), name
+        assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
+
+
+def test_a_legend_keeps_its_place_between_title_and_drawing(tmp_path: Path) -> None:
+    def draw_one(theme: Theme) -> Any:
+        made, (axes,) = canvas.panels(1)
+        axes.plot([1, 2], label="parameters")
+        axes.set_title("panel")
+        canvas.legend_above(made, axes)
+        return made
+
+    canvas.save(tmp_path, "x", canvas.PictureFrame("a title", "a caption"), draw_one)
+    root = ElementTree.fromstring((tmp_path / "x.svg").read_text(encoding="utf-8"))
+    heights = {"".join(e.itertext()): height(e) for e in root.iter() if e.tag.endswith("text")}
+    order = ["a title", "parameters", "panel", "a caption"]
+    assert sorted(order, key=heights.__getitem__) == order
+    assert heights["parameters"] - heights["a title"] > canvas.FRAME_POINTS
+    assert heights["panel"] - heights["parameters"] > canvas.FRAME_POINTS
+
+
+def height(element: ElementTree.Element) -> float:
+    """The y coordinate of a text in an SVG, downwards."""
+    moved = re.search(r"translate\(\S+ (\S+)\)", element.get("transform", ""))
+    return float(moved[1] if moved else element.get("y", "nan"))
+
+
 def test_emulated_variants_are_named_and_hollow(ten: dict[str, Plot]) -> None:
     assert "tf32 (emulated)" in texts(ten["metric-time"])
     index = [v.label for v in comparison(10).variants].index("tf32")
@@ -253,7 +287,7 @@ def test_the_same_runs_give_the_same_drawings(tmp_path: Path) -> None:
 def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with pytest.raises(RuntimeError, match="inside"):
-        canvas.render("x", "x", _failing)
+        canvas.render("x", canvas.PictureFrame("x", ""), _failing)
     draw(comparison(1, tmp_path), ["memory"])
     assert dict(matplotlib.rcParams) == before
 

@@ -12,12 +12,15 @@ import pytest
 import yaml
 from rich.console import Console
 
+from mprun.console import print_table
+from mprun.console.fitted_table import FittedTable
 from mprun.records.deviation import Deviation
 from mprun.records.op_list_files import read_list
 from mprun.records.search_ops_record import OpSearch, Proof
 from mprun.report import op_list_text
 from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
 from mprun.report.search_ops_tables import (
+    answer_sentence,
     decibels,
     deviation_text,
     loss,
@@ -71,9 +74,9 @@ CONTENT: dict[str, Any] = {
 }
 
 
-def shown(renderable: Any) -> str:
-    console = Console(file=StringIO(), width=200)
-    console.print(renderable)
+def shown(table: FittedTable) -> str:
+    console = Console(file=StringIO())
+    print_table(console, table)
     return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
 
 
@@ -110,6 +113,37 @@ def test_the_outcome_marks_the_answer() -> None:
     assert "x2.00" in text
     other = shown(outcome_table(search(answer="modules", always=["relu"])))
     assert "modules: relu, fc.1 <-" in other
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, "The op exp has to stay in float32."),
+        (
+            {"search": {"ops": outcome("exp", "pow", "sum"), "modules": None}},
+            "The ops exp, pow and sum have to stay in float32.",
+        ),
+        (
+            {"search": {"ops": outcome(), "modules": None}},
+            "No op has to stay in float32.",
+        ),
+        (
+            {"search": {"ops": outcome(), "modules": None}, "always": ["relu"]},
+            "No op beside those of search_ops.always has to stay in float32.",
+        ),
+        (
+            {"answer": "modules"},
+            "The module fc.1 has to stay in float32; that leaves less there than the best list of "
+            "ops (exp).",
+        ),
+        (
+            {"search": {"ops": outcome("exp", is_within=False), "modules": None}},
+            "No list of ops is enough: with every op in float32 the difference is still too large.",
+        ),
+    ],
+)
+def test_the_answer_is_a_sentence(changes: dict[str, Any], text: str) -> None:
+    assert answer_sentence(search(**changes)) == text
 
 
 def test_modules_that_are_not_enough_are_no_outcome_and_no_file() -> None:

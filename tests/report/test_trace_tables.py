@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from mprun.console import print_table
+from mprun.console.fitted_table import FittedTable
 from mprun.numerics.tracker import PHASES as OBSERVED
-from mprun.records.trace_record import PHASES, TraceRecord
-from mprun.report.trace_tables import chrome, step_table, totals
+from mprun.records.trace_record import PHASES, TraceRecord, TraceRow
+from mprun.report.trace_tables import MOST_KINDS, chrome, kinds_table, step_table, totals
 from tests.summaries import example
 
 
@@ -71,10 +72,10 @@ CONTENT = {
 TRACE = msgspec.convert(CONTENT, TraceRecord)
 
 
-def shown(table: Table) -> list[str]:
+def shown(table: FittedTable) -> list[str]:
     """The lines of a table, each run of spaces as one."""
-    console = Console(file=io.StringIO(), width=160, force_terminal=False)
-    console.print(table, highlight=False)
+    console = Console(file=io.StringIO(), force_terminal=False)
+    print_table(console, table)
     assert isinstance(console.file, io.StringIO)
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
@@ -96,14 +97,31 @@ def test_alike_rows_outside_of_the_model_are_one_with_their_number_and_time() ->
     ]
 
 
+def test_kinds_of_ops_are_summed_the_longest_first() -> None:
+    lines = shown(kinds_table(TRACE.rows))
+    assert lines[4:7] == [
+        "optimizer add_ fp32 disabled 4 8.000 1 0.500",
+        "forward relu fp32 outside 2 4.000 2 1.000",
+        "forward linear fp32 lower 1 2.000 2 0.750",
+    ]
+    assert lines[-1] == "trace.ops=true lists all 10 ops"
+
+
+def test_of_many_kinds_the_rest_is_one_row() -> None:
+    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MOST_KINDS + 3)]
+    lines = shown(kinds_table(msgspec.convert(rows, list[TraceRow])))
+    assert len(lines) == 4 + MOST_KINDS + 2
+    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MOST_KINDS) - 3:.3f}"
+
+
 def test_totals_are_shown_with_their_units() -> None:
     lines = "\n".join(shown(totals(TRACE)))
     for text in (
-        "step, not traced │ 20.000 ms",
-        "ops and casts │ 21.500 ms",
-        "ops that give float32 │ 9 in 18.000 ms",
-        "casts │ 6 in 2.500 ms, 12.5% of the step; 3.00 MiB read and written",
-        "redundant casts │ 1 cast back, 4 cast twice",
+        "step, not traced 20.000 ms",
+        "ops and casts 21.500 ms",
+        "ops that give float32 9 in 18.000 ms",
+        "casts 6 in 2.500 ms, 12.5% of the step; 3.00 MiB read and written",
+        "redundant casts 1 cast back, 4 cast twice",
     ):
         assert text in lines, text
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -30,6 +31,7 @@ from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path as Outline
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.compare.formatting import counted
@@ -40,6 +42,14 @@ WIDTH_IN = 9.2
 """At the page's width a point is about 1.45 CSS pixels: 8.5 points read as 12 pixels."""
 
 PNG_DPI = 110
+NO_METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": dict.fromkeys(("Creator", "Date", "Format", "Type")),
+}
+
+FRAME_POINTS, LINE_SPACING, LETTERS_PER_IN, MARGIN_IN = 8.5, 1.3, 13, 0.1
+"""The text around a picture file: its size, and as many letters of it as fit an inch."""
+
 SVG = "{http://www.w3.org/2000/svg}"
 XLINK = "{http://www.w3.org/1999/xlink}href"
 
@@ -64,8 +74,10 @@ class Plot(NamedTuple):
     png: bytes = b""
 
     def drawn(self, alt: str, draw: Callable[[Theme], Figure]) -> Plot:
-        """The plot with its drawing; `alt` describes it to those who cannot see it."""
-        svg, png = render(f"plot-{self.name}", alt, draw)
+        """The plot with its drawing; `alt` is the title of its PNG, and describes its SVG to those
+        who cannot see it."""
+        frame = PictureFrame(alt, " ".join((self.caption, *self.notes)))
+        svg, png = render(f"plot-{self.name}", frame, draw)
         return self._replace(svg=svg, png=png)
 
 
@@ -83,41 +95,79 @@ def counts(numbers: Sequence[int], thing: str) -> str:
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def render(name: str, alt: str, draw: Callable[[Theme], Figure]) -> tuple[str, bytes]:
+class PictureFrame(NamedTuple):
+    """What a picture file has around its drawing. A page has its own text around it."""
+
+    title: str
+    caption: str
+    """The meaning of colours, lines and marks, and the number of runs or steps."""
+
+
+def render(name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]) -> tuple[str, bytes]:
     """An SVG element for a page, and a PNG in the light scheme.
 
     Args:
         name: the drawing's, a prefix for its ids; unique on a page.
-        alt: a description for those who cannot see it.
+        frame: of the PNG; its title describes the SVG to those who cannot see it.
         draw: makes the figure in a theme's colours.
     """
     theme, variables = sentinels()
-    return _inline(_svg(draw, theme), name, alt, variables), _png(draw)
+    return _inline(_svg(draw, theme), name, frame.title, variables), _file(draw, frame, "png")
 
 
-def save(folder: Path, name: str, draw: Callable[[Theme], Figure]) -> list[Path]:
+def save(
+    folder: Path, name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]
+) -> list[Path]:
     """Write a drawing as `name.png` and `name.svg`; the paths."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    paths[0].write_bytes(_png(draw))
-    paths[1].write_text(_svg(draw, LIGHT), encoding="utf-8")
+    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
+    for path in paths:
+        path.write_bytes(_file(draw, frame, path.suffix[1:]))
     return paths
 
 
 def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
     with _settings(theme):
         file = io.StringIO()
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        FigureCanvasSVG(draw(theme)).print_svg(file, metadata=nothing)
+        FigureCanvasSVG(draw(theme)).print_svg(file, metadata=NO_METADATA["svg"])
     return file.getvalue()
 
 
-def _png(draw: Callable[[Theme], Figure]) -> bytes:
+def _file(draw: Callable[[Theme], Figure], frame: PictureFrame, kind: str) -> bytes:
+    """A file in the light scheme, with the frame's text above and below the drawing.
+
+    The text lies outside of the figure, and the file has room for it. So the drawing is the same as
+    on a page.
+    """
     with _settings(LIGHT):
         file = io.BytesIO()
-        figure = draw(LIGHT)
-        FigureCanvasAgg(figure)
-        figure.savefig(file, format="png", dpi=PNG_DPI, metadata={"Software": None})
+        drawn = draw(LIGHT)
+        FigureCanvasAgg(drawn)
+        if kind == "png":  # letters are as wide in the layout as in the file
+            drawn.set_dpi(PNG_DPI)
+        bounds = _write_frame(drawn, frame)
+        drawn.savefig(
+            file, format=kind, dpi=PNG_DPI, metadata=NO_METADATA[kind], bbox_inches=bounds
+        )
     return file.getvalue()
+
+
+def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
+    """Write title and caption around a figure; the area of all three, in inches."""
+    drawn.draw_without_rendering()  # the layout is that of the figure alone
+    drawn.set_layout_engine("none")
+    for legend in drawn.legends:  # so is the place of a legend
+        legend.set_bbox_to_anchor((0, 0, 1, 1), transform=drawn.transFigure)
+    width_in, height_in = drawn.get_size_inches()
+    line_in = LINE_SPACING * FRAME_POINTS / 72
+    letters = int(width_in * LETTERS_PER_IN)
+    title = [part for line in frame.title.splitlines() for part in wrap(line, letters)]
+    caption = wrap(frame.caption, letters)
+    style: dict[str, Any] = {"fontsize": FRAME_POINTS, "linespacing": LINE_SPACING, "ha": "left"}
+    above_in, below_in = ((len(x) * line_in + 2 * MARGIN_IN) if x else 0 for x in (title, caption))
+    top, bottom = 1 + MARGIN_IN / height_in, -MARGIN_IN / height_in
+    drawn.text(0, top, "\n".join(title), va="bottom", weight="bold", **style)
+    drawn.text(0, bottom, "\n".join(caption), va="top", color=LIGHT.muted, **style)
+    return Bbox.from_extents(-MARGIN_IN, -below_in, width_in + MARGIN_IN, height_in + above_in)
 
 
 @contextmanager

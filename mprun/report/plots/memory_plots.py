@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from mprun.records.memory_record import MemoryRecord, ModeMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.memory_tables import NAMES, UNITS, amount, change_text, unit_for
-from mprun.report.plots.canvas import legend_above, panels, save
+from mprun.report.plots.canvas import PictureFrame, legend_above, panels, save
 from mprun.report.theme import Theme
 
 SHADED = ("forward", "optimizer")
@@ -25,7 +25,15 @@ HEADROOM = 1.28
 
 def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
     """Write `memory.png` and `memory.svg` into `folder`; the paths."""
-    return save(folder, "memory", lambda theme: _draw(record.modes, theme))
+    modes = ", ".join(mode.label for mode in record.modes)
+    frame = PictureFrame(
+        f"Memory during one training step of {record.recipe} on {record.device}: {modes}",
+        "Bytes alive after each op of the step, by category, counted on fake tensors. Triangle: "
+        "the peak, with the op and the module that reach it. A change in per cent is that of the "
+        f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
+        "those that a step makes and frees.",
+    )
+    return save(folder, "memory", frame, lambda theme: _draw(record.modes, theme))
 
 
 def _draw(modes: Sequence[ModeMemory], theme: Theme) -> Figure:

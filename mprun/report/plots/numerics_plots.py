@@ -1,4 +1,8 @@
-"""Plots of the numbers of training steps: exponents by layer, and the loss scales tried."""
+"""Plots of the numbers of training steps: exponents by layer, and the loss scales tried.
+
+A model of hundreds of layers gives a picture that nobody scrolls through. Of each kind the layers
+that float16 changes most are drawn, in the order of the model; `numerics.json` has all.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from mprun.console.fitted_table import shortened
 from mprun.records.numerics_record import LossScaleResult, NumericsResult, NumericsRow
-from mprun.report.numerics_tables import number, share_text
-from mprun.report.plots.canvas import figure, save
+from mprun.report.numerics_tables import fp16_db, number, share_text
+from mprun.report.plots.canvas import PictureFrame, figure, save
 from mprun.report.theme import FORMATS, Theme
 
 TITLES = {
@@ -30,44 +35,58 @@ LIMITS = {
 }
 LEAST = 1e-6
 """Smaller shares are not drawn."""
-MOST_ROWS = 80
-"""The most rows drawn of a kind; more could not be read."""
+MOST_ROWS = 12
+"""The most layers drawn of a kind."""
+LONGEST_NAME = 36
+LETTER_SHARE, ROW_POINTS = 0.0075, 8
+"""A letter of a line's label, as a share of the width; the height of a row of labels."""
 
 
 def save_plots(result: NumericsResult, title: str, folder: Path) -> list[str]:
     """Write the plots that there is data for into `folder`; the files' names."""
-    paths = save(folder, "numerics", lambda theme: exponents(result, title, theme))
+    frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
+    paths = save(folder, "numerics", frame, lambda theme: exponents(result, theme))
     if result.loss_scale.tried_db:
-        paths += save(folder, "loss_scale", lambda theme: scales(result.loss_scale, theme))
+        frame = PictureFrame(f"Loss scales of {title}", SCALES_CAPTION)
+        paths += save(folder, "loss_scale", frame, lambda theme: scales(result.loss_scale, theme))
     return [path.name for path in paths]
 
 
-def exponents(result: NumericsResult, title: str, theme: Theme) -> Figure:
+def exponents(result: NumericsResult, theme: Theme) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
-    panels = [(kind, _rows(result, kind)) for kind in TITLES]
-    panels = [(kind, rows) for kind, rows in panels if rows]
+    panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
     if not panels:  # only zeros
         return figure(1)
     low, high = _span([row for _, rows in panels for row in rows])
-    heights = [1.5 + len(rows) for _, rows in panels]
+    heights = [2 + len(rows) for _, rows in panels]
     made = figure(1.2 + 0.17 * sum(heights))
     axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
     for panel, (kind, rows) in zip(axes, panels, strict=True):
         image = _draw_shares(panel, rows, low, high)
-        panel.set_title(TITLES[kind], loc="left", pad=11)
         scale = result.loss_scale.recommended if "gradients" in kind else None
-        _draw_limits(panel, low, high, scale, theme)
+        label_rows = _draw_limits(panel, low, high, scale, theme)
+        title = _panel_title(kind, len(rows), len(_rows(result, kind)))
+        panel.set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows)
     bar = made.colorbar(image, ax=list(axes), shrink=0.5, aspect=30, pad=0.01)
     bar.ax.yaxis.set_major_formatter(lambda share, _: share_text(share))
     bar.set_label("share of the row's non-zero values")
     axes[-1].set_xlabel("exponent e: values of magnitude 2^e up to 2^(e+1)")
-    made.suptitle(_title(result, title, low, high), fontsize=9)
     return made
 
 
 def _rows(result: NumericsResult, kind: str) -> list[NumericsRow]:
-    rows = [row for row in result.rows if row.kind == kind and row.histogram.exponents]
-    return rows[:MOST_ROWS]
+    return [row for row in result.rows if row.kind == kind and row.histogram.exponents]
+
+
+def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
+    """The rows that float16 changes most, in the order they had."""
+    by_db = sorted(range(len(rows)), key=lambda n: fp16_db(rows[n]))
+    return [rows[n] for n in sorted(by_db[:MOST_ROWS])]
+
+
+def _panel_title(kind: str, shown: int, count: int) -> str:
+    of_all = "" if shown == count else f": the {shown} of {count} that float16 changes most"
+    return f"{TITLES[kind]}{of_all}"
 
 
 def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
@@ -98,44 +117,64 @@ def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) 
         cmap="viridis_r",
         norm=LogNorm(LEAST, 1),
     )
-    panel.set_yticks([n + 0.5 for n in range(len(rows))], [_short(row.name) for row in rows])
+    names = [shortened(row.name, LONGEST_NAME) for row in rows]
+    panel.set_yticks([n + 0.5 for n in range(len(rows))], names)
     panel.tick_params(axis="y", labelsize=7)
     return image
 
 
-def _short(name: str, longest: int = 36) -> str:
-    return name if len(name) <= longest else f"...{name[3 - longest :]}"
-
-
-def _draw_limits(panel: Axes, low: int, high: int, scale: float | None, theme: Theme) -> None:
-    """The formats' limits; dashed, float16's limits at the recommended loss scale."""
-    for name, limits in LIMITS.items():
-        colour = theme.series[FORMATS[name]]
-        for at, limit in limits:
-            if low <= at <= high + 1:
-                panel.axvline(at, color=colour, lw=1)
-                panel.annotate(
-                    f"{name}'s {limit}",
-                    (at, 1),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(2, 2),
-                    textcoords="offset points",
-                    fontsize=6,
-                    color=colour,
-                )
-            if scale is not None and name == "fp16":
-                moved = at - math.log2(scale)
-                if low <= moved <= high + 1:
-                    panel.axvline(moved, color=colour, lw=1, ls="--")
-
-
-def _title(result: NumericsResult, text: str, low: int, high: int) -> str:
-    scale = result.loss_scale.recommended
+def _draw_limits(panel: Axes, low: int, high: int, scale: float | None, theme: Theme) -> int:
+    """The formats' limits; dashed, float16's limits at a loss scale. The rows that labels take."""
+    lines = [
+        (float(at), f"{name}: {limit}", "-", theme.series[FORMATS[name]])
+        for name, limits in LIMITS.items()
+        for at, limit in limits
+    ]
     if scale is not None:
-        text += f"\ndashed: float16's limits at the recommended loss scale, {number(scale)}"
-    if low > -126 and high < 128:
-        text += "\nbfloat16's limits, 2^-133, 2^-126 and 2^128, lie outside the picture"
-    return text
+        colour, shift = theme.series[FORMATS["fp16"]], math.log2(scale)
+        at_scale = f"at scale {number(scale)}"
+        lines += [(at - shift, f"{x} {at_scale}", "--", colour) for at, x in LIMITS["fp16"]]
+    ends: list[float] = []  # of the last label in each row
+    for place, text, style, colour in sorted(lines):
+        if not low <= place <= high + 1:
+            continue
+        row = next((n for n, end in enumerate(ends) if end <= place), len(ends))
+        ends[row : row + 1] = [place + len(text) * LETTER_SHARE * (high + 1 - low)]
+        panel.axvline(place, color=colour, lw=1, ls=style)
+        panel.annotate(
+            text,
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, 2 + ROW_POINTS * row),
+            textcoords="offset points",
+            fontsize=6,
+            color=colour,
+        )
+    return len(ends)
+
+
+def _caption(result: NumericsResult) -> str:
+    """The meaning of columns, colours and lines."""
+    scale = result.loss_scale.recommended
+    dashed = (
+        ""
+        if scale is None
+        else f" Dashed: float16's limits for gradients times the recommended loss scale, "
+        f"{number(scale)}."
+    )
+    return (
+        "A row is a layer's tensor, a column a power of two, the colour the share of the row's "
+        "values with that exponent. Solid lines: the limits of float16 and bfloat16; values left "
+        "of the smallest become 0, left of the smallest normal they lose bits, right of the "
+        f"overflow they become infinite.{dashed} Limits of bfloat16 (2^-133, 2^-126, 2^128) that "
+        "are not drawn lie outside the picture."
+    )
+
+
+SCALES_CAPTION = (
+    "The error of float16 gradients at each power of two as loss scale, as a ratio of signal to "
+    "noise: the higher, the better. Shaded: a gradient overflowed."
+)
 
 
 def scales(advice: LossScaleResult, theme: Theme) -> Figure:

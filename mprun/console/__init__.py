@@ -1,4 +1,4 @@
-"""The terminal: consoles for results and warnings, tables in one style, progress of runs.
+"""The terminal: consoles for results and warnings, tables that fit it, progress of runs.
 
 Progress is a display that redraws itself on a terminal. Anywhere else (a file, a pipe, a CI log) it
 is a plain line at most every ten seconds, so that a log stays readable.
@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column, Table
+
+from mprun.console.fitted_table import FittedTable, broken
 
 QUIET_EVERY_S = 10.0
 
@@ -48,42 +48,22 @@ def print_line(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
+def print_text(console: Console, text: str) -> None:
+    """Print sentences; on a terminal, their lines are broken at blanks."""
+    for line in broken(text, console.width if console.is_terminal else None):
+        print_line(console, line)
+
+
+def print_table(console: Console, table: FittedTable) -> None:
+    """Print a table; where it cannot be made narrow enough, its lines are not cut."""
+    console.print(table, highlight=False, soft_wrap=True)
+
+
 def warn(warnings: Iterable[str]) -> None:
     """Print warnings on standard error; of several about one field without effect, the last."""
     console = stderr_console()
     for warning in {text.partition(" has no effect")[0]: text for text in warnings}.values():
         print_line(console, f"warning: {warning}")
-
-
-# ---- tables --------------------------------------------------------------------------------------
-
-
-def new_table(title: str, *columns: Column | str) -> Table:
-    """An empty table without a frame, for rows of figures."""
-    return Table(
-        *columns,
-        title=title,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
-def framed_table(title: str, *columns: str) -> Table:
-    """An empty table with a frame, for rows of text."""
-    return Table(*(text_column(heading) for heading in columns), title=title, title_justify="left")
-
-
-def text_column(heading: str, **options: Any) -> Column:
-    """A column that folds long text; `options` are those of rich's `Column`."""
-    return Column(heading, overflow="fold", **options)
-
-
-def figure_column(heading: str) -> Column:
-    """A column of figures: right-justified, never wrapped."""
-    return Column(heading, justify="right", no_wrap=True)
 
 
 # ---- progress ------------------------------------------------------------------------------------

@@ -1,0 +1,187 @@
+"""Each table of the terminal at 60, 80 and 200 columns and into a pipe, with long names and many
+columns: no word is broken, no column is cut, and what is left out is named."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+
+from mprun.console import print_table
+from mprun.console.fitted_table import CUT, FittedTable
+from mprun.experiments.study_progress import StudyProgress
+from mprun.records.run_record import Summary
+from mprun.report import (
+    doctor_tables,
+    memory_tables,
+    numerics_tables,
+    search_ops_tables,
+    tables,
+    trace_tables,
+)
+from mprun.report.comparison_report import comparison_table
+from tests.report import test_doctor_tables as doctor
+from tests.report import test_memory_tables as memory
+from tests.report import test_numerics_tables as numerics
+from tests.report import test_search_ops_tables as search_ops
+from tests.report import test_trace_tables as trace
+from tests.report.compared import comparison, of_losses
+from tests.summaries import example, set_fields
+
+WIDTHS = (60, 80, 200)
+LAYERS = [
+    f"encoder.layers.{n}.self_attention.{part}.weight" for n in range(9) for part in ("q", "out")
+]
+
+
+def run(**changes: object) -> Summary:
+    summary = example()
+    set_fields(summary, variant="bf16_mixed x2 (train.lr=0.002, train.batch_size=64)", **changes)
+    return summary
+
+
+def of_numerics() -> numerics.NumericsResult:
+    kinds = list(numerics_tables.KINDS)
+    rows = [
+        numerics.row(kinds[n % len(kinds)], name, 7.0 * n, verdict)
+        for n, name in enumerate(LAYERS)
+        for verdict in ("either", "needs precision: fp16")
+    ]
+    lost = {"updated": 3, "really": 0.00001, "fp16": numerics.LOST, "bf16": numerics.LESS}
+    by_parameter = dict.fromkeys(LAYERS, lost)
+    return numerics.result(rows=rows, lost_updates={"all": lost, "by_parameter": by_parameter})
+
+
+def of_search() -> search_ops.OpSearch:
+    rows = [search_ops.row(name, 3.0, search_ops.measure(0.0027, 9.0)) for name in LAYERS]
+    names = search_ops.outcome(*LAYERS[:4], measure=search_ops.measure(worst_parameter=LAYERS[3]))
+    return search_ops.search(modules=rows, search={"ops": names, "modules": names})
+
+
+def of_trace() -> trace.TraceRecord:
+    down, up = trace.cast(*trace.DOWN), trace.cast(*trace.UP, "cast back")
+    rows = [
+        trace.row("forward", f"convolution_{n}", n, down, up, module=name, rule="autocast: lower")
+        for n, name in enumerate(LAYERS * 2)
+    ]
+    return msgspec.convert({**trace.CONTENT, "rows": rows}, trace.TraceRecord)
+
+
+def modes_of_memory() -> list[memory.ModeMemory]:
+    names = ("fp32", "half_sr_full", "bf16_mixed train.batch_size=48", "fp16_true", "bf16_sr")
+    modules = [memory.row(name, **dict.fromkeys(memory_tables.NAMES, 12345)) for name in LAYERS]
+    return [
+        memory.mode(name, 2 * n + 1, 1.0 + n, modules=modules if n % 2 else modules[3:])
+        for n, name in enumerate(names)
+    ]
+
+
+def of_memory() -> memory.MemoryRecord:
+    return memory.record(*modes_of_memory(), limit="16GiB")
+
+
+def sweep() -> FittedTable:
+    emulated = run(execution="emulated")
+    emulated.test.samples = 1_024
+    return tables.sweep_table(Path("outputs/2026-11-21/17-47-33"), {"0": run(), "1": emulated})
+
+
+def live_table() -> RenderableType:
+    modes = ["fp32", "bf16_mixed train.lr=0.002", "half_sr_full"]
+    view = StudyProgress(Console(file=io.StringIO()), modes, seeds=10)
+    view.begin(modes[1], 0)
+    view.end(modes[1], run(), None)
+    group = view._table()
+    assert isinstance(group, Group)
+    return group.renderables[0]
+
+
+TABLES: dict[str, Callable[[], RenderableType]] = {
+    "layers": lambda: tables.layers([(n, "MultiheadAttention", "float32", "bf16") for n in LAYERS]),
+    "result": lambda: tables.result(run()),
+    "sweep": sweep,
+    "study": live_table,
+    "machine": lambda: doctor_tables.machine_table(doctor.examined()),
+    "rates": lambda: doctor_tables.rates_table(doctor.examined().rates, 64),
+    "modes": lambda: doctor_tables.modes_table(doctor.examined().modes, doctor.examined().rates),
+    "memory by category": lambda: memory_tables.category_table(of_memory()),
+    "memory by module": lambda: memory_tables.module_table(
+        modes_of_memory()[1], modes_of_memory()[0], None
+    ),
+    "numerics": lambda: numerics_tables.rows_table(of_numerics(), 30),
+    "loss scales": lambda: numerics_tables.scales_table(of_numerics()),
+    "lost updates": lambda: numerics_tables.lost_table(of_numerics(), 30),
+    "sensitivity": lambda: search_ops_tables.rows_table(of_search(), "modules"),
+    "outcome": lambda: search_ops_tables.outcome_table(of_search()),
+    "totals": lambda: trace_tables.totals(of_trace()),
+    "kinds of ops": lambda: trace_tables.kinds_table(of_trace().rows),
+    "ops": lambda: trace_tables.step_table(of_trace().rows),
+    "comparison": lambda: comparison_table(comparison(10)),
+    "comparison of losses": lambda: comparison_table(of_losses(comparison(12))),
+}
+
+
+def printed(table: RenderableType, width: int, is_terminal: bool) -> str:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None
+    )
+    print_table(console, table)  # type: ignore[arg-type]  # a live display's is a group
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_survives_a_narrow_terminal_and_a_pipe(name: str) -> None:
+    piped = printed(TABLES[name](), 60, is_terminal=False)
+    assert CUT not in piped
+    assert "left out" not in piped
+    whole = set(piped.split())
+    for width in WIDTHS:
+        text = printed(TABLES[name](), width, is_terminal=True)
+        assert max(map(cell_len, text.splitlines())) <= width, f"{width} columns"
+        shown, _, note = text.partition("left out for lack of width: ")
+        shown, note = shown.partition("names with ~ are")[0], " ".join(note.split())
+        for word in shown.split():
+            assert (
+                word in whole
+                or set(word) == {"-"}
+                or set(word) == {"\u2500"}
+                or any(is_shortened(word, name) for name in whole)
+            ), f"{word!r} at {width} columns"
+        hidden = [x for x in whole - set(shown.split()) if re.search(r"\d", x)]
+        assert not hidden or note or CUT in shown, f"{hidden} are missing at {width} columns"
+        if width == 200 and name != "sweep":
+            assert not note
+
+
+def is_shortened(word: str, name: str) -> bool:
+    head, cut, tail = word.partition(CUT)
+    return bool(cut) and name.startswith(head) and name.endswith(tail) and len(word) < len(name)
+
+
+def test_what_matters_most_stays_at_60_columns() -> None:
+    text = printed(comparison_table(comparison(10)), 60, is_terminal=True)
+    for heading in ("variant", "points", "verdict"):
+        assert heading in text
+    assert "samples per s" not in text.partition("left out")[0]
+    assert "step ms" in text.partition("left out for lack of width: ")[2]
+    step = printed(trace_tables.step_table(of_trace().rows), 60, is_terminal=True)
+    assert " ms" in step.partition("\u2500")[0]
+    first = printed(memory_tables.category_table(of_memory()), 60, is_terminal=True)
+    assert "fp32" in first
+    assert "bf16_sr" in first.partition("left out for lack of width: ")[2]
+
+
+def test_a_row_is_a_line_in_a_pipe() -> None:
+    lines = printed(
+        numerics_tables.rows_table(of_numerics(), 99), 20, is_terminal=False
+    ).splitlines()
+    assert len(lines) == 4 + 2 * len(LAYERS)
+    assert lines[2].split()[:4] == ["kind", "of", "zero", "lose"]
+    assert all(any(name in line for line in lines) for name in LAYERS)
