@@ -145,7 +145,7 @@ def _train(
     messages.warn(partial_scores_warning(summary))
     messages.warn(over_time_warning(summary, train.max_time_s))
     if plan.config.preset.loss_must_fall:
-        check_loss_falls(recorder.losses)
+        messages.warn(check_loss_falls(recorder.losses, plan.planned_steps))
 
 
 @contextlib.contextmanager

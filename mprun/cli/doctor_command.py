@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_line, stderr_console, stdout_console
+from mprun.console import JobProgress, print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_OK, UsageError, hint
 
 
@@ -36,7 +36,8 @@ def doctor_command(args: Sequence[str]) -> int:
 
     if not settings.doctor.json:
         print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
-    examination = examine(device, settings.doctor.budget_s)
+    with JobProgress(stderr_console()) as progress:
+        examination = examine(device, settings.doctor.budget_s, progress.begin)
     if settings.doctor.json:
         print(json.dumps(asdict(examination), indent=1, allow_nan=False))
         return EXIT_OK

@@ -7,6 +7,7 @@ from math import inf, isnan
 
 from rich.table import Table
 
+from mprun.compare.formatting import counted
 from mprun.console import figure_column, new_table, text_column
 from mprun.records.deviation import Deviation
 from mprun.records.search_ops_record import OpSearch, Proof, SensitivityRow
@@ -70,7 +71,8 @@ def outcome_table(search: OpSearch) -> Table:
     add("all, weights rounded", search.unavoidable.measure, None)
     add("nothing", search.everything_lower.measure, search.everything_lower.time_ratio)
     add(f"as in {search.given.name}", search.given.measure, search.given.time_ratio)
-    for what, row in (("ops", search.search.ops), ("modules", search.search.modules)):
+    lists = search.search
+    for what, row in () if lists is None else (("ops", lists.ops), ("modules", lists.modules)):
         if row is not None and (what == "ops" or row.is_within):
             names = ", ".join((*search.always, *row.fp32)) or "nothing"
             mark = " <-" if search.answer == what else ""
@@ -90,7 +92,7 @@ def proof_lines(proof: Proof) -> Iterator[str]:
         difference += f" (95 %: {low:+.2f} to {high:+.2f})"
     more = f", about {proof.more_seeds} more seeds" if proof.more_seeds else ""
     yield (
-        f"proof: {len(proof.values)} pairs of trainings of {proof.steps} steps, "
+        f"proof: {counted(len(proof.values), 'pair')} of trainings of {proof.steps} steps, "
         f"{proof.split} {proof.metric} minus float32's: {difference}, margin "
         f"{100 * proof.margin:g}{unit}: {proof.verdict}{more}; {proof.reason}"
     )

@@ -138,9 +138,22 @@ def _against_skipping(summary: Summary) -> str:
     return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
 
 
-def check_loss_falls(losses: list[float]) -> None:
-    """Raise `RunFailedError` unless the last third's mean loss is below the first third's."""
-    third = len(losses) // 3
+FEWEST_JUDGED = 12
+"""Of fewer steps than this, a run that time cut short shows no trend of its loss."""
+
+
+def check_loss_falls(losses: list[float], planned_steps: int | None) -> str | None:
+    """Raise `RunFailedError` unless the last third's mean loss is below the first third's.
+
+    Returns:
+        A warning if time left too few steps to judge, or None.
+    """
+    steps, third = len(losses), len(losses) // 3
+    if steps < min(planned_steps or FEWEST_JUDGED, FEWEST_JUDGED):
+        return (
+            f"whether the loss falls is not judged: train.max_time_s left {steps} steps, and "
+            f"{FEWEST_JUDGED} are needed; give it more time, or a smaller preset.max_batch_size"
+        )
     if third == 0:
         raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
@@ -149,6 +162,7 @@ def check_loss_falls(losses: list[float]) -> None:
             f"the loss does not fall: mean {first:.4f} over the first {third} steps, "
             f"{last:.4f} over the last {third}"
         )
+    return None
 
 
 class AccumulationCheck(Callback):

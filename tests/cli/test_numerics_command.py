@@ -495,10 +495,14 @@ def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_each_inspected_step_is_reported() -> None:
-    texts: list[str] = []
+    parts: list[tuple[str, int, int | None]] = []
+
+    def report(text: str, done: int = 0, total: int | None = None) -> None:
+        parts.append((text, done, total))
+
     chosen = make_plan(compose(LINEAR).config, ())
-    inspect_steps(chosen, NumericsSettings(steps=2, span=9), lambda: False, texts.append)
-    assert texts == ["inspected step 4 of 9, 1 of 2", "inspected step 9 of 9, 2 of 2"]
+    inspect_steps(chosen, NumericsSettings(steps=2, span=9), lambda: False, report)
+    assert parts == [("inspecting step 4 of 9", 0, 2), ("inspecting step 9 of 9", 1, 2)]
 
 
 def test_time_that_runs_out_before_the_first_look_is_said() -> None:
