@@ -210,19 +210,27 @@ class Sensitivity:
         self.movable_ops = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
         """Name to number of calls of each op that is measured."""
         self.movable_modules = candidates.modules if with_modules else {}
-        self.ops: list[OpEffect] = []
+        self._ops: list[OpEffect] = []
+        self._modules: list[OpEffect] = []
+
+    @property
+    def ops(self) -> tuple[OpEffect, ...]:
         """The effect of each op, in the order of their first calls."""
-        self.modules: list[OpEffect] = []
+        return tuple(self._ops)
+
+    @property
+    def modules(self) -> tuple[OpEffect, ...]:
         """The same for modules."""
+        return tuple(self._modules)
 
     def measure_ops(self) -> None:
         """Measure the effect of each op."""
-        self._measure_each("op", self.movable_ops, self.candidates.op_alone, self.ops)
+        self._measure_each("op", self.movable_ops, self.candidates.op_alone, self._ops)
 
     def measure_modules(self) -> None:
         """Measure the effect of each module."""
         self._measure_each(
-            "module", self.movable_modules, self.candidates.module_alone, self.modules
+            "module", self.movable_modules, self.candidates.module_alone, self._modules
         )
 
     def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
@@ -297,7 +305,7 @@ def sensitivity(
     timed_steps: int = 0,
     arithmetic: Arithmetic | None = None,
     loss_scales: Sequence[float] | None = None,
-    report: ReportPart = report_nothing,
+    report: Callable[[str], None] = lambda _: None,
 ) -> Sensitivity:
     """Measure the effect of each op of a model in a 16-bit dtype.
 
@@ -316,12 +324,16 @@ def sensitivity(
         arithmetic: computes the ops; PyTorch's kernels by default.
         loss_scales: tried in turn until gradients are finite; by default powers of two from 2^16
             down to 1 for float16, and 1 for bfloat16.
-        report: is called before each measurement.
+        report: is called with a short text about what is measured next.
 
     Raises:
         ValueError: no batches; no parameters to train, or 16-bit ones; a loss or gradient that is
             not finite in float32; a name in `always` that no op has; another dtype.
     """
+
+    def report_text(text: str, done: int = 0, total: int | None = None) -> None:
+        report(text)
+
     measured = unmeasured(
         model,
         loss,
@@ -332,7 +344,7 @@ def sensitivity(
         timed_steps=timed_steps,
         arithmetic=arithmetic,
         loss_scales=loss_scales,
-        report=report,
+        report=report_text,
     )
     measured.measure_ops()
     measured.measure_modules()

@@ -119,7 +119,7 @@ def test_of_two_values_the_later_wins() -> None:
 )
 def test_the_smoke_preset_shortens_each_recipe(recipe: str, lr: float) -> None:
     config = composed("preset=smoke", f"recipe={recipe}")
-    assert (config.train.max_steps, config.train.eval_batch_size) == (36, 64)
+    assert (config.train.max_steps, config.train.eval_batch_size) == (36, 16)
     assert config.train.max_time_s == 24
     assert (config.data.train_limit, config.data.fallback) == (4096, DataFallback.generated)
     assert config.preset.loss_must_fall

@@ -46,7 +46,7 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     assert summary.data.source == "generated"
     assert summary.steps == 36
     times = summary.step_time_ms
-    # Full-size steps only: mnist's 4,096 samples make 64 batches of 64, all full.
+    # Full-size steps only: mnist's 4,096 samples make 128 batches of 32, all full.
     assert times.n + times.warmup <= 36
     memory = summary.memory_bytes
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
@@ -62,8 +62,8 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
 
 def test_the_smoke_preset_caps_the_batch_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=mnist", "preset=smoke", "data.source=generated", "run.dir=run"]) == 0
-    assert "caps train.batch_size=8192 at 64" in capsys.readouterr().err
-    assert read_summary(Path("run")).batch_size == 64
+    assert "caps train.batch_size=8192 at 32" in capsys.readouterr().err
+    assert read_summary(Path("run")).batch_size == 32
 
 
 def test_the_smoke_preset_fails_where_the_loss_stands_still(
