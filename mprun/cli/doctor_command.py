@@ -34,13 +34,13 @@ def doctor_command(args: Sequence[str]) -> int:
     from mprun.experiments.examine import examine
     from mprun.report.doctor_tables import renderables
 
-    if not settings.doctor.json:
-        print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
-    with JobProgress(stderr_console()) as progress:
-        examination = examine(device, settings.doctor.budget_s, progress.begin)
+    budget_s = settings.doctor.budget_s
     if settings.doctor.json:
-        print(json.dumps(asdict(examination), indent=1, allow_nan=False))
+        print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
         return EXIT_OK
+    print_line(stderr_console(), f"measuring for about {budget_s:g} s ...")
+    with JobProgress(stderr_console()) as progress:
+        examination = examine(device, budget_s, progress.begin)
     console = stdout_console()
     for part in renderables(examination):
         console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
