@@ -145,7 +145,9 @@ def _train(
     messages.warn(partial_scores_warning(summary))
     messages.warn(over_time_warning(summary, train.max_time_s))
     if plan.config.preset.loss_must_fall:
-        check_loss_falls(recorder.losses.values, recorder.losses.width)
+        messages.warn(
+            check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
+        )
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ import pytest
 
 import mprun
 from mprun.config import compose
-from mprun.config.reference import aliases, options
-from mprun.precision.policy import ALIASES, NAMED
+from mprun.config.reference import options
+from mprun.precision.policy import NAMED
+from mprun.records.mode_names import ALIASES
 
 
 def test_importing_it_does_not_import_torch() -> None:
@@ -53,6 +54,10 @@ def test_an_unknown_policy_is_one_line_with_the_legal_names() -> None:
     assert "\n" not in str(e.value)
 
 
-def test_modes_have_the_same_other_names_everywhere() -> None:
-    assert aliases("precision") == ALIASES == {"fp16_sr": "half_sr"}
-    assert {*NAMED} == {*options("precision")} - {*ALIASES}
+def test_every_mode_is_a_file_and_other_names_stand_for_modes() -> None:
+    assert {*NAMED} == {*options("precision")}
+    assert {*ALIASES.values()} <= {*NAMED}
+    assert not {*ALIASES} & {*NAMED}
+    assert mprun.policy("mixed_bfloat16") == mprun.policy("bf16_mixed")
+    with pytest.raises(ValueError, match="did you mean 'bf16_mixed'"):
+        mprun.policy("bf16")

@@ -2,6 +2,7 @@
 
     mprun advise recipe=mnist
     mprun advise recipe=mnist advise.objective=memory compare.margin=0.01
+    mprun advise recipe=mnist advise.budget_min=10    (an answer in ten minutes)
     mprun --config-dir outputs/DATE/TIME preset=advised
 
 Trials are short, paired by seed, and judged on validation data. The test set is not used: a set
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mprun.cli.study_commands import (
+    budget_note,
     for_choice,
     print_out,
     request_of,
@@ -25,6 +27,7 @@ from mprun.cli.study_commands import (
 )
 from mprun.console import print_text, stdout_console
 from mprun.errors import MprunError
+from mprun.experiments.budget import Budget
 
 if TYPE_CHECKING:
     from mprun.compare.comparison import Advice, Comparison
@@ -36,6 +39,7 @@ PRESET = "advised"
 def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
     request = request_of("advise", args, "advise", refused=("compare.baseline", "compare.split"))
+    budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import check, compared, report
     from mprun.experiments.advise import (
         advise,
@@ -43,24 +47,31 @@ def advise_command(args: Sequence[str]) -> int:
         new_advise_study,
         screened,
         without_run,
+        without_trial,
     )
     from mprun.report.answer import advice_lines
 
     objective, screen = request.settings.advise.objective, request.settings.advise.screen
     study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
-    outcomes, status = run_study(
-        study, lambda so_far: screened(so_far, study.baseline, objective, screen)
+    ran, status = run_study(
+        study, budget, lambda so_far: screened(so_far, study.baseline, objective, screen)
     )
     if status is not None:
         return status
+    outcomes = ran.outcomes
     dropped = screened(outcomes, study.baseline, objective, screen)
     settings = for_choice(request, study, outcomes)
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)
     alarms = alarms_by_variant(comparison)
-    not_tried = study.plan.not_tried | without_run(outcomes)
+    not_tried = {
+        **study.plan.not_tried,
+        **without_run(outcomes),
+        **without_trial(study, ran, dropped, budget.text),
+    }
     advice = advise(comparison, alarms, objective, dropped, not_tried)
-    comparison = replace(comparison, advice=advice)
+    advice = replace(advice, notes=(*advice.notes, *budget_note(study, ran, budget)))
+    comparison = replace(comparison, advice=advice, not_run=ran.not_run)
     report(comparison, settings, study.folder)
     print_out("")
     for line in advice_lines(comparison)[1:]:  # the first one is the answer, above the table

@@ -41,7 +41,7 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
     if command == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")
-        legal += ["--multirun", "--show-config", "--version"]
+        legal += ["--multirun", "--show-config", "--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
         raise UsageError(

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_line, print_table, print_text, stderr_console, stdout_console
+from mprun.console import (
+    JobProgress,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+)
 from mprun.errors import EXIT_OK, UsageError, hint
 
 
@@ -34,12 +41,13 @@ def doctor_command(args: Sequence[str]) -> int:
     from mprun.experiments.examine import examine
     from mprun.report.doctor_tables import renderables
 
-    if not settings.doctor.json:
-        print_line(stderr_console(), f"measuring for about {settings.doctor.budget_s:g} s ...")
-    examination = examine(device, settings.doctor.budget_s)
+    budget_s = settings.doctor.budget_s
     if settings.doctor.json:
-        print(json.dumps(asdict(examination), indent=1, allow_nan=False))
+        print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
         return EXIT_OK
+    print_line(stderr_console(), f"measuring for about {budget_s:g} s ...")
+    with JobProgress(stderr_console()) as progress:
+        examination = examine(device, budget_s, progress.begin)
     console = stdout_console()
     for part in renderables(examination):
         if isinstance(part, str):

@@ -20,6 +20,7 @@ from mprun.cli.study_commands import (
     study_of,
     study_status,
 )
+from mprun.console import JobProgress, stderr_console
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -35,22 +36,23 @@ def double_command(args: Sequence[str]) -> int:
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
-    outcomes, status = run_study(study)
+    ran, status = run_study(study)
     if status is not None:
         return status
-    settings = for_choice(request, study, outcomes)
+    settings = for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
     report(comparison, settings, study.folder, f"{doubling.answer}: {doubling.reason}")
     check(comparison, settings.fail_if.value)
-    return study_status(outcomes)
+    return study_status(ran.outcomes)
 
 
 def _largest_batch(request: StudyRequest) -> int:
     from mprun.experiments.batch_search import PROOF_STEPS, search_batch
 
     margin = request.settings.double.headroom
-    batch, lines = search_batch(request.overrides, request.config_dir, margin)
+    with JobProgress(stderr_console()) as progress:
+        batch, lines = search_batch(request.overrides, request.config_dir, margin, progress.begin)
     for line in lines:
         print_out(line)
     end = " (all of the training set)" if batch.is_limited_by_data else ""

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
+from mprun.records.mode_names import ALIASES
 
 COMMON = (
     "seed",
@@ -58,10 +59,16 @@ what it saves.
   mprun run.resume=outputs/DATE/TIME        (resume a run)
 """
 
+OTHER_NAMES = """\
+  Lightning's names (bf16-mixed, 16-mixed, 32-true, ...) and Keras'
+  (mixed_bfloat16, mixed_float16, float32, ...) are accepted for these.
+"""
+
 OUTRO = """\
 Options: -m (run every combination of the values listed), --config-dir FOLDER
 (a folder with recipe/*.yaml of your own), --show-config (print the resolved
-configuration and stop), --version, --help.
+configuration and stop), --completion SHELL (a script for bash, zsh or fish),
+--version, --help.
 Environment: MPRUN_DATA (folder of the data sets), NO_COLOR.
 Exit status: 0 done, 1 the run failed, 2 usage or configuration, 3 a fail_if
 condition, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
@@ -75,6 +82,8 @@ def show_help(commands: Sequence[tuple[str, str]]) -> None:
     print(_section("Commands (the first argument; mprun COMMAND --help)", commands))
     for group in GROUPS:
         print(_section(f"{group}=", list(options(group).items())))
+        if group == "precision":
+            print(OTHER_NAMES)
     fields = leaves()
     rows = [(f"{key} = {fields[key].default_text}", fields[key].doc) for key in COMMON]
     print(_section("Common overrides and their defaults", rows))
@@ -127,6 +136,8 @@ COMMAND --help` lists the settings of a command.
 def configuration_page() -> str:
     """docs/reference/configuration.md: groups with their options, then every field."""
     groups = [f"- `{g}`: " + ", ".join(f"`{name}`" for name in options(g)) for g in GROUPS]
+    other_names = ", ".join(f"`{name}` ({mode})" for name, mode in ALIASES.items())
+    groups.append(f"\nOther names of modes, recorded under mprun's: {other_names}.")
     fields = [_item(f) for f in leaves().values() if f.key not in {f"{g}.name" for g in GROUPS}]
     of_commands = [_item(field) for field in settings.fields().values()]
     lines = [*groups, "\n## Fields\n", *fields, SETTINGS_INTRO, *of_commands]

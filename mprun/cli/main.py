@@ -58,7 +58,7 @@ class Command:
 STUDY = ("compare", "seeds", "first_seed")
 COMMANDS = (
     Command("train", train_command),
-    Command("sweep", sweep_command, STUDY),
+    Command("sweep", sweep_command, ("sweep", *STUDY)),
     Command("compare", compare_command, ("compare",)),
     Command("advise", advise_command, ("advise", *STUDY)),
     Command("double", double_command, ("double", *STUDY)),
@@ -104,6 +104,8 @@ def _dispatch(args: list[str], started_at: float) -> int:
 
         print(f"mprun {__version__}")
         return EXIT_OK
+    if "--completion" in args:
+        return _print_completion(args)
     if first == "train":
         return train_command(args[1:], started_at)
     if first in BY_NAME:
@@ -111,6 +113,14 @@ def _dispatch(args: list[str], started_at: float) -> int:
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)
+
+
+def _print_completion(args: list[str]) -> int:
+    from mprun.cli.completion import completion_script
+
+    shell = next(iter(args[args.index("--completion") + 1 :]), "")
+    print(completion_script(shell, {c.name: c.settings for c in COMMANDS}), end="")
+    return EXIT_OK
 
 
 def _is_no_override(text: str) -> bool:

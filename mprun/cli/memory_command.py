@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import traceback_in
-from mprun.console import print_line, print_table, print_text, stdout_console, warn
+from mprun.console import (
+    JobProgress,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+    warn,
+)
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
@@ -41,8 +49,9 @@ def memory_command(args: Sequence[str]) -> int:
     warn(warnings_of(modes))
     console, folder = stdout_console(), new_folder(modes[0].composed.config.run.dir)
     given = [key for mode in modes for key in mode.composed.given]
-    with traceback_in(folder):
-        record = side_by_side([(mode.label, mode.plan) for mode in modes], given, settings.fits)
+    plans = [(mode.label, mode.plan) for mode in modes]
+    with JobProgress(stderr_console()) as progress, traceback_in(folder):
+        record = side_by_side(plans, given, settings.fits, progress.begin)
     (folder / "memory.json").write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     print_line(console, _header(record))
     print_table(console, category_table(record))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
 from mprun.console import (
-    ProgressDisplay,
+    JobProgress,
     print_line,
     print_table,
     print_text,
@@ -55,10 +55,8 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     steps_to_inspect(planned.plan, settings)  # raises before a folder is made
     introduce(planned)
     console, folder = stdout_console(), new_folder(composed.config.run.dir)
-    with traceback_in(folder):
-        content, inspected = recipe_numerics(
-            planned, settings, stop, ProgressDisplay(console).status
-        )
+    with JobProgress(stderr_console()) as progress, traceback_in(folder):
+        content, inspected = recipe_numerics(planned, settings, stop, progress.begin)
     names = _write(content, inspected, folder, settings.plots)
     steps, skipped = inspected.steps, inspected.skipped
     _print(inspected.result, settings.top)

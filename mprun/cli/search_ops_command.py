@@ -1,10 +1,12 @@
 """`mprun search-ops`: which ops must stay in float32, and the op list that keeps them there.
 
     mprun search-ops recipe=mnist precision=fp16_mixed
+    mprun search-ops recipe=mnist search_ops.budget_min=10    (what ten minutes can settle)
 
 Takes the overrides of a run, and settings (`search_ops.tolerance=0.005`, `seeds=3`). Writes into
 the run's folder `ops.yaml`, which `op_lists.lower_file` and `op_lists.fp32_file` read, and
-`search_ops.json` with every measurement. See docs/reference/search-ops.md.
+`search_ops.json` with every measurement. Ctrl-C ends it with what was measured. See
+docs/reference/search-ops.md.
 """
 
 from __future__ import annotations
@@ -17,10 +19,20 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.step_commands import introduce, traceback_in
-from mprun.console import print_line, print_table, print_text, stderr_console, stdout_console
-from mprun.errors import EXIT_OK
+from mprun.console import (
+    JobProgress,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+)
+from mprun.errors import EXIT_OK, RunFailedError
+from mprun.experiments.budget import Budget, BudgetSignals, EndedEarlyError, LimitedParts
+from mprun.train.signals import SignalReceivedError, interruptible
 
 if TYPE_CHECKING:
+    from mprun.config.settings import Settings
     from mprun.experiments.search_ops import PlannedSearch
     from mprun.records.search_ops_record import OpSearch, Proof
 
@@ -31,34 +43,57 @@ def search_ops_command(args: Sequence[str]) -> int:
 
     known = parse_arguments("search-ops", args)
     settings, overrides = take(known.overrides, "search_ops", "seeds")
-    from mprun.experiments.search_ops import key_of, plan_search
-    from mprun.records.files import new_folder
-
     if not {"precision", "op_lists"} & {text.lstrip("+").partition("=")[0] for text in overrides}:
         overrides = [*overrides, "precision=bf16_mixed"]
-    planned = plan_search(overrides, known.config_dir, settings)
+    stop = BudgetSignals(Budget("search_ops.budget_min", settings.search_ops.budget_min))
+    return interruptible(
+        lambda _: _search(overrides, known.config_dir, settings, stop),
+        " before the first result",
+        stop,
+    )
+
+
+def _search(
+    overrides: list[str], config_dir: Path | None, settings: Settings, stop: BudgetSignals
+) -> int:
+    from mprun.experiments.search_ops import plan_search
+    from mprun.records.files import new_folder
+
+    planned = plan_search(overrides, config_dir, settings)
     introduce(planned.low)
-    console, errors = stdout_console(), stderr_console()
+    console = stdout_console()
     for note in planned.notes():
         print_line(console, note)
-    folder = new_folder(planned.low.composed.config.run.dir)
-    with errors.status("", spinner="line") as status, traceback_in(folder):
-        search, casts = planned.measure(status.update)
-    names = _write(folder, planned, search, None)
-    _print(search)
-    proof = None
-    if settings.search_ops.steps:
-        with errors.status("", spinner="line") as status:
-            proof = planned.prove(casts, status.update)
-        _write(folder, planned, search, proof)
-    for line in _conclusion(search, proof):
-        print_text(console, line)
-    print_line(console, f"written: {folder}/{', '.join(names)}")
-    own = [] if known.config_dir is None else ["--config-dir", str(known.config_dir)]
-    of_run = [text for text in overrides if key_of(text) not in ("op_lists", "run")]
-    command = ["mprun", *own, *of_run, *_result_overrides(search, folder)]
-    print_line(console, f"use it: {shlex.join(command)}")
-    return EXIT_OK
+    folder, proof = new_folder(planned.low.composed.config.run.dir), None
+    with stop.deferred():
+        with JobProgress(stderr_console()) as progress, traceback_in(folder):
+            try:
+                search, casts = planned.measure(LimitedParts(stop, progress.begin))
+            except EndedEarlyError:
+                raise _nothing_measured(stop) from None
+        _write(folder, planned, search, None)
+        _print(search)
+        if casts is not None and settings.search_ops.steps:
+            with JobProgress(stderr_console()) as progress:
+                parts = LimitedParts(stop, progress.begin)
+                proof = planned.prove(casts, parts)
+            search = planned.with_open_proof(search, proof, parts.ended_by)
+        names = _write(folder, planned, search, proof)
+        for line in _conclusion(search, proof):
+            print_text(console, line)
+        print_line(console, f"written: {folder}/{', '.join(names)}")
+        if search.search is not None:
+            command = _command_with_result(overrides, config_dir, search, folder)
+            print_line(console, f"use it: {shlex.join(command)}")
+    return EXIT_OK if stop.received is None else stop.exit_status
+
+
+def _nothing_measured(stop: BudgetSignals) -> BaseException:
+    if stop.received is not None:
+        return SignalReceivedError()
+    return RunFailedError(
+        f"{stop.name} ended the search before its first result: give it more time"
+    )
 
 
 def _write(
@@ -94,10 +129,23 @@ def _print(search: OpSearch) -> None:
 def _conclusion(search: OpSearch, proof: Proof | None) -> Iterator[str]:
     from mprun.report.search_ops_tables import proof_lines
 
-    if not search.search.ops.is_within:
+    if search.search is not None and not search.search.ops.is_within:
         yield "warning: the difference is above the tolerance even with every op in float32"
     if proof is not None:
         yield from proof_lines(proof)
+    for sentence in search.unsettled:
+        yield f"not settled, ended by {search.ended_by}: {sentence}"
+
+
+def _command_with_result(
+    overrides: list[str], config_dir: Path | None, search: OpSearch, folder: Path
+) -> list[str]:
+    """The command of a run that uses the result."""
+    from mprun.experiments.search_ops import key_of
+
+    own = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    of_run = [text for text in overrides if key_of(text) not in ("op_lists", "run")]
+    return ["mprun", *own, *of_run, *_result_overrides(search, folder)]
 
 
 def _result_overrides(search: OpSearch, folder: Path) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,11 +9,12 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import parse_arguments
 from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
+from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
-    from mprun.experiments.study import Drop, Study
+    from mprun.experiments.study import Drop, Study, StudyResult
     from mprun.experiments.trials import Outcome
 
 
@@ -50,30 +50,33 @@ def study_of(
     return study
 
 
-def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], int | None]:
-    """Run a study's trials; their outcomes, and the exit status if nothing can be compared."""
+def run_study(
+    study: Study, budget: Budget | None = None, drop: Drop | None = None
+) -> tuple[StudyResult, int | None]:
+    """Run a study's trials; what was run, and the exit status if nothing can be compared."""
+    from mprun.experiments.study import StudyResult
     from mprun.experiments.study_progress import StudyProgress
-    from mprun.train.signals import SignalReceivedError, StopSignals
+    from mprun.train.signals import SignalReceivedError
 
     plan = study.plan
     progress = StudyProgress(stdout_console(), list(plan.variants), len(plan.seeds))
     progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
-    with StopSignals() as stop:
+    stop = BudgetSignals(budget or Budget())
+    with stop:
         progress.start()
         try:
-            outcomes = study.run(stop, progress, drop)
+            result = study.run(stop, progress, drop)
         except (StoppedError, SignalReceivedError):
-            override = shlex.quote(f"run.resume={study.folder}")
-            progress.line(f"stopped by {stop.name}; resume with: mprun {plan.command} {override}")
-            return [], stop.exit_status
+            progress.line(f"stopped by {stop.name}; resume with: {study.resume_command}")
+            return StudyResult([], {}), stop.exit_status
         finally:
             progress.stop()
+    outcomes = result.outcomes
     ended = [o for o in outcomes if o.by_machine]
     if ended:
-        override = shlex.quote(f"run.resume={study.folder}")
         progress.line(
             f"{len(ended)} of {len(outcomes)} runs were ended by the machine and are no result: "
-            f"{ended[0].error}; try them again with: mprun {plan.command} {override}"
+            f"{ended[0].error}; try them again with: {study.resume_command}"
         )
     without_run = [o for o in outcomes if o.summary is None and not o.by_machine]
     if without_run:
@@ -81,9 +84,17 @@ def run_study(study: Study, drop: Drop | None = None) -> tuple[list[Outcome], in
             f"{len(without_run)} of {len(outcomes)} runs failed to start: {without_run[0].error}"
         )
     if all(outcome.error is not None for outcome in outcomes):
-        progress.line("no run was completed")
-        return outcomes, EXIT_FAILED
-    return outcomes, None
+        progress.line("; ".join(["no run was completed", *budget_note(study, result, stop.budget)]))
+        return result, EXIT_FAILED
+    return result, None
+
+
+def budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]:
+    """What the budget left out, and the command that continues the study; or nothing."""
+    if not result.not_run:
+        return []
+    text = not_run_text(result.not_run, budget.text, len(study.trials))
+    return [f"{text}; continue with: {study.resume_command}"]
 
 
 def study_status(outcomes: Sequence[Outcome]) -> int:

@@ -2,6 +2,7 @@
 
     mprun sweep recipe=mnist seeds=5
     mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
+    mprun sweep recipe=mnist sweep.budget_min=30    (what fits into half an hour)
     mprun sweep run.resume=outputs/DATE/TIME
 
 The runs go seed by seed over all modes. A run that fails is reported, and the others continue. The
@@ -12,14 +13,23 @@ memory); `run.resume` tries it again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from mprun.cli.study_commands import request_of, run_study, study_of, study_status
+from mprun.cli.study_commands import (
+    budget_note,
+    request_of,
+    run_study,
+    study_of,
+    study_status,
+)
 from mprun.console import print_line, stderr_console
+from mprun.experiments.budget import Budget
 
 
 def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
-    request = request_of("sweep", args)
+    request = request_of("sweep", args, "sweep")
+    budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import check, compared, report
     from mprun.experiments.study import new_sweep
 
@@ -27,11 +37,13 @@ def sweep_command(args: Sequence[str]) -> int:
     study = study_of(
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
-    outcomes, status = run_study(study)
+    ran, status = run_study(study, budget)
     if status is not None:
         return status
     settings = request.settings.compare
     comparison = compared([study.folder], settings)
+    notes = (*comparison.notes, *budget_note(study, ran, budget))
+    comparison = replace(comparison, notes=notes, not_run=ran.not_run)
     report(comparison, settings, study.folder)
     check(comparison, settings.fail_if.value)
-    return study_status(outcomes)
+    return study_status(ran.outcomes)

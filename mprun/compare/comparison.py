@@ -204,5 +204,7 @@ class Comparison:
     """Artefacts that explain a difference in time."""
     notes: tuple[str, ...] = field(default=())
     """Caveats: mixed hardware, one seed only, Holm over how many variants."""
+    not_run: dict[str, list[int]] = field(default_factory=dict)
+    """Variants of a study to the seeds that its budget left out."""
     advice: Advice | None = None
     """The result of `mprun advise`; None for any other comparison."""

@@ -21,7 +21,8 @@ from mprun.compare.notes import artefact_warnings, comparison_notes, variant_not
 from mprun.compare.statistics import ALPHA, estimate, interval
 from mprun.compare.time_ratios import no_time_verdict, overlapping
 from mprun.compare.verdicts import Criterion, Evidence, error_text, evidence_on, failures, judge
-from mprun.errors import UsageError, hint
+from mprun.errors import UsageError
+from mprun.records.mode_names import mode_hint, own_label
 
 
 def compare(
@@ -108,13 +109,14 @@ def _baseline(groups: Sequence[RunGroup], wanted: str | None) -> RunGroup:
         by_hash = {group.first.summary.variant_hash: group for group in groups}
         if wanted in by_hash:
             return by_hash[wanted]
-        if wanted not in by_label:
-            near = hint(wanted, by_label)
+        own = wanted if wanted in by_label else own_label(wanted)
+        if own not in by_label:
+            near = mode_hint(wanted, by_label)
             raise UsageError(
                 f"compare.baseline={wanted}: there is no such variant; "
                 f"legal: {', '.join(map(repr, by_label))}{near}"
             )
-        return by_label[wanted]
+        return by_label[own]
     complete = [group for group in groups if group.completed]
     plain = [group for group in complete if group.first.summary.precision == "fp32"]
     return min(plain or complete[:1], key=_changes)

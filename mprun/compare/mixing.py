@@ -99,8 +99,13 @@ def data_text(runs: Sequence[Run]) -> str:
 
 def hardware_text(runs: Sequence[Run]) -> str:
     """Device, name, cores and threads."""
-    form = "{device}, {name}, {cores} cores, {threads} threads"
-    return _each(runs, lambda summary: form.format(**hardware(summary)))
+
+    def text(summary: Summary) -> str:
+        row, threads = summary.hardware, summary.backend.threads
+        counts = f"{counted(row.cores, 'core')}, {counted(threads, 'thread')}"
+        return f"{row.device}, {row.name}, {counts}"
+
+    return _each(runs, text)
 
 
 def code_text(runs: Sequence[Run]) -> str:

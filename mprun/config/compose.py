@@ -25,11 +25,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.reference import GROUPS, aliases, leaves, options, sections
+from mprun.config.reference import GROUPS, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
+from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
 
 CONF, HYDRA_VERSION = "mprun.conf", "1.3"
@@ -90,7 +91,10 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 
 @cache
 def _register_schema() -> None:
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=Config)
+    store = ConfigStore.instance()
+    store.store(name=SCHEMA_NAME, node=Config)
+    for name, mode in ALIASES.items():  # for `override /precision:` in a preset
+        store.store(group="precision", name=name, node={"defaults": [mode]})
 
 
 def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = True) -> Composed:
@@ -147,6 +151,11 @@ def search_path(folder: Path | None) -> list[str]:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"--config-dir {folder} cannot be read: {reason}") from None
+    for name, mode in ALIASES.items():
+        if (path := folder / "precision" / f"{name}.yaml").exists():
+            raise UsageError(
+                f"{path}: precision={name} is mprun's {mode}; give your mode another name"
+            )
     return [f"hydra.searchpath=[{quoted(f'file://{folder.resolve()}')}]"]
 
 
@@ -175,10 +184,16 @@ def parse(text: str) -> Override:
         ) from None
     if not parsed.key_or_group:
         raise UsageError(f"'{text}' has no name before the '='; write name=value")
-    switch = SPELLINGS.get(text.lower())
-    if name in GROUPS and text.partition("=")[2] in aliases(name):
-        switch = f"{name}={aliases(name)[text.partition('=')[2]]}"
-    return parse(switch) if switch else parsed
+    same = SPELLINGS.get(text.lower()) or _with_own_mode(parsed)
+    return parse(same) if same else parsed
+
+
+def _with_own_mode(override: Override) -> str | None:
+    """The same override if it has another name of a mode, with mprun's; else None."""
+    if override.key_or_group != "precision" or override.is_sweep_override() or override.package:
+        return None
+    mode = ALIASES.get(str(override.value()))
+    return None if mode is None else f"precision={mode}"
 
 
 def _check_override(override: Override, config_dir: Path | None) -> None:
@@ -231,7 +246,7 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
     if config_dir is not None and (config_dir / group).is_dir():
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:
-        near = hint(str(value), known)
+        near = (mode_hint if group == "precision" else hint)(str(value), known)
         raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
 
 

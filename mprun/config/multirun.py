@@ -34,7 +34,7 @@ from mprun.config.compose import (
     search_path,
     to_composed,
 )
-from mprun.config.reference import GROUPS, aliases
+from mprun.config.reference import GROUPS
 from mprun.errors import UsageError
 
 Job = Callable[[Composed, Path], int]
@@ -100,10 +100,10 @@ def _values(override: Override) -> list[str]:
     loader = GlobalHydra.instance().config_loader()  # knows the options that glob(*) matches
     with_options = OverridesParser.create(config_loader=loader).parse_overrides([text])[0]
     key = override.key_or_group
-    values = [str(x) for x in with_options.sweep_string_iterator()]
-    if key in GROUPS:  # two names of one option are one value
-        values = list(dict.fromkeys(aliases(key).get(value, value) for value in values))
-    return [f"{key}={value}" for value in values]
+    texts = [f"{key}={value}" for value in with_options.sweep_string_iterator()]
+    if key in GROUPS:  # two names of one mode are one value
+        texts = list(dict.fromkeys(str(parse(text).input_line) for text in texts))
+    return texts
 
 
 def _expanded(override: Override) -> str:

@@ -18,7 +18,6 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import MISSING
 
 from mprun.config.schema import Config
@@ -136,13 +135,3 @@ def options(group: str) -> dict[str, str]:
             comments = [x[1:].strip() for x in lines if x.startswith("# ") and "@package" not in x]
             comment_of[entry.name.removesuffix(".yaml")] = comments[0] if comments else ""
     return comment_of
-
-
-@cache
-def aliases(group: str) -> dict[str, str]:
-    """Options of a group that only name another one, by their name: a file with one default."""
-    folder = files("mprun.conf") / group
-    contents = {
-        name: yaml.safe_load((folder / f"{name}.yaml").read_text()) for name in options(group)
-    }
-    return {name: x["defaults"][0] for name, x in contents.items() if list(x or ()) == ["defaults"]}

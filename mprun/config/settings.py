@@ -82,6 +82,14 @@ class Objective(Enum):
 
 
 @dataclass
+class SweepSettings:
+    """How many trials a sweep makes."""
+
+    budget_min: float | None = None
+    """Minutes for the sweep; trials that would exceed them are left out. null: no limit."""
+
+
+@dataclass
 class AdviseSettings:
     """How a mode is recommended."""
 
@@ -91,6 +99,8 @@ class AdviseSettings:
     """Steps of a trial, if train.max_steps is null."""
     screen: int = 2
     """After this many pairs, a mode that was slower in every one is dropped."""
+    budget_min: float | None = None
+    """Minutes for the study; trials that would exceed them are left out. null: no limit."""
 
 
 @dataclass
@@ -181,6 +191,8 @@ class SearchOpsSettings:
     """Differences of the proof's accuracies within plus or minus this do not matter."""
     relative_margin: float = RELATIVE_MARGIN
     """The same for losses, as a share of float32's."""
+    budget_min: float | None = None
+    """Minutes for the search; measurements that would exceed them are left out. null: no limit."""
 
 
 @dataclass
@@ -189,6 +201,8 @@ class Settings:
 
     compare: CompareSettings = field(default_factory=CompareSettings)
     """How runs are compared."""
+    sweep: SweepSettings = field(default_factory=SweepSettings)
+    """How many trials a sweep makes."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
     """How a mode is recommended."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
@@ -213,6 +227,8 @@ RANGES = {
     # 0.5, written for half a point, would make everything equivalent.
     "compare.margin": Range(0, 0.1, low_open=True),
     "compare.relative_margin": Range(0, 1, low_open=True),
+    "sweep.budget_min": POSITIVE,
+    "advise.budget_min": POSITIVE,
     "advise.max_steps": COUNT,
     "advise.screen": COUNT,
     "double.headroom": Range(0, 1, high_open=True),
@@ -224,6 +240,7 @@ RANGES = {
     "numerics.headroom": Range(1, 2**20),
     "numerics.needed_db": NOT_NEGATIVE,
     "numerics.top": COUNT,
+    "search_ops.budget_min": POSITIVE,
     "search_ops.tolerance": POSITIVE,
     "search_ops.gradient_db": Range(-1000, 1000),
     "search_ops.batches": COUNT,

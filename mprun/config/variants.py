@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
-from mprun.config.reference import GROUPS, aliases, options
+from mprun.config.reference import GROUPS, options
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
 
@@ -38,7 +38,7 @@ class Variants:
 def modes(config_dir: Path | None = None) -> list[str]:
     """Every precision mode, those in `config_dir` included, float32 first."""
     own = () if config_dir is None else (config_dir / "precision").glob("*.yaml")
-    names = {*options("precision"), *(path.stem for path in own)} - {*aliases("precision")}
+    names = {*options("precision"), *(path.stem for path in own)}
     return sorted(names, key=lambda name: (name != BASELINE, name))
 
 

@@ -16,10 +16,12 @@ from typing import Protocol
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from mprun.console.fitted_table import FittedTable, broken
 
 QUIET_EVERY_S = 10.0
+REDRAW_EVERY_S = 0.2
 
 
 # ---- consoles ------------------------------------------------------------------------------------
@@ -189,3 +191,77 @@ class RunProgress(ProgressDisplay):
         text = moment.text(self._epochs, self._steps)
         self._bar.update(self._task, completed=moment.fraction, description=text)
         self.status(text)
+
+
+class ReportPart(Protocol):
+    """Called when a part of a job begins; may raise to end the job there."""
+
+    def __call__(self, text: str, done: int = 0, total: int | None = None) -> None:
+        """A part begins.
+
+        Args:
+            text: what it does.
+            done: parts of this kind that are done; 0 begins a new kind.
+            total: parts of this kind, or None if their number is not known.
+        """
+
+
+def report_nothing(text: str, done: int = 0, total: int | None = None) -> None:
+    """The `ReportPart` of a job that nobody watches."""
+
+
+class JobProgress(ProgressDisplay):
+    """The progress of a job in parts: what it does, `3 of 12`, and the time left.
+
+    It is drawn when a part begins and never in between, so that it disturbs no measurement.
+
+    Args:
+        console: where it is shown.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            ),
+            console=console,
+            transient=True,
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+        self._kind_began_s = self._drawn_at_s = 0.0
+        super().__init__(console, self._bar)
+
+    def __enter__(self) -> JobProgress:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def begin(self, text: str, done: int = 0, total: int | None = None) -> None:
+        """A part begins: a `ReportPart`."""
+        now = time.monotonic()
+        if done == 0:
+            self._kind_began_s = now
+        shown = text + counted_part(done, total, now - self._kind_began_s)
+        if done == 0:
+            self._bar.remove_task(self._task)
+            self._task = self._bar.add_task(shown, total=total)
+        self._bar.update(self._task, description=shown, completed=done)
+        is_due = done == 0 or now - self._drawn_at_s >= REDRAW_EVERY_S
+        if self._live is not None and is_due:
+            self._drawn_at_s = now
+            self._bar.refresh()
+        self.status(shown)
+
+
+def counted_part(done: int, total: int | None, elapsed_s: float) -> str:
+    """` (4 of 12, about 40 s left)`, with the estimate from the second part on; or nothing."""
+    if total is None:
+        return ""
+    left = f", about {duration(elapsed_s / done * (total - done))} left" if done else ""
+    return f" ({done + 1} of {total}{left})"

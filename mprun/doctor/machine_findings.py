@@ -148,19 +148,25 @@ def _threads(machine: Machine) -> Iterator[Finding]:
     if quota is not None and threads > max(1, quota):
         yield _warning(
             "threads",
-            f"{threads} threads, but the container may use {quota:g} cores: threads wait for each "
+            f"{threads} threads, but the container may use {_cores(quota)}: threads wait for each "
             f"other; set OMP_NUM_THREADS={max(1, int(quota))}",
         )
     elif threads > cores:
         yield _warning(
             "threads",
-            f"{threads} threads on {cores} cores: threads wait for each other; set "
+            f"{threads} threads on {_cores(cores)}: threads wait for each other; set "
             f"OMP_NUM_THREADS={cores}",
         )
     limits = [n for n in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if n in machine.variables]
     if limits and threads < cores:
         text = ", ".join(f"{n}={machine.variables[n]}" for n in limits)
         yield _note("threads", f"{threads} of {cores} cores used ({text})")
+
+
+def _cores(count: float | None) -> str:
+    if count is None:
+        return "an unknown number of cores"
+    return f"{count:g} core{'' if count == 1 else 's'}"
 
 
 def _load(measured: Measured) -> Iterator[Finding]:
@@ -171,7 +177,7 @@ def _load(measured: Measured) -> Iterator[Finding]:
         yield _warning(
             "load",
             f"other processes use the cores: the load average was {machine.load_average:.1f} on "
-            f"{machine.cores_total} cores before measuring; rates{of} may be too low: measure "
+            f"{_cores(machine.cores_total)} before measuring; rates{of} may be too low: measure "
             "again when the machine is idle",
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from scipy.stats import binom
 
+from mprun.console import ReportPart, report_nothing
 from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
 from mprun.precision.policy import torch_dtype
@@ -83,25 +84,30 @@ def formats_of(device: torch.device) -> tuple[Format, ...]:
     return tuple(f for f in FORMATS if f != "tf32" or has_tf32(device))
 
 
-def measure_rates(device: torch.device, budget_s: float) -> tuple[list[Rate], Copy]:
+def measure_rates(
+    device: torch.device, budget_s: float, report: ReportPart = report_nothing
+) -> tuple[list[Rate], Copy]:
     """Time every op in every format, and copying.
 
     Args:
         device: where.
         budget_s: about how long that may take; the fewest rounds are made even if they take longer.
+        report: is called before each round.
 
     Raises:
         torch.OutOfMemoryError: the tensors do not fit.
     """
     small, large = SIZES[device.type]
     formats = formats_of(device)
-    rates = _measure([Case(op, f) for op in small.ops() for f in formats], device, budget_s * SMALL)
+    cases = [Case(op, f) for op in small.ops() for f in formats]
+    rates = _measure(cases, device, budget_s * SMALL, report)
     flop_s: dict[tuple[str, str], float] = {
         (r.op, r.format): r.time_ms.median / 1e3 / r.flops for r in rates
     }
     expected_s = {Case(op, f): flop_s[op.name, f] * op.flops for op in large.ops() for f in formats}
     fitting = which_fit(expected_s, budget_s * LARGE)
-    rates += _measure(fitting, device, budget_s * LARGE)
+    rates += _measure(fitting, device, budget_s * LARGE, report)
+    report("copying")
     return rates, measure_copy(device, COPY_BYTES[device.type])
 
 
@@ -122,10 +128,17 @@ def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:
     return [case for case in expected_s if case in fit and case.op.name in based]
 
 
-def _measure(cases: Sequence[Case], device: torch.device, share_s: float) -> list[Rate]:
+def _measure(
+    cases: Sequence[Case], device: torch.device, share_s: float, report: ReportPart
+) -> list[Rate]:
     """The rates of the cases, each op's float32 among them, timed in turn."""
     timers = [_timer(case, device) for case in cases]
-    times = dict(zip(cases, alternate(timers, _rounds(timers, share_s)), strict=True))
+    rounds, sizes = _rounds(timers, share_s), ", ".join({case.op.size: None for case in cases})
+
+    def begin_round(done: int) -> None:
+        report(f"rates at {sizes}: round", done, rounds)
+
+    times = dict(zip(cases, alternate(timers, rounds, begin_round), strict=True))
     return [_rate(case, times[case], times[Case(case.op, "float32")]) for case in cases]
 
 

@@ -25,7 +25,7 @@ from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import BASELINE, variants
 from mprun.errors import UsageError
-from mprun.experiments.study import Study, held_out, new_study
+from mprun.experiments.study import Study, StudyResult, held_out, new_study
 from mprun.experiments.trials import Outcome
 from mprun.records.run_record import Summary, number, read_lines
 
@@ -294,6 +294,16 @@ def without_run(outcomes: Sequence[Outcome]) -> dict[str, str]:
         for o in outcomes
         if o.trial.variant not in with_result
     }
+
+
+def without_trial(
+    study: Study, ran: StudyResult, dropped: Mapping[str, str], budget: str
+) -> dict[str, str]:
+    """Modes of which the budget left no completed trial, to the reason."""
+    tried = {o.trial.variant for o in ran.outcomes if o.summary is not None and o.error is None}
+    names = (name for name in study.plan.variants if name in ran.not_run)
+    reason = f"{budget} ended before its first trial was complete"
+    return {name: reason for name in names if name not in tried and name not in dropped}
 
 
 def _need(summary: Summary | None, objective: Objective) -> float | None:

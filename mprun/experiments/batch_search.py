@@ -23,6 +23,7 @@ import torch
 
 from mprun.assemble import DataCache, Plan, make_plan
 from mprun.config import compose
+from mprun.console import ReportPart, report_nothing
 from mprun.errors import UsageError
 from mprun.experiments.trials import run_steps
 
@@ -145,7 +146,10 @@ def largest_that_trains(fits: Fits, start: int, most: int, margin: float) -> Tra
 
 
 def search_batch(
-    overrides: Sequence[str], config_dir: Path | None, margin: float
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    margin: float,
+    report: ReportPart = report_nothing,
 ) -> tuple[TrainableBatch, list[str]]:
     """The largest batch of a configuration on CUDA, and a line for each batch tried.
 
@@ -153,6 +157,7 @@ def search_batch(
         overrides: of the configuration.
         config_dir: a further folder of configs, or None.
         margin: share taken off the largest batch, 0 to 1.
+        report: is called before each batch that is tried.
 
     Raises:
         UsageError: the device is no CUDA device, or nothing fits.
@@ -164,6 +169,7 @@ def search_batch(
         return make_plan(composed.config, composed.given, load=load)
 
     def fits(batch: int, steps: int) -> bool:
+        report(f"batch {batch}, the {len(lines) + 1}. that is tried")
         candidate = planned(f"train.batch_size={batch}")
         torch.cuda.reset_peak_memory_stats(candidate.device)
         trains = _trains(candidate, steps)

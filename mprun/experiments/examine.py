@@ -9,6 +9,7 @@ import torch
 
 from mprun import __version__
 from mprun.assemble.machine_choices import choose_device
+from mprun.console import ReportPart, report_nothing
 from mprun.doctor import environment
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import examine_machine, threads_to_measure
@@ -21,12 +22,13 @@ from mprun.precision.rates import in_threads
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 
 
-def examine(device_name: str, budget_s: float) -> Examination:
+def examine(device_name: str, budget_s: float, report: ReportPart = report_nothing) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
     Args:
         device_name: auto, cpu or cuda.
         budget_s: about how long rates are measured.
+        report: is called before each part.
 
     Raises:
         UsageError: there is no such device.
@@ -35,17 +37,19 @@ def examine(device_name: str, budget_s: float) -> Examination:
     device = choose_device(device_name)
     steady_heap()
     examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    report("examining the machine")
     try:
         machine = examine_machine(device)
         threads = threads_to_measure(machine)
         start = time.perf_counter()
         with in_threads(threads):
-            rates, copy = measure_rates(device, budget_s)
+            rates, copy = measure_rates(device, budget_s, report)
         measured_s = time.perf_counter() - start
     except (MemoryError, torch.OutOfMemoryError):
         raise MprunError(
             f"out of memory on {device.type} while measuring, which takes about 2 GiB: free some"
         ) from None
+    report("examining the modes")
     modes = examine_modes(device, machine.hardware.accelerated)
     measured = Measured(machine=machine, threads=threads, rates=rates, copy=copy, modes=modes)
     return Examination(

@@ -14,6 +14,7 @@ from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
+from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
 from mprun.errors import RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
@@ -40,7 +41,10 @@ CHANGED = ("recipe.model", "train.optimizer", "train.accumulate", "batch", "prec
 
 
 def side_by_side(
-    plans: Sequence[tuple[str, Plan]], given: Sequence[str] = (), limit: str | None = None
+    plans: Sequence[tuple[str, Plan]],
+    given: Sequence[str] = (),
+    limit: str | None = None,
+    report: ReportPart = report_nothing,
 ) -> MemoryRecord:
     """Count a step of each plan and compare it with the first.
 
@@ -48,13 +52,17 @@ def side_by_side(
         plans: label and plan, made with `load_shapes`; the others are compared with the first.
         given: keys the user set.
         limit: the memory for the largest batch, as `parse_size` takes it, or None.
+        report: is called before each plan is counted.
 
     Raises:
         UsageError: `limit` is not an amount of memory.
         RunFailedError: a model's code does not run on fake tensors.
     """
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
-    modes = [_mode(label, plan, limit_bytes) for label, plan in plans]
+    modes = []
+    for done, (label, plan) in enumerate(plans):
+        report(f"memory of {label}", done, len(plans))
+        modes.append(_mode(label, plan, limit_bytes))
     modes = [_compared(mode, modes[0]) for mode in modes]
     first = plans[0][1]
     return MemoryRecord(

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
@@ -29,11 +30,12 @@ from mprun.compare.verdicts import Criterion, judge, paired_evidence
 from mprun.config import Config
 from mprun.config.settings import SearchOpsSettings
 from mprun.errors import RunFailedError
+from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.precision import OpLists, backend_flags
 from mprun.records.run_record import Epoch, number
 from mprun.records.search_ops_record import Proof
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.loop import Limits, Trainer
+from mprun.train.loop import Limits, StopRequestedError, Trainer
 
 WARMUP = 3
 """Steps at the start that are not timed."""
@@ -82,9 +84,9 @@ def prove(
     casts: SelectedCasts,
     settings: SearchOpsSettings,
     seeds: int,
-    report: Callable[[str], None],
-) -> Proof:
-    """Train with selected casts and in float32.
+    parts: LimitedParts,
+) -> Proof | None:
+    """Train with selected casts and in float32; None without a pair.
 
     Args:
         low: the configuration of the mixed mode.
@@ -92,7 +94,7 @@ def prove(
         casts: what to prove.
         settings: steps of the trainings and of the warm-up, margins, and whether steps are timed.
         seeds: pairs of trainings, with the seeds 0, 1, ... below this.
-        report: is called with a short text before each training.
+        parts: is called before each pair, and may end the proof there or in a training.
 
     Raises:
         RunFailedError: a training in float32 failed.
@@ -101,19 +103,23 @@ def prove(
     base: list[ProofTraining] = []
     low = copy.deepcopy(low)
     low.loss_scale.value = low.loss_scale.value or casts.loss_scale
-    for seed in range(seeds):
-        exact = _plan(float32, seed, settings.steps)
-        cast = _plan(low, seed, settings.steps)
-        cast = replace(cast, op_lists=casts.lists, layers=dict(casts.layers))
-        report(f"training in fp32 with seed {seed}, for the initial weights")
-        weights = weights_after(exact, settings.warmup_steps)
-        pair = [(cast, trainings), (exact, base)]
-        for planned, results in pair if seed % 2 else reversed(pair):  # drift affects both alike
-            report(f"training in {planned.policy.name} with seed {seed}")
-            results.append(_train(planned, weights, settings.timed_steps > 0))
-        if not math.isfinite(base[-1].value):
-            reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
-            raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
+    with suppress(EndedEarlyError):
+        for seed in range(seeds):
+            parts("proof: pair of trainings", seed, seeds)
+            exact = _plan(float32, seed, settings.steps)
+            cast = _plan(low, seed, settings.steps)
+            cast = replace(cast, op_lists=casts.lists, layers=dict(casts.layers))
+            weights = weights_after(exact, settings.warmup_steps)
+            pair = [(cast, trainings), (exact, base)]
+            for plan, results in pair if seed % 2 else reversed(pair):  # drift affects both alike
+                results.append(_train(plan, weights, settings.timed_steps > 0, parts))
+            if not math.isfinite(base[-1].value):
+                reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
+                raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
+    pairs = min(len(trainings), len(base))  # one of the last pair may have been interrupted
+    if not pairs:
+        return None
+    trainings, base = trainings[:pairs], base[:pairs]
     is_relative = exact.recipe.metric != "accuracy"
     criterion = Criterion(
         "validation" if len(exact.splits.validation) else "train",
@@ -187,17 +193,26 @@ def _plan(config: Config, seed: int, steps: int) -> Plan:
     return make_plan(config, ())
 
 
-def _train(plan: Plan, weights: Mapping[str, Tensor], timed: bool) -> ProofTraining:
+def _train(
+    plan: Plan, weights: Mapping[str, Tensor], timed: bool, parts: LimitedParts
+) -> ProofTraining:
+    """One training.
+
+    Raises:
+        EndedEarlyError: a signal or the budget ended it.
+    """
     observed, values = _ProofCallback(plan.recipe.metric), []
     with backend_flags(plan.policy, plan.native_tf32):
-        parts = build_parts(plan)
-        parts.model.load_state_dict(weights)
-        trainer = Trainer(parts, plan.limits, [observed])
+        built = build_parts(plan)
+        built.model.load_state_dict(weights)
+        trainer = Trainer(built, plan.limits, [observed], parts.stop.requested)
         try:
             for stop in _stops(plan.limits.max_steps or 0):
                 trainer.limit(replace(plan.limits, max_steps=stop))
                 trainer.fit()
                 values.append(observed.value)
+        except StopRequestedError:
+            raise parts.ended() from None
         except RunFailedError as error:
             return ProofTraining(math.nan, observed.skipped, None, str(error))
     times_ms = observed.times_ms[WARMUP:] if timed and plan.execution == "native" else []

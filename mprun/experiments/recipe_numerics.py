@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
 from mprun.config.settings import NumericsSettings
+from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
@@ -106,7 +107,7 @@ def inspect_steps(
     plan: Plan,
     settings: NumericsSettings,
     stop: Callable[[], bool],
-    report: Callable[[str], None] = lambda text: None,
+    report: ReportPart = report_nothing,
 ) -> InspectedSteps:
     """Train, and inspect some steps.
 
@@ -114,7 +115,7 @@ def inspect_steps(
         plan: the run.
         settings: which steps, and what is measured in them.
         stop: asked after each step whether to end.
-        report: is called with a short text after each inspected step.
+        report: is called before each step that is inspected.
 
     Raises:
         RunFailedError: the run failed before the first of them.
@@ -151,7 +152,7 @@ def recipe_numerics(
     planned: PlannedRun,
     settings: NumericsSettings,
     stop: StopSignals,
-    report: Callable[[str], None],
+    report: ReportPart,
 ) -> tuple[dict[str, Any], InspectedSteps]:
     """Train a planned run and inspect some steps; the content of numerics.json, and the results.
 
@@ -185,7 +186,7 @@ class _InspectingTrainer(Trainer):
         stop: Callable[[], bool],
         inspector: _StepInspector,
         steps: Sequence[int],
-        report: Callable[[str], None],
+        report: ReportPart,
     ) -> None:
         super().__init__(parts, limits, stop=stop)
         self._inspector, self._steps, self._report = inspector, steps, report
@@ -195,12 +196,12 @@ class _InspectingTrainer(Trainer):
         if number not in self._steps:
             return super().optimizer_step(batch)
         self._flush()  # a loss that broke a few steps ago ends the run before the inspection
+        done, last = len(self._inspector.steps), self._steps[-1]
+        self._report(f"inspecting step {number} of {last}", done, len(self._steps))
         self._inspector.before(batch)
         with self._inspector.of_run.watching():
             result = super().optimizer_step(batch)
         self._inspector.after(number, result)
-        done, last = len(self._inspector.steps), self._steps[-1]
-        self._report(f"inspected step {number} of {last}, {done} of {len(self._steps)}")
         return result
 
 

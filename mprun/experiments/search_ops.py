@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ from mprun.assemble import (
     build_parts,
     make_plan,
 )
+from mprun.compare.formatting import counted
 from mprun.config import Composed, compose
 from mprun.config.settings import SEEDS, SearchOpsSettings, Settings
 from mprun.errors import UsageError
+from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.experiments.proof import SelectedCasts, prove, weights_after
-from mprun.numerics.op_search import Fp32List, OpEffect, sensitivity
+from mprun.numerics.op_search import Fp32List, OpEffect, Sensitivity, unmeasured
 from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.passes import FLOAT32, Batch, CastPlan
 from mprun.numerics.tolerance import Tolerance
@@ -58,6 +61,8 @@ OF_THE_MODE = ("precision", "op_lists", "loss_scale", "execution")
 """Parts of a configuration that a mixed mode and fp32 do not share."""
 SCALE_STEP = 16.0
 """Loss scales that are tried are this factor apart."""
+NAMED = 5
+"""Up to this many ops that were not measured are named."""
 
 
 @dataclass(frozen=True)
@@ -85,16 +90,27 @@ class PlannedSearch:
         if low.execution == "emulated":
             yield "note: no times are measured: emulated arithmetic does not show the hardware's"
 
-    def measure(self, report: Callable[[str], None]) -> tuple[OpSearch, SelectedCasts]:
-        """Search; the result, and the casts to prove.
+    def measure(self, parts: LimitedParts) -> tuple[OpSearch, SelectedCasts | None]:
+        """Search; the result, and the casts to prove, if it got as far as a list.
 
         Raises:
+            EndedEarlyError: `parts` ended it before its first result.
             UsageError: the model cannot be measured.
             RunFailedError: the model's step cannot run.
         """
         reference = make_plan(self.float32.config, ())
         with self.low.executing():
-            return _search(self.low.plan, reference, self.settings.search_ops, report)
+            return _search(self.low.plan, reference, self.settings.search_ops, parts)
+
+    def with_open_proof(
+        self, search: OpSearch, proof: Proof | None, ended_by: str | None
+    ) -> OpSearch:
+        """The search with what its proof left open when it ended early."""
+        if ended_by is None:
+            return search
+        pairs = 0 if proof is None else len(proof.values)
+        text = f"{pairs} of {counted(self.seeds, 'pair')} of trainings of the proof were made"
+        return replace(search, ended_by=ended_by, unsettled=[*search.unsettled, text])
 
     def content(self, search: OpSearch, proof: Proof | None) -> dict[str, Any]:
         """The content of search_ops.json."""
@@ -109,14 +125,14 @@ class PlannedSearch:
             **asdict(search),
         }
 
-    def prove(self, casts: SelectedCasts, report: Callable[[str], None]) -> Proof:
-        """Train with the casts and in float32.
+    def prove(self, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
+        """Train with the casts and in float32; None if `parts` ended it before the first pair.
 
         Raises:
             RunFailedError: a training in float32 failed.
         """
         configs = self.low.composed.config, self.float32.config
-        return prove(*configs, casts, self.settings.search_ops, self.seeds, report)
+        return prove(*configs, casts, self.settings.search_ops, self.seeds, parts)
 
 
 def plan_search(overrides: list[str], config_dir: Path | None, settings: Settings) -> PlannedSearch:
@@ -169,29 +185,30 @@ def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
 
 
 def _search(
-    low: Plan,
-    reference: Plan,
-    settings: SearchOpsSettings,
-    report: Callable[[str], None],
-) -> tuple[OpSearch, SelectedCasts]:
+    low: Plan, reference: Plan, settings: SearchOpsSettings, parts: LimitedParts
+) -> tuple[OpSearch, SelectedCasts | None]:
     """Measure and search; the result, and its answer as trainings take it.
 
     Args:
         low: the plan of a mixed mode, without `precision.layers`.
         reference: the same in fp32.
         settings: of the search.
-        report: is called with a short text before each measurement.
+        parts: is called before each measurement.
+
+    Raises:
+        EndedEarlyError: before the first op was measured.
     """
-    report(f"training {settings.warmup_steps} steps in float32")
+    parts(f"training {settings.warmup_steps} steps in float32")
     weights = weights_after(reference, settings.warmup_steps)
     with backend_flags(low.policy, low.native_tf32):
-        parts = build_parts(low)
-        parts.model.load_state_dict(weights)
-        samples, batches = _batches(parts, settings.batches)
+        parts("measuring float32")
+        built = build_parts(low)
+        built.model.load_state_dict(weights)
+        samples, batches = _batches(built, settings.batches)
         arithmetic = build_arithmetic(low)
         native = low.execution == "native"  # times of emulation are not the hardware's
-        measured = sensitivity(
-            parts.model,
+        measured = unmeasured(
+            built.model,
             low.recipe.loss,
             batches,
             torch_dtype(low.policy.compute_dtype),
@@ -200,19 +217,20 @@ def _search(
             timed_steps=settings.timed_steps if native else 0,
             arithmetic=arithmetic,
             loss_scales=loss_scales(low),
-            report=report,
+            report=parts,
         )
-        asked = Tolerance(settings.tolerance, settings.gradient_db)
-        ops = measured.smallest_ops(asked)
-        modules = measured.smallest_modules(asked) if ops.fp32 and settings.modules else None
-        by_modules = (
-            modules is not None
-            and modules.search.is_within
-            and modules.float32_share < ops.float32_share
-        )
+        parts("measuring the casts of the configuration")
         given = CastPlan(build_caster(low), arithmetic=arithmetic)
+        given_casts = GivenCasts(
+            low.config.op_lists.name if low.op_lists is not None else low.policy.casting,
+            measured.probe.measure(given),
+            measured.time_ratio(given),
+        )
+        float32 = Float32Time(measured.time_ratio(FLOAT32))
+        asked = Tolerance(settings.tolerance, settings.gradient_db)
+        lists = _search_lists(measured, asked, settings.modules)
+        answer = lists.answer
         tolerance = asked.beside(measured.unavoidable)
-        plan = measured.candidates.plan
         result = OpSearch(
             dtype=dtype_name(measured.candidates.dtype),
             measured_on=samples,
@@ -222,27 +240,98 @@ def _search(
             reference=measured.probe.reference,
             unavoidable=RoundedWeights(measured.unavoidable),
             everything_lower=CastResult(measured.lower, time_ratio=1.0),
-            given=GivenCasts(
-                low.config.op_lists.name if low.op_lists is not None else low.policy.casting,
-                measured.probe.measure(given),
-                measured.time_ratio(given),
-            ),
-            float32=Float32Time(measured.time_ratio(FLOAT32)),
+            given=given_casts,
+            float32=float32,
             ops=[_row(effect, tolerance) for effect in measured.ops],
             modules=[_row(effect, tolerance) for effect in measured.modules],
-            search=Selections(
-                _selection(ops, measured.time_ratio(plan(ops.fp32))),
-                _selection(modules, measured.time_ratio(plan(modules=modules.fp32)))
-                if modules
-                else None,
-            ),
+            search=lists.selections(measured),
             always=list(measured.candidates.always),
             lower=list(measured.candidates.lower),
-            answer="modules" if by_modules else "ops",
+            answer="none" if answer is None else lists.answer_name,
+            ended_by=parts.ended_by,
+            unsettled=list(_unsettled(measured, lists)),
         )
-    answer = modules if by_modules and modules else ops
-    layers = dict.fromkeys(answer.fp32, "fp32") if by_modules else {}
+    if answer is None:
+        return result, None
+    layers = dict.fromkeys(answer.fp32, "fp32") if lists.by_modules else {}
     return result, SelectedCasts(answer.lists, layers, answer.measure.loss_scale)
+
+
+@dataclass
+class _Lists:
+    """The smallest lists; None for those that were not needed, or not reached."""
+
+    ops: Fp32List | None = None
+    modules: Fp32List | None = None
+    is_complete: bool = False
+
+    @property
+    def by_modules(self) -> bool:
+        """Whether the modules are the better answer."""
+        ops, modules = self.ops, self.modules
+        return (
+            ops is not None
+            and modules is not None
+            and modules.search.is_within
+            and modules.float32_share < ops.float32_share
+        )
+
+    @property
+    def answer(self) -> Fp32List | None:
+        return self.modules if self.by_modules else self.ops
+
+    @property
+    def answer_name(self) -> str:
+        return "modules" if self.by_modules else "ops"
+
+    def selections(self, measured: Sensitivity) -> Selections | None:
+        """The lists as the record has them, timed."""
+        if self.ops is None:
+            return None
+        plan = measured.candidates.plan
+        ops, modules = self.ops, self.modules
+        return Selections(
+            _selection(ops, measured.time_ratio(plan(ops.fp32))),
+            _selection(modules, measured.time_ratio(plan(modules=modules.fp32)))
+            if modules
+            else None,
+        )
+
+
+def _search_lists(measured: Sensitivity, tolerance: Tolerance, with_modules: bool) -> _Lists:
+    """Measure ops and modules and search the smallest lists, as far as it gets."""
+    lists = _Lists()
+    with suppress(EndedEarlyError):
+        measured.measure_ops()
+        lists.ops = measured.smallest_ops(tolerance)
+        measured.measure_modules()
+        if lists.ops.fp32 and with_modules:
+            lists.modules = measured.smallest_modules(tolerance)
+        lists.is_complete = True
+    return lists
+
+
+def _unsettled(measured: Sensitivity, lists: _Lists) -> Iterator[str]:
+    """What a search that ended early leaves open."""
+    if lists.is_complete:
+        return
+    if text := _not_measured("op", measured.movable_ops, measured.ops):
+        yield text
+    if lists.ops is None:
+        yield "the smallest list of ops was not searched to its end: there is no list"
+        return
+    if text := _not_measured("module", measured.movable_modules, measured.modules):
+        yield text
+    if lists.ops.fp32:
+        yield "whether modules in float32 are a better answer than ops was not searched to its end"
+
+
+def _not_measured(kind: str, calls: Mapping[str, int], effects: Sequence[OpEffect]) -> str | None:
+    names = list(calls)[len(effects) :]
+    if not names:
+        return None
+    listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" * (len(names) > NAMED))
+    return f"{len(effects)} of {counted(len(calls), kind)} measured, not {listed}"
 
 
 def _row(effect: OpEffect, tolerance: Tolerance) -> SensitivityRow:

@@ -19,15 +19,24 @@ from mprun.config import Composed, compose
 from mprun.config.settings import Split
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import variants
-from mprun.errors import RunFailedError, UsageError
+from mprun.errors import RunFailedError, StoppedError, UsageError
+from mprun.experiments.budget import BudgetSignals, TrialBudget
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
 from mprun.records.files import new_folder, remove_leftovers
 from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
-from mprun.train.signals import StopSignals
 
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
 """Maps the outcomes so far to the variants that need no more seeds, with the reason."""
+
+
+@dataclass(frozen=True)
+class StudyResult:
+    """What a study carried out, and what its budget left out."""
+
+    outcomes: list[Outcome]
+    not_run: dict[str, list[int]]
+    """Variant to seeds."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +58,25 @@ class Study:
         return next(iter(self.plan.variants))
 
     @property
+    def resume_command(self) -> str:
+        """The command that continues it."""
+        return f"mprun {self.plan.command} {shlex.quote(f'run.resume={self.folder}')}"
+
+    @property
     def trials(self) -> list[Trial]:
         """In the order of the runs."""
         all_overrides = {k: (*v, *self.plan.of_trials) for k, v in self.plan.variants.items()}
         return interleaved(all_overrides, self.plan.seeds)
 
     def run(
-        self, stop: StopSignals, progress: StudyProgress, drop: Drop | None = None
-    ) -> list[Outcome]:
-        """Carry out all trials, except further seeds of the variants that `drop` returns.
+        self, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None = None
+    ) -> StudyResult:
+        """Carry out all trials that the budget admits, except further seeds of dropped variants.
+
+        Args:
+            stop: the signals and the budget, entered.
+            progress: shows the trials.
+            drop: returns the variants to drop.
 
         Raises:
             UsageError: another process is running the study, or its samples cannot be loaded.
@@ -65,15 +84,21 @@ class Study:
         """
         outcomes: list[Outcome] = []
         dropped: set[str] = set()
+        budget = TrialBudget(stop.budget)
         with _locked(self.folder):
             load_samples(self.trials[0].overrides, self.config_dir, self.load)
             trials = Trials(self.folder, self.config_dir, stop, progress, self.load)
             for seed in self.plan.seeds:
                 of_seed = [t for t in self.trials if t.seed == seed and t.variant not in dropped]
-                outcomes += [trials.run(trial) for trial in of_seed]
+                partner: str | None = self.baseline  # whose trial of this seed is still to come
+                for trial in of_seed:
+                    partner = None if trial.variant == self.baseline else partner
+                    if trials.has_ended(trial) or budget.admits(trial.variant, seed, partner):
+                        outcomes += _run_in_budget(trials, trial, budget, stop)
                 if drop is not None:
                     dropped |= set(drop(outcomes))
-        return outcomes
+                    progress.drop(dropped)
+        return StudyResult(outcomes, budget.not_run)
 
     def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
         """The baseline's hash, and the samples for a choice between variants: never the test set.
@@ -85,7 +110,33 @@ class Study:
             if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
                 held_out = o.summary.data.validation_samples
                 return o.summary.variant_hash, Split.validation if held_out else Split.train
+        if self.baseline not in {o.trial.variant for o in outcomes}:
+            raise RunFailedError(
+                f"the budget ended before a run of {self.baseline}, the baseline, was complete; "
+                f"continue with: {self.resume_command}"
+            )
         raise RunFailedError(f"{self.baseline}, the baseline, failed in every run")
+
+
+def _run_in_budget(
+    trials: Trials, trial: Trial, budget: TrialBudget, stop: BudgetSignals
+) -> list[Outcome]:
+    """The outcome of a trial; nothing if the budget ends it.
+
+    Raises:
+        StoppedError: a signal ended it.
+    """
+    began_s = stop.budget.now_s
+    try:
+        outcome = trials.run(trial)
+    except StoppedError:
+        if stop.received is not None:
+            raise
+        budget.leave_out(trial.variant, trial.seed)
+        return []
+    earlier_s = 0.0 if outcome.summary is None else outcome.summary.wall_time_s
+    budget.took(trial.variant, max(stop.budget.now_s - began_s, earlier_s))
+    return [outcome]
 
 
 def new_study(

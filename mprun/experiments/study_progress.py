@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -24,6 +24,7 @@ class _VariantProgress:
     step_ms: list[float] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     metric: str = ""
+    planned: int = 0
     label: str = ""
     """The label of its times: EMULATED, or the ops that were computed in float32."""
     ended: int = 0
@@ -42,8 +43,8 @@ class _VariantProgress:
         if score is not None:
             self.scores.append(score)
 
-    def cells(self, seeds: int) -> list[str]:
-        runs = f"{self.ended}/{seeds}" + (f", {self.failed} failed" if self.failed else "")
+    def cells(self) -> list[str]:
+        runs = f"{self.ended}/{self.planned}" + (f", {self.failed} failed" if self.failed else "")
         ms = f"{median(self.step_ms):.2f} ms {self.label}".rstrip() if self.step_ms else "-"
         score = f"{self.metric} {fmean(self.scores):.4f}" if self.scores else "-"
         return [runs, ms, score]
@@ -70,8 +71,7 @@ class StudyProgress(ProgressDisplay):
     """
 
     def __init__(self, console: Console, variants: Sequence[str], seeds: int) -> None:
-        self._seeds = seeds
-        self._variants = {name: _VariantProgress() for name in variants}
+        self._variants = {name: _VariantProgress(planned=seeds) for name in variants}
         self._run_s: list[float] = []
         self._run, self._text, self._fraction = "", "", 0.0
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
@@ -88,19 +88,25 @@ class StudyProgress(ProgressDisplay):
 
     def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
         """A run ended."""
-        self._run_s.append(time.monotonic() - self._run_started_s)
+        elapsed_s = time.monotonic() - self._run_started_s  # short if an earlier process ran it
+        self._run_s.append(max(elapsed_s, 0.0 if summary is None else summary.wall_time_s))
         runs = self._variants[variant]
         runs.add(summary, error)
         if error is not None:
             self.line(f"{self._run} failed: {error}")
         elif self._live is None:
-            _, ms, score = runs.cells(self._seeds)
+            _, ms, score = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
+
+    def drop(self, variants: Iterable[str]) -> None:
+        """These variants have no further runs."""
+        for name in variants:
+            self._variants[name].planned = self._variants[name].ended
 
     def _remaining(self) -> str:
         """The number of runs that are done, and an estimate of the time left."""
         done = sum(runs.ended for runs in self._variants.values())
-        total = len(self._variants) * self._seeds
+        total = sum(runs.planned for runs in self._variants.values())
         left = ""
         if self._run_s and done < total:
             left = f", about {duration(fmean(self._run_s) * (total - done - self._fraction))} left"
@@ -116,5 +122,5 @@ class StudyProgress(ProgressDisplay):
             elsewhere="the report at the end",
         )
         for name, runs in self._variants.items():
-            table.add_row(name, *runs.cells(self._seeds))
+            table.add_row(name, *runs.cells())
         return Group(table, Text(f"{self._remaining()}; now {self._run}  {self._text}"))

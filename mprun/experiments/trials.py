@@ -35,6 +35,8 @@ from mprun.train.stopwatch import Stopwatch
 
 WARM_UP_STEPS = 5
 """Steps without a record: the first steps of a process run with cold caches."""
+ENDED = ("completed", "failed")
+"""The statuses of runs that are not run again."""
 LONGEST = 100
 """The most characters of a variant's name that are part of a folder's name."""
 
@@ -118,11 +120,16 @@ class Trials:
         self._warnings: set[str] = set()
         self._warm = False
 
+    def has_ended(self, trial: Trial) -> bool:
+        """Whether an earlier process carried the trial out."""
+        summary = _summary(self._folder / trial.name)
+        return summary is not None and _is_settled(summary)
+
     def run(self, trial: Trial) -> Outcome:
         """Carry out a trial, unless an earlier process did; what the machine ended is resumed.
 
         Raises:
-            StoppedError: a signal ended it; its record stays.
+            StoppedError: a signal or the budget ended it; its record stays.
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name

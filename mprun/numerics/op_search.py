@@ -27,6 +27,7 @@ be left out. Another, smaller set may exist: to exclude that takes 2^n measureme
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from mprun.console import ReportPart, report_nothing
 from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
 from mprun.numerics.op_candidates import OpCandidates, float32_share, forward_calls, op_candidates
 from mprun.numerics.passes import Batch, CastPlan, Loss, Passes
@@ -172,7 +174,10 @@ _Names = tuple[str, ...]
 
 
 class Sensitivity:
-    """The effects of the ops and modules of a model; made by `sensitivity`.
+    """The effects of the ops and modules of a model; made by `sensitivity` or `unmeasured`.
+
+    `ops` and `modules` fill as `measure_ops` and `measure_modules` go on. If `report` raises, they
+    keep what was measured.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
@@ -180,7 +185,7 @@ class Sensitivity:
         candidates: the ops and modules.
         with_modules: whether modules are measured too.
         timed_steps: steps timed of each op and module and as many for comparison; 0 for no times.
-        report: is called with a short text about what is measured next.
+        report: is called before each measurement.
     """
 
     def __init__(
@@ -190,7 +195,7 @@ class Sensitivity:
         candidates: OpCandidates,
         with_modules: bool = True,
         timed_steps: int = 0,
-        report: Callable[[str], None] = lambda _: None,
+        report: ReportPart = report_nothing,
     ) -> None:
         self.candidates = candidates
         self.probe = probe
@@ -202,12 +207,31 @@ class Sensitivity:
         """Everything in float32, with weights of the lower dtype's precision."""
         self.lower = self._measure((), ())
         """Everything lower."""
-        movable = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
-        self.ops = self._effects("op", movable, candidates.op_alone)
+        self.movable_ops = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
+        """Name to number of calls of each op that is measured."""
+        self.movable_modules = candidates.modules if with_modules else {}
+        self._ops: list[OpEffect] = []
+        self._modules: list[OpEffect] = []
+
+    @property
+    def ops(self) -> tuple[OpEffect, ...]:
         """The effect of each op, in the order of their first calls."""
-        named = candidates.modules if with_modules else {}
-        self.modules = self._effects("module", named, candidates.module_alone)
+        return tuple(self._ops)
+
+    @property
+    def modules(self) -> tuple[OpEffect, ...]:
         """The same for modules."""
+        return tuple(self._modules)
+
+    def measure_ops(self) -> None:
+        """Measure the effect of each op."""
+        self._measure_each("op", self.movable_ops, self.candidates.op_alone, self._ops)
+
+    def measure_modules(self) -> None:
+        """Measure the effect of each module."""
+        self._measure_each(
+            "module", self.movable_modules, self.candidates.module_alone, self._modules
+        )
 
     def smallest_ops(self, tolerance: Tolerance = DEFAULT) -> Fp32List:
         """The smallest list of ops in float32 that keeps to the tolerance."""
@@ -223,23 +247,30 @@ class Sensitivity:
             return None
         return self.probe.time_ratio(self.candidates.plan(), plan, self._timed_steps)
 
-    def _effects(
-        self, kind: str, calls: Mapping[str, int], alone: Callable[[str], CastPlan]
-    ) -> tuple[OpEffect, ...]:
-        effects = []
+    def _measure_each(
+        self,
+        kind: str,
+        calls: Mapping[str, int],
+        alone: Callable[[str], CastPlan],
+        effects: list[OpEffect],
+    ) -> None:
         for name, count in calls.items():
-            self._report(f"{kind} {name}")
+            self._report(f"{kind} {name}", len(effects), len(calls))
             in_float32 = _split(kind, (name,))
             ratio = self.time_ratio(self.candidates.plan(*in_float32))
             measure = self.probe.measure(alone(name))
             effects.append(OpEffect(name, count, measure, self._measure(*in_float32), ratio))
-        return tuple(effects)
 
     def _smallest(self, kind: str, effects: Sequence[OpEffect], tolerance: Tolerance) -> Fp32List:
-        harm = tolerance.beside(self.unavoidable).harm
+        harm, sets = tolerance.beside(self.unavoidable).harm, itertools.count()
+
+        def harm_of(names: _Names) -> float:
+            self._report(f"smallest list, in float32: {', '.join(names) or 'nothing'}", next(sets))
+            return harm(self._measure(*_split(kind, names)))
+
         search = smallest_set(
             {effect.name: harm(effect.alone) for effect in effects},
-            lambda names: harm(self._measure(*_split(kind, names))),
+            harm_of,
             lambda names: self._float32_share(*_split(kind, names)),
         )
         ops, modules = _split(kind, search.fp32)
@@ -254,7 +285,6 @@ class Sensitivity:
     def _measure(self, ops: _Names, modules: _Names) -> Deviation:
         key = frozenset(ops), frozenset(modules)
         if key not in self._known:
-            self._report(f"in float32: {', '.join((*ops, *modules)) or 'nothing'}")
             self._known[key] = self.probe.measure(self.candidates.plan(ops, modules))
         return self._known[key]
 
@@ -300,6 +330,41 @@ def sensitivity(
         ValueError: no batches; no parameters to train, or 16-bit ones; a loss or gradient that is
             not finite in float32; a name in `always` that no op has; another dtype.
     """
+
+    def report_text(text: str, done: int = 0, total: int | None = None) -> None:
+        report(text)
+
+    measured = unmeasured(
+        model,
+        loss,
+        batches,
+        dtype,
+        modules=modules,
+        always=always,
+        timed_steps=timed_steps,
+        arithmetic=arithmetic,
+        loss_scales=loss_scales,
+        report=report_text,
+    )
+    measured.measure_ops()
+    measured.measure_modules()
+    return measured
+
+
+def unmeasured(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Batch],
+    dtype: torch.dtype,
+    *,
+    modules: bool,
+    always: Sequence[str],
+    timed_steps: int,
+    arithmetic: Arithmetic | None,
+    loss_scales: Sequence[float] | None,
+    report: ReportPart,
+) -> Sensitivity:
+    """As `sensitivity`, before the first op is measured."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
     passes = Passes(model, loss, batches)

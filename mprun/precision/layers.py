@@ -39,7 +39,8 @@ from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
-from mprun.precision.policy import ALIASES, NAMED, Policy, dtype_name, policy, torch_dtype
+from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
+from mprun.records.mode_names import OWN_ALIASES
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that a layer can have, by the names users write."""
@@ -75,11 +76,11 @@ def layer_precision(value: str, casting: str) -> LayerPrecision:
     Raises:
         ValueError: it is neither a dtype nor a mode that a layer can have.
     """
-    value = ALIASES.get(value, value)
+    value = OWN_ALIASES.get(value, value)
     if value in LAYER_MODES:
         return LAYER_MODES[value]
     if value not in LAYER_DTYPES:
-        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES, *ALIASES])
+        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES, *OWN_ALIASES])
         raise ValueError(f"precision.layers: a layer cannot be in '{value}'; legal: {legal}")
     dtype = LAYER_DTYPES[value]
     return LayerPrecision(dtype if casting == "none" else torch.float32, dtype)
@@ -128,7 +129,7 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: a key fits no module, or two globs fit one.
     """
-    layers = {key: ALIASES.get(value, value) for key, value in layers.items()}
+    layers = {key: OWN_ALIASES.get(value, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
     named = {key: dtype for key, dtype in layers.items() if key in names}
     for name in (n for n in names if n not in layers):

@@ -16,7 +16,8 @@ The table of modes is `conf/precision/*.yaml`. Two modes differ only where their
 Keras calls the first two columns the variable dtype and the compute dtype. The optimizer's moments,
 the partial sums inside a matmul and the outputs are float32 in all of them.
 
-`policy("bf16_sr")` gives the row of a name. `fp16_sr` is another name of `half_sr` (`ALIASES`).
+`policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
+(`mprun.records.mode_names`).
 
 A row must be one that this version really carries out. Other combinations are refused here, so that
 none is silently replaced by another.
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from mprun.errors import hint
+from mprun.records.mode_names import ALIASES, mode_hint
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
@@ -56,8 +57,6 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
 }
 """Columns that the names of the shipped modes fix."""
-ALIASES = {"fp16_sr": "half_sr"}
-"""Other names of modes; records and messages have the first name."""
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -173,9 +172,9 @@ def policy(name: str) -> Policy:
     """
     name = ALIASES.get(name, name)
     if name not in NAMED:
-        legal = [*NAMED, *ALIASES]
+        legal = ", ".join([*NAMED, *ALIASES])
         raise ValueError(
-            f"no precision mode is named '{name}'{hint(name, legal)}; legal: {', '.join(legal)}"
+            f"no precision mode is named '{name}'{mode_hint(name, NAMED)}; legal: {legal}"
         )
     path = files("mprun.conf") / "precision" / f"{name}.yaml"
     return Policy(overflow="infinity", **yaml.safe_load(path.read_text(encoding="utf-8")))

@@ -144,11 +144,20 @@ def warm(call: Callable[[], object], device: torch.device, tf32: bool = False) -
     return replace(first, repeats=max(1, math.ceil(SAMPLE_S / call_s)), call_s=call_s)
 
 
-def alternate(timers: Sequence[Timer], rounds: int) -> list[list[float]]:
-    """Seconds of one call of each, a list with an entry per round for each of `timers`."""
+def alternate(
+    timers: Sequence[Timer], rounds: int, begin_round: Callable[[int], None] = lambda _: None
+) -> list[list[float]]:
+    """Seconds of one call of each, a list with an entry per round for each of `timers`.
+
+    Args:
+        timers: are timed in turn.
+        rounds: how often.
+        begin_round: is called with the number of rounds that are done.
+    """
     times: list[list[float]] = [[] for _ in timers]
     order = list(range(len(timers)))
-    for _ in range(rounds):
+    for done in range(rounds):
+        begin_round(done)
         for i in order:
             times[i].append(timers[i].time_s())
         order.reverse()

@@ -187,7 +187,7 @@ class Scores:
     loss: Number | None
     accuracy: float | None
     samples: int | None = None
-    """The number of samples if a time limit left a part of the set out, else null."""
+    """The number of samples if a limit left a part of the set or of the epoch out, else null."""
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ run's configuration and `proof`, a `Proof` or null.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mprun.records.deviation import Deviation, Reference, SearchTolerance
 
@@ -126,13 +126,18 @@ class OpSearch:
     given: GivenCasts
     ops: list[SensitivityRow]
     modules: list[SensitivityRow]
-    search: Selections
+    search: Selections | None
+    """None if the search ended before the smallest list of ops."""
     always: list[str]
     """Ops that the user keeps in float32."""
     lower: list[str]
     """Ops on the lower list when every op is lower."""
     answer: str
-    """ops or modules: which selection to use."""
+    """ops or modules: which selection to use; none without one."""
+    ended_by: str | None = None
+    """What ended the search early: a signal, or search_ops.budget_min."""
+    unsettled: list[str] = field(default_factory=list)
+    """What it leaves open, a sentence each."""
 
 
 @dataclass(frozen=True)

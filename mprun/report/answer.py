@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mprun.compare.comparison import KEEPS, Comparison, Variant
+from mprun.compare.comparison import KEEPS, Comparison, Interval, Variant
 from mprun.compare.formatting import counted
 from mprun.compare.time_ratios import SAME, judge_ratio
 from mprun.report.cells import (
@@ -160,6 +160,13 @@ def _speed_clause(variant: Variant, than: str = "") -> str:
         than = f" than {than}" if than else ""
         how_much = f"too few runs to estimate by how much ({measured}, {interval}{more})"
         return f"trains {word}{than}, with {how_much}"
+    if size.word == "lower":
+        longer = ratio_span(Interval(1 / ratio.interval.high, 1 / ratio.interval.low))
+        than = f" of {than}" if than else ""
+        return (
+            f"takes {times(1 / ratio.value)} the time{than} (per sample, 95 % interval {longer}, "
+            f"n={ratio.n})"
+        )
     than = f" as {than}" if than else ""
     return f"trains {ratio.value:.2f} times as fast{than} (ratio of samples per s, {interval})"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from mprun.compare.comparison import Comparison, Estimate, Interval, Variant
+from mprun.compare.comparison import Comparison, Estimate, Interval, StepPercentiles, Variant
 from mprun.compare.formatting import counted, distinct_form, level_text
 from mprun.compare.statistics import CONFIDENCE
 from mprun.compare.time_ratios import SAME
@@ -80,14 +80,14 @@ def headings(comparison: Comparison) -> VariantCells:
 
 
 def _row(comparison: Comparison, variant: Variant) -> VariantCells:
-    step, emulated = variant.step_time_ms, is_emulated(variant)
+    emulated = is_emulated(variant)
     ratio = None if emulated else variant.step_time_ratio
     samples, runs = variant.samples_per_second, len(variant.runs)
     more = variant.verdict.more_seeds
     return VariantCells(
         (plain(variant.label), plain(variant.substituted)),
         (f"{runs} of {runs + len(variant.failed)}" if variant.failed else f"{runs}", ""),
-        (ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}") if step else (NONE, ""),
+        _step_time(variant.step_time_ms),
         ("EMULATED", "") if emulated else _ratio(ratio),
         (
             NONE if samples is None else f"{samples:.0f}",
@@ -98,6 +98,13 @@ def _row(comparison: Comparison, variant: Variant) -> VariantCells:
         _difference(comparison, variant),
         (variant.verdict.word, f"about {counted(more, 'more seed')}" if more else ""),
     )
+
+
+def _step_time(step: StepPercentiles | None) -> tuple[str, str]:
+    if step is None:
+        return NONE, ""
+    # The percentiles of a single step are equal: that is no spread.
+    return ms(step.median), f"{ms(step.p10)} to {ms(step.p90)}" if step.p10 < step.p90 else ""
 
 
 def _ratio(ratio: Estimate | None) -> tuple[str, str]:

@@ -125,7 +125,7 @@ def _details(variant: Variant) -> list[tuple[str, str]]:
         (
             "backend",
             f"{backend.memory_format}, {backend.optimizer_impl} optimizer, "
-            f"{backend.threads} threads{', compiled' if backend.compile else ''}",
+            f"{counted(backend.threads, 'thread')}{', compiled' if backend.compile else ''}",
         ),
     ]
     reasons: dict[tuple[str, str], list[str]] = {}

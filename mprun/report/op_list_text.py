@@ -18,8 +18,11 @@ OPS, ALL_LOWER, LAYERS = "ops.yaml", "ops_all_lower.yaml", "layers.yaml"
 def texts(search: OpSearch, config: str) -> dict[str, str]:
     """Name to content of the files: op lists; and layers, if modules are enough.
 
-    `config` is for the comment at the top: `recipe mnist, precision fp16_mixed`.
+    Nothing if the search ended before the smallest list. `config` is for the comment at the top:
+    `recipe mnist, precision fp16_mixed`.
     """
+    if search.search is None:
+        return {}
     ops, modules = search.search.ops, search.search.modules
     lines = {OPS: [*_head(search, config, ops), *_lists(search, ops.fp32)]}
     if modules is not None and modules.is_within:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf, isnan
 
+from mprun.compare.formatting import counted
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Deviation
 from mprun.records.search_ops_record import OpSearch, Proof, SensitivityRow
@@ -16,6 +17,8 @@ ELSEWHERE = "search_ops.json"
 
 def answer_sentence(search: OpSearch) -> str:
     """What has to stay in float32, by the measurements."""
+    if search.search is None:
+        return "No answer yet: the search ended before it had one."
     ops, modules = search.search.ops, search.search.modules
     if search.answer == "modules" and modules is not None:
         kept = _stay_clause(modules.fp32, "module")
@@ -99,7 +102,8 @@ def outcome_table(search: OpSearch) -> FittedTable:
     add("all, weights rounded", search.unavoidable.measure, None)
     add("nothing", search.everything_lower.measure, search.everything_lower.time_ratio)
     add(f"as in {search.given.name}", search.given.measure, search.given.time_ratio)
-    for what, row in (("ops", search.search.ops), ("modules", search.search.modules)):
+    lists = search.search
+    for what, row in () if lists is None else (("ops", lists.ops), ("modules", lists.modules)):
         if row is not None and (what == "ops" or row.is_within):
             names = ", ".join((*search.always, *row.fp32)) or "nothing"
             mark = " <-" if search.answer == what else ""
@@ -119,7 +123,7 @@ def proof_lines(proof: Proof) -> Iterator[str]:
         difference += f" (95 %: {low:+.2f} to {high:+.2f})"
     more = f", about {proof.more_seeds} more seeds" if proof.more_seeds else ""
     yield (
-        f"proof: {len(proof.values)} pairs of trainings of {proof.steps} steps, "
+        f"proof: {counted(len(proof.values), 'pair')} of trainings of {proof.steps} steps, "
         f"{proof.split} {proof.metric} minus float32's: {difference}, margin "
         f"{100 * proof.margin:g}{unit}: {proof.verdict}{more}; {proof.reason}"
     )

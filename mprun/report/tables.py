@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mprun.compare.formatting import substitution_label
+from mprun.compare.formatting import counted, substitution_label
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
 
@@ -25,7 +25,7 @@ def header(summary: Summary) -> list[str]:
         f"data: {data_text(summary)}: {data.train_samples} training, "
         f"{data.validation_samples} validation, {data.test_samples} test samples",
         f"batch: {batch.micro} x {batch.accumulate} = {batch.effective}",
-        f"device: {hardware.device}, {hardware.name}, {backend.threads} threads; "
+        f"device: {hardware.device}, {hardware.name}, {counted(backend.threads, 'thread')}; "
         f"{backend.memory_format}, {backend.optimizer_impl} optimizer",
     ]
 
@@ -85,7 +85,7 @@ def result(summary: Summary) -> FittedTable:
         "throughput": _figure(summary.samples_per_second, ".0f", " samples/s"),
         "peak memory of a step": _figure(peak and peak / 2**20, ".1f", " MiB"),
         **_fp_exceptions(summary),
-        "training loss": _figure(summary.train.loss, ".4f"),
+        "training loss": _figure(summary.train.loss, ".4f") + _cut_off(summary),
         **(_scores("validation", summary.history[-1].validation) if summary.history else {}),
         **_scores("test", summary.test),
         "wall time": f"{summary.wall_time_s:.1f} s",
@@ -101,6 +101,12 @@ def result(summary: Summary) -> FittedTable:
     return table
 
 
+def _cut_off(summary: Summary) -> str:
+    """A label if the last epoch, whose mean loss is shown, was not finished."""
+    samples = summary.history[-1].train.samples if summary.history else None
+    return "" if samples is None else f" (epoch cut off after {samples:,} samples)"
+
+
 def _fp_exceptions(summary: Summary) -> dict[str, str]:
     row = summary.fp_exceptions
     if row is None:
@@ -114,9 +120,11 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
     if step.median is None:
         return "-"
     text = (
-        f"{step.median:.2f} ms median, {step.p10:.2f} to {step.p90:.2f} (p10 to p90), "
-        f"n={step.n}, {step.warmup} warm-up"
+        f"{step.median:.2f} ms median, {step.p10:.2f} to {step.p90:.2f} (p10 to p90), n={step.n}"
+        if step.n > 1
+        else f"{step.median:.2f} ms, one step"
     )
+    text += f", {step.warmup} warm-up"
     if summary.execution == "emulated":
         return f"{text}, EMULATED: not comparable"
     return ", ".join(filter(None, (text, substitution_label([summary]))))

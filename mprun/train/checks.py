@@ -138,14 +138,29 @@ def _against_skipping(summary: Summary) -> str:
     return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
 
 
-def check_loss_falls(losses: Sequence[float], every: int = 1) -> None:
+FEWEST_JUDGED = 12
+"""Of fewer steps than this, a run that time cut short shows no trend of its loss."""
+
+
+def check_loss_falls(
+    losses: Sequence[float], planned_steps: int | None, every: int = 1
+) -> str | None:
     """Raise `RunFailedError` unless the last third's mean loss is below the first third's.
 
     Args:
         losses: of the steps, or one of every few steps.
+        planned_steps: what the run would take if time did not run out; None if only time ends it.
         every: how many steps a loss stands for.
+
+    Returns:
+        A warning if time left too few steps to judge, or None.
     """
-    third = len(losses) // 3
+    steps, third = len(losses) * every, len(losses) // 3
+    if steps < min(planned_steps or FEWEST_JUDGED, FEWEST_JUDGED):
+        return (
+            f"whether the loss falls is not judged: train.max_time_s left {steps} steps, and "
+            f"{FEWEST_JUDGED} are needed; give it more time, or a smaller preset.max_batch_size"
+        )
     if third == 0:
         raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")
     first, last = sum(losses[:third]) / third, sum(losses[-third:]) / third
@@ -154,6 +169,7 @@ def check_loss_falls(losses: Sequence[float], every: int = 1) -> None:
             f"the loss does not fall: mean {first:.4f} over the first {third * every} steps, "
             f"{last:.4f} over the last {third * every}"
         )
+    return None
 
 
 class AccumulationCheck(Callback):

@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -384,7 +384,8 @@ class Trainer:
     def _close_epoch(self, validation: Scores) -> Epoch:
         """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
-        self._last_scores = ended.scores()
+        is_cut_off = ended.epoch == self.epoch and self._batches_done < len(self.parts.train)
+        self._last_scores = replace(ended.scores(), samples=ended.samples if is_cut_off else None)
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def _end_epoch(self, validation: Scores) -> None:

@@ -60,12 +60,13 @@ class Progress(Callback):
 
 
 def _epoch_text(epoch: Epoch) -> str:
-    text = f"epoch {epoch.epoch}:"
+    seen = epoch.train.samples
+    text = f"epoch {epoch.epoch}{'' if seen is None else f' (cut off after {seen:,} samples)'}:"
     for name, scores in (("training", epoch.train), ("validation", epoch.validation)):
         if scores.loss is not None:
             text += f"  {name} loss {float(scores.loss):.4f}"
         if scores.accuracy is not None:
             text += f"  {name} accuracy {scores.accuracy:.4f}"
-        if scores.samples is not None:
+        if scores is epoch.validation and scores.samples is not None:
             text += f" (PARTIAL: the first {scores.samples:,} samples)"
     return text

@@ -101,14 +101,17 @@ def _leave_closed_terminal() -> None:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def interruptible(job: Callable[[StopSignals], int], when: str) -> int:
+def interruptible(
+    job: Callable[[StopSignals], int], when: str, signals: StopSignals | None = None
+) -> int:
     """The exit status of `job`, or that of the signal that stopped it.
 
     Args:
         job: takes the signals, entered.
         when: the end of the line that is printed after a signal: " before the run started".
+        signals: catches the signals; None: new ones.
     """
-    with StopSignals() as stop:
+    with signals or StopSignals() as stop:
         try:
             return job(stop)
         except SignalReceivedError:

@@ -18,7 +18,7 @@ QUICK = ["device=cpu", "doctor.budget_s=0.3"]
 def test_tables_are_printed_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *QUICK]) == 0
     out, err = capsys.readouterr()
-    assert err == "measuring for about 0.3 s ...\n"
+    assert err.startswith("measuring for about 0.3 s ...\n")  # more lines on a slow machine
     for text in (
         "PyTorch's own kernels: ",
         "measured rates in ",

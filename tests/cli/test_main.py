@@ -524,10 +524,11 @@ def without_torch(words: list[str]) -> str:
     )
 
 
-@pytest.mark.representative(0, 2, 3)
+@pytest.mark.representative(0, 1, 3, 4)
 @pytest.mark.parametrize(
     ("words", "status"),
     [
+        (["--completion", "zsh"], 0),
         (["--help"], 0),
         (["--version"], 0),
         (["recipe=mnist", "--show-config"], 0),

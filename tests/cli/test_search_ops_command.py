@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import yaml
 from mprun.assemble import make_plan
 from mprun.cli.main import main
 from mprun.config import compose
+from mprun.console import JobProgress
+from mprun.experiments.budget import Budget
 from mprun.precision import op_lists
 from mprun.records.run_record import number, read_summary
 from mprun.records.search_ops_record import OpSearch, Proof
@@ -346,6 +350,94 @@ def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
     assert found["settings"]["gradient_db"] == 900
     assert found["tolerance"]["gradient_db"] == found["unavoidable"]["measure"]["worst_db"] - 10
     assert found["search"]["ops"]["fp32"] == []
+
+
+# ---- what ends it early --------------------------------------------------------------------------
+
+
+def ended_early(monkeypatch: pytest.MonkeyPatch, at: tuple[str, int], *more: str) -> int:
+    """The status of a search that gets Ctrl-C when a part begins, named by text and number."""
+    begin = JobProgress.begin
+
+    def interrupting(self: JobProgress, text: str, done: int = 0, total: int | None = None) -> None:
+        begin(self, text, done, total)
+        if text.startswith(at[0]) and done == at[1]:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(JobProgress, "begin", interrupting)
+    return main(["search-ops", *words("exp", *QUICK, *more), "run.dir=found"])
+
+
+def test_ctrl_c_keeps_the_ops_that_were_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ended_early(monkeypatch, ("op ", 2)) == 130
+    found = read()
+    assert len(found["ops"]) == 3  # the third was being measured
+    assert (found["search"], found["answer"], found["proof"]) == (None, "none", None)
+    assert found["ended_by"] == "Ctrl-C"
+    assert found["unsettled"][0].startswith("3 of 7 ops measured, not ")
+    assert "there is no list" in found["unsettled"][1]
+    assert not Path("found/ops.yaml").exists()
+    out = capsys.readouterr().out
+    assert "ops, one at a time" in out
+    assert f"not settled, ended by Ctrl-C: {found['unsettled'][0]}" in out
+    assert "use it" not in out
+
+
+def test_ctrl_c_keeps_the_list_of_ops_while_modules_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ended_early(monkeypatch, ("module ", 0)) == 130
+    found = read()
+    assert found["search"]["ops"]["fp32"] == ["exp"]
+    assert found["search"]["modules"] is None
+    assert found["unsettled"][0].startswith("1 of 3 modules measured, not ")
+    assert "exp" in yaml.safe_load(Path("found/ops.yaml").read_text(encoding="utf-8"))["fp32"]
+    assert "0 of 5 pairs of trainings" in found["unsettled"][-1]
+    assert "use it: mprun" in capsys.readouterr().out
+
+
+def test_ctrl_c_keeps_the_pairs_that_were_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ended_early(monkeypatch, ("proof", 1), *SMALL) == 130
+    found = read()
+    assert len(found["proof"]["values"]) == len(found["proof"]["float32_values"]) == 1
+    assert found["unsettled"] == ["1 of 2 pairs of trainings of the proof were made"]
+    assert "proof: 1 pair of trainings of 5 steps" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_the_first_op_leaves_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ended_early(monkeypatch, ("training", 0)) == 130
+    assert capsys.readouterr().err.endswith("mprun: stopped by Ctrl-C before the first result\n")
+
+
+def test_a_budget_ends_it_with_what_was_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock on which each part takes half a minute."""
+    now_s, begin = [0.0], JobProgress.begin
+
+    def slow(self: JobProgress, text: str, done: int = 0, total: int | None = None) -> None:
+        begin(self, text, done, total)
+        now_s[0] += 30
+
+    monkeypatch.setattr(JobProgress, "begin", slow)
+    command = "mprun.cli.search_ops_command.Budget"
+    monkeypatch.setattr(command, functools.partial(Budget, clock=lambda: now_s[0]))
+    found = searched("exp", "search_ops.budget_min=3")
+    assert (found["ended_by"], len(found["ops"])) == ("search_ops.budget_min=3", 2)
+    assert "not settled, ended by search_ops.budget_min=3: 2 of 7 ops" in capsys.readouterr().out
+    for path in Path("found").iterdir():
+        path.unlink()
+    assert (
+        main(["search-ops", *words("exp", *QUICK), "search_ops.budget_min=1e-3", "run.dir=found"])
+        == 1
+    )
+    assert "ended the search before its first result: give it more time" in capsys.readouterr().err
 
 
 # ---- what it refuses -----------------------------------------------------------------------------

@@ -113,10 +113,11 @@ METRIC = re.compile(
     rf"(?P<level>[\d.]+) % interval {NUMBER} to {NUMBER}$"
 )
 SPEED = re.compile(
-    rf"(?P<words>trains {NUMBER} times as fast|trains as fast within 5 %|leaves speed open|"
+    rf"(?P<words>trains {NUMBER} times as fast|takes {NUMBER}x the time|"
+    rf"trains as fast within 5 %|leaves speed open|"
     rf"has too few runs to judge speed|trains (?:faster|slower), with too few runs to estimate by "
     rf"how much|has no verdict on speed) "
-    rf"\((?:ratio of samples per s|measured (?P<ratio>{NUMBER})x the samples per s)"
+    rf"\((?:ratio of samples per s|per sample|measured (?P<ratio>{NUMBER})x the samples per s)"
     rf"(?:, 95 % interval (?P<low>{NUMBER}) to (?P<high>{NUMBER}), n=(?P<n>\d+))?"
     rf"(?:; about (?P<more>\d+) more seeds? would settle it)?(?:; (?P<why>[a-z ,]+))?\)$"
 )
@@ -161,8 +162,11 @@ def check_speed_clause(clause: str, found: Variant) -> None:
     low, high = float(match["low"]), float(match["high"])
     assert int(match["n"]) == ratio.n
     is_wide = ratio.interval is not None and ratio.interval.high > WIDE * ratio.value
-    if "times as fast" in words or "trains faster" in words or "trains slower" in words:
+    is_slower = "x the time" in words
+    if is_slower or any(x in words for x in ("times as fast", "trains faster", "trains slower")):
         assert low > 1 or high < 1, clause
+        assert is_slower == (ratio.value < 1 and "too few runs" not in words), clause
+        assert not is_slower or low > 1, clause  # of the time, not of the speed
         assert ("faster" in words) <= (low > 1), clause
         assert ("slower" in words) <= (high < 1), clause
         assert ("too few runs" in words) == is_wide, clause
@@ -172,10 +176,11 @@ def check_speed_clause(clause: str, found: Variant) -> None:
         assert low <= 1 <= high, clause
         assert not (low > 1 / SAME and high < SAME), clause
         assert ("too few runs" in words) == is_wide, clause
-    shown = re.search(rf"{NUMBER}x? (?:times as fast|the samples)", clause)
+    shown = re.search(rf"{NUMBER}x? (?:times as fast|the samples|the time)", clause)
     assert shown is not None
+    value = 1 / ratio.value if is_slower else ratio.value
     # The table has the same ratio; a hundredth is the last digit shown.
-    assert float(shown[1]) == pytest.approx(ratio.value, abs=0.00501 + 0.005 * ratio.value)
+    assert float(shown[1]) == pytest.approx(value, abs=0.00501 + 0.005 * value)
 
 
 def check(found: Comparison) -> None:
@@ -304,13 +309,18 @@ def check_many(studies: int, seed: int) -> Counter[str]:
             match = SPEED.match(split_clauses(finding.sentence)[1])
             assert match is not None
             met[variant.verdict.word] += 1
-            met[re.sub(rf"{NUMBER} times", "r times", match["words"])] += 1
+            met[re.sub(rf"{NUMBER}(?=x| times)", "r", match["words"])] += 1
     return met
 
 
 EVERY_WORD = {
     *("equivalent", "better", "worse", "inconclusive"),
-    *("trains r times as fast", "trains as fast within 5 %", "leaves speed open"),
+    *(
+        "trains r times as fast",
+        "takes rx the time",
+        "trains as fast within 5 %",
+        "leaves speed open",
+    ),
     *("has too few runs to judge speed", "has no verdict on speed"),
     *(f"trains {word}, with too few runs to estimate by how much" for word in ("faster", "slower")),
 }
@@ -416,7 +426,9 @@ def false_claims(study: Study, studies: int, *words: str) -> int:
 
 def speed_word(sentence: str) -> str:
     clause = split_clauses(sentence)[1]
-    if "times as fast" in clause or "trains faster" in clause or "trains slower" in clause:
+    if any(
+        x in clause for x in ("times as fast", "x the time (", "trains faster", "trains slower")
+    ):
         return "another speed"
     return "same speed" if "as fast within" in clause else "open"
 

@@ -1,4 +1,4 @@
-"""`fp16_sr` is another name of `half_sr`: runs under both names are one variant."""
+"""Other names of modes (`fp16_sr`, Lightning's, Keras'): runs under both are one variant."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
+from mprun.compare.evaluate import compare
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.validate import without_inert
 from mprun.config.variants import modes, variants
+from mprun.errors import UsageError
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.policy import policy
+from mprun.records.mode_names import ALIASES, KERAS_NAMES, LIGHTNING_NAMES, mode_hint, own_label
 from mprun.records.run_config import variant_hash
+from tests.compare.folders import runs_of
 
 LAYERS = "precision.layers={fc1: NAME}"
 
@@ -26,11 +30,68 @@ def hash_of(*overrides: str) -> str:
     return variant_hash(without_inert(composed.config, composed.resolved))
 
 
-def test_both_names_are_one_configuration() -> None:
-    ours, other = compose(["precision=fp16_sr"]), compose(["precision=half_sr"])
-    assert ours.resolved == other.resolved
-    assert ours.resolved["precision"]["name"] == "half_sr"
-    assert hash_of("precision=fp16_sr") == hash_of("precision=half_sr")
+@pytest.mark.parametrize("name", ["fp16_sr", "16-mixed"])
+def test_both_names_are_one_configuration(name: str) -> None:
+    other, ours = compose([f"precision={name}"]), compose([f"precision={ALIASES[name]}"])
+    assert other.resolved == ours.resolved
+    assert ours.resolved["precision"]["name"] == ALIASES[name]
+    assert hash_of(f"precision={name}") == hash_of(f"precision={ALIASES[name]}")
+
+
+@pytest.mark.parametrize("form", ["precision={}", "precision='{}'", "+precision={}"])
+def test_every_other_name_is_read_as_the_mode(form: str) -> None:
+    for name, mode in ALIASES.items():
+        assert parse(form.format(name)).input_line == f"precision={mode}"
+
+
+def test_names_stand_for_the_dtypes_that_their_libraries_give_them() -> None:
+    """By the words in a name: `true` and plain dtypes store 16 bits, `mixed` stores float32."""
+    for name in (*LIGHTNING_NAMES, *KERAS_NAMES):
+        row, low = policy(name), "bfloat16" if "bf" in name else "float16"
+        compute = "float32" if "32" in name else low
+        assert row.compute_dtype == compute
+        assert row.param_dtype == ("float32" if "mixed" in name else compute)
+
+
+@pytest.mark.parametrize(
+    ("word", "mode"),
+    [
+        *(("bf16", "bf16_mixed"), ("fp16", "fp16_mixed"), ("BF16", "bf16_mixed")),
+        *(("16", "fp16_mixed"), ("64-true", "fp32"), ("BF16-Mixed", "bf16_mixed")),
+        *(("mixed_bfloat", "bf16_mixed"), ("FP32", "fp32"), ("half", "half_sr")),
+    ],
+)
+def test_a_suggestion_is_the_mode_that_is_meant(word: str, mode: str) -> None:
+    meant = f"did you mean '{mode}'?"
+    with pytest.raises(UsageError, match=meant):
+        compose([f"precision={word}"])
+    with pytest.raises(ValueError, match=meant):
+        policy(word)
+
+
+def test_a_suggestion_is_legal_where_it_is_made() -> None:
+    assert mode_hint("bf16", ["fp32", "bf16_sr"]).endswith("'bf16_sr'?")
+    assert mode_hint("bf16", ["fp32"]) == mode_hint("zebra", modes()) == ""
+
+
+def test_a_mode_of_one_s_own_under_such_a_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/bf16-mixed.yaml").write_text("name: mine\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="is mprun's bf16_mixed; give your mode another name"):
+        compose(["recipe=mnist"], tmp_path)
+
+
+def test_settings_that_name_a_mode_take_the_other_names() -> None:
+    from mprun.experiments.memory_by_mode import plan_modes
+
+    planned = plan_modes(["recipe=linear", "precision=bf16-mixed"], None, "mixed_float16")
+    assert [mode.label for mode in planned] == ["fp16_mixed", "bf16_mixed"]
+    runs = [*runs_of("fp32", [0.9, 0.9]), *runs_of("bf16_mixed", [0.9, 0.9])]
+    found = compare(runs, margin=0.005, relative_margin=0.02, baseline="mixed_bfloat16")
+    assert found.baseline == "bf16_mixed"
+    assert own_label("16-mixed+hmp x2") == "fp16_mixed+hmp x2"
+    with pytest.raises(UsageError, match="did you mean 'bf16_mixed'"):
+        compare(runs, margin=0.005, relative_margin=0.02, baseline="bf16")
 
 
 def test_both_names_are_one_precision_of_a_layer() -> None:
@@ -40,20 +101,29 @@ def test_both_names_are_one_precision_of_a_layer() -> None:
     assert compose([given[0]]).resolved["precision"]["layers"] == {"fc1": "half_sr"}
 
 
-def test_a_preset_can_name_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fp16_sr", "mixed_bfloat16"])
+def test_a_preset_can_name_it(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "preset"
     folder.mkdir()
     text = (
-        "# @package _global_\ndefaults:\n  - override /precision: fp16_sr\npreset:\n  name: mine\n"
+        f"# @package _global_\ndefaults:\n  - override /precision: {name}\npreset:\n  name: mine\n"
     )
     (folder / "mine.yaml").write_text(text, encoding="utf-8")
     composed = compose(["recipe=mnist", "preset=mine"], tmp_path)
-    assert composed.resolved["precision"]["name"] == "half_sr"
+    assert composed.resolved["precision"]["name"] == ALIASES[name]
 
 
-@pytest.mark.parametrize("text", ["precision=half_sr,fp16_sr", "precision=fp16_sr,half_sr"])
-def test_a_sweep_runs_it_once(text: str) -> None:
-    assert combinations([parse(text)]) == [("precision=half_sr",)]
+@pytest.mark.parametrize(
+    ("listed", "once"),
+    [
+        ("half_sr,fp16_sr", ["half_sr"]),
+        ("fp16_sr,half_sr", ["half_sr"]),
+        ("bf16-mixed,32-true,'mixed_bfloat16'", ["bf16_mixed", "fp32"]),
+    ],
+)
+def test_a_sweep_runs_it_once(listed: str, once: list[str]) -> None:
+    found = combinations([parse(f"precision={listed}")])
+    assert found == [(f"precision={name}",) for name in once]
 
 
 def test_a_sweep_over_every_mode_runs_it_once() -> None:
@@ -64,10 +134,8 @@ def test_a_sweep_over_every_mode_runs_it_once() -> None:
 
 
 def test_a_study_calls_it_half_sr() -> None:
-    assert list(variants(["recipe=mnist", "precision=fp32,fp16_sr"]).overrides) == [
-        "fp32",
-        "half_sr",
-    ]
+    listed = variants(["recipe=mnist", "precision=float32,fp16_sr,bf16-mixed"])
+    assert list(listed.overrides) == ["fp32", "half_sr", "bf16_mixed"]
     assert list(variants(["recipe=mnist", "precision=fp16_sr"]).overrides) == ["half_sr"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mprun.config.reference import aliases, options
+from mprun.config.reference import options
 from mprun.config.variants import modes, variants
 from mprun.errors import UsageError
 
@@ -12,9 +12,7 @@ from mprun.errors import UsageError
 def test_without_a_mode_every_mode_is_meant_and_float32_comes_first() -> None:
     listed = variants(["recipe=linear"])
     assert next(iter(listed.overrides)) == "fp32"
-    assert (
-        set(listed.overrides) == set(modes()) == {*options("precision")} - {*aliases("precision")}
-    )
+    assert set(listed.overrides) == set(modes()) == {*options("precision")}
     assert listed.overrides["half_sr"] == ("precision=half_sr", "recipe=linear")
     assert listed.left_out == {}
 

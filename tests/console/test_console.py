@@ -195,3 +195,44 @@ def test_results_go_to_stdout_and_warnings_to_stderr(capsys: pytest.CaptureFixtu
     stdout_console().print("result")
     stderr_console().print("warning")
     assert capsys.readouterr() == ("result\n", "warning\n")
+
+
+# Jobs in parts
+
+
+def test_the_part_is_counted_and_the_time_left_estimated() -> None:
+    assert progress.counted_part(0, 12, 0.0) == " (1 of 12)"
+    assert progress.counted_part(3, 12, 30.0) == " (4 of 12, about 1:30 left)"
+    assert progress.counted_part(3, None, 30.0) == ""
+
+
+def test_a_terminal_shows_each_part_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = terminal()
+    with progress.JobProgress(console) as job:
+        for done, name in enumerate(("soft[max]", "linear", "relu")):
+            job.begin(f"op {name}", done, 3)
+            now[0] += 40
+    shown = COLOUR.sub("", written(console))
+    for text in (
+        "op soft[max] (1 of 3)",
+        "op linear (2 of 3, about 1:20 left)",
+        "op relu (3 of 3, about 40 s left)",
+    ):
+        assert text in shown
+
+
+def test_a_log_has_a_line_of_a_job_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    console = Console(file=io.StringIO(), width=200)
+    with progress.JobProgress(console) as job:
+        for done in range(10):
+            job.begin("op", done, 10)
+            now[0] += 4
+    assert written(console).splitlines() == [
+        "op (4 of 10, about 28 s left)",
+        "op (7 of 10, about 16 s left)",
+        "op (10 of 10, about 4 s left)",
+    ]

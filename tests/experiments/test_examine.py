@@ -48,7 +48,7 @@ def test_what_it_says_follows_from_what_it_found(found: Examination) -> None:
 def test_rates_are_measured_with_the_threads_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
-    def measure(device: torch.device, budget_s: float) -> Any:
+    def measure(device: torch.device, budget_s: float, report: object) -> Any:
         seen.append(torch.get_num_threads())
         raise torch.OutOfMemoryError("planted")
 

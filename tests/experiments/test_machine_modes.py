@@ -13,7 +13,7 @@ from mprun.assemble import machine_choices as machine
 from mprun.config import Composed, compose
 from mprun.experiments import machine_modes as module
 from mprun.experiments.machine_modes import ATEN, examine_modes
-from mprun.precision.policy import ALIASES, NAMED
+from mprun.precision.policy import NAMED
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.doctor_record import OPS, Mode
 from tests.schema import conforms
@@ -49,7 +49,7 @@ def examined(
 def test_every_file_is_a_row_in_the_table_s_order(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = examined(monkeypatch, "none")
     assert list(rows) == list(NAMED)
-    assert {*rows, *ALIASES} == {p.stem for p in CONF.glob("*.yaml")}
+    assert {*rows} == {p.stem for p in CONF.glob("*.yaml")}
     assert all(conforms(row, Mode) for row in rows.values())
 
 

@@ -34,7 +34,8 @@ from mprun.precision.layers import (
     layer_rows,
     resolve,
 )
-from mprun.precision.policy import ALIASES, torch_dtype
+from mprun.precision.policy import torch_dtype
+from mprun.records.mode_names import OWN_ALIASES
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
@@ -319,7 +320,7 @@ def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
         assert (row.casting != "none") == layer.casts
         assert (name in FLOAT16_LAYERS) == (row.compute_dtype == "float16")
         assert (name in LAYERS_STORED_LOW) == (row.param_dtype != "float32")
-    assert {*LayerDType.__members__} == {*LAYER_DTYPES, *LAYER_MODES, *ALIASES}
+    assert {*LayerDType.__members__} == {*LAYER_DTYPES, *LAYER_MODES, *OWN_ALIASES}
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])

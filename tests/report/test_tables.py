@@ -165,3 +165,20 @@ def test_an_emulated_step_time_is_flagged() -> None:
     summary.execution = "emulated"
     assert (row(summary, "step time") or "").endswith("EMULATED: not comparable")
     assert "EMULATED" not in shown(example())
+
+
+def test_one_step_has_no_spread_and_an_epoch_that_was_cut_off_says_so() -> None:
+    summary = example()
+    set_fields(summary, step_time_ms={"median": 7.0, "p10": 7.0, "p90": 7.0, "n": 1, "warmup": 3})
+    assert row(summary, "step time") == "7.00 ms, one step, 3 warm-up"
+    assert "cut off" not in str(row(summary, "training loss"))
+    summary.history[-1].train.samples = 1024
+    assert str(row(summary, "training loss")).endswith("(epoch cut off after 1,024 samples)")
+
+
+def test_one_thread_is_one_thread() -> None:
+    summary = example()
+    set_fields(summary, backend={"threads": 1})
+    assert ", 1 thread; " in tables.header(summary)[-1]
+    set_fields(summary, backend={"threads": 2})
+    assert ", 2 threads; " in tables.header(summary)[-1]

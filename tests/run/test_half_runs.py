@@ -51,6 +51,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
         path = folder / f"{recipe}-{mode}"
         if not path.exists():
             words = [*RECIPES[recipe], f"precision={mode}", "preset=smoke", "device=cpu"]
+            words.append("train.max_time_s=600")  # of a busy machine too
             assert main([*words, f"run.dir={path}"]) == 0
         return path
 

@@ -32,6 +32,7 @@ def run(*words: str) -> Summary:
 @pytest.mark.parametrize("recipe", ["linear", "mnist", "fashion_mnist"])
 def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -> None:
     words = [f"recipe={recipe}", f"precision={precision}", "preset=smoke", "run.dir=run"]
+    words.append("train.max_time_s=600")  # the preset's own limit may leave fewer steps
     if recipe != "linear":
         words.append("data.source=generated")
     assert main(words) == 0
@@ -45,7 +46,7 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     assert summary.data.source == "generated"
     assert summary.steps == 36
     times = summary.step_time_ms
-    # Full-size steps only: mnist's 4,096 samples make sixteen batches of 256, all full.
+    # Full-size steps only: mnist's 4,096 samples make 128 batches of 32, all full.
     assert times.n + times.warmup <= 36
     memory = summary.memory_bytes
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
@@ -61,8 +62,8 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
 
 def test_the_smoke_preset_caps_the_batch_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe=mnist", "preset=smoke", "data.source=generated", "run.dir=run"]) == 0
-    assert "caps train.batch_size=8192 at 256" in capsys.readouterr().err
-    assert read_summary(Path("run")).batch_size == 256
+    assert "caps train.batch_size=8192 at 32" in capsys.readouterr().err
+    assert read_summary(Path("run")).batch_size == 32
 
 
 def test_the_smoke_preset_fails_where_the_loss_stands_still(
@@ -90,9 +91,30 @@ def test_the_loss_must_fall_from_the_first_third_to_the_last(
 ) -> None:
     if fails:
         with pytest.raises(RunFailedError):
-            session.check_loss_falls(losses)
+            session.check_loss_falls(losses, len(losses))
     else:
-        session.check_loss_falls(losses)  # raises nothing
+        assert session.check_loss_falls(losses, len(losses)) is None
+
+
+def test_of_too_few_steps_the_loss_is_not_judged() -> None:
+    """A large model: time ended the smoke check, and its loss may still go up and down."""
+    rising = [1.0, 2.0, 3.0]
+    warning = session.check_loss_falls(rising, planned_steps=36)
+    assert "not judged: train.max_time_s left 3 steps, and 12 are needed" in str(warning)
+    with pytest.raises(RunFailedError, match="does not fall"):
+        session.check_loss_falls([float(x) for x in range(12)], planned_steps=36)
+
+
+def test_an_epoch_that_a_limit_cuts_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    """12 of 20 steps are an epoch of ten and a part of the next."""
+    data = ["data.source=generated", "data.train_limit=320", "data.validation_fraction=0"]
+    sizes = ["train.batch_size=32", "train.eval_batch_size=64", "data.eval_limit=64"]
+    assert main(["recipe=mnist", *data, *sizes, "train.max_steps=12", "run.dir=run"]) == 0
+    out = capsys.readouterr().out
+    assert "epoch 1:  training loss" in out
+    assert "epoch 2 (cut off after 64 samples):  training loss" in out
+    assert "(epoch cut off after 64 samples)" in out
+    assert [e.train.samples for e in read_summary(Path("run")).history] == [None, 64]
 
 
 def test_the_default_folder_is_named_by_date_and_time_and_never_shared() -> None:

@@ -204,7 +204,7 @@ MODES = sorted(
 )
 
 
-@pytest.mark.representative("fp16_sr", "bf16_true")
+@pytest.mark.representative("half_sr", "bf16_true")
 @pytest.mark.parametrize("mode", MODES)
 def test_a13_every_mode_runs_on_a_cpu(mode: str) -> None:
     summary = run(f"precision={mode}", recipe=LINEAR, steps=20)

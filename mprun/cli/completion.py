@@ -1,0 +1,103 @@
+"""Tab completion: `mprun --completion bash` prints a script for bash, zsh or fish.
+
+A script that asks Python at each key press would take a third of a second for its imports. So the
+printed script has all names inside, and needs no Python. It completes commands, groups and their
+options, fields, values of fields that have few, and lists of values (`precision=fp32,bf<TAB>`).
+Names in a folder of the user's own (`--config-dir`) are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from mprun.cli.data_command import ACTIONS, NAMES
+from mprun.config import settings
+from mprun.config.reference import GROUPS, Field, leaves, options
+from mprun.errors import UsageError, hint
+
+SHELLS = ("bash", "zsh", "fish")
+OPTIONS = (
+    *("--config-dir", "--help", "--multirun", "-m"),
+    *("--show-config", "--version", "--completion"),
+)
+WITHOUT_RUN = {"compare": (), "data": (*ACTIONS, *NAMES, "data.root="), "doctor": ("device=",)}
+"""Commands that take no overrides of a run, to what they take instead, besides their settings."""
+MODES = ("memory.against", "compare.baseline")
+"""Settings that name a precision mode."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What can be completed."""
+
+    keys: Mapping[str, Sequence[str]]
+    """Command to what it takes; `*` for a run, which has no command."""
+    values: Mapping[tuple[str, ...], Sequence[str]]
+    """Keys to the values they have in common."""
+
+
+def completion_script(shell: str, sections: Mapping[str, Sequence[str]]) -> str:
+    """The script for a shell.
+
+    Args:
+        shell: one of `SHELLS`.
+        sections: each command's sections of `config/settings.py`.
+
+    Raises:
+        UsageError: another shell.
+    """
+    if shell not in SHELLS:
+        received = f"'{shell}' is no such shell" if shell else "a shell is missing"
+        raise UsageError(
+            f"--completion: {received}; legal: {', '.join(SHELLS)}{hint(shell, SHELLS)}"
+        )
+    names = _names(sections)
+    cases = _fish_cases if shell == "fish" else _cases
+    text = (files("mprun.cli") / f"completion.{shell}").read_text(encoding="utf-8")
+    for place, lines in {
+        "@VALUES@": cases("values", names.values),
+        "@KEYS@": cases("keys", {(command,): keys for command, keys in names.keys.items()}),
+        "@COMMANDS@": [" ".join(sections)],
+        "@OPTIONS@": [" ".join(OPTIONS)],
+    }.items():
+        text = text.replace(place, "\n".join(lines))
+    return text
+
+
+def _names(sections: Mapping[str, Sequence[str]]) -> _Names:
+    fields = {**leaves(), **settings.fields()}
+    of_run = [f"{key}=" for key in (*GROUPS, *leaves()) if key not in {f"{g}.name" for g in GROUPS}]
+    keys = {
+        command: (
+            *WITHOUT_RUN.get(command, of_run),
+            *(f"{key}=" for key in (settings.fields(own) if own else ())),
+        )
+        for command, own in sections.items()
+    }
+    by_values: dict[tuple[str, ...], list[str]] = {}
+    for key in (*GROUPS, *fields):
+        values = tuple(options(key)) if key in GROUPS else _values(fields[key])
+        if values:
+            by_values.setdefault(values, []).append(key)
+    return _Names({**keys, "*": of_run}, {tuple(k): values for values, k in by_values.items()})
+
+
+def _values(field: Field) -> tuple[str, ...]:
+    if field.key in MODES:
+        return tuple(options("precision"))
+    return ("true", "false") if field.type is bool else tuple(field.choices)
+
+
+def _cases(variable: str, lists: Mapping[tuple[str, ...], Sequence[str]]) -> Iterator[str]:
+    """Branches of `case` in bash and zsh."""
+    for keys, names in lists.items():
+        yield f"            {'|'.join(keys)}) {variable}=({' '.join(names)}) ;;"
+
+
+def _fish_cases(variable: str, lists: Mapping[tuple[str, ...], Sequence[str]]) -> Iterator[str]:
+    for keys, names in lists.items():
+        quoted = " ".join(keys).replace("*", "'*'")
+        yield f"            case {quoted}"
+        yield f"                set {variable} {' '.join(names)}"
