@@ -6,8 +6,6 @@ is a plain line at most every ten seconds, so that a log stays readable.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,17 +23,9 @@ QUIET_EVERY_S = 10.0
 # ---- consoles ------------------------------------------------------------------------------------
 
 
-class PatientConsole(Console):
-    """A console whose reader may close the pipe (`mprun ... | head`); the run continues."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def stdout_console() -> Console:
     """Where results go; colour, width and NO_COLOR are rich's."""
-    return PatientConsole()
+    return Console()
 
 
 def stderr_console() -> Console:

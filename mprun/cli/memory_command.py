@@ -34,7 +34,7 @@ def memory_command(args: Sequence[str]) -> int:
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
-    from mprun.records.files import new_folder
+    from mprun.records.files import new_folder, write_files
     from mprun.report.memory_tables import category_table, module_table
 
     modes = plan_modes(overrides, known.config_dir, settings.against)
@@ -43,7 +43,6 @@ def memory_command(args: Sequence[str]) -> int:
     given = [key for mode in modes for key in mode.composed.given]
     with traceback_in(folder):
         record = side_by_side([(mode.label, mode.plan) for mode in modes], given, settings.fits)
-    (folder / "memory.json").write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     print_line(console, _header(record))
     console.print(category_table(record), highlight=False)
     for mode in record.modes:
@@ -51,7 +50,7 @@ def memory_command(args: Sequence[str]) -> int:
         console.print(table, highlight=False)
     for note in _notes(record):
         print_line(console, note)
-    names = ["memory.json"]
+    names = write_files(folder, {"memory.json": json.dumps(asdict(record), indent=1)})
     if settings.picture:
         from mprun.report.plots.memory_plots import save_memory_plot
 

@@ -44,8 +44,8 @@ def search_ops_command(args: Sequence[str]) -> int:
     folder = new_folder(planned.low.composed.config.run.dir)
     with errors.status("", spinner="line") as status, traceback_in(folder):
         search, casts = planned.measure(status.update)
-    names = _write(folder, planned, search, None)
     _print(search)
+    names = _write(folder, planned, search, None)
     proof = None
     if settings.search_ops.steps:
         with errors.status("", spinner="line") as status:
@@ -65,16 +65,14 @@ def _write(
     folder: Path, planned: PlannedSearch, search: OpSearch, proof: Proof | None
 ) -> list[str]:
     """Write search_ops.json and the op lists; the files' names."""
-    from mprun.records.files import jsonable
+    from mprun.records.files import jsonable, write_files
     from mprun.report.op_list_text import texts
 
     content = planned.content(search, proof)
     text = json.dumps(jsonable(content), indent=1, allow_nan=False)
     config = f"recipe {content['recipe']}, precision {content['precision']}"
     files = {"search_ops.json": text, **texts(search, config)}
-    for name, file_text in files.items():
-        (folder / name).write_text(file_text, encoding="utf-8")
-    return list(files)
+    return write_files(folder, files)
 
 
 def _print(search: OpSearch) -> None:

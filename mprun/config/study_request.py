@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra.core.override_parser.types import Override
+
 from mprun.config.compose import parse, quoted
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS
@@ -62,7 +64,7 @@ def study_request(
         override = parse(text)
         key, value = override.key_or_group, override.value()
         if key in ("run.dir", "run.resume"):
-            folders[key] = str(value)
+            folders |= _folder(override)
         elif key in PATHS and isinstance(value, str):
             of_runs.append(f"{key}={quoted(Path(value).absolute())}")
         else:
@@ -82,6 +84,18 @@ def study_request(
         folders.get("run.dir"),
         None if resume is None else Path(resume),
     )
+
+
+def _folder(override: Override) -> dict[str, str]:
+    """The folder that an override names, by the key of the override; nothing for null."""
+    key, value = override.key_or_group, override.value()
+    if override.is_delete() or override.is_sweep_override() or isinstance(value, dict | list):
+        raise UsageError(f"'{override.input_line}': legal is the name of one folder, or null")
+    if value is None:
+        return {}
+    if not str(value).strip() or "\0" in str(value):
+        raise UsageError(f"{key}={str(value)!r}: legal is the name of a folder, or null")
+    return {key: str(value)}
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

@@ -34,6 +34,7 @@ from mprun.data.image_files import (
     sha256,
 )
 from mprun.errors import UsageError
+from mprun.records.reader import open_regular
 
 LOCK_TIMEOUT_S = 600.0
 """How long to wait for another process that downloads the same set."""
@@ -177,7 +178,11 @@ def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
 def _unpack(name: str, file: str, source: Path, folder: Path) -> None:
     packed, unpacked = source / f"{file}.gz", folder / file
     try:
-        with gzip.open(packed) as content, unpacked.open("wb") as whole:
+        with (
+            open_regular(packed) as stream,
+            gzip.open(stream) as content,
+            unpacked.open("wb") as whole,
+        ):
             shutil.copyfileobj(content, whole)
     except (EOFError, zlib.error) as error:
         raise DownloadError(f"{packed.name} is damaged: {error}") from None

@@ -11,12 +11,12 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mprun.errors import UsageError
+from mprun.errors import RunFailedError, UsageError
 
 
 def jsonable(value: Any) -> Any:
@@ -56,6 +56,24 @@ def write_atomic(path: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
+    """Write the files of a command's result into a folder; their names.
+
+    Raises:
+        RunFailedError: one cannot be written; the others before it are whole.
+    """
+    for name, content in files.items():
+        data = content.encode(errors="replace") if isinstance(content, str) else content
+        try:
+            write_atomic(folder / name, data)
+        except OSError as error:
+            raise RunFailedError(
+                f"{folder / name} cannot be written ({error.strerror}); make room, or name another "
+                "folder with run.dir=FOLDER, and run the command again"
+            ) from None
+    return list(files)
 
 
 def dated_folder() -> Path:

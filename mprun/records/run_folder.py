@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from mprun.errors import UsageError
 from mprun.records.files import jsonable, write_atomic, write_json
-from mprun.records.run_record import Summary, read_lines
+from mprun.records.run_record import METRICS, Summary, placed_lines
 
 
 class RunFolder:
@@ -46,9 +46,9 @@ class RunFolder:
             raise UsageError(
                 f"run.dir={path}: another mprun is running there; choose another folder"
             ) from None
-        except ValueError as error:  # not JSON, or not text: only when a run is resumed
+        except UsageError:  # a damaged line: only when a run is resumed
             self.close()
-            raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
+            raise
         except OSError as error:
             self.close()
             raise UsageError(
@@ -56,10 +56,10 @@ class RunFolder:
             ) from None
 
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> TextIO:
-        file = self.path / "metrics.jsonl"
+        file = self.path / METRICS
         if keep is None:
-            return file.open("x", encoding="utf-8")
-        lines = [x for x in read_lines(self.path) if keep(x)] if file.exists() else []
+            return file.open("w" if has_begun(self.path) else "x", encoding="utf-8")
+        lines = [x for x in placed_lines(self.path) if keep(x)] if file.exists() else []
         write_atomic(file, _as_text(lines).encode())
         return file.open("a", encoding="utf-8")
 
@@ -87,6 +87,18 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a full disk has been reported before
                 self._metrics.close()
         self._lock.release()
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run took a folder and ended before it recorded anything in it."""
+    checkpoints, metrics = folder / "checkpoints", folder / METRICS
+    try:
+        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
+        locked = {path.name for path in checkpoints.iterdir()} <= {".lock"}
+        recorded = metrics.exists() and metrics.lstat().st_size > 0
+    except OSError:
+        return False
+    return names <= {checkpoints.name, metrics.name} and locked and not recorded
 
 
 def _as_text(lines: list[dict[str, Any]]) -> str:

@@ -12,6 +12,7 @@ import torch
 from mprun.errors import MprunError, RunFailedError, first_line
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
+from mprun.train.checkpoint import CheckpointMisfitError
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -27,6 +28,8 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointMisfitError:  # nothing was trained: the record is as it was
+        raise
     except MprunError as error:
         _record(summary, folder, str(error))
         raise

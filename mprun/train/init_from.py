@@ -27,6 +27,7 @@ from mprun.precision.convert import dtype_of
 from mprun.precision.float16_range import float16_range
 from mprun.precision.layers import LAYER_MODES
 from mprun.recipe import Recipe
+from mprun.records.torch_archive import DamagedArchiveError
 from mprun.train import checkpoint
 
 LEGAL = (
@@ -135,7 +136,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
     file = _file_at(path)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = checkpoint.load_file(file)
+    except OSError as error:
+        raise UsageError(
+            f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
+        ) from None
+    except DamagedArchiveError as error:
+        raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(
             f"train.init_from={path}: {file} is damaged, or contains more than tensors and plain "

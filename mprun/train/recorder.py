@@ -150,14 +150,16 @@ class Recorder(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the figures."""
         self._watch.resume(state["elapsed_s"], state.get("time_budget_s"))
-        self.losses = state["losses"]
-        self._statistics.step_ms, self._statistics.data_ms = state["step_ms"], state["data_ms"]
+        self.losses = msgspec.convert(state["losses"], list[float])
+        self._statistics.step_ms = msgspec.convert(state["step_ms"], list[float])
+        self._statistics.data_ms = msgspec.convert(state["data_ms"], list[float])
         uncounted = [None] * len(self._statistics.step_ms)  # by an earlier version
-        self._statistics.page_faults = state.get("page_faults", uncounted)
+        faults = state.get("page_faults", uncounted)
+        self._statistics.page_faults = msgspec.convert(faults, list[int | None])
         summary = self._summary
         summary.history = msgspec.convert(state["history"], list[Epoch])
-        summary.train = TrainScore(**state["train"])
+        summary.train = msgspec.convert(state["train"], TrainScore)
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]
-        summary.loss_scale = LossScaleRow(**state["loss_scale"])
-        self._substituted = [Substitution(**row) for row in state.get("substitutions", [])]
+        summary.loss_scale = msgspec.convert(state["loss_scale"], LossScaleRow)
+        self._substituted = msgspec.convert(state.get("substitutions", []), list[Substitution])

@@ -33,6 +33,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.compare.formatting import counted
+from mprun.records.files import write_files
 from mprun.report import cells
 from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
 
@@ -96,11 +97,13 @@ def render(name: str, alt: str, draw: Callable[[Theme], Figure]) -> tuple[str, b
 
 
 def save(folder: Path, name: str, draw: Callable[[Theme], Figure]) -> list[Path]:
-    """Write a drawing as `name.png` and `name.svg`; the paths."""
-    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
-    paths[0].write_bytes(_png(draw))
-    paths[1].write_text(_svg(draw, LIGHT), encoding="utf-8")
-    return paths
+    """Write a drawing as `name.png` and `name.svg`; the paths.
+
+    Raises:
+        RunFailedError: they cannot be written.
+    """
+    files: dict[str, str | bytes] = {f"{name}.png": _png(draw), f"{name}.svg": _svg(draw, LIGHT)}
+    return [folder / file for file in write_files(folder, files)]
 
 
 def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
