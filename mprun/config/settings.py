@@ -294,8 +294,8 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
     try:
         value = OmegaConf.select(settings, field.key, throw_on_missing=True)
         if isinstance(value, ListConfig):
-            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-            if any(isinstance(item, list | dict) for item in value):
+            items: Any = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            if any(isinstance(item, list | dict) for item in items):
                 raise ValueError("an item is no name")
     except (OmegaConfBaseException, ValueError) as error:
         raise UsageError(
