@@ -17,12 +17,15 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
+
+from mprun.console import warn
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
@@ -127,9 +130,10 @@ def _compiled(
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder()
     library = folder / f"{Path(source).stem}-{name}.so"
-    if library.exists():
+    if _is_ours(library):
         return library
-    folder.mkdir(parents=True, exist_ok=True)  # someone may have emptied the cache meanwhile
+    # Someone may have emptied the cache meanwhile.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         out = Path(scratch) / library.name
         command = [*compiler, *flags, str(SOURCES / source), "-o", str(out), *last]
@@ -141,22 +145,63 @@ def _compiled(
             errors="replace",
             timeout=PATIENCE_S,
         )
+        out.chmod(0o700)  # whatever the umask: see _is_ours
         out.replace(library)  # atomic: two runs may compile at once
     return library
 
 
 @lru_cache
 def cache_folder() -> Path:
-    """Where libraries are stored: XDG_CACHE_HOME or ~/.cache, else a folder of this process."""
+    """Where libraries are stored: XDG_CACHE_HOME or ~/.cache, else a folder of this process.
+
+    A library is code that this process runs. So the folder is closed to other users, and one that
+    they own or could replace is not used.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := _other_owner(folder)) is None:
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o700)
+            tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
+            return folder
+        warn([f"{folder} is not used for compiled kernels: {owner}"])
     except (OSError, RuntimeError):
-        folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _other_owner(folder: Path) -> str | None:
+    """Why another user decides what is in `folder`, or None.
+
+    Who owns a folder above, or may write into it, can replace this one; in a sticky folder (/tmp)
+    only the owner can. Writing by a group is no reason: many systems give each user an own group.
+    """
+    if folder.is_symlink() or folder.stat().st_uid != _user():
+        return "it belongs to another user, or is a link"
+    for level, parent in enumerate(folder.resolve().parents):
+        status = parent.stat()
+        by_anyone = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if by_anyone or (level < 2 and status.st_uid not in (0, _user())):
+            return f"another user may replace it in {parent}"
+    return None
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether the file exists, belongs to this user, and nobody else may have written into it."""
+    try:
+        status = library.lstat()
+    except FileNotFoundError:
+        return False
+    by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(status.st_mode) and status.st_uid == _user() and not by_others
+
+
+def _user() -> int:
+    """This process's user; 0, which every file has, on systems without users."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def _processor() -> str:
