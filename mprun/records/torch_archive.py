@@ -8,6 +8,7 @@ older form, which PyTorch reads in Python, has nothing to check here.
 
 from __future__ import annotations
 
+import io
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -46,6 +47,8 @@ def _check_zip(file: BinaryIO) -> None:
         entries = archive.infolist()
         if len({entry.filename for entry in entries}) < len(entries):
             raise zipfile.BadZipFile("two entries have one name")
+        if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
+            raise zipfile.BadZipFile("its entries overlap")
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & ENCRYPTED:
                 raise zipfile.BadZipFile(f"{entry.filename!r} is not stored as it is")

@@ -1,9 +1,8 @@
 """Checkpoints: the state of a run between two steps, in one file.
 
-A file is written whole or not at all (a temporary file, synced, then renamed). It is checked before
-PyTorch reads it, see `records/torch_archive.py`, and loaded with `weights_only=True`: reading
-someone else's checkpoint never runs code. Its content is checked in two steps: what decides how the
-run is assembled, before it is; the rest against the state of the assembled run.
+A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
+else's checkpoint runs no code: see `torch_file.py`. Its content is checked in two steps: what
+decides how the run is assembled, before it is; the rest against the state of the assembled run.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted
 from mprun.records.run_record import Summary
-from mprun.records.torch_archive import check_archive
 from mprun.train.callbacks import Callback
+from mprun.train.torch_file import load_torch_file
 
 FORMAT_VERSION = 1
 NAME = "last.pt"
@@ -61,7 +60,7 @@ def load(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        state = checked(load_file(path), path)
+        state = checked(load_torch_file(path), path)
     except MprunError:
         raise
     except Exception as error:  # unpickling a damaged file raises almost anything
@@ -73,16 +72,6 @@ def load(run: Path) -> dict[str, Any] | None:
             f"{known.journal.steps}"
         )
     return state
-
-
-def load_file(path: Path) -> Any:
-    """The content of a file of weights or of a checkpoint, on the CPU.
-
-    Raises:
-        Exception: of any kind: the file is damaged, or contains more than tensors and plain values.
-    """
-    check_archive(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def checked(content: Any, path: Path) -> dict[str, Any]:
