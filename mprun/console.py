@@ -17,6 +17,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 
+from mprun.errors import printable
+
 QUIET_EVERY_S = 10.0
 
 
@@ -34,8 +36,14 @@ def stderr_console() -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line unchanged: no wrapping, no colour, no markup in square brackets."""
+    """Print a line as it is: no wrapping, no colour, no markup, no control characters."""
+    text = "\n".join(printable(line) for line in text.split("\n"))
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print what the user has to know on standard error, as one line."""
+    print_line(stderr_console(), f"note: {text}")
 
 
 def warn(warnings: Iterable[str]) -> None:

@@ -2,10 +2,15 @@
 
 A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
 them. Fields that only affect its end, its output or the location of files may change.
+
+The folder may be another person's. A recorded configuration was resolved when it was written, so
+`${...}` in it is text: it reads no environment variable. `run.trust` counts on the command line
+alone.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -18,7 +23,8 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config, Scheduler
 from mprun.errors import UsageError, first_line, hint
-from mprun.records.run_folder import has_begun
+from mprun.records.files import refuse_links
+from mprun.records.run_folder import ENTRIES, has_begun
 from mprun.records.yaml_reader import NotYamlError, read_yaml
 
 MAY_CHANGE = (
@@ -30,6 +36,7 @@ MAY_CHANGE = (
     "data.root",
     "debug.fp_exceptions",
     "debug.halt_after",
+    "run.trust",
 )
 LENGTH = ("train.epochs", "train.max_steps")
 CONFIG = "config.yaml"
@@ -45,7 +52,7 @@ def resumed(folder: str, parsed: list[Override]) -> DictConfig:
     try:
         for override in parsed:
             _apply(config, override)
-        config.run.dir = config.run.resume = folder
+        config.run.dir = config.run.resume = as_text(folder)
     except OmegaConfBaseException as error:  # a field of the file stands for nothing
         raise _invalid(Path(folder), _reason(error)) from None
     return config
@@ -68,11 +75,13 @@ def _apply(config: DictConfig, override: Override) -> None:
 
 def _saved(folder: Path) -> DictConfig:
     path = folder / CONFIG
+    refuse_links(folder, ENTRIES)
     try:
         _, content = read_yaml(path)
         if not isinstance(content, dict):
             raise _invalid(folder, "it is not a mapping")
-        config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(content))
+        config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
+        config.run.trust = False
     except OSError as error:
         if isinstance(error, FileNotFoundError) and has_begun(folder):
             raise UsageError(_nothing_recorded(folder)) from None
@@ -80,10 +89,20 @@ def _saved(folder: Path) -> DictConfig:
             f"run.resume={folder}: {path} cannot be read ({error.strerror}); "
             "write the folder of a run"
         ) from None
-    except (OmegaConfBaseException, NotYamlError, ValueError, RecursionError) as error:
+    except (OmegaConfBaseException, NotYamlError, ValueError, TypeError, RecursionError) as error:
         raise _invalid(folder, _reason(error)) from None
     assert isinstance(config, DictConfig)
     return config
+
+
+def as_text(value: Any) -> Any:
+    """Plain values for OmegaConf that it does not interpolate: `${` in a text stays what it is."""
+    if isinstance(value, str):
+        # A backslash escapes `${`, and the backslashes before it.
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+    if isinstance(value, dict):
+        return {key: as_text(item) for key, item in value.items()}
+    return [as_text(item) for item in value] if isinstance(value, list) else value
 
 
 def _invalid(folder: Path, reason: str) -> UsageError:

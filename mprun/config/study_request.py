@@ -29,6 +29,8 @@ class StudyRequest:
     """`run.dir`."""
     resume: Path | None
     """`run.resume`."""
+    trust: bool = False
+    """`run.trust`."""
 
     @property
     def seeds(self) -> range:
@@ -59,12 +61,14 @@ def study_request(
     settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     folders: dict[str, str] = {}
-    of_runs = []
+    of_runs, trust = [], False
     for text in rest:
         override = parse(text)
         key, value = override.key_or_group, override.value()
         if key in ("run.dir", "run.resume"):
             folders |= _folder(override)
+        elif key == "run.trust":
+            trust = _truth(text, value)
         elif key in PATHS and isinstance(value, str):
             of_runs.append(f"{key}={quoted(Path(value).absolute())}")
         else:
@@ -83,7 +87,14 @@ def study_request(
         config_dir,
         folders.get("run.dir"),
         None if resume is None else Path(resume),
+        trust,
     )
+
+
+def _truth(text: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"'{text}': run.trust is true or false")
+    return value
 
 
 def _folder(override: Override) -> dict[str, str]:

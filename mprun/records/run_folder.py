@@ -12,8 +12,14 @@ from typing import Any, TextIO
 from filelock import FileLock, Timeout
 
 from mprun.errors import UsageError
-from mprun.records.files import jsonable, write_atomic, write_json
+from mprun.records.files import jsonable, refuse_links, write_atomic, write_json
 from mprun.records.run_record import METRICS, Summary, placed_lines
+
+ENTRIES = (
+    *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
+    *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard"),
+)
+"""What a run reads and writes in its folder."""
 
 
 class RunFolder:
@@ -24,7 +30,8 @@ class RunFolder:
         keep: which lines of metrics.jsonl stay when a run is resumed; None for a new run.
 
     Raises:
-        UsageError: it contains a run, another process uses it, or it cannot be written.
+        UsageError: it contains a run or a link in place of one of its files, another process uses
+            it, or it cannot be written.
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
@@ -32,6 +39,7 @@ class RunFolder:
         self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
         self._metrics: TextIO | None = None
         try:
+            refuse_links(path, ENTRIES)
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
             self._lock.acquire()
@@ -80,6 +88,12 @@ class RunFolder:
     def fp_exceptions(self, content: dict[str, Any]) -> None:
         """Replace fp_exceptions.json."""
         write_json(self.path / "fp_exceptions.json", content)
+
+    def traceback(self, text: str) -> Path:
+        """Replace traceback.txt; its path."""
+        path = self.path / "traceback.txt"
+        write_atomic(path, text.encode(errors="replace"))
+        return path
 
     def close(self) -> None:
         """Close metrics.jsonl and unlock the folder."""

@@ -77,9 +77,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _write_traceback(folder: RunFolder) -> str:
     """Write the traceback of the current exception; returns a text with its path."""
-    path = folder.path / "traceback.txt"
     try:
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path = folder.traceback(traceback.format_exc())
     except OSError:
         return "its traceback could not be written"
     return f"the traceback is in {path}"

@@ -186,4 +186,6 @@ def test_a_value_that_stands_for_nothing_is_named() -> None:
     file = Path("run/config.yaml")
     text = file.read_text(encoding="utf-8").replace("lr: 0.001", "lr: ${x}")
     file.write_text(text, encoding="utf-8")
-    assert refusal() == ("run.resume=run: train.lr is a number (Interpolation key 'x' not found)")
+    message = refusal()
+    assert message.startswith("run.resume=run: train.lr is a number (")
+    assert "Value '${x}'" in message
