@@ -47,13 +47,14 @@ def _check_zip(file: BinaryIO) -> None:
         entries = archive.infolist()
         if len({entry.filename for entry in entries}) < len(entries):
             raise zipfile.BadZipFile("two entries have one name")
-        if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
-            raise zipfile.BadZipFile("its entries overlap")
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & ENCRYPTED:
                 raise zipfile.BadZipFile(f"{entry.filename!r} is not stored as it is")
             if entry.file_size != entry.compress_size:
                 raise zipfile.BadZipFile(f"{entry.filename!r} has two sizes")
+        if sum(entry.file_size for entry in entries) > file.seek(0, io.SEEK_END):
+            raise zipfile.BadZipFile("its entries overlap")
+        for entry in entries:
             with archive.open(entry) as content:
                 while content.read(BLOCK_BYTES):  # to its end, where the CRC-32 is compared
                     pass
