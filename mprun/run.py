@@ -22,7 +22,13 @@ from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Status, Summary, read_summary
 from mprun.train.callbacks import Callback, Messages
-from mprun.train.checkpoint import Checkpointer, Stateful, run_facts
+from mprun.train.checkpoint import (
+    Checkpointer,
+    CheckpointMisfitError,
+    Stateful,
+    restoring,
+    run_facts,
+)
 from mprun.train.checks import (
     PARTIAL,
     AccumulationCheck,
@@ -40,6 +46,7 @@ from mprun.train.faults import explain_faults
 from mprun.train.loggers import build_loggers
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.recorder import Recorder
+from mprun.train.saved_form import check_form, check_moments
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 
@@ -77,7 +84,8 @@ def run(
     """
     watch = watch or Stopwatch()
     with contextlib.closing(_open_folder(plan, saved)) as folder:
-        summary = _first_summary(plan, resolved, folder, watch)
+        earlier = _earlier_summary(plan, folder)
+        summary = _first_summary(plan, resolved, earlier, watch)
         with explain_faults(summary, folder), plan.backend_flags():
             folder.config(OmegaConf.to_yaml(resolved))
             folder.summary(summary)
@@ -88,6 +96,10 @@ def run(
             except (StopRequestedError, SignalReceivedError):
                 summary.status = "interrupted"
                 summary.error = f"{stop.name} at step {summary.steps}"
+            except CheckpointMisfitError:
+                if earlier is not None:
+                    folder.summary(earlier)
+                raise
             folder.summary(summary)
     return RunResult(summary, folder.path)
 
@@ -127,9 +139,11 @@ def _train(
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
-        trainer.load_state_dict(saved["trainer"])
-        recorder.load_state_dict(saved["journal"])
-        exceptions.load_state_dict(saved.get("exceptions", {}))
+        with restoring(folder.path):
+            _restore(trainer, saved["trainer"], "trainer")
+            check_moments(parts.optimizer)
+            _restore(recorder, saved["journal"], "journal")
+            _restore(exceptions, saved.get("exceptions", {}), "exceptions")
         messages.report(f"resumed at step {trainer.step}")
 
     with _ending(everyone, watch), stop.deferred():
@@ -148,6 +162,11 @@ def _train(
         messages.warn(
             check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
         )
+
+
+def _restore(part: Stateful, state: Any, name: str) -> None:
+    check_form(part.state_dict(), state, name)
+    part.load_state_dict(state)
 
 
 @contextlib.contextmanager
@@ -192,18 +211,24 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
     return RunFolder(Path(config.resume), keep)
 
 
+def _earlier_summary(plan: Plan, folder: RunFolder) -> Summary | None:
+    """The summary of the run that is resumed; None for a new run."""
+    if plan.config.run.resume is not None:
+        with contextlib.suppress(MprunError):  # a run killed at once has no summary
+            return read_summary(folder.path)
+    return None
+
+
 def _first_summary(
-    plan: Plan, resolved: dict[str, Any], folder: RunFolder, watch: Stopwatch
+    plan: Plan, resolved: dict[str, Any], earlier: Summary | None, watch: Stopwatch
 ) -> Summary:
     """The summary before the first step; that of a resumed run continues its earlier one."""
     summary = initial_summary(plan, resolved, watch.elapsed_here_s)
-    if plan.config.run.resume is not None:
-        with contextlib.suppress(MprunError):  # a run killed at once has no summary
-            earlier = read_summary(folder.path)
-            summary.started_at = earlier.started_at
-            kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
-            summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
-            summary.effective.partials_dtype = earlier.effective.partials_dtype
+    if earlier is not None:
+        summary.started_at = earlier.started_at
+        kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
+        summary.warnings = list(dict.fromkeys([*kept, *summary.warnings]))
+        summary.effective.partials_dtype = earlier.effective.partials_dtype
     return summary
 
 

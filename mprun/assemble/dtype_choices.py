@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mprun.config import Config
 from mprun.config.schema import Casting, LayerDType, OpListsConfig, Unlisted
-from mprun.errors import UsageError, first_line
+from mprun.errors import UsageError, hint
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy
 from mprun.precision.convert import convert
@@ -22,6 +19,7 @@ from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
+from mprun.records.yaml_reader import NotYamlError, read_yaml
 
 
 def build_policy(config: Config) -> Policy:
@@ -152,13 +150,21 @@ def _layers_file(path: Path) -> dict[str, str]:
     """The mapping in a file, checked: name to dtype or mode."""
     legal = list(LayerDType.__members__)
     try:
-        content = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        reason = first_line(error)
+        _, content = read_yaml(path)
+    except OSError as error:
+        reason = error.strerror
         raise UsageError(f"precision.layers_file={path} cannot be read ({reason})") from None
-    if not isinstance(content, dict) or not all(value in legal for value in content.values()):
+    except NotYamlError as error:
+        raise UsageError(f"precision.layers_file={path} is not YAML ({error})") from None
+    if not isinstance(content, dict):
         raise UsageError(
-            f"precision.layers_file={path}: a line for each module, 'name: dtype', "
-            f"with dtype (or mode) one of {', '.join(legal)}"
+            f"precision.layers_file={path}: it is not a mapping; legal is a line for each module, "
+            "'name: dtype'"
         )
+    for key, value in content.items():
+        if value not in legal:
+            raise UsageError(
+                f"precision.layers_file={path}: {key}: {str(value)[:40]!r}; legal is a dtype or a "
+                f"mode, one of {', '.join(legal)}{hint(str(value)[:40], legal)}"
+            )
     return {str(key): LayerDType[value].name for key, value in content.items()}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mprun.assemble.dtype_choices import (
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
 from mprun.assemble.optimizer import stores_low_precision
 from mprun.assemble.recipe_loading import Load, load_data, load_recipe
+from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config
 from mprun.config.schema import LrRule
 from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
@@ -106,6 +108,7 @@ def make_plan(
     given: Sequence[str],
     choices: Mapping[str, Any] | None = None,
     load: Load = load_data,
+    untrusted: Path | None = None,
 ) -> Plan:
     """Choose, check and load.
 
@@ -114,6 +117,8 @@ def make_plan(
         given: keys the user set, for warnings about those without effect in the recipe.
         choices: `Plan.choices` of the run that is resumed, which are repeated.
         load: gives a recipe's samples; a `DataCache` if several runs share them.
+        untrusted: a folder whose code is not run: by default that of `run.resume`, unless
+            `run.trust` is set.
 
     Raises:
         UsageError: see the package's text.
@@ -121,7 +126,9 @@ def make_plan(
     check_logger(config.logger.name)
     if config.speed.name == "auto":
         steady_heap()
-    recipe = load_recipe(config.recipe.target, config.recipe.model)
+    if untrusted is None and config.run.resume is not None and not config.run.trust:
+        untrusted = record_of(Path(config.run.resume))
+    recipe = load_recipe(config.recipe.target, config.recipe.model, untrusted)
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices)
     device = choose_device(earlier.get("device", config.device.name))

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from mprun.assemble.recipe_origin import UntrustedCodeError, announced
 from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError, first_line, hint
@@ -25,9 +26,15 @@ Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
 
 
-def load_recipe(target: str, parameters: dict[str, Any]) -> Recipe:
-    """The recipe's class with the user's parameters, each checked against its annotated type."""
-    kind = _import_recipe(target)
+def load_recipe(target: str, parameters: dict[str, Any], untrusted: Path | None = None) -> Recipe:
+    """The recipe's class with the user's parameters, each checked against its annotated type.
+
+    Args:
+        target: its import path.
+        parameters: the user's.
+        untrusted: a folder whose code is not run, or None.
+    """
+    kind = _import_recipe(target, untrusted)
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name, value in parameters.items():
         if name not in known:
@@ -63,13 +70,16 @@ def _check_metric(recipe: Recipe) -> None:
         )
 
 
-def _import_recipe(target: str) -> type[Recipe]:
+def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
     """The class at an import path; the current folder is searched too."""
     module_name, _, class_name = target.rpartition(".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        kind = getattr(importlib.import_module(module_name), class_name)
+        with announced(target, untrusted):
+            kind = getattr(importlib.import_module(module_name), class_name)
+    except UntrustedCodeError:
+        raise
     except Exception as error:  # the module is the user's: anything can be wrong with it
         raise UsageError(
             f"recipe.target={target} cannot be loaded ({type(error).__name__}: "

@@ -8,7 +8,6 @@ Both list every file of the data sets. The exit status is 0 if all are the publi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -153,6 +152,5 @@ def _conclude(files: Mapping[str, Sequence[FileState]], root: Path) -> None:
 
 
 def _print(text: str) -> None:
-    """Print a line at once; a character that the encoding lacks is written as an escape."""
-    encoding = sys.stdout.encoding or "ascii"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    """Print a line at once."""
+    print(text, flush=True)

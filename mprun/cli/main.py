@@ -6,7 +6,6 @@ printed at once.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from mprun.cli.double_command import double_command
 from mprun.cli.memory_command import memory_command
 from mprun.cli.numerics_command import numerics_command
 from mprun.cli.search_ops_command import search_ops_command
+from mprun.cli.standard_streams import patient_streams, reserve_descriptors
 from mprun.cli.sweep_command import sweep_command
 from mprun.cli.trace_command import trace_command
 from mprun.cli.train_command import train_command
@@ -75,10 +75,18 @@ BY_NAME = {command.name: command for command in COMMANDS}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run mprun with `arguments` (default: the process's own); the exit status."""
     is_process = arguments is None
+    if is_process:
+        reserve_descriptors()
     args = list(sys.argv[1:] if arguments is None else arguments)
+    with patient_streams() as output:
+        status = _status(args, process_start() if is_process else time.perf_counter())
+    return output.status(status)
+
+
+def _status(args: list[str], started_at: float) -> int:
+    """The exit status of a command; its error is printed."""
     try:
-        status = _dispatch(args, process_start() if is_process else time.perf_counter())
-        sys.stdout.flush()
+        return _dispatch(args, started_at)
     except MprunError as error:
         print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status
@@ -87,11 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except StoppedError as stopped:
         return stopped.status
-    except BrokenPipeError:  # the reader closed the pipe: `mprun --help | head`
-        # At exit Python flushes once more, which must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
-    return status
 
 
 def _dispatch(args: list[str], started_at: float) -> int:

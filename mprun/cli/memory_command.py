@@ -42,7 +42,7 @@ def memory_command(args: Sequence[str]) -> int:
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
-    from mprun.records.files import new_folder
+    from mprun.records.files import new_folder, write_files
     from mprun.report.memory_tables import category_table, module_table
 
     modes = plan_modes(overrides, known.config_dir, settings.against)
@@ -52,14 +52,13 @@ def memory_command(args: Sequence[str]) -> int:
     plans = [(mode.label, mode.plan) for mode in modes]
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
         record = side_by_side(plans, given, settings.fits, progress.begin)
-    (folder / "memory.json").write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
     print_line(console, _header(record))
     print_table(console, category_table(record))
     for mode in record.modes:
         print_table(console, module_table(mode, record.modes[0], settings.depth))
     for note in _notes(record):
         print_text(console, note)
-    names = ["memory.json"]
+    names = write_files(folder, {"memory.json": json.dumps(asdict(record), indent=1)})
     if settings.picture:
         from mprun.report.plots.memory_plots import save_memory_plot
 

@@ -57,9 +57,9 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     console, folder = stdout_console(), new_folder(composed.config.run.dir)
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
         content, inspected = recipe_numerics(planned, settings, stop, progress.begin)
-    names = _write(content, inspected, folder, settings.plots)
     steps, skipped = inspected.steps, inspected.skipped
     _print(inspected.result, settings.top)
+    names = _write(content, inspected, folder, settings.plots)
     print_line(
         console,
         f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped; "
@@ -85,15 +85,15 @@ def _write(
     content: dict[str, Any], inspected: InspectedSteps, folder: Path, plots: bool
 ) -> list[str]:
     """Write numerics.json and the plots; the files' names."""
-    from mprun.records.files import jsonable
+    from mprun.records.files import jsonable, write_files
 
     text = json.dumps(jsonable(content), indent=1, allow_nan=False)
-    (folder / "numerics.json").write_text(f"{text}\n", encoding="utf-8")
+    names = write_files(folder, {"numerics.json": f"{text}\n"})
     if not plots:
-        return ["numerics.json"]
+        return names
     from mprun.report.plots.numerics_plots import save_plots
 
     data = content["data"]
     title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
     title += f"{len(inspected.steps)} steps measured"
-    return ["numerics.json", *save_plots(inspected.result, title, folder)]
+    return [*names, *save_plots(inspected.result, title, folder)]

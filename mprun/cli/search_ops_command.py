@@ -71,14 +71,14 @@ def _search(
                 search, casts = planned.measure(LimitedParts(stop, progress.begin))
             except EndedEarlyError:
                 raise _nothing_measured(stop) from None
-        _write(folder, planned, search, None)
         _print(search)
+        names = _write(folder, planned, search, None)
         if casts is not None and settings.search_ops.steps:
             with JobProgress(stderr_console()) as progress:
                 parts = LimitedParts(stop, progress.begin)
                 proof = planned.prove(casts, parts)
             search = planned.with_open_proof(search, proof, parts.ended_by)
-        names = _write(folder, planned, search, proof)
+            names = _write(folder, planned, search, proof)
         for line in _conclusion(search, proof):
             print_text(console, line)
         print_line(console, f"written: {folder}/{', '.join(names)}")
@@ -100,16 +100,14 @@ def _write(
     folder: Path, planned: PlannedSearch, search: OpSearch, proof: Proof | None
 ) -> list[str]:
     """Write search_ops.json and the op lists; the files' names."""
-    from mprun.records.files import jsonable
+    from mprun.records.files import jsonable, write_files
     from mprun.report.op_list_text import texts
 
     content = planned.content(search, proof)
     text = json.dumps(jsonable(content), indent=1, allow_nan=False)
     config = f"recipe {content['recipe']}, precision {content['precision']}"
     files = {"search_ops.json": text, **texts(search, config)}
-    for name, file_text in files.items():
-        (folder / name).write_text(file_text, encoding="utf-8")
-    return list(files)
+    return write_files(folder, files)
 
 
 def _print(search: OpSearch) -> None:

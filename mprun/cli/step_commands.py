@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING
 
 from mprun.console import print_line, stdout_console, warn
 from mprun.errors import RunFailedError
+from mprun.records.files import write_atomic
 
 if TYPE_CHECKING:
     from mprun.experiments.planned_run import PlannedRun
+
+FILE = "traceback.txt"
 
 
 def introduce(planned: PlannedRun) -> None:
@@ -36,7 +39,11 @@ def traceback_in(folder: Path) -> Iterator[None]:
     except RunFailedError as error:
         if error.__cause__ is None:
             raise
-        path = folder / "traceback.txt"
         text = "".join(traceback.format_exception(error.__cause__))
-        path.write_text(text, encoding="utf-8")
-        raise RunFailedError(f"{error} (the traceback is in {path})") from None
+        try:
+            write_atomic(folder / FILE, text.encode(errors="replace"))
+        except OSError:
+            where = "its traceback could not be written"
+        else:
+            where = f"the traceback is in {folder / FILE}"
+        raise RunFailedError(f"{error} ({where})") from None

@@ -43,7 +43,7 @@ def study_of(
     from mprun.experiments.study import resumed_study
 
     if request.resume is not None:
-        return resumed_study(request.command, request.resume)
+        return resumed_study(request.command, request.resume, request.trust)
     study = new(request)
     for name, reason in study.plan.not_tried.items():
         report(name, reason)

@@ -35,7 +35,7 @@ def trace_command(args: Sequence[str]) -> int:
         is_computed_by_mprun,
         trace_recipe,
     )
-    from mprun.records.files import new_folder
+    from mprun.records.files import new_folder, write_files
     from mprun.report.trace_tables import chrome, kinds_table, step_table, totals
 
     planned = plan_run(composed, "trace")
@@ -45,15 +45,13 @@ def trace_command(args: Sequence[str]) -> int:
         try:
             record = trace_recipe(planned)
         except TraceFailedError as failed:
-            (folder / "trace.json").write_text(json.dumps(failed.content), encoding="utf-8")
+            write_files(folder, {"trace.json": json.dumps(failed.content)})
             if failed.trace.rows:
                 print_table(console, step_table(failed.trace.rows))
             raise RunFailedError(
                 f"the step cannot run, the ops before the failure are above: {failed}"
             ) from failed.__cause__
     content, rows = msgspec.to_builtins(record), record.rows
-    for name, data in (("trace.json", content), ("trace.chrome.json", chrome(rows))):
-        (folder / name).write_text(json.dumps(data, indent=1), encoding="utf-8")
     print_table(console, totals(record))
     print_table(console, kinds_table(rows))
     if settings.trace.ops:
@@ -64,5 +62,7 @@ def trace_command(args: Sequence[str]) -> int:
             "note: ops that mprun computes itself (emulated or substituted) are shown as the model "
             "calls them; casts inside them are not counted",
         )
-    print_line(console, f"written: {folder}/trace.json, trace.chrome.json")
+    data = {"trace.json": content, "trace.chrome.json": chrome(rows)}
+    names = write_files(folder, {name: json.dumps(x, indent=1) for name, x in data.items()})
+    print_line(console, f"written: {folder}/{', '.join(names)}")
     return EXIT_OK

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, parse_arguments
+from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
 from mprun.train.signals import StopSignals, interruptible
@@ -87,7 +88,8 @@ def _sweep(arguments: Arguments) -> int:
 def sweep_job(composed: Composed, folder: Path) -> int:
     """One run of a sweep. Its failure is printed, and the other runs continue."""
     try:
-        status = _run(composed, Stopwatch())
+        with patient_streams():  # a launcher may run it in a process of its own
+            status = _run(composed, Stopwatch())
     except MprunError as error:
         print(f"mprun: run {folder.name}: {error}", file=sys.stderr)
         return error.status

@@ -32,6 +32,7 @@ from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
+from mprun.records.yaml_reader import NotYamlError, read_yaml
 
 CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
@@ -57,6 +58,12 @@ class Composed:
     warnings: tuple[str, ...]
     """Fields the user set that have no effect in this configuration."""
 
+
+RAISED = (
+    *(HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError),
+    *(LookupError, AttributeError, AssertionError, RecursionError),
+)
+"""What Hydra raises for wrong overrides, and for files whose content it does not expect."""
 
 SPELLINGS = {
     "debug.fp_exceptions=true": "debug.fp_exceptions=log",
@@ -86,7 +93,12 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
             raw = _compose([*map(for_hydra, parsed), *extra], parsed)
         else:
             raw = resumed(str(resume), parsed)
-    return to_composed(raw, parsed, new=resume is None)
+    if resume is None:
+        return to_composed(raw, parsed)
+    try:
+        return to_composed(raw, parsed, new=False)
+    except UsageError as error:
+        raise UsageError(f"run.resume={resume}: {error}") from None
 
 
 @cache
@@ -248,13 +260,24 @@ def _check_option(override: Override, group: str, config_dir: Path | None) -> No
     if not isinstance(value, str) or value not in known:
         near = (mode_hint if group == "precision" else hint)(str(value), known)
         raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
+    if config_dir is not None and value not in options(group):
+        _check_own_option(config_dir / group / f"{value}.yaml")
+
+
+def _check_own_option(path: Path) -> None:
+    """Raise `UsageError` unless a user's file is YAML; Hydra reads it without limits."""
+    try:
+        read_yaml(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror})") from None
+    except NotYamlError as error:
+        raise UsageError(f"{path} is not a valid configuration ({error})") from None
 
 
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
-    raised = (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError, TypeError)
     try:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
-    except raised as error:
+    except RAISED as error:
         raise UsageError(_explain(error, parsed)) from None
 
 

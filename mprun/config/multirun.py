@@ -81,6 +81,8 @@ def sweep(
             hydra.multirun(CONFIG_NAME, _Task(job), for_sweep, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
+        except OSError as error:  # Hydra writes multirun.yaml there
+            raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
     return folder
 
 

@@ -2,10 +2,16 @@
 
 A resumed run gives the same bits as an uninterrupted one, so it keeps every field that affects
 them. Fields that only affect its end, its output or the location of files may change.
+
+The folder may be another person's. A recorded configuration was resolved when it was written, so
+`${...}` in it is text: it reads no environment variable. `run.trust` counts on the command line
+alone.
 """
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +19,13 @@ from hydra import compose
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config, Scheduler
-from mprun.errors import UsageError, hint
+from mprun.errors import UsageError, first_line, hint
+from mprun.records.files import refuse_links
+from mprun.records.run_folder import ENTRIES, has_begun
+from mprun.records.yaml_reader import NotYamlError, read_yaml
 
 MAY_CHANGE = (
     "train.epochs",
@@ -28,8 +36,10 @@ MAY_CHANGE = (
     "data.root",
     "debug.fp_exceptions",
     "debug.halt_after",
+    "run.trust",
 )
 LENGTH = ("train.epochs", "train.max_steps")
+CONFIG = "config.yaml"
 
 
 def resumed(folder: str, parsed: list[Override]) -> DictConfig:
@@ -39,39 +49,79 @@ def resumed(folder: str, parsed: list[Override]) -> DictConfig:
         UsageError: there is no run, or an override would change its bits.
     """
     config = _saved(Path(folder))
-    for override in parsed:
-        key, value = override.key_or_group, override.value()
-        if key == "run.resume":
-            continue
-        if key in MAY_CHANGE:
-            _check_length(config, key, value)
-            _check_skip(config, key, value)
-            _update(config, key, value, str(override.input_line))
-        elif not _is_same(config, key, value):
-            raise UsageError(
-                f"'{override.input_line}': a resumed run keeps its configuration; "
-                f"legal changes: {', '.join(MAY_CHANGE)}{hint(key, MAY_CHANGE)}"
-            )
-    config.run.dir = config.run.resume = folder
+    try:
+        for override in parsed:
+            _apply(config, override)
+        config.run.dir = config.run.resume = as_text(folder)
+    except OmegaConfBaseException as error:  # a field of the file stands for nothing
+        raise _invalid(Path(folder), _reason(error)) from None
     return config
 
 
+def _apply(config: DictConfig, override: Override) -> None:
+    key, value = override.key_or_group, override.value()
+    if key == "run.resume":
+        return
+    if key in MAY_CHANGE:
+        _check_length(config, key, value)
+        _check_skip(config, key, value)
+        _update(config, key, value, str(override.input_line))
+    elif not _is_same(config, key, value):
+        raise UsageError(
+            f"'{override.input_line}': a resumed run keeps its configuration; "
+            f"legal changes: {', '.join(MAY_CHANGE)}{hint(key, MAY_CHANGE)}"
+        )
+
+
 def _saved(folder: Path) -> DictConfig:
-    path = folder / "config.yaml"
+    path = folder / CONFIG
+    refuse_links(folder, ENTRIES)
     try:
-        config = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+        _, content = read_yaml(path)
+        if not isinstance(content, dict):
+            raise _invalid(folder, "it is not a mapping")
+        config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
+        config.run.trust = False
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and has_begun(folder):
+            raise UsageError(_nothing_recorded(folder)) from None
         raise UsageError(
             f"run.resume={folder}: {path} cannot be read ({error.strerror}); "
             "write the folder of a run"
         ) from None
-    except (OmegaConfBaseException, YAMLError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(
-            f"run.resume={folder}: {path} is not a valid configuration ({reason})"
-        ) from None
+    except (OmegaConfBaseException, NotYamlError, ValueError, TypeError, RecursionError) as error:
+        raise _invalid(folder, _reason(error)) from None
     assert isinstance(config, DictConfig)
     return config
+
+
+def as_text(value: Any) -> Any:
+    """Plain values for OmegaConf that it does not interpolate: `${` in a text stays what it is."""
+    if isinstance(value, str):
+        # A backslash escapes `${`, and the backslashes before it.
+        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
+    if isinstance(value, dict):
+        return {key: as_text(item) for key, item in value.items()}
+    return [as_text(item) for item in value] if isinstance(value, list) else value
+
+
+def _invalid(folder: Path, reason: str) -> UsageError:
+    path = folder / CONFIG
+    return UsageError(f"run.resume={folder}: {path} is not a valid configuration ({reason})")
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, after the field that it is about."""
+    key = getattr(error, "full_key", None)
+    return f"{key}: {first_line(error)}" if key else first_line(error)
+
+
+def _nothing_recorded(folder: Path) -> str:
+    again = shlex.quote(f"run.dir={folder}")
+    return (
+        f"run.resume={folder}: the run ended before anything was recorded, so there is nothing to "
+        f"resume; begin it again with its own overrides: mprun OVERRIDES {again}"
+    )
 
 
 def _check_length(config: DictConfig, key: str, value: Any) -> None:

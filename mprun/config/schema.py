@@ -380,6 +380,8 @@ class RunConfig:
     """The run's folder, without an earlier run; default outputs/<date>/<time>."""
     resume: str | None = None
     """Resume the run in this folder from its last checkpoint, with its own configuration."""
+    trust: bool = False
+    """Also run recipe code that lies in the folder that is resumed: only for folders you trust."""
 
 
 @dataclass

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.types import Override
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
 from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
-from mprun.errors import UsageError, hint
+from mprun.errors import UsageError, first_line, hint
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
@@ -272,18 +273,39 @@ def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]
     """
     settings, rest = OmegaConf.structured(Settings), []
     known = fields(sections)
+    given: dict[str, Override] = {}
     for text in overrides:
-        if text.lstrip("+").partition("=")[0].partition(".")[0] not in sections:
+        if text.lstrip("+~").partition("=")[0].partition(".")[0] not in sections:
             rest.append(text)
             continue
-        override = parse(text)
-        key, value = override.key_or_group, override.value()
+        override = _setting(text)
+        key = override.key_or_group
         if key not in known:
             raise UsageError(
                 f"'{text}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
             )
-        _set(settings, known[key], value, text)
+        _set(settings, known[key], override.value(), text)
+        given[key] = override
+    for key, override in given.items():
+        _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
+
+
+def _setting(text: str) -> Override:
+    """An override that gives a setting its one value.
+
+    Raises:
+        UsageError: it is something else.
+    """
+    override = parse(text)
+    key = override.key_or_group
+    if override.is_delete():
+        raise UsageError(f"'{text}': nothing can be deleted; leave {key} out for its default")
+    if override.package is not None:
+        raise UsageError(f"'{text}': a setting has no package; write {key}=...")
+    if override.is_sweep_override():
+        raise UsageError(f"'{text}' lists several values; a setting has one: {key}=...")
+    return override
 
 
 def _set(settings: Any, field: Field, value: Any, text: str) -> None:
@@ -292,8 +314,23 @@ def _set(settings: Any, field: Field, value: Any, text: str) -> None:
     except (OmegaConfBaseException, ValueError):
         near = hint(str(value), field.choices)
         raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
+
+
+def _check_value(settings: Any, field: Field, override: Override) -> None:
+    """Raise `UsageError` unless the value that a setting stands for exists and is in its range."""
+    try:
+        value = OmegaConf.select(settings, field.key, throw_on_missing=True)
+        if isinstance(value, ListConfig):
+            items: Any = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            if any(isinstance(item, list | dict) for item in items):
+                raise ValueError("an item is no name")
+    except (OmegaConfBaseException, ValueError) as error:
+        raise UsageError(
+            f"'{override.input_line}': {field.key} is {field.legal} ({first_line(error)})"
+        ) from None
     if field.key in RANGES:
-        RANGES[field.key].check(field.key, value)
+        typed = override.value()  # shown as it was typed: -1, not -1.0
+        RANGES[field.key].check(field.key, typed if isinstance(typed, int | float) else value)
 
 
 UNITS = {

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra.core.override_parser.types import Override
+
 from mprun.config.compose import parse, quoted
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS
@@ -27,6 +29,8 @@ class StudyRequest:
     """`run.dir`."""
     resume: Path | None
     """`run.resume`."""
+    trust: bool = False
+    """`run.trust`."""
 
     @property
     def seeds(self) -> range:
@@ -57,12 +61,14 @@ def study_request(
     settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     folders: dict[str, str] = {}
-    of_runs = []
+    of_runs, trust = [], False
     for text in rest:
         override = parse(text)
         key, value = override.key_or_group, override.value()
         if key in ("run.dir", "run.resume"):
-            folders[key] = str(value)
+            folders |= _folder(override)
+        elif key == "run.trust":
+            trust = _truth(text, value)
         elif key in PATHS and isinstance(value, str):
             of_runs.append(f"{key}={quoted(Path(value).absolute())}")
         else:
@@ -81,7 +87,26 @@ def study_request(
         config_dir,
         folders.get("run.dir"),
         None if resume is None else Path(resume),
+        trust,
     )
+
+
+def _truth(text: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise UsageError(f"'{text}': run.trust is true or false")
+    return value
+
+
+def _folder(override: Override) -> dict[str, str]:
+    """The folder that an override names, by the key of the override; nothing for null."""
+    key, value = override.key_or_group, override.value()
+    if override.is_delete() or override.is_sweep_override() or isinstance(value, dict | list):
+        raise UsageError(f"'{override.input_line}': legal is the name of one folder, or null")
+    if value is None:
+        return {}
+    if not str(value).strip() or "\0" in str(value):
+        raise UsageError(f"{key}={str(value)!r}: legal is the name of a folder, or null")
+    return {key: str(value)}
 
 
 def _refuse(overrides: Sequence[str], keys: Sequence[str], reason: str) -> None:

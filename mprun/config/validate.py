@@ -109,6 +109,9 @@ PATHS = {
     "op_lists.promote_file": "a file",
 }
 
+NAMES = ("recipe.name", "precision.name", "op_lists.name", "logger.name", "preset.name")
+"""Names that the terminal shows; in a resumed folder they may be someone else's."""
+
 OPTIMIZER_FIELDS = {
     OptimizerName.sgd: {"name", "momentum", "weight_decay"},
     OptimizerName.rmsprop: {"name", "momentum", "weight_decay", "alpha", "eps"},
@@ -145,6 +148,11 @@ def check(config: Config) -> None:
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
     _check_op_lists(config)
+    for key in NAMES:
+        if not get(config, key).isprintable():
+            raise UsageError(
+                f"{key}={get(config, key)!r}: legal is a name without control characters"
+            )
     for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
@@ -254,6 +262,8 @@ def without_inert(
 
 
 def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+    if config.run.resume is None:
+        yield "run.trust", "it is about the folder of run.resume"
     source = config.data.source
     if source is DataSource.generated:
         yield "data.root", "data.source=generated reads no files"

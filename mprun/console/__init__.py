@@ -6,8 +6,6 @@ is a plain line at most every ten seconds, so that a log stays readable.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from mprun.console.fitted_table import FittedTable, broken
+from mprun.errors import printable
 
 QUIET_EVERY_S = 10.0
 REDRAW_EVERY_S = 0.2
@@ -27,17 +26,9 @@ REDRAW_EVERY_S = 0.2
 # ---- consoles ------------------------------------------------------------------------------------
 
 
-class PatientConsole(Console):
-    """A console whose reader may close the pipe (`mprun ... | head`); the run continues."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def stdout_console() -> Console:
     """Where results go; colour, width and NO_COLOR are rich's."""
-    return PatientConsole()
+    return Console()
 
 
 def stderr_console() -> Console:
@@ -46,8 +37,14 @@ def stderr_console() -> Console:
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line unchanged: no wrapping, no colour, no markup in square brackets."""
+    """Print a line as it is: no wrapping, no colour, no markup, no control characters."""
+    text = "\n".join(printable(line) for line in text.split("\n"))
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Print what the user has to know on standard error, as one line."""
+    print_line(stderr_console(), f"note: {text}")
 
 
 def print_text(console: Console, text: str) -> None:

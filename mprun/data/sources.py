@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 import torch
 from filelock import FileLock, Timeout
@@ -26,6 +27,7 @@ from mprun.data.batches import TensorSet
 from mprun.data.generated import draw
 from mprun.data.image_files import (
     SHA256,
+    SIZE_BYTES,
     check,
     fetch_command,
     find_root,
@@ -34,7 +36,16 @@ from mprun.data.image_files import (
     sha256,
 )
 from mprun.errors import UsageError
+from mprun.records.reader import open_regular
 
+MIRRORS = {
+    "MNIST": ("https://ossci-datasets.s3.amazonaws.com/mnist/",),
+    "FashionMNIST": (
+        "https://fashion-mnist.s3.eu-central-1.amazonaws.com/",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+    ),
+}
+"""Servers by set; torchvision knows FashionMNIST's first one as a plain HTTP address."""
 LOCK_TIMEOUT_S = 600.0
 """How long to wait for another process that downloads the same set."""
 DOWNLOAD = ".download-"
@@ -181,23 +192,35 @@ def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
 def _unpack(name: str, file: str, source: Path, folder: Path) -> None:
     packed, unpacked = source / f"{file}.gz", folder / file
     try:
-        with gzip.open(packed) as content, unpacked.open("wb") as whole:
-            shutil.copyfileobj(content, whole)
+        with (
+            open_regular(packed) as stream,
+            gzip.open(stream) as content,
+            unpacked.open("wb") as whole,
+        ):
+            _copy(content, whole, SIZE_BYTES[file])
     except (EOFError, zlib.error) as error:
         raise DownloadError(f"{packed.name} is damaged: {error}") from None
     if sha256(unpacked) != SHA256[name][file]:
         raise DownloadError(f"{packed.name} does not hold the published file")
 
 
+def _copy(content: gzip.GzipFile, whole: IO[bytes], size: int) -> None:
+    """Copy at most one byte more than the published file has: an archive can hold terabytes."""
+    left = size + 1
+    while left and (block := content.read(min(left, 1 << 20))):
+        whole.write(block)
+        left -= len(block)
+
+
 def _download_packed(name: str, file: str, folder: Path) -> None:
-    """Download a packed file from the first of torchvision's mirrors that has it."""
+    """Download a packed file from the first mirror that has it; its MD5 is torchvision's."""
     from torchvision import datasets
     from torchvision.datasets.utils import download_url
 
     published = getattr(datasets, name)
     packed, md5 = next(r for r in published.resources if r[0] == f"{file}.gz")
-    failure: Exception = DownloadError("torchvision names no server")
-    for mirror in published.mirrors:
+    failure: Exception = DownloadError("no server is known")
+    for mirror in MIRRORS[name]:
         try:
             with contextlib.redirect_stdout(None):
                 download_url(f"{mirror}{packed}", str(folder), packed, md5)

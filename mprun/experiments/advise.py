@@ -27,7 +27,7 @@ from mprun.config.variants import BASELINE, variants
 from mprun.errors import UsageError
 from mprun.experiments.study import Study, StudyResult, held_out, new_study
 from mprun.experiments.trials import Outcome
-from mprun.records.run_record import Summary, number, read_lines
+from mprun.records.run_record import Summary, number, placed_lines
 
 SAME_MEMORY = 1.01
 """Peaks within this factor are the same."""
@@ -333,7 +333,7 @@ def alarms_by_variant(comparison: Comparison) -> dict[str, list[str]]:
         v.label: [
             f"seed {run.summary.seed}: {text}"
             for run in v.runs
-            for text in alarms(run.summary, read_lines(run.path))
+            for text in alarms(run.summary, list(placed_lines(run.path)))
         ]
         for v in comparison.variants
     }

@@ -9,21 +9,24 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from mprun.assemble import DataCache, load_recipe, make_plan
 from mprun.assemble.plan import data_request
+from mprun.assemble.recipe_origin import lies_in
 from mprun.config import Composed, compose
 from mprun.config.settings import Split
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import variants
-from mprun.errors import RunFailedError, StoppedError, UsageError
+from mprun.console import note
+from mprun.errors import RunFailedError, StoppedError, UsageError, printable
 from mprun.experiments.budget import BudgetSignals, TrialBudget
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
-from mprun.records.files import new_folder, remove_leftovers
+from mprun.records.files import new_folder, refuse_links, remove_leftovers
 from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
 
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
@@ -46,11 +49,18 @@ class Study:
     folder: Path
     plan: StudyPlan
     load: DataCache = field(default_factory=DataCache, compare=False)
+    trusted: bool = field(default=True, compare=False)
+    """Whether recipe code that lies in the folder may run; see `run.trust`."""
 
     @property
     def config_dir(self) -> Path | None:
         """The user's own folder of configs."""
         return None if self.plan.config_dir is None else Path(self.plan.config_dir)
+
+    @property
+    def untrusted(self) -> Path | None:
+        """The folder, unless its code may run."""
+        return None if self.trusted else self.folder
 
     @property
     def baseline(self) -> str:
@@ -86,8 +96,9 @@ class Study:
         dropped: set[str] = set()
         budget = TrialBudget(stop.budget)
         with _locked(self.folder):
-            load_samples(self.trials[0].overrides, self.config_dir, self.load)
-            trials = Trials(self.folder, self.config_dir, stop, progress, self.load)
+            first, config_dir = self.trials[0].overrides, self.config_dir
+            load_samples(first, config_dir, self.load, self.untrusted)
+            trials = Trials(self.folder, config_dir, stop, progress, self.load, self.untrusted)
             for seed in self.plan.seeds:
                 of_seed = [t for t in self.trials if t.seed == seed and t.variant not in dropped]
                 partner: str | None = self.baseline  # whose trial of this seed is still to come
@@ -196,25 +207,71 @@ def new_sweep(request: StudyRequest) -> Study:
     return new_study(request, sweep.overrides, not_tried=sweep.left_out, load=load)
 
 
-def resumed_study(command: str, folder: Path) -> Study:
+def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
     """The study of this command in `folder`.
 
+    Args:
+        command: its name.
+        folder: the study's.
+        trust: whether code that lies in the folder may run, and its overrides be interpolated.
+
     Raises:
-        UsageError: it does not exist, is another command's, or a later version of mprun wrote it.
+        UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
+            it asks for more than a study that is not trusted may.
     """
+    refuse_links(folder, [FILE, ".lock"])
     study_plan = read_study_plan(folder)
     if study_plan.command != command:  # another study has other samples and another question
         raise UsageError(
             f"run.resume={folder}: this is a study of mprun {study_plan.command}; resume it with: "
             f"mprun {study_plan.command} run.resume={shlex.quote(str(folder))}"
         )
-    return Study(folder, study_plan)
+    if not trust:
+        _check_untrusted(folder, study_plan)
+    return Study(folder, study_plan, trusted=trust)
 
 
-def load_samples(overrides: Sequence[str], config_dir: Path | None, load: DataCache) -> None:
-    """Load the samples before the first run: an error in them is an error in every run."""
+def _check_untrusted(folder: Path, plan: StudyPlan) -> None:
+    """Refuse what someone who made the folder could do to the user who resumes it."""
+    refuse_links(folder, [path.name for path in folder.iterdir()])
+    trust = "if the study is yours, add run.trust=true"
+    if not all(name.isprintable() for name in plan.variants):
+        raise UsageError(f"{folder / FILE} is damaged: a variant has no name that can be printed")
+    for text in (*plan.of_trials, *chain(*plan.variants.values())):
+        if text.lstrip("+").startswith("run."):
+            raise UsageError(f"run.resume={folder}: {FILE} contains '{printable(text)}'; {trust}")
+        if "${" in text:
+            raise UsageError(
+                f"run.resume={folder}: {FILE} contains '{printable(text)}', which can read "
+                f"environment variables into the record; {trust}"
+            )
+    if plan.config_dir is None:
+        return
+    if lies_in(Path(plan.config_dir), folder):
+        raise UsageError(
+            f"run.resume={folder}: {FILE} takes configurations from {plan.config_dir}, a part of "
+            f"the study itself; {trust}"
+        )
+    note(f"{folder / FILE} takes configurations from {plan.config_dir}")
+
+
+def load_samples(
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    load: DataCache,
+    untrusted: Path | None = None,
+) -> None:
+    """Load the samples before the first run: an error in them is an error in every run.
+
+    Args:
+        overrides: of a run.
+        config_dir: a further folder of configs, or None.
+        load: loads them.
+        untrusted: a folder whose code is not run, or None.
+    """
     config = compose(overrides, config_dir).config
-    load(load_recipe(config.recipe.target, config.recipe.model), data_request(config))
+    recipe = load_recipe(config.recipe.target, config.recipe.model, untrusted)
+    load(recipe, data_request(config))
 
 
 def held_out(composed: Composed, load: DataCache) -> list[str]:

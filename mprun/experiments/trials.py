@@ -22,6 +22,7 @@ from typing import Any
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import Composed, compose
 from mprun.config.compose import quoted
+from mprun.config.resume import as_text
 from mprun.console import Moment, ProgressView
 from mprun.errors import MachineFailedError, MprunError, StoppedError
 from mprun.experiments.study_progress import StudyProgress
@@ -105,6 +106,7 @@ class Trials:
         stop: the signals, entered.
         view: shows the progress of each trial.
         load: loads the samples once.
+        untrusted: a folder whose code is not run, or None.
     """
 
     def __init__(
@@ -114,9 +116,11 @@ class Trials:
         stop: StopSignals,
         view: StudyProgress,
         load: DataCache,
+        untrusted: Path | None = None,
     ) -> None:
         self._folder, self._config_dir = folder, config_dir
         self._stop, self._view, self._load = stop, view, load
+        self._untrusted = untrusted
         self._warnings: set[str] = set()
         self._warm = False
 
@@ -151,10 +155,11 @@ class Trials:
     def _carry_out(self, trial: Trial, folder: Path) -> Summary:
         saved = checkpoint.load(folder)
         if saved is not None:
-            composed = compose([f"run.resume={quoted(folder)}"], self._config_dir)
+            trust = f"run.trust={str(self._untrusted is None).lower()}"
+            composed = compose([f"run.resume={quoted(folder)}", trust], self._config_dir)
         else:
             put_aside(folder)
-            own = [f"seed={trial.seed}", f"run.dir={quoted(folder)}"]
+            own = [f"seed={trial.seed}", f"run.dir={quoted(as_text(str(folder)))}"]
             composed = compose([*trial.overrides, *own], self._config_dir)
         choices = saved["choices"] if saved else None
         if not self._warm:  # it loads the data too, which is not a part of the first trial
@@ -169,7 +174,8 @@ class Trials:
         return run(plan, composed.resolved, self._stop, [progress], saved, watch).summary
 
     def _plan(self, composed: Composed, choices: Mapping[str, Any] | None) -> Plan:
-        return make_plan(composed.config, composed.given, choices, self._load)
+        config, given = composed.config, composed.given
+        return make_plan(config, given, choices, self._load, self._untrusted)
 
     def _warn(self, plan: Plan) -> None:
         for text in plan.warnings:

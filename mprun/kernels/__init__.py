@@ -18,6 +18,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -25,6 +26,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
+from mprun.console import warn
 from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
@@ -132,7 +134,8 @@ def _compiled(
     stem = f"{Path(source).stem}-{name}"
     if (kept := _kept(folder, stem)) is not None:
         return kept
-    folder.mkdir(parents=True, exist_ok=True)  # someone may have emptied the cache meanwhile
+    # Someone may have emptied the cache meanwhile.
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_abandoned(folder)
     with scratch_folder(folder) as scratch:
         out = scratch / f"{stem}.so"
@@ -146,6 +149,7 @@ def _compiled(
             timeout=PATIENCE_S,
             env={**os.environ, "TMPDIR": str(scratch)},
         )
+        out.chmod(0o700)  # whatever the umask: see _is_ours
         with out.open("rb") as file:
             os.fsync(file.fileno())
         library = folder / f"{stem}-{out.stat().st_size}.so"
@@ -154,13 +158,13 @@ def _compiled(
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """The library in the cache, if it is whole; its size is the end of its name.
+    """The library in the cache, if it is whole and ours; its size is the end of its name.
 
     A process that calls into one that was cut short, by a crash, ends at once with SIGBUS.
     """
     for library in folder.glob(f"{stem}-*.so"):
         with contextlib.suppress(FileNotFoundError):  # another process removed it
-            if library.stem == f"{stem}-{library.stat().st_size}":
+            if _is_ours(library) and library.stem == f"{stem}-{library.stat().st_size}":
                 return library
             library.unlink()
     return None
@@ -168,16 +172,56 @@ def _kept(folder: Path, stem: str) -> Path | None:
 
 @lru_cache
 def cache_folder() -> Path:
-    """Where libraries are stored: XDG_CACHE_HOME or ~/.cache, else a folder of this process."""
+    """Where libraries are stored: XDG_CACHE_HOME or ~/.cache, else a folder of this process.
+
+    A library is code that this process runs. So the folder is closed to other users, and one that
+    they own or could replace is not used.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (Path(base) if base else Path.home() / ".cache") / "mprun" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (owner := _other_owner(folder)) is None:
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o700)
+            tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
+            return folder
+        warn([f"{folder} is not used for compiled kernels: {owner}"])
     except (OSError, RuntimeError):
-        folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="mprun-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _other_owner(folder: Path) -> str | None:
+    """Why another user decides what is in `folder`, or None.
+
+    Who owns a folder above, or may write into it, can replace this one; in a sticky folder (/tmp)
+    only the owner can. Writing by a group is no reason: many systems give each user an own group.
+    """
+    if folder.is_symlink() or folder.stat().st_uid != _user():
+        return "it belongs to another user, or is a link"
+    for level, parent in enumerate(folder.resolve().parents):
+        status = parent.stat()
+        by_anyone = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+        if by_anyone or (level < 2 and status.st_uid not in (0, _user())):
+            return f"another user may replace it in {parent}"
+    return None
+
+
+def _is_ours(library: Path) -> bool:
+    """Whether the file exists, belongs to this user, and nobody else may have written into it."""
+    try:
+        status = library.lstat()
+    except FileNotFoundError:
+        return False
+    by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(status.st_mode) and status.st_uid == _user() and not by_others
+
+
+def _user() -> int:
+    """This process's user; 0, which every file has, on systems without users."""
+    return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
 def _processor() -> str:

@@ -82,7 +82,13 @@ class LossScale:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict`."""
+        """Resume from `state_dict`.
+
+        Raises:
+            ValueError: it is the state of another kind of loss scale.
+        """
+        if state:
+            raise ValueError(f"loss_scale has {', '.join(map(str, state))}, and no loss is scaled")
 
 
 class NoLossScale(LossScale):

@@ -12,12 +12,12 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mprun.errors import UsageError
+from mprun.errors import RunFailedError, UsageError
 
 
 def jsonable(value: Any) -> Any:
@@ -44,12 +44,16 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
+    Its name cannot be guessed and it must not exist, so a link laid there leads nowhere. A link at
+    `path` itself is replaced, not followed.
+
     Raises:
         OSError: the disk is full or the folder cannot be written; `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    file = temporary.open("xb")
     try:
-        with temporary.open("wb") as file:
+        with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -79,6 +83,42 @@ def remove_leftovers(folder: Path) -> None:
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def refuse_links(folder: Path, names: Iterable[str]) -> None:
+    """Refuse to read and write through a link: the folder may be another person's.
+
+    Args:
+        folder: the folder; it may be a link itself, since the user named it.
+        names: of files and folders in it; those that do not exist are ignored.
+
+    Raises:
+        UsageError: one of them is a link.
+    """
+    for path in (folder / name for name in names):
+        if path.is_symlink():
+            raise UsageError(
+                f"{path} is a link, and a record is not read or written through links: they may "
+                "lead out of its folder; put what it leads to in its place"
+            )
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
+    """Write the files of a command's result into a folder; their names.
+
+    Raises:
+        RunFailedError: one cannot be written; the others before it are whole.
+    """
+    for name, content in files.items():
+        data = content.encode(errors="replace") if isinstance(content, str) else content
+        try:
+            write_atomic(folder / name, data)
+        except OSError as error:
+            raise RunFailedError(
+                f"{folder / name} cannot be written ({error.strerror}); make room, or name another "
+                "folder with run.dir=FOLDER, and run the command again"
+            ) from None
+    return list(files)
 
 
 def dated_folder() -> Path:

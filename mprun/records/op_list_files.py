@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
+from mprun.records.yaml_reader import NotYamlError, compose_yaml, read_text
+
 KINDS = ("lower", "fp32", "promote")
 """The lists: lower dtype, float32, widest of the inputs."""
 
@@ -41,13 +43,12 @@ def read_list(path: Path, kind: str) -> list[Entry]:
         ValueError: the file cannot be read or contains anything but names; with file and line.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        before = error.object[: error.start].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        line = before.count(b"\n") + 1
-        raise ValueError(f"{path}:{line}: not text (UTF-8); a list has one op per line") from None
+    except NotYamlError as error:
+        reason = f"{error.problem}; a list has one op per line"
+        raise ValueError(f"{path}:{error.line}: {reason}") from None
     if path.suffix in (".yaml", ".yml"):
         return _from_yaml(path, text, kind)
     return list(_from_text(path, text))
@@ -62,14 +63,9 @@ def _from_text(path: Path, text: str) -> Iterable[Entry]:
 
 def _from_yaml(path: Path, text: str, kind: str) -> list[Entry]:
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 1
-        problem = getattr(error, "problem", None) or "characters that are not text"
-        raise ValueError(f"{path}:{line}: not YAML ({problem})") from None
-    except RecursionError:
-        raise ValueError(f"{path}:1: not YAML (nested too deep)") from None
+        node = compose_yaml(text)
+    except NotYamlError as error:
+        raise ValueError(f"{path}:{error.line or 1}: not YAML ({error.problem})") from None
     if isinstance(node, yaml.MappingNode):
         sections = {
             key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)

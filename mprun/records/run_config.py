@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from mprun.errors import first_line, printable
+from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
 
 LARGEST_BYTES = 256 * 1024
 
@@ -25,20 +23,16 @@ def read_config(run: Path) -> tuple[str, Any]:
     Raises:
         UnreadableConfigError: it is missing, too large, or not YAML without tags.
     """
-    path = run / "config.yaml"
     try:
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UnreadableConfigError(f"it is larger than {LARGEST_BYTES // 1024} KiB")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(run / "config.yaml", LARGEST_BYTES)
     except OSError as error:
         raise UnreadableConfigError(f"it cannot be read ({error.strerror})") from None
-    except ValueError:
+    except NotYamlError:
         raise UnreadableConfigError("it is not text") from None
     try:
-        return text, yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = printable(first_line(error))[:80]
-        raise UnreadableConfigError(f"it is not valid YAML ({reason})") from None
+        return text, load_yaml(text)
+    except NotYamlError as error:
+        raise UnreadableConfigError(f"it is not valid YAML ({error})") from None
 
 
 def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:

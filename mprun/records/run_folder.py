@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import secrets
@@ -15,10 +16,22 @@ from typing import Any, TextIO
 from filelock import FileLock, Timeout
 
 from mprun.errors import MachineFailedError, UsageError
-from mprun.records.files import jsonable, remove_leftovers, write_atomic, write_json
-from mprun.records.run_record import Summary
+from mprun.records.files import (
+    jsonable,
+    refuse_links,
+    remove_leftovers,
+    write_atomic,
+    write_json,
+)
+from mprun.records.run_record import METRICS, Summary, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+ENTRIES = (
+    *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
+    *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard"),
+)
+"""What a run reads and writes in its folder."""
 
 
 class RunFolder:
@@ -30,7 +43,8 @@ class RunFolder:
             a new run.
 
     Raises:
-        UsageError: it contains a run, another process uses it, or it cannot be written.
+        UsageError: it contains a run or a link in place of one of its files, another process uses
+            it, or it cannot be written.
         MachineFailedError: the disk is full.
     """
 
@@ -39,6 +53,7 @@ class RunFolder:
         self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
         self._metrics: TextIO | None = None
         try:
+            refuse_links(path, ENTRIES)
             path.mkdir(parents=True, exist_ok=True)
             (path / "checkpoints").mkdir(exist_ok=True)
             self._lock.acquire()
@@ -55,9 +70,9 @@ class RunFolder:
             raise UsageError(
                 f"run.dir={path}: another mprun is running there; choose another folder"
             ) from None
-        except ValueError as error:  # not JSON, or not text: only when a run is resumed
+        except UsageError:  # a damaged line: only when a run is resumed
             self.close()
-            raise UsageError(f"{path / 'metrics.jsonl'} is damaged: {error}") from None
+            raise
         except OSError as error:
             self.close()
             kind = MachineFailedError if error.errno in FULL else UsageError
@@ -66,11 +81,11 @@ class RunFolder:
             ) from None
 
     def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> TextIO:
-        file = self.path / "metrics.jsonl"
+        file = self.path / METRICS
         if keep is None:
-            return file.open("x", encoding="utf-8")
+            return file.open("w" if has_begun(self.path) else "x", encoding="utf-8")
         if file.exists():
-            _cut(file, keep)
+            _cut(self.path, keep)
         return file.open("a", encoding="utf-8")
 
     def config(self, yaml_text: str) -> None:
@@ -96,6 +111,12 @@ class RunFolder:
         """Replace fp_exceptions.json."""
         write_json(self.path / "fp_exceptions.json", content)
 
+    def traceback(self, text: str) -> Path:
+        """Replace traceback.txt; its path."""
+        path = self.path / "traceback.txt"
+        write_atomic(path, text.encode(errors="replace"))
+        return path
+
     def close(self) -> None:
         """Close metrics.jsonl and unlock the folder."""
         if self._metrics is not None:
@@ -104,24 +125,35 @@ class RunFolder:
         self._lock.release()
 
 
-def _cut(file: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """End a file of lines before the first that is cut short, or that `keep` rejects.
+def _cut(run: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """End metrics.jsonl before the first line that is cut short, or that `keep` rejects.
 
     Line by line, because the log of a long run does not fit into memory; into a new file, because
     the old one may be a link to someone else's.
     """
+    file = run / METRICS
     shorter = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with file.open("rb") as lines, shorter.open("xb") as kept:
-            for line in lines:
-                if not line.endswith(b"\n") or not keep(json.loads(line)):
-                    break
-                kept.write(line)
+        with shorter.open("x", encoding="utf-8") as kept:
+            for line in itertools.takewhile(keep, placed_lines(run)):
+                kept.write(_as_text([line]))
             kept.flush()
             os.fsync(kept.fileno())
         shorter.replace(file)
     finally:
         shorter.unlink(missing_ok=True)
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a run took a folder and ended before it recorded anything in it."""
+    checkpoints, metrics = folder / "checkpoints", folder / METRICS
+    try:
+        names = {path.name for path in folder.iterdir() if path.suffix != ".tmp"}
+        locked = {path.name for path in checkpoints.iterdir()} <= {".lock"}
+        recorded = metrics.exists() and metrics.lstat().st_size > 0
+    except OSError:
+        return False
+    return names <= {checkpoints.name, metrics.name} and locked and not recorded
 
 
 def _as_text(lines: list[dict[str, Any]]) -> str:

@@ -16,15 +16,18 @@ infinities, so they are the strings "nan", "inf" and "-inf". What does not apply
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from mprun.errors import UsageError
-from mprun.records.reader import read_json
+from mprun.records.reader import converted, read_json, read_json_lines
 
 SCHEMA_VERSION = 1
+METRICS = "metrics.jsonl"
 
 Status = Literal["running", "completed", "interrupted", "failed"]
 Number = float | Literal["nan", "inf", "-inf"]
@@ -321,7 +324,36 @@ def read_summary(run: Path) -> Summary:
         raise UsageError(f"{path} cannot be read: {error.strerror}; is {run} a run?") from None
 
 
+class LinePlace(msgspec.Struct):
+    """What every line of metrics.jsonl has, whatever its kind."""
+
+    kind: str
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 def read_lines(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line cut short by a crash is left out."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """The lines of metrics.jsonl; a last line cut short by a crash is left out.
+
+    Raises:
+        UsageError: there is no file, or it is damaged.
+    """
+    path = run / METRICS
+    try:
+        return list(read_json_lines(path))
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def placed_lines(run: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl, each with its kind and step, read one by one.
+
+    Raises:
+        UsageError: as `read_lines`, or a line has no kind or no step.
+    """
+    path = run / METRICS
+    try:
+        for number, line in enumerate(read_json_lines(path), start=1):
+            converted(path, line, LinePlace, f"line {number}: ")
+            yield line
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None

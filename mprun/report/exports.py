@@ -21,6 +21,8 @@ from mprun.report import published_rows as published
 
 SCHEMA_VERSION = 1
 MEMORY = ("peak", *MEMORY_CATEGORIES, "data", "allocator_peak")
+FORMULA = ("=", "+", "-", "@")
+"""A cell that begins with one is a formula in a spreadsheet, which can start programs."""
 
 
 def markdown(comparison: Comparison) -> str:
@@ -75,11 +77,30 @@ def _md(text: str) -> str:
 def csv_text(comparison: Comparison) -> str:
     """A row for each variant; missing figures are empty."""
     out = io.StringIO()
-    rows = [_record(variant) for variant in comparison.variants]
+    rows = [
+        {name: _cell(value) for name, value in _record(variant).items()}
+        for variant in comparison.variants
+    ]
     writer = csv.DictWriter(out, list(rows[0]) if rows else ["label"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return out.getvalue()
+
+
+def _cell(value: Any) -> Any:
+    """A text as a spreadsheet shows it: one that it would compute begins with a quotation mark."""
+    if not isinstance(value, str):
+        return value
+    text = cells.plain(value)
+    return f"'{text}" if text.startswith(FORMULA) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _record(variant: Variant) -> dict[str, Any]:

@@ -1,28 +1,37 @@
 """Checkpoints: the state of a run between two steps, in one file.
 
-A file is written whole or not at all (a temporary file, synced, then renamed). It is loaded with
-`weights_only=True`: reading someone else's checkpoint never runs code.
+A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
+else's checkpoint runs no code: see `torch_file.py`. Its content is checked in two steps: what
+decides how the run is assembled, before it is; the rest against the state of the assembled run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from mprun.errors import UsageError, first_line
+from mprun.errors import MprunError, UsageError, first_line
+from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
+from mprun.records.reader import converted
 from mprun.records.run_record import Summary
 from mprun.train.callbacks import Callback
+from mprun.train.torch_file import load_torch_file
 
 FORMAT_VERSION = 1
 NAME = "last.pt"
 PARTS = ("choices", "trainer", "journal")
 """The keys that a resumed run needs. `journal` is the recorder's state."""
+
+
+class CheckpointMisfitError(UsageError):
+    """A checkpoint does not fit the run that it was read for; the run's record is as it was."""
 
 
 def path_in(run: Path) -> Path:
@@ -51,10 +60,18 @@ def load(run: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        state = checked(load_torch_file(path), path)
+    except MprunError:
+        raise
     except Exception as error:  # unpickling a damaged file raises almost anything
         raise _no_checkpoint(path, error) from None
-    return checked(content, path)
+    known = converted(path, state, SavedRun)
+    if known.trainer.step != known.journal.steps:
+        raise UsageError(
+            f"{path} is damaged: trainer.step is {known.trainer.step}, and journal.steps is "
+            f"{known.journal.steps}"
+        )
+    return state
 
 
 def checked(content: Any, path: Path) -> dict[str, Any]:
@@ -80,6 +97,28 @@ def checked(content: Any, path: Path) -> dict[str, Any]:
 def _no_checkpoint(path: Path, error: Exception) -> UsageError:
     reason = first_line(error) if str(error).strip() else type(error).__name__
     return UsageError(f"{path} is no checkpoint of mprun ({reason})")
+
+
+@contextlib.contextmanager
+def restoring(run: Path) -> Iterator[None]:
+    """Inside, the last checkpoint of `run` is loaded into the assembled run.
+
+    Raises:
+        CheckpointMisfitError: it does not fit.
+    """
+    try:
+        yield
+    except Exception as error:  # its content can be of any type
+        raise CheckpointMisfitError(
+            f"{path_in(run)} does not fit this run: {_misfit(error)}"
+        ) from None
+
+
+def _misfit(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{kind}{' '.join(str(error).split())}"[:300]
 
 
 class Stateful(Protocol):

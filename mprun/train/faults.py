@@ -13,6 +13,7 @@ import torch
 from mprun.errors import MachineFailedError, MprunError, RunFailedError, first_line
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
+from mprun.train.checkpoint import CheckpointMisfitError
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -28,6 +29,8 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointMisfitError:  # nothing was trained: the record is as it was
+        raise
     except MprunError as error:
         _record(summary, folder, str(error), "run")
         raise
@@ -80,9 +83,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _write_traceback(folder: RunFolder) -> str:
     """Write the traceback of the current exception; returns a text with its path."""
-    path = folder.path / "traceback.txt"
     try:
-        path.write_text(traceback.format_exc(), encoding="utf-8")
+        path = folder.traceback(traceback.format_exc())
     except OSError:
         return "its traceback could not be written"
     return f"the traceback is in {path}"

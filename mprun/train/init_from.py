@@ -8,7 +8,7 @@ The new run may have another precision. Floating weights are converted to float3
 every float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So the
 weights are rounded at most once. `range_warning` warns if that rounding can cost much.
 
-Files are loaded with `weights_only=True`: reading someone else's file never runs code.
+Reading someone else's file runs no code: see torch_file.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from mprun.precision.convert import dtype_of
 from mprun.precision.float16_range import float16_range
 from mprun.precision.layers import LAYER_MODES
 from mprun.recipe import Recipe
+from mprun.records.torch_archive import DamagedArchiveError
 from mprun.train import checkpoint
+from mprun.train.torch_file import load_torch_file
 
 LEGAL = (
     "legal is a run's folder, a checkpoint of mprun, or a file saved by "
@@ -135,7 +137,13 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
     file = _file_at(path)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        content = load_torch_file(file)
+    except OSError as error:
+        raise UsageError(
+            f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
+        ) from None
+    except DamagedArchiveError as error:
+        raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(
             f"train.init_from={path}: {file} is damaged, or contains more than tensors and plain "

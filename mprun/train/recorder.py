@@ -166,11 +166,11 @@ class Recorder(Callback):
             self._history.add(epoch)
         summary = self._summary
         summary.history = self._history.epochs()
-        summary.train = TrainScore(**state["train"])
+        summary.train = msgspec.convert(state["train"], TrainScore)
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]
-        summary.loss_scale = LossScaleRow(**state["loss_scale"])
-        self._substituted = [Substitution(**row) for row in state.get("substitutions", [])]
+        summary.loss_scale = msgspec.convert(state["loss_scale"], LossScaleRow)
+        self._substituted = msgspec.convert(state.get("substitutions", []), list[Substitution])
 
     def _load_lists(self, state: dict[str, Any]) -> None:
         """Continue the figures of a checkpoint of version 0.1, which had lists of all of them.

@@ -37,6 +37,11 @@ class Schedule:
         return {} if self._scheduler is None else self._scheduler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue."""
+        """Continue.
+
+        Raises:
+            KeyError: it is the state of no schedule.
+        """
         if self._scheduler is not None:
+            self._scheduler.last_epoch = state["last_epoch"]
             self._scheduler.load_state_dict(state)

@@ -512,7 +512,9 @@ def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("own_recipe")
 def test_an_own_recipe_trains_by_the_real_command() -> None:
     done = mprun("--config-dir=my configs", "recipe=points", "run.dir=run")
-    assert (done.returncode, done.stderr) == (0, "")
+    code = Path("my_recipes.py").absolute()
+    note = f"note: recipe.target=my_recipes.Points runs the code of {code}\n"
+    assert (done.returncode, done.stderr) == (0, note)
     assert read_summary(Path("run")).recipe == "points"
 
 

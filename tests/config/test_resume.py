@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from mprun.config import Composed, compose
 from mprun.config.resume import MAY_CHANGE
 from mprun.errors import UsageError
+from mprun.records.run_folder import RunFolder
 
 OTHERS = (
     "precision=bf16_mixed",
@@ -147,3 +148,44 @@ def test_a_folder_that_is_no_run() -> None:
     assert "is not a valid configuration" in refusal()
     with pytest.raises(UsageError, match=r"run\.resume"):
         compose(["run.resume=''"])
+
+
+def test_a_run_that_ended_before_anything_was_recorded() -> None:
+    RunFolder(Path("run")).close()
+    (Path("run") / ".config.yaml.17.tmp").touch()
+    assert refusal() == (
+        "run.resume=run: the run ended before anything was recorded, so there is nothing to "
+        "resume; begin it again with its own overrides: mprun OVERRIDES run.dir=run"
+    )
+    folder = RunFolder(Path("run"))  # as that command does
+    folder.lines([{"kind": "step", "step": 1}])
+    folder.close()
+    assert "run/config.yaml cannot be read (No such file" in refusal()
+    with pytest.raises(UsageError, match="already contains a run"):
+        RunFolder(Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train: {lr: many}", "train.lr: Value 'many' "),
+        ("train: {scheduler: '${oc.env:MPRUN_NO}'}", "train.scheduler: "),
+        ("seed: !!timestamp zz", "line 1: could not determine a constructor"),
+        ("seed: &a [*a]", "nested more than 50 deep"),
+        ("a: " + "[" * 3000, "is not a valid configuration ("),
+    ],
+)
+def test_a_bad_value_in_the_configuration_is_named(text: str, message: str) -> None:
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(text, encoding="utf-8")
+    assert message in refusal("train.epochs=4")
+
+
+def test_a_value_that_stands_for_nothing_is_named() -> None:
+    keep()
+    file = Path("run/config.yaml")
+    text = file.read_text(encoding="utf-8").replace("lr: 0.001", "lr: ${x}")
+    file.write_text(text, encoding="utf-8")
+    message = refusal()
+    assert message.startswith("run.resume=run: train.lr is a number (")
+    assert "Value '${x}'" in message

@@ -38,6 +38,13 @@ def test_a_command_knows_its_own_sections_alone() -> None:
         ("seeds=0", "seeds=0: legal is 1 or more"),
         ("seeds=1.5", "seeds is a whole number, or null"),
         ("seeds=", "seeds is a whole number"),
+        ("compare.margin=???", "'compare.margin=???': compare.margin is a number"),
+        ("seeds=${x}", "Interpolation key 'x' not found"),
+        ("seeds=${oc.env:MPRUN_NO}", "Environment variable 'MPRUN_NO' not found"),
+        ("compare.mix=[???]", "compare.mix is a list"),
+        ("seeds='0'", "seeds=0: legal is 1 or more"),
+        ("~seeds=glob(*)", "nothing can be deleted; leave seeds out"),
+        ("seeds=1,2", "lists several values; a setting has one"),
     ],
 )
 def test_a_mistake_names_what_is_legal(word: str, text: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchvision.datasets import MNIST, FashionMNIST
 
 from mprun.data import image_files as files
+from mprun.data import sources
 
 TRAIN, TEST = 20, 10
 
@@ -102,13 +103,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def mirror(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets where torchvision downloads the sets from, with no proxy between."""
+    """Sets where the sets are downloaded from, with no proxy between."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
     def set_url(url: str) -> None:
-        for kind in (MNIST, FashionMNIST):
-            monkeypatch.setattr(kind, "mirrors", [url])
+        for name in sources.MIRRORS:
+            monkeypatch.setitem(sources.MIRRORS, name, (url,))
 
     return set_url
 

@@ -18,7 +18,6 @@ from threading import Barrier
 import pytest
 import torch
 from filelock import FileLock
-from torchvision.datasets import MNIST
 
 from mprun.data import DataRequest, TensorSet, image_splits, sources
 from mprun.data import image_files as files
@@ -250,7 +249,7 @@ def test_a_damaged_packed_file_is_not_used(
 def test_the_next_mirror_is_asked_where_one_fails(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MNIST, "mirrors", [f"{server.url}nothing/", server.url])
+    monkeypatch.setitem(sources.MIRRORS, "MNIST", (f"{server.url}nothing/", server.url))
     assert sources.download("MNIST", tmp_path) == "download"
 
 

@@ -326,7 +326,7 @@ NAN = Estimate(math.nan, None, 2)
 LACKING: dict[str, tuple[Change, dict[str, str]]] = {
     "no metrics.jsonl": (
         without_lines,
-        {"loss": "metrics.jsonl cannot be read (No such file or directory)"},
+        {"loss": "metrics.jsonl cannot be read: No such file or directory"},
     ),
     "no runs": (each(runs=()), {"loss": "No run logged a finite loss"}),
     "no times": (each(step_time_ms=None), {"metric-time": "No variant has both"}),

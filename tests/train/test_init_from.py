@@ -107,7 +107,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     before = left()
     assert main([*words]) == 2
     output = capsys.readouterr()
-    lines = output.err.strip().splitlines()
+    lines = [x for x in output.err.strip().splitlines() if not x.startswith("note: ")]
     assert len(lines) == 1
     assert output.out == ""
     assert left() == before
@@ -315,10 +315,14 @@ def test_a_folder_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_damaged_file(linear: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole = checkpoint.path_in(Path(linear)).read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"no checkpoint"):
+    for damaged, reason in (
+        (whole[: len(whole) // 2], "is damaged: it is no whole zip archive: "),
+        (b"", "is damaged: it is empty; "),
+        (b"no checkpoint", "is damaged, or contains more than tensors"),
+    ):
         Path("file.pt").write_bytes(damaged)
         line = refused(capsys, *LINEAR, "train.init_from=file.pt")
-        assert "train.init_from=file.pt: file.pt is damaged, or contains more than tensors" in line
+        assert f"train.init_from=file.pt: file.pt {reason}" in line
         assert "legal is a run's folder" in line
 
 

@@ -35,6 +35,7 @@ from matplotlib.transforms import Bbox
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.compare.formatting import counted
+from mprun.records.files import write_files
 from mprun.report import cells
 from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
 
@@ -118,11 +119,13 @@ def render(name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]) -> t
 def save(
     folder: Path, name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]
 ) -> list[Path]:
-    """Write a drawing as `name.png` and `name.svg`; the paths."""
-    paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        path.write_bytes(_file(draw, frame, path.suffix[1:]))
-    return paths
+    """Write a drawing as `name.png` and `name.svg`; the paths.
+
+    Raises:
+        RunFailedError: they cannot be written.
+    """
+    files = {f"{name}.{kind}": _file(draw, frame, kind) for kind in ("png", "svg")}
+    return [folder / file for file in write_files(folder, files)]
 
 
 def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mprun.compare.comparison import Comparison, Run
+from mprun.errors import UsageError
+from mprun.records.reader import LARGEST
 from mprun.records.run_record import Summary, read_lines
 from mprun.report.cells import plain
 
@@ -73,10 +75,9 @@ def read(comparison: Comparison) -> Logs:
             name = f"{plain(variant.label)}, seed {run.summary.seed}"
             try:
                 series[-1].append(_series(run, read_lines(run.path)))
-            except OSError as error:
-                notes.append(f"{name}: metrics.jsonl cannot be read ({error.strerror}).")
-            except (ValueError, AttributeError, RecursionError) as error:
-                notes.append(f"{name}: metrics.jsonl is damaged ({plain(str(error), 80)}).")
+            except UsageError as error:
+                reason = str(error).replace(f"{run.path}/", "", 1)
+                notes.append(f"{name}: {plain(reason, 120)}.")
     return Logs(series, tuple(notes))
 
 
@@ -102,9 +103,10 @@ def _column(lines: Iterable[dict[str, Any]], key: str) -> Column:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
 
 
 def timed(series: RunSeries) -> Column:

@@ -1,0 +1,64 @@
+"""The plain values of a checkpoint that a run needs before it is assembled again. No torch.
+
+A checkpoint is read with `weights_only=True`, so it runs no code; but any value in it can have any
+type. The rest of it is compared with the state of the assembled run, see `train/saved_form.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Fallback = Literal["none", "backward", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedChoices:
+    """The automatic choices of the run's machine, which a resumed run repeats."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    execution: Literal["native", "emulated"] | None = None
+    memory_format: Literal["contiguous", "channels_last"]
+    optimizer_impl: Literal["forloop", "foreach", "fused", "c", "inductor", "eager"]
+    fp32_fallback: Fallback | None = None
+    by_float32: Fallback | None = None
+    """The name of `fp32_fallback` in earlier versions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSums:
+    """Sums over the samples of the epoch so far."""
+
+    epoch: Count
+    loss: float
+    correct: Count | None
+    samples: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedPosition:
+    """Where the loop was."""
+
+    step: Count
+    in_epoch: bool
+    sums: SavedSums
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedJournal:
+    """What the record of the run had."""
+
+    steps: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """What of a checkpoint decides how the run is assembled."""
+
+    format_version: int
+    choices: SavedChoices
+    trainer: SavedPosition
+    journal: SavedJournal

@@ -1,0 +1,67 @@
+"""The archive of `torch.save` is checked before PyTorch reads it."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from mprun.records.torch_archive import DamagedArchiveError, check_archive
+
+WEIGHTS = {"weight": torch.arange(64.0).reshape(8, 8), "bias": torch.ones(8)}
+FILE = Path("weights.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_whole_file_passes(zipped: bool) -> None:
+    torch.save(WEIGHTS, FILE, _use_new_zipfile_serialization=zipped)
+    check_archive(FILE)
+
+
+def test_changed_bytes_are_refused_or_mean_nothing() -> None:
+    torch.save(WEIGHTS, FILE)
+    whole = FILE.read_bytes()
+    refused = 0
+    for place in range(4, len(whole), 5):
+        FILE.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
+        try:
+            check_archive(FILE)
+        except DamagedArchiveError:
+            refused += 1
+            continue
+        try:
+            loaded = torch.load(FILE, weights_only=True)
+        except Exception:  # PyTorch noticed it
+            continue
+        for name, tensor in WEIGHTS.items():
+            assert torch.equal(loaded[name], tensor), place
+    assert refused > 100
+
+
+def test_a_file_cut_anywhere_is_refused() -> None:
+    torch.save(WEIGHTS, FILE)
+    whole = FILE.read_bytes()
+    for size in [0, *range(4, len(whole) - 1, 50)]:
+        FILE.write_bytes(whole[:size])
+        with pytest.raises(DamagedArchiveError):
+            check_archive(FILE)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize(
+    ("compression", "names", "reason"),
+    [
+        (zipfile.ZIP_DEFLATED, ["a/data.pkl"], "'a/data.pkl' is not stored as it is"),
+        (zipfile.ZIP_STORED, ["a/data.pkl", "a/data.pkl"], "two entries have one name"),
+    ],
+)
+def test_what_torch_save_never_writes_is_refused(
+    compression: int, names: list[str], reason: str
+) -> None:
+    with zipfile.ZipFile(FILE, "w", compression) as archive:
+        for name in names:
+            archive.writestr(name, b"\0" * 10_000)
+    with pytest.raises(DamagedArchiveError, match=reason):
+        check_archive(FILE)
