@@ -66,9 +66,10 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def _fits(fresh: Any, saved: Any) -> bool:
     if isinstance(fresh, Tensor):
-        return (
-            isinstance(saved, Tensor) and saved.dtype == fresh.dtype and saved.shape == fresh.shape
-        )
+        if not isinstance(saved, Tensor) or saved.dtype != fresh.dtype:
+            return False
+        grows = fresh.shape == (0,)  # a series of figures, which has none yet
+        return saved.dim() == 1 if grows else saved.shape == fresh.shape
     if fresh is None:  # not known yet
         return isinstance(saved, SCALAR)
     if saved is None:  # an earlier version did not know it
