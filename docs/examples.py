@@ -40,7 +40,7 @@ from datetime import date
 from itertools import groupby
 from pathlib import Path
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "docs" / "recipes"

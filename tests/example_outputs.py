@@ -132,7 +132,7 @@ def study() -> str:
 @cache
 def advice() -> tuple[str, str]:
     """The advice of a real study, then advice in which each reason occurs; the preset."""
-    words = ["recipe=linear", *LINEAR, "train.max_steps=3", "precision=fp32,bf16_mixed,tf32"]
+    words = ["recipe=linear", *LINEAR, "train.max_steps=3", "precision=fp32,half_sr_full,bf16_mixed"]
     real = printed("advise", *words, "seeds=2", "compare.report=false")
     (path,) = Path().glob("outputs/*/*/preset/advised.yaml")
     outcomes = []
