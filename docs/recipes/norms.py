@@ -21,7 +21,8 @@ class Layers(nn.Module):
         self.fc1, self.norm1, self.fc2 = nn.Linear(784, 256), RmsNorm(), nn.Linear(256, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.relu(self.norm1(self.fc1(x))))
+        output: Tensor = self.fc2(F.relu(self.norm1(self.fc1(x))))
+        return output
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        output: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return output
 
 
 class VisionTransformer(nn.Module):
@@ -46,7 +47,8 @@ class VisionTransformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tiles = F.unfold(x, SIDE, stride=SIDE).transpose(1, 2)  # [B, 16, 49]
         x = self.patch_norm(self.patches(tiles)) + self.places
-        return self.head(self.norm(self.blocks(x)).mean(1))
+        output: Tensor = self.head(self.norm(self.blocks(x)).mean(1))
+        return output
 
 
 @dataclass(frozen=True)
