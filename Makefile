@@ -17,7 +17,7 @@ help:
 	@echo "make test-exhaustive  the sweeps that make test leaves out"
 	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
-	@echo "make docs   rewrite docs/reference/configuration.md from the schema"
+	@echo "make docs   rewrite the page of fields and the quick example outputs (EXAMPLES='timed long': others)"
 	@echo "make bench  mprun against other ways to train, in under 15 minutes (installs Lightning, Accelerate, Keras)"
 	@echo "make clean  remove the virtual environment and the caches"
 
@@ -53,8 +53,10 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Other example outputs: make docs EXAMPLES="timed sweep", by cost or by name (docs/examples.py)
 docs: $(VENV)/.installed-dev
 	$(BIN)/python -c "from mprun.cli.help import configuration_page as p; print(p(), end='')" > docs/reference/configuration.md
+	$(BIN)/python -m docs.examples $(EXAMPLES)
 
 # Options: make bench BENCH="--threads 1 --readme"
 bench: $(VENV)/.installed-bench

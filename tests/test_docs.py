@@ -102,6 +102,7 @@ def commands() -> Iterator[tuple[str, str]]:
         text = text_of(page)
         blocks = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
         lines = re.findall(r"^(?:\$ )?(mprun .*)$", blocks, re.MULTILINE)
+        lines += re.findall(r"^run: (?:\w+=\S+ )?(mprun .*)$", text, re.MULTILINE)  # of examples
         lines += re.findall(r"`(mprun [^`]*=[^`]*)`", text.replace("\n", " "))
         for line in lines:
             if not any(x in line for x in (*ELSEWHERE, "...", "[")):

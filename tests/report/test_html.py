@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,12 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mprun.compare.comparison import Advice, Comparison, Skipped
+from mprun.compare.comparison import Advice, Skipped
 from mprun.report import cells
 from mprun.report.configs import configs
-from mprun.report.html import page
-from mprun.report.plots import draw
-from tests.report.compared import HOSTILE, comparison, hostile, of_losses
+from tests.report.compared import HOSTILE, comparison
+from tests.report.pages import KINDS, made
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ADDRESSES = ("src", "href", "xlink:href", "action", "data", "poster", "srcset", "formaction")
@@ -75,36 +73,6 @@ def parsed(text: str) -> StrictParser:
     parser.close()
     assert parser.open == [], "not closed"
     return parser
-
-
-def made(found: Comparison) -> str:
-    return page(found, draw(found))
-
-
-KINDS: dict[str, Callable[[Path], Comparison]] = {
-    "one": lambda folder: comparison(1, folder),
-    "two": lambda folder: comparison(2, folder),
-    "ten": lambda folder: comparison(10, folder),
-    "losses": lambda folder: of_losses(comparison(3, folder, seeds=1)),
-    "hostile": hostile,
-}
-
-
-class Pages(dict[str, str]):
-    """Pages by kind, each made when it is first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self._folder = folder
-
-    def __missing__(self, kind: str) -> str:
-        self[kind] = made(KINDS[kind](self._folder / kind))
-        return self[kind]
-
-
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
-    return Pages(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.representative("hostile")
@@ -221,7 +189,7 @@ def test_what_a_record_holds_stays_text(pages: dict[str, str]) -> None:
 
 def test_the_advice_is_the_answer_and_stays_text(tmp_path: Path) -> None:
     advice = Advice(HOSTILE, HOSTILE, {"a": HOSTILE, "b": "slower"}, {"c": HOSTILE}, (HOSTILE,))
-    text = made(replace(comparison(2, tmp_path), advice=advice))
+    text = made(replace(comparison(2, tmp_path), advice=advice), [])
     assert "<script" not in text.lower()
     everything = "".join(parsed(text).texts)
     shown = cells.plain(HOSTILE)
@@ -237,7 +205,7 @@ def test_skipped_folders_failures_and_notes_are_listed(tmp_path: Path) -> None:
     run.summary.error = "no space left on <device>"
     variants = (found.variants[0], replace(found.variants[1], failed=(run,)))
     skipped = tuple(Skipped(Path(f"out/{i}"), "still running") for i in range(40))
-    text = "".join(parsed(made(replace(found, variants=variants, skipped=skipped))).texts)
+    text = "".join(parsed(made(replace(found, variants=variants, skipped=skipped), [])).texts)
     assert "40 folders skipped" in text
     assert "out/39: still running" in text
     assert "1 run failed:" in text

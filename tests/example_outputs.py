@@ -1,0 +1,301 @@
+"""What the commands of the docs print, in small: for the form of each example, not its figures.
+
+Either the command itself with little data and few steps, in this process, or, where a verdict must
+come out as it does in the docs, the command's last part on records made here. An output may have
+more lines than the example shows.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import shlex
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+from rich.console import Console
+
+from docs.examples import RECIPES, Example
+from mprun.cli.main import main
+from mprun.config.settings import Objective
+from mprun.doctor.machine_findings import findings
+from mprun.doctor.mode_verdicts import conclusions
+from mprun.experiments.advise import advise, screened
+from mprun.experiments.double import double
+from mprun.experiments.trials import Outcome, Trial
+from mprun.records.doctor_record import OPS, Format, Mode
+from mprun.records.run_record import TimeBudget
+from mprun.records.search_ops_record import OpSearch, Proof
+from mprun.report import tables
+from mprun.report.doctor_tables import renderables
+from mprun.report.search_ops_tables import outcome_table, proof_lines, rows_table
+from tests.compare.folders import write_run
+from tests.doctor import WITH_BF16, examination, measured
+from tests.experiments import comparison, variant
+from tests.report.test_search_ops_tables import CONTENT, PROOF, measure, outcome, row
+from tests.summaries import example as example_summary
+
+SMALL = [
+    *("data.source=generated", "device=cpu", "data.train_limit=64", "data.eval_limit=16"),
+    *("train.batch_size=16", "train.eval_batch_size=16"),
+]
+LINEAR = [
+    *("recipe.model.in_features=8", "recipe.model.out_features=4", "recipe.model.samples=16"),
+    *("train.batch_size=16", "device=cpu"),
+]
+
+
+def printed(*words: str, status: int = 0) -> str:
+    """What a command prints, standard error included."""
+    shown = io.StringIO()
+    with redirect_stdout(shown), redirect_stderr(shown):
+        assert main(list(words)) == status, shown.getvalue()
+    return shown.getvalue()
+
+
+def in_small(example: Example, *more: str) -> str:
+    """What the command of an example prints with further overrides, which are not shown."""
+    words = shlex.split(example.run)[1:]
+    text = printed(*words, *more, status=int(example.status))
+    for override in more:
+        text = text.replace(f" {override}", "")
+    return text
+
+
+def shown(renderables: Iterable[Any]) -> str:
+    """Tables and lines as text."""
+    file = io.StringIO()
+    for part in renderables:
+        console = Console(file=file, width=300)
+        console.print(part, highlight=False, markup=False, soft_wrap=isinstance(part, str))
+    return file.getvalue()
+
+
+def program(example: Example) -> str:
+    """What the Python program above an example prints."""
+    file = io.StringIO()
+    text = example.program.replace("num_layers=64", "num_layers=2")  # 10 s
+    with redirect_stdout(file):
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    return file.getvalue()
+
+
+# ---- studies -------------------------------------------------------------------------------------
+
+FP32_MATMULS = [{"op": "aten.mm", "dtype": "float32", "reason": "slow"}]
+MODES: dict[str, tuple[float, float, float, dict[str, Any]]] = {
+    "fp32": (76.6, 0, 0, {}),
+    "bf16_mixed": (24.9, 0.0012, 0.0035, {}),
+    "bf16_sr": (23.2, -0.0011, 0.0051, {}),
+    "bf16_true": (25.6, -0.0008, 0.0090, {}),
+    "fp16_mixed": (91.8, -0.0008, 0.0028, {"substitutions": FP32_MATMULS}),
+    "fp16_true": (80.3, -0.0011, 0.0030, {"substitutions": FP32_MATMULS}),
+    "half_sr": (87.7, -0.0700, 0.0030, {"substitutions": FP32_MATMULS}),
+    "half_sr_full": (94.6, -0.0001, 0.0020, {"execution": "emulated"}),
+    "tf32": (198, -0.0009, 0.0028, {"execution": "emulated"}),
+}
+"""Step time in ms, mean and spread of the difference to fp32's accuracy, other fields."""
+DEVIATIONS = (-1.5, -1.0, -0.7, -0.4, -0.1, 0.1, 0.4, 0.7, 1.0, 1.5)
+"""Of ten seeds: their mean is 0, their standard deviation nearly 1."""
+
+
+def write_study(folder: str) -> None:
+    """The runs of a sweep with ten seeds, in which each verdict occurs."""
+    for name, (step_ms, mean, spread, more) in MODES.items():
+        for seed, deviation in enumerate(DEVIATIONS):
+            accuracy = 0.8938 + 0.02 * deviation**2 + mean + spread * deviation
+            time_ms = step_ms * (1 + 0.02 * (seed % 3))
+            write_run(
+                Path(folder, f"{name}-{seed}"),
+                name,
+                seed,
+                accuracy=accuracy,
+                step_ms=time_ms,
+                data_time_ms={"median": 0.0, "p90": 0.0},
+                memory_bytes={"peak": (59 if name == "fp32" else 30) * 2**20},
+                **more,
+            )
+
+
+@cache
+def study() -> str:
+    write_study("sweep")
+    return printed("compare", "sweep", "compare.report=false")
+
+
+@cache
+def advice() -> tuple[str, str]:
+    """The advice of a real study, then advice in which each reason occurs; the preset."""
+    modes = "precision=fp32,fp16_mixed,half_sr_full,bf16_mixed"
+    words = ["recipe=linear", *LINEAR, "train.max_steps=3", modes, "seeds=2"]
+    with patch("mprun.assemble.machine_choices.slowdown", lambda *_: 3.2):  # of bfloat16
+        real = printed("advise", *words, "compare.report=false")
+    (path,) = Path().glob("outputs/*/*/preset/advised.yaml")
+    outcomes = []
+    for name, step_ms in (("fp32", 10.0), ("fp16_mixed", 12.0)):
+        summary = example_summary()
+        summary.step_time_ms.median = step_ms
+        outcomes += [Outcome(Trial(name, seed, ()), summary, None) for seed in (0, 1)]
+    dropped = screened(outcomes, "fp32", Objective.time, pairs=2)
+    no_gain = variant("fp16_true", time=(1.07, 0.95, 1.2))
+    found = [
+        advise(comparison(no_gain), {}, Objective.time),
+        advise(
+            comparison(
+                variant("bf16_mixed", time=(0.36, 0.33, 0.39)),
+                variant("bf16_sr", time=(0.36, 0.33, 0.40)),
+                variant("bf16_true", "inconclusive", more_seeds=1),
+                no_gain,
+            ),
+            {},
+            Objective.time,
+            dropped,
+        ),
+    ]
+    lines = [line for each in found for line in each.lines]
+    return "\n".join([real, *lines]), path.read_text(encoding="utf-8").replace("linear", "mnist")
+
+
+def page_faults(_: Example) -> str:
+    for name, step_ms, faults in (("fp32", 40.0, 30_000), ("bf16_mixed", 20.0, 0)):
+        for seed in range(3):
+            changes = {"page_faults_per_step": faults, "hardware__page_fault_us": 0.6}
+            folder = Path("faults", f"{name}-{seed}")
+            write_run(folder, name, seed, accuracy=0.95, step_ms=step_ms + 0.01 * seed, **changes)
+    return printed("compare", "faults", "compare.report=false")
+
+
+def mixed_hardware(_: Example) -> str:
+    for number in range(10):
+        threads = {"backend__threads": 1 if number else 2}
+        write_run(Path("mixed", str(number)), "fp32", number, **threads)
+    return printed("compare", "mixed", status=2)
+
+
+def doubling(_: Example) -> str:
+    worse = [variant(f"{n}", "worse", throughput=(0.81, 0.70, 0.93)) for n in range(3)]
+    found = double(comparison(*worse))
+    return f"{found.answer}: {found.reason}\n"
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+FORMATS: dict[str, Format] = {
+    "fp32": "float32",
+    "tf32": "tf32",
+    **dict.fromkeys(("bf16_mixed", "bf16_true", "bf16_sr"), "bfloat16"),
+    **dict.fromkeys(("fp16_mixed", "fp16_true", "half_sr", "half_sr_full"), "float16"),
+}
+
+
+def doctor(_: Example) -> str:
+    modes = [
+        Mode(
+            name=name,
+            format=format_,
+            execution="emulated" if name in ("tf32", "half_sr_full") else "native",
+            why_emulated="a reason" if name in ("tf32", "half_sr_full") else None,
+            accelerated=None,
+            substituted=[*OPS] if format_ == "float16" and name != "half_sr_full" else [],
+            loss_scale="dynamic" if format_ == "float16" else "none",
+        )
+        for name, format_ in FORMATS.items()
+    ]
+    speedups: dict[Format, tuple[float, ...]] = {
+        "bfloat16": (4.09, 1.57, 1.67),
+        "float16": (0.027, 0.045, 0.095),
+    }
+    found = measured(WITH_BF16, speedups, modes)
+    return shown(renderables(examination(found, findings(found), conclusions(found))))
+
+
+def memory(example: Example) -> str:
+    """Without a search for the largest batch, then with the search for a small model."""
+    run = re.sub(" memory.fits=.*", "", example.run)
+    words = ["recipe=linear", *LINEAR, "precision=fp32,half_sr", "memory.fits=1MiB"]
+    return in_small(replace(example, run=run), "memory.picture=false") + printed(
+        "memory", *words, "memory.picture=false"
+    )
+
+
+def numerics(example: Example) -> str:
+    words = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4", "numerics.plots=false"]
+    text = in_small(example, *SMALL, *words, "numerics.top=99")
+    return text + text.replace("activation_gradients", "weight_gradients")
+
+
+def time_line(_: Example) -> str:
+    """The line of times with each selection of what a run spends time on."""
+    names = [field.name for field in fields(TimeBudget)]
+    lines = []
+    for shares in itertools.product((0.0, 1.0), repeat=len(names)):
+        summary = example_summary()
+        summary.time_budget_s = TimeBudget(**dict(zip(names, shares, strict=True)))
+        summary.wall_time_s = 10.9
+        lines.append(tables.time_line(summary))
+    return "\n".join(lines)
+
+
+def search_ops(_: Example) -> str:
+    search = msgspec.convert(
+        {
+            **CONTENT,
+            "everything_lower": {"measure": measure(worst_parameter="places"), "time_ratio": None},
+            "float32": {"time_ratio": None},
+            "ops": [row(name, 2.0, measure()) | {"time_ratio": None} for name in ("pow", "mean")],
+            "search": {"ops": outcome("pow"), "modules": outcome("patch_norm")},
+            "answer": "modules",
+        },
+        OpSearch,
+    )
+    proof = msgspec.convert(
+        {**PROOF, "metric": "accuracy", "is_relative": False, "verdict": "equivalent",
+         "more_seeds": None, "reason": "the 90 % interval, -0.0135 to +0.0135 points, lies inside "
+         "the margin of 0.5 points (p<0.001)"},
+        Proof,
+    )  # fmt: skip
+    parts = [rows_table(search, "ops"), outcome_table(search), *proof_lines(proof)]
+    return shown(parts) + "\n".join(line.replace("p<0", "p=0") for line in proof_lines(proof))
+
+
+def halted(example: Example) -> str:
+    """A recipe of the docs, on generated images."""
+    run = example.run.replace("--config-dir=mine", f"--config-dir={RECIPES / 'mine'}")
+    return printed(*shlex.split(run)[1:], *SMALL, "train.max_steps=20", "train.lr=0.1", status=1)
+
+
+OUTPUTS: dict[str, Callable[[Example], str]] = {
+    "sweep": lambda _: study(),
+    "sweep-reasons": lambda _: study(),
+    "advise": lambda _: advice()[0],
+    "advise-answer": lambda _: advice()[0],
+    "advise-limited": lambda _: advice()[0],
+    "advise-preset": lambda _: advice()[1],
+    "page-faults": page_faults,
+    "mixed-hardware": mixed_hardware,
+    "double": doubling,
+    "doctor": doctor,
+    "time": time_line,
+    "memory": memory,
+    "numerics": numerics,
+    "trace": lambda example: in_small(example, *LINEAR),
+    "search-ops": search_ops,
+    "search-ops-use": lambda example: in_small(
+        example, *SMALL, "search_ops.timed_steps=0", "search_ops.batches=2",
+        "search_ops.warmup_steps=2",
+    ),
+    "halt": halted,
+}  # fmt: skip
+"""An example's name to its output; programs are run as they are."""
+
+
+def output(example: Example) -> str:
+    """An output of the example's command."""
+    return program(example) if example.program else OUTPUTS[example.example](example)

@@ -1,0 +1,81 @@
+"""Reports of every kind, each made once for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from mprun.compare.comparison import Advice, Comparison, Skipped
+from mprun.report.html import page
+from mprun.report.plots import draw
+from tests.report.compared import comparison, hostile, of_losses
+
+LONG = "x" * 300
+"""A name or a path without a place to break it."""
+
+
+def made(found: Comparison, plots: Sequence[str] | None = None) -> str:
+    """The page, with these plots or all."""
+    return page(found, draw(found) if plots is None else draw(found, names=plots))
+
+
+def with_advice(folder: Path) -> Comparison:
+    """The report of `mprun advise`."""
+    advice = Advice("bf16_mixed", LONG, {LONG: "slower"}, {"tf32": LONG}, (LONG, "a note " * 50))
+    return replace(comparison(3, folder), advice=advice)
+
+
+def with_failures(folder: Path) -> Comparison:
+    """Failed and skipped runs, a variant without any run, warnings, long names everywhere."""
+    base = comparison(4, folder)
+    first, second, third, last = base.variants
+    for run in (*second.runs, *last.runs):
+        run.summary.error = f"{LONG} no space left on the device " * 5
+    variants = (
+        first,
+        replace(second, label=LONG, failed=second.runs, substituted="matmuls in fp32"),
+        replace(third, label="bf16_mixed " + "(train.lr=0.002, train.clip_norm=1) " * 8),
+        replace(last, runs=(), failed=last.runs),
+    )
+    (second.runs[0].path / "config.yaml").write_text(f"{LONG}: {LONG}\na: {{b: {LONG}}}\n")
+    return replace(
+        base,
+        variants=variants,
+        skipped=tuple(Skipped(Path(f"out/{LONG}{n}"), "still running") for n in range(30)),
+        data=LONG,
+        hardware=LONG,
+        code=LONG,
+        warnings=(LONG, "page faults take 45 % of the step " * 10),
+        notes=(LONG, "a note " * 60),
+    )
+
+
+KINDS: dict[str, Callable[[Path], Comparison]] = {
+    "one": lambda folder: comparison(1, folder),
+    "two": lambda folder: comparison(2, folder),
+    "ten": lambda folder: comparison(10, folder),
+    "losses": lambda folder: of_losses(comparison(3, folder, seeds=1)),
+    "hostile": hostile,
+}
+FURTHER: dict[str, Callable[[Path], Comparison]] = {
+    "advice": with_advice,
+    "failures": with_failures,
+}
+"""Kinds that are drawn with two of their plots."""
+
+
+class Pages(dict[str, str]):
+    """Pages by kind, each made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, kind: str) -> str:
+        folder = self._folder / kind
+        if kind in KINDS:
+            self[kind] = made(KINDS[kind](folder))
+        else:
+            self[kind] = made(FURTHER[kind](folder), ["difference", "memory"])
+        return self[kind]
