@@ -217,7 +217,8 @@ def test_halt_ends_the_run_with_a_line_that_names_op_and_module(
 ) -> None:
     words = [*fault("forward", 3), "precision=fp16_true", "loss_scale=none"]
     summary = run("run", *words, "debug.fp_exceptions=halt", status=1)
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    *notes, line = capsys.readouterr().err.strip().splitlines()
+    assert all(note.startswith("note: recipe.target=") for note in notes)
     assert line.startswith(
         "mprun: debug.fp_exceptions=halt: at step 3: overflow: mul in 2 (Fault), forward, "
         f"{line_of('6e4 * 6e4')}; inputs up to"

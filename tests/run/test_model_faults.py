@@ -72,8 +72,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, str]:
     """What the failed command printed, and its one line of error."""
     assert main([*words]) == 1
     out, err = capsys.readouterr()
-    *warnings, line = err.splitlines()
-    assert all(warning.startswith("warning: ") for warning in warnings)
+    *notices, line = err.splitlines()
+    assert all(notice.startswith(("warning: ", "note: ")) for notice in notices)
     assert "Traceback" not in out
     return out, line
 
