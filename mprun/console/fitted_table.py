@@ -20,6 +20,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from mprun.errors import printable
+
 ALWAYS = 100
 """The importance of a column that is never left out."""
 BETWEEN = "  "
@@ -63,6 +65,12 @@ class TableCell(NamedTuple):
     style: str = ""
 
 
+def _without_controls(text: str) -> str:
+    """`text`, its lines and hard blanks kept, without anything else that steers a terminal."""
+    lines = (line.split(HARD_BLANK) for line in text.split("\n"))
+    return "\n".join(HARD_BLANK.join(map(printable, parts)) for parts in lines)
+
+
 class _TableRow(NamedTuple):
     cells: tuple[TableCell, ...]
     style: str
@@ -92,13 +100,14 @@ class FittedTable:
         self, title: str, *columns: TableColumn, elsewhere: str = "the output into a pipe"
     ) -> None:
         self.columns, self.caption = columns, ""
-        self._title, self._elsewhere = title, elsewhere
+        self._title, self._elsewhere = _without_controls(title), elsewhere
         self._rows: list[_TableRow] = []
 
     def add_row(self, *cells: str | TableCell, style: str = "") -> None:
         """Add a row; a cell for each column."""
-        made = tuple(TableCell(cell) if isinstance(cell, str) else cell for cell in cells)
-        self._rows.append(_TableRow(made, style))
+        made = [TableCell(cell) if isinstance(cell, str) else cell for cell in cells]
+        safe = tuple(TableCell(_without_controls(cell.text), cell.style) for cell in made)
+        self._rows.append(_TableRow(safe, style))
 
     def add_section(self) -> None:
         """Add an empty line."""
@@ -125,7 +134,7 @@ class FittedTable:
             ]
             yield from self._row_lines(places, widths, cells, row.style)
         note = self._note(places, any(head is not None for head in heads))
-        for text in filter(None, (self.caption, note)):
+        for text in filter(None, (_without_controls(self.caption), note)):
             yield from (Text(line, "dim") for line in broken(text, width))
 
     def _row_lines(

@@ -168,3 +168,12 @@ def test_any_table_fits_and_its_figures_are_whole(
         assert {row[1] for row in rows} <= tokens
     changed = tokens - set(" ".join(shown(made, None)).split())
     assert all(CUT in token or not token.strip("-") for token in changed)
+
+
+def test_a_name_cannot_steer_the_terminal() -> None:
+    table = FittedTable("\x1b[2Jtitle", text_column("name"))
+    table.caption = "\x07"
+    table.add_row("two\nlines \x1b]0;title\x07\u202e")
+    text = "\n".join(str(line) for line in table.lines(80))
+    assert not {"\x1b", "\x07", "\u202e"} & {*text}
+    assert "lines \\x1b]0;title\\x07\\u202e" in text
