@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,13 +22,18 @@ COMMANDS = {
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Inside, a file that grows larger than `size` bytes is an error, as on a full disk."""
+    """Inside, a file that grows larger than `size` bytes is an error, as on a full disk.
+
+    Python would cut its bytecode files too and fail at the next import, so it writes none.
+    """
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = before
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from mprun.cli.main import main
 from mprun.records.run_record import Summary, read_summary
 from tests.schema import conforms
+from tests.waiting import is_filled, wait_for
 
 QUICK = ["-m", "recipe=linear", "train.max_steps=3"]
 
@@ -152,11 +152,7 @@ def test_a_signal_stops_the_sweep(number: signal.Signals, status: int) -> None:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if any(p.stat().st_size for p in Path("outputs").glob("*/*/0/metrics.jsonl")):
-            break
-        time.sleep(0.05)
+    wait_for(lambda: any(map(is_filled, Path("outputs").glob("*/*/0/metrics.jsonl"))), process)
     process.send_signal(number)
     out, error = process.communicate(timeout=60)
     assert process.returncode == status, error

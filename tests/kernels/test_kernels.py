@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from mprun.precision.rounding import (
     split,
     stochastic,
 )
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
@@ -595,13 +595,6 @@ def compilers(folder: Path) -> list[str]:
             if f"TMPDIR={folder}".encode() in environment.read_bytes():
                 found.append(environment.parent.name)
     return found
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

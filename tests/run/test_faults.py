@@ -121,7 +121,8 @@ def test_a_run_folder_removed_meanwhile(monkeypatch: pytest.MonkeyPatch, stderr:
 
 
 def test_a_real_limit_on_file_sizes() -> None:
-    command = [sys.executable, "-m", "mprun", *RUN, "train.optimizer.name=adamw"]
+    # -B: Python would cut its bytecode files too, and fail at the next import.
+    command = [sys.executable, "-B", "-m", "mprun", *RUN, "train.optimizer.name=adamw"]
     limit = 500_000  # the checkpoint of some MB does not fit, the lines do
 
     def limited() -> None:

@@ -18,6 +18,7 @@ from mprun.cli.main import main
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
 from tests.schema import conforms
+from tests.waiting import wait_for
 
 TRUE_HALF = {
     "fp16_true": ("float16", "nearest"),
@@ -434,10 +435,8 @@ def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, m
     words.append("train.optimizer.name=adamw")
     forking.start([*words, "run.dir=whole"], Path.cwd())
     assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
-    pid, deadline = forking.start([*words, "run.dir=run"], Path.cwd()), time.monotonic() + 60
-    while not Path("run/checkpoints/last.pt").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    pid = forking.start([*words, "run.dir=run"], Path.cwd())
+    wait_for(Path("run/checkpoints/last.pt").exists)
     time.sleep(0.02)  # a few steps on
     os.kill(pid, signal.SIGKILL)
     assert forking.wait() == -signal.SIGKILL

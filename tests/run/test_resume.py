@@ -23,6 +23,7 @@ from mprun.train import checkpoint
 from mprun.train.loop import StepResult, Trainer
 from tests.run.processes import Forking
 from tests.schema import conforms
+from tests.waiting import is_filled, wait_for
 
 MNIST = [
     "recipe=mnist",
@@ -320,9 +321,7 @@ def kill_and_go_on(forking: Forking, words: list[str], kills: list[tuple[float, 
         file = Path("run/metrics.jsonl")
         # A resumed run first cuts its lines, so a size of before says nothing: wait for lines anew.
         began = time.time()
-        while not (file.exists() and file.stat().st_size and file.stat().st_mtime >= began):
-            assert time.time() < began + 60
-            time.sleep(0.005)
+        wait_for(lambda file=file, began=began: is_filled(file) and file.stat().st_mtime >= began)
         time.sleep(delay)
         try:
             os.kill(pid, number)
@@ -369,12 +368,8 @@ def test_killed_during_validation(forking: Forking, number: signal.Signals, ever
     forking.start([*words, "run.dir=whole"], Path.cwd())
     assert forking.wait() == 0
     pid = forking.start([*words, "run.dir=run"], Path.cwd())
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        file = Path("run/metrics.jsonl")
-        if file.exists() and '"step":10,' in file.read_text(encoding="utf-8"):
-            break
-        time.sleep(0.002)
+    metrics = Path("run/metrics.jsonl")
+    wait_for(lambda: is_filled(metrics) and '"step":10,' in metrics.read_text(encoding="utf-8"))
     os.kill(pid, number)
     assert forking.wait() == ENDS[number]
     assert [x["kind"] for x in read_lines(Path("run"))] == ["step"] * 10

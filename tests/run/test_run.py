@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from mprun.cli.main import main
 from mprun.errors import RunFailedError
 from mprun.records.run_record import Metric, Summary, read_lines, read_summary
 from tests.schema import conforms
+from tests.waiting import is_filled, wait_for
 
 QUICK = ["recipe=linear", "train.max_steps=6", "run.dir=run"]
 
@@ -238,10 +238,7 @@ def test_signals_leave_a_usable_record_and_the_right_status(
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    metrics = Path("run/metrics.jsonl")
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: is_filled(Path("run/metrics.jsonl")), process)
     running = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
     assert running["status"] == "running"
     process.send_signal(number)
