@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 
-from mprun.console import warn
 from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
@@ -185,6 +184,8 @@ def cache_folder() -> Path:
             folder.chmod(stat.S_IMODE(folder.stat().st_mode) & 0o700)
             tempfile.TemporaryDirectory(dir=folder).cleanup()  # it may be there and take nothing
             return folder
+        from mprun.console import warn  # brings rich, which a user's own loop does not need
+
         warn([f"{folder} is not used for compiled kernels: {owner}"])
     except (OSError, RuntimeError):
         pass

@@ -24,6 +24,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch
 
 from mprun.records.run_record import DataTimes, StepTimes
@@ -203,6 +204,6 @@ class StepStatistics:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the statistics."""
         self._steps = state["steps"]
-        self._first = [tuple(row) for row in state["first"]]
+        self._first = msgspec.convert(state["first"], list[tuple[float | None, ...]])
         step_ms, data_ms, page_faults = map(Distribution, state["columns"])
         self._columns = step_ms, data_ms, page_faults

@@ -218,8 +218,8 @@ def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "fragments"),
     [
-        ("recipe: {name: [\n", ["recipe=own", "own.yaml", "line 2"]),
-        ("\trecipe: 3\n", ["recipe=own", "own.yaml", "line 1"]),
+        ("recipe: {name: [\n", ["own.yaml", "line 2"]),
+        ("\trecipe: 3\n", ["own.yaml", "line 1"]),
         ("- 1\n- 2\n", ["In 'recipe/own'", "list is not a subclass of RecipeConfig"]),
         ("3\n", ["recipe=own", "Invalid loaded object type: int"]),
         ("name: own\ntarget: m.M\nnmae: 3\n", ["'nmae'", "did you mean 'recipe.name'?"]),
@@ -246,7 +246,8 @@ def test_a_file_that_cannot_be_used_is_refused_in_a_line(
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/own.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot compose 'recipe=own': 'utf-8'" in refusal("recipe=own", config_dir=tmp_path)
+    message = refusal("recipe=own", config_dir=tmp_path)
+    assert "own.yaml is not a valid configuration (line 1: not text (UTF-8))" in message
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_summary_that_is_compared(chances: tuple[int, int]) -> None:
 def test_lines_of_a_run_that_is_resumed(chances: tuple[int, int], run: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     for chance in cases(chances):
-        place, wrong = chance.randrange(len(lines) + 1), damage.wrong_line(chance)
+        place, wrong = chance.randrange(len(lines)), damage.wrong_line(chance)
         (run / "metrics.jsonl").write_bytes(b"".join([*lines[:place], wrong, *lines[place:]]))
         check_refused(
             ("run.resume=run",), (f"metrics.jsonl is damaged: line {place + 1}",), wrong[:99]

@@ -195,9 +195,9 @@ def test_accumulation_lowers_activations_and_not_parameters() -> None:
 
 def test_another_batch_size_is_that_of_a_plan_made_with_it() -> None:
     words = ("recipe=mnist", "train.accumulate=2", "preset=smoke")
-    other = with_batch_size(planned(*words), 40)
-    assert (other.batch.micro, other.batch.effective) == (40, 80)
-    assert footprint(other) == measured(*words, "train.batch_size=40")
+    other = with_batch_size(planned(*words), 24)
+    assert (other.batch.micro, other.batch.effective) == (24, 48)
+    assert footprint(other) == measured(*words, "train.batch_size=24")
 
 
 def test_measuring_leaves_the_random_numbers_of_the_run_alone() -> None:

@@ -98,7 +98,8 @@ def test_what_is_no_count_of_samples_is_refused_by_name(
 ) -> None:
     words = [*own_recipe(monkeypatch), f"recipe.model.count='{count}'"]
     assert main(words) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    note, line = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: recipe.target=")
     assert "accuracy: the recipe's correct returned " in line
     assert received in line
     assert "for a batch of 4 samples; it must return the number" in line
@@ -131,6 +132,7 @@ def test_a_metric_nothing_measures_is_refused_before_a_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*own_recipe(monkeypatch, metric)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    note, line = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: recipe.target=")
     assert message in line
     assert not Path("run").exists()
