@@ -70,7 +70,7 @@ def test_fashion_mnist_in_half_against_fp32(capsys: pytest.CaptureFixture[str]) 
 def test_the_docs_show_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     planned("recipe=fashion_mnist", "precision=fp32,half_sr", QUIET)
     page = (ROOT / "docs/reference/memory.md").read_text(encoding="utf-8")
-    documented = {" ".join(line.split()) for line in page.splitlines()}
+    documented = " ".join(page.split())  # the page breaks long sentences
     shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     rows = ("recipe", "parameters", "gradients", "optimizer", "activations", "temporary", "peak ")
     checked = [line for line in shown if line.startswith((*rows, "published"))]
