@@ -43,6 +43,7 @@ class SavedPosition:
     """Where the loop was."""
 
     step: Count
+    epoch: Count
     in_epoch: bool
     sums: SavedSums
 

@@ -256,9 +256,9 @@ NEEDED = (
     ("trainer", "loss_scale"),
     ("trainer", "rng"),
     ("journal",),
-    ("journal", "losses"),
+    ("journal", "loss_series"),
     ("journal", "steps"),
-    ("journal", "history"),
+    ("journal", "statistics"),
 )
 
 
