@@ -34,11 +34,11 @@ class Tokens(Recipe):
         part = TensorSet(x, x)
         return Splits("tokens", "generated", part, part.first(8), part.first(4))
 
-    def loss(self, output, target):
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    def loss(self, output, batch):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
 
-    def correct(self, output, target):
-        right = output.argmax(-1) == target
+    def correct(self, output, batch):
+        right = output.argmax(-1) == batch[1]
         return {{
             "samples": lambda: right.all(1).sum(),
             "tokens": lambda: right.sum() + 5,
