@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mprun.data import Order, TensorSet
+from mprun.data import BatchForm, Order, TensorBatches, TensorSet
 from mprun.data.generated import draw
 from mprun.recipes.mnist import Mnist
 
