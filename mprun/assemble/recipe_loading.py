@@ -62,6 +62,11 @@ def load_recipe(target: str, parameters: dict[str, Any], untrusted: Path | None 
 def _check_metric(recipe: Recipe) -> None:
     """Raise `UsageError` for a metric that no run measures and no comparison reads."""
     name, metric = type(recipe).__name__, recipe.METRIC
+    if hasattr(recipe, "metric"):  # its name in versions before 0.2
+        raise UsageError(
+            f'{name}.metric = {recipe.metric!r}: it is METRIC = ("loss", "min") or '
+            '("accuracy", "max") now'
+        )
     if metric not in [("accuracy", "max"), ("loss", "min")]:  # a list: it may not be hashable
         raise UsageError(
             f'{name}.METRIC = {metric!r}: legal is ("accuracy", "max"), the share of samples that '

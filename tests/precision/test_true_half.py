@@ -195,16 +195,16 @@ def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str)
 @pytest.mark.parametrize("recipe", ["linear", "mnist"])
 def test_inputs_stay_float32_where_something_else_casts(recipe: str, mode: str) -> None:
     parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
-    assert next(parts.train.epoch(None)).inputs.dtype == torch.float32
+    assert next(parts.train.epoch(None)).parts[0].inputs[0].dtype == torch.float32
 
 
 def test_targets_keep_their_dtype() -> None:
-    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).targets.dtype == (
-        torch.float32
-    )
-    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).targets.dtype == (
-        torch.int64
-    )
+    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).parts[0].content[
+        1
+    ].dtype == (torch.float32)
+    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).parts[0].content[
+        1
+    ].dtype == (torch.int64)
 
 
 @pytest.mark.representative("fp16_true", "half_sr_full")
@@ -414,7 +414,7 @@ def test_a_float16_layer_in_bf16_mixed_equals_autocast_by_hand() -> None:
     model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
     model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
     with torch.no_grad():
-        parts.precision.forward(model, next(iter(parts.train)).inputs)
+        parts.precision.forward(model, next(iter(parts.train)).parts[0].inputs[0])
     normed, found = seen
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         by_hand = torch.nn.functional.linear(

@@ -125,7 +125,7 @@ def test_losses_are_computed_with_the_mode_s_arithmetic(
 
     def loss(self: Tiny, output: Tensor, batch: Any) -> Tensor:
         inside.append(arithmetic.inside)
-        return plain(self, output, batch[1])
+        return plain(self, output, batch)
 
     monkeypatch.setattr(Tiny, "loss", loss)
     training.parts.precision.arithmetic = arithmetic
