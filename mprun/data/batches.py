@@ -39,8 +39,25 @@ class TensorSet:
     def __init__(self, *content: Any) -> None:
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
+    own_batch_size = None
+    """The run decides it."""
+
     def __len__(self) -> int:
         return len(all_tensors(self.content)[0])
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return len(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not len(self)
+
+    def batches(self, batch_size: int) -> int:
+        """Batches of a pass."""
+        return -(-len(self) // batch_size)
 
     @property
     def inputs(self) -> Any:
@@ -115,17 +132,25 @@ class Batch(NamedTuple):
 class Batches(Protocol):
     """A set of samples, batch by batch."""
 
-    batch_size: int
-    """Samples per batch; the last one of an epoch may be smaller."""
-    device: torch.device
-    """Where batches are needed."""
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
 
     @property
-    def samples(self) -> int:
-        """How many there are."""
+    def device(self) -> torch.device:
+        """Where batches are needed."""
 
-    def __len__(self) -> int:
-        """Batches per epoch."""
+    @property
+    def samples(self) -> int | None:
+        """How many there are; None for a stream."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+
+    @property
+    def length(self) -> int | None:
+        """Batches per epoch; None where that is unknown."""
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches in the stored order."""
@@ -137,7 +162,20 @@ class Batches(Protocol):
         """At most `wanted` micro-batches of at most `at_most` samples, in the stored order."""
 
 
-class Order:
+class Order(Protocol):
+    """The order in which epochs visit the samples."""
+
+    def state(self) -> Tensor:
+        """What the next `draw` depends on."""
+
+    def restore(self, state: Tensor, drawn: bool) -> None:
+        """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
+
+    def draw(self) -> Any:
+        """The next epoch's order, as `Batches.epoch` takes it."""
+
+
+class TensorOrder:
     """The order in which an epoch visits the samples; its state is the generator's.
 
     Args:
@@ -183,6 +221,10 @@ class BatchForm:
     convert: Convert = lambda content: content
     count: Callable[[Any], float] | None = None
 
+    def prepared(self, content: Any) -> Any:
+        """A batch of stored samples with its inputs prepared."""
+        return _with_inputs(content, self.prepare)
+
     def micro_batch(self, content: Any, inputs: Any, size: int) -> MicroBatch:
         """A micro-batch of `size` samples that are converted already."""
         weight = size if self.count is None else float(self.count(content))
@@ -220,8 +262,13 @@ class TensorBatches:
     def samples(self) -> int:
         return len(self.data)
 
-    def __len__(self) -> int:
-        return -(-len(self.data) // self.batch_size)
+    @property
+    def is_empty(self) -> bool:
+        return self.data.is_empty
+
+    @property
+    def length(self) -> int:
+        return self.data.batches(self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.epoch(None)

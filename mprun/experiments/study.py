@@ -281,9 +281,9 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
         UsageError: the run cannot be planned.
     """
     planned = make_plan(composed.config, composed.given, load=load)
-    overrides = ["data.test=false"] if len(planned.splits.test) else []
+    overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
     takes_share = "data.validation_fraction" not in planned.recipe.ignores
-    if not len(planned.splits.validation) and takes_share:
+    if planned.splits.validation.is_empty and takes_share:
         overrides.append("data.validation_fraction=0.1")
     return overrides
 
