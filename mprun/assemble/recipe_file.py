@@ -129,13 +129,13 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     except MprunError:
         del sys.modules[module.__name__]
         raise
-    except Exception as error:  # it is the user's code: anything can be wrong with it
+    except (Exception, SystemExit) as error:  # it is the user's code: anything can be wrong
         del sys.modules[module.__name__]
         raise UsageError(
             f"recipe={path} cannot be loaded ({type(error).__name__}: {first_line(error)}"
             f"{_line_in(error, path)}); correct the file"
         ) from None
-    except BaseException:  # Ctrl-C, or sys.exit in the file
+    except BaseException:  # Ctrl-C
         del sys.modules[module.__name__]
         raise
     _loaded[path] = _Loaded(source, module)
@@ -194,13 +194,15 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
             f"{path}: {kind.__name__}.DEFAULTS is not read; write DEFAULTS = {{...}} outside of "
             "the class"
         )
-    if "__dataclass_fields__" not in vars(kind):
-        try:
-            kind = dataclass(frozen=True)(kind)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"{path}: {kind.__name__} cannot have these fields ({first_line(error)})"
-            ) from None
+    for base in reversed(kind.__mro__):  # a class inherits the fields of its bases
+        undecorated = "__dataclass_fields__" not in vars(base)
+        if undecorated and base.__module__ == kind.__module__:
+            try:
+                dataclass(frozen=True)(base)  # changes the class itself
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{path}: {base.__name__} cannot have these fields ({first_line(error)})"
+                ) from None
     assert is_dataclass(kind)
     for field in fields(kind):
         if hasattr(Recipe, field.name):

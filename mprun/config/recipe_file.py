@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,8 @@ def named_file(value: object) -> RecipeFile | None:
     match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
     if match is None:
         return None
-    return RecipeFile(Path(match[1]).expanduser().absolute(), match[2] or "")
+    path = os.path.abspath(Path(match[1]).expanduser())  # noqa: PTH100 (keeps links)
+    return RecipeFile(Path(path), match[2] or "")
 
 
 def with_absolute_paths(override: Override) -> str:
@@ -75,6 +77,7 @@ def with_absolute_paths(override: Override) -> str:
 
 
 def _values(override: Override) -> list[str]:
+    """The values that an override gives or lists."""
     if not override.is_sweep_override():
         return [str(override.value())]
     if not override.is_discrete_sweep():
