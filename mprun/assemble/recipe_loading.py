@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from mprun.assemble.recipe_file import RecipeSource, class_in, file_source
+from mprun.assemble.file_recipe import RecipeSource, class_in, file_source
 from mprun.assemble.recipe_origin import UntrustedCodeError, announced
 from mprun.config import Config
 from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits, TensorSet
-from mprun.data.parts import as_splits
+from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY

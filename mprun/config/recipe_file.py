@@ -178,11 +178,14 @@ def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
     """What the module assigns to a name, the last one."""
     found = None
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
             targets = [node.target]
+        else:
+            continue
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            found = node.value  # type: ignore[union-attr]
+            found = node.value
     return found
 
 

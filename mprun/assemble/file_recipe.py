@@ -20,7 +20,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ import torch
 
 from mprun.assemble.recipe_origin import announced_file
 from mprun.data import DataRequest, Splits
-from mprun.data.parts import as_splits
+from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 
@@ -203,12 +203,14 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
                 raise UsageError(
                     f"{path}: {base.__name__} cannot have these fields ({first_line(error)})"
                 ) from None
-    assert is_dataclass(kind)
-    for field in fields(kind):
-        if hasattr(Recipe, field.name):
+    for field in fields(kind):  # type: ignore[arg-type]
+        name = field.name
+        if hasattr(Recipe, name):
+            is_value = not callable(getattr(Recipe, name))
+            fix = f"write it without a type: {name} = ..." if is_value else "give it another name"
             raise UsageError(
-                f"{path}: the field {kind.__name__}.{field.name} has the name of a part of "
-                f"mprun.Recipe; give it another name, such as {field.name}_kind"
+                f"{path}: the parameter {kind.__name__}.{name} has the name of a part of "
+                f"mprun.Recipe; {fix}"
             )
     return kind
 
@@ -222,7 +224,9 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
     Raises:
         UsageError: one is missing, or is no function.
     """
-    functions = {name: vars(module)[name] for name in FUNCTIONS if name in vars(module)}
+    functions: dict[str, Any] = {
+        name: vars(module)[name] for name in FUNCTIONS if name in vars(module)
+    }
     for name in NEEDED:
         if name not in functions:
             near = hint(name, [n for n in vars(module) if not n.startswith("_")])
@@ -231,7 +235,7 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
                 "functions model() and data(), and loss(output, batch) unless the output brings "
                 "a loss, or a class that extends mprun.Recipe"
             )
-    for name, value in functions.items():
+    for name, value in functions.items():  # any object can have such a name
         if not callable(value) or isinstance(value, type):
             raise UsageError(
                 f"recipe={path}: {name} is a {type(value).__name__}; legal is a function {name}"
