@@ -51,7 +51,7 @@ def source_of(config: Config) -> RecipeSource | None:
     except UsageError as error:
         if resume is None:
             raise
-        raise UsageError(f"run.resume={resume}: {error}; {_copy_in(resume)}") from None
+        raise UsageError(f"run.resume={resume}: {error}; put it back: {_copy_in(resume)}") from None
     if resume is not None:
         sha256 = _recorded_sha256(Path(resume))
         if sha256 not in (None, source.sha256):
@@ -213,7 +213,9 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
 def _explained(what: str, recipe: Recipe) -> Iterator[None]:
     try:
         yield
-    except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except MprunError:
+        raise
+    except Exception as error:  # it is the user's code: anything can be wrong with it
         raise UsageError(
             f"{what} of {type(recipe).__name__} cannot be made: "
             f"{type(error).__name__}: {first_line(error)}"
