@@ -18,7 +18,7 @@ from mprun.precision import Precision
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
 from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
-from mprun.train.metrics import NO_SCORES, Sums, count_correct
+from mprun.train.sums import NO_SCORES, Sums, count_correct
 
 TRIAL_BATCHES = 4
 """The most batches that are evaluated to learn their time."""

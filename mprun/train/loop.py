@@ -29,7 +29,7 @@ from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
 from mprun.train.metric_readback import MetricReadback, Scalars
-from mprun.train.metrics import NO_SCORES, Sums, count_correct
+from mprun.train.sums import NO_SCORES, Sums, count_correct
 from mprun.train.schedule import Schedule
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.time_limit import TimeLimit
