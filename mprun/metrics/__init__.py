@@ -19,13 +19,13 @@ the first item of a tuple. The targets of a batch are the last item of a tuple, 
 `label`, `targets`, `target` or `y` of a mapping.
 """
 
-from mprun.metrics.sums_of_batches import (
+from mprun.metrics.summed import (
     F1,
     SHIPPED,
     Accuracy,
     MeanAbsoluteError,
-    Metric,
     Perplexity,
+    SummedMetric,
 )
 
-__all__ = ["F1", "SHIPPED", "Accuracy", "MeanAbsoluteError", "Metric", "Perplexity"]
+__all__ = ["F1", "SHIPPED", "Accuracy", "MeanAbsoluteError", "Perplexity", "SummedMetric"]

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import mprun
 from mprun.errors import RunFailedError
-from mprun.metrics import F1, SHIPPED, Accuracy, MeanAbsoluteError, Metric, Perplexity
+from mprun.metrics import F1, SHIPPED, Accuracy, MeanAbsoluteError, Perplexity, SummedMetric
 
 CLASSES = 5
 
@@ -29,7 +29,7 @@ def batches(*shape: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def computed(metric: Metric, data: list[tuple[Any, Any]]) -> float:
+def computed(metric: SummedMetric, data: list[tuple[Any, Any]]) -> float:
     for output, batch in data:
         metric.update(output, batch)
     return metric.compute()
@@ -130,7 +130,7 @@ def test_scores_of_pictures_have_their_classes_second() -> None:
 
 def test_where_classes_cannot_be_told_from_positions_the_dimension_is_asked_for() -> None:
     scores, targets = torch.randn(2, CLASSES, CLASSES), torch.zeros(2, CLASSES, dtype=torch.long)
-    with pytest.raises(RunFailedError, match="both dimension 1 and the last.* give class_dim"):
+    with pytest.raises(RunFailedError, match=r"both dimension 1 and the last.* give class_dim"):
         Accuracy().update(scores, targets)
     right = scores.argmax(1).eq(0).double().mean()
     assert computed(Accuracy(class_dim=1), [(scores, targets)]) == float(right)
@@ -167,7 +167,7 @@ def test_without_a_batch_there_is_no_value_and_a_reset_forgets(name: str) -> Non
 
 
 @pytest.mark.parametrize("metric", [Accuracy(), F1(), Perplexity()], ids=lambda m: type(m).__name__)
-def test_ignored_targets_alone_give_no_value(metric: Metric) -> None:
+def test_ignored_targets_alone_give_no_value(metric: SummedMetric) -> None:
     metric.update(torch.randn(2, 3), torch.full((2,), -100))
     assert math.isnan(metric.compute())
 
@@ -186,7 +186,7 @@ def test_ignored_targets_alone_give_no_value(metric: Metric) -> None:
     ],
 )
 def test_what_does_not_fit_is_one_line_with_the_remedy(
-    metric: Metric, output: Any, batch: Any, text: str
+    metric: SummedMetric, output: Any, batch: Any, text: str
 ) -> None:
     with pytest.raises(RunFailedError, match=text) as caught:
         metric.update(output, batch)

@@ -24,7 +24,7 @@ IGNORED = -100
 """Targets with this value are left out, as in PyTorch's cross-entropy."""
 
 
-class Metric(ABC):
+class SummedMetric(ABC):
     """A metric that is computed from sums over all batches."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Metric(ABC):
         )
 
 
-class _OfClasses(Metric):
+class _OfClasses(SummedMetric):
     """A metric of predicted classes.
 
     Args:
@@ -238,7 +238,7 @@ class Perplexity(_OfClasses):
             return math.inf
 
 
-class MeanAbsoluteError(Metric):
+class MeanAbsoluteError(SummedMetric):
     """The mean of |score - target| over all their elements."""
 
     def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class MeanAbsoluteError(Metric):
         return total / elements if elements else math.nan
 
 
-SHIPPED: dict[str, type[Metric]] = {
+SHIPPED: dict[str, type[SummedMetric]] = {
     "accuracy": Accuracy,
     "f1": F1,
     "perplexity": Perplexity,
