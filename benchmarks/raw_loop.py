@@ -48,8 +48,8 @@ class Empty(Recipe):
         part = TensorSet(torch.zeros(64, 1), torch.zeros(64, 1))
         return Splits("empty", "generated", part, part.first(0), part.first(0), shuffle=False)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).mean()
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (output - batch[1]).mean()
 
 
 class Case(NamedTuple):
@@ -96,7 +96,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 output = model(x)
-            loss = recipe.loss(output.float(), y)
+            loss = recipe.loss(output.float(), (x, y))
             loss.backward()
             optimizer.step()
         yield (time.perf_counter() - start) / steps
@@ -105,10 +105,9 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
 def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of mprun's loop, block after block."""
     full = len(plan.splits.train) // plan.batch.effective * plan.batch.effective
-    whole = replace(plan.splits, train=plan.splits.train.first(full))
+    splits = plan.splits
+    whole = replace(splits, train=splits.train.first(full), validation=splits.validation.first(0))
     parts = build_parts(replace(plan, splits=whole))
-    none = parts.train.data.first(0)
-    parts.validation.data = none
     done = 0
     trainer = Trainer(parts, Limits(None, None, None))
     while True:

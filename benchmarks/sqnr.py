@@ -30,8 +30,8 @@ def first_step(recipe: str, precision: str) -> tuple[Tensor, Tensor]:
     with backend_flags(plan.policy, plan.native_tf32):
         parts = build_parts(plan)
         batch = next(parts.train.epoch(None))
-        output = parts.precision.forward(parts.model, batch.inputs)
-        loss = parts.precision.loss(parts.recipe.loss, output, batch.targets)
+        output = parts.precision.forward(parts.model, *batch.parts[0].inputs[:-1])
+        loss = parts.precision.loss(parts.recipe.loss, output, batch.parts[0].content)
         parts.precision.backward(loss)
     scale = parts.precision.loss_scale.tensor
     factor = 1.0 if scale is None else scale.item()

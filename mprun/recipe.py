@@ -3,16 +3,21 @@
 The training loop owns everything a precision mode may change: casting, the backward pass, the
 optimizer step, timing. A recipe only defines what is trained, so that any mode can train it.
 
-A recipe is a frozen dataclass. Its fields are the parameters a user sets as `recipe.model.<field>`
-and are checked against the annotated types; `__post_init__` raises `ValueError` for a value out of
-range, with what is legal. Your own recipe is such a class in any importable module, plus a YAML
-file that names it as `recipe.target`.
+A batch is what the data yield: a tensor, or tuples, mappings and dataclasses of them, nested, with
+strings and numbers among them. `forward` gets it with floating tensors in the mode's input dtype;
+`loss`, `correct` and metrics get it as it was, on the training device.
+
+The fields of a recipe are the parameters a user sets as `recipe.model.<field>` and are checked
+against the annotated types; `__post_init__` raises `ValueError` for a value out of range, with what
+is legal. Your own recipe is such a class in any importable module, plus a YAML file that names it
+as `recipe.target`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -22,10 +27,10 @@ from mprun.data import DataRequest, Splits, TensorSet
 class Recipe(ABC):
     """Model, data, loss and metric of one training task."""
 
-    metric: ClassVar[str] = "accuracy"
-    """What the task is judged by: "accuracy" (a fraction, higher is better) or "loss" (lower).
+    METRIC: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    """What the task is judged by, and which values are better: "max" or "min".
 
-    Others are refused when the recipe is loaded.
+    ("accuracy", "max") is a fraction, ("loss", "min") the mean loss.
     """
 
     ignores: ClassVar[frozenset[str]] = frozenset()
@@ -33,6 +38,12 @@ class Recipe(ABC):
 
     draws_data: ClassVar[bool] = True
     """Whether the samples depend on the run's seed; false lets runs of other seeds share them."""
+
+    loss_reads_inputs: ClassVar[bool] = True
+    """Whether loss or metrics read more of a batch than its last item.
+
+    False lets inputs be stored and sent in the mode's dtype, without a copy in their own.
+    """
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -54,11 +65,12 @@ class Recipe(ABC):
         """
         return None
 
-    def prepare(self, inputs: Tensor) -> Tensor:
-        """A stored batch [B, ...] as the model's input, float32 or, like token ids, integer.
+    def prepare(self, inputs: Any) -> Any:
+        """Stored inputs [B, ...] of a batch as the model's: floating or, like token ids, integer.
 
-        Unchanged unless overridden. Floating inputs are then brought to the mode's dtype. Integers
-        are prepared on the training device, floating samples before they are sent there.
+        Unchanged unless overridden. It gets all but the last item of a batch that is a tuple (the
+        first of a pair), else the whole batch. Integers are prepared on the training device,
+        floating samples before they are sent there.
         """
         return inputs
 
@@ -67,11 +79,29 @@ class Recipe(ABC):
         """Whether `prepare` does anything."""
         return type(self).prepare is not Recipe.prepare
 
-    @abstractmethod
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """The batch's mean loss, a scalar of the output's dtype."""
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """The model's output for a batch.
 
-    def correct(self, output: Tensor, target: Tensor) -> Tensor | None:
+        Unless overridden, the last item of a tuple or list is the target, and the rest are the
+        model's arguments; a mapping gives named arguments; anything else, or a tuple of one item,
+        is the only argument.
+        """
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        if isinstance(batch, tuple | list):
+            return model(*(batch[:-1] if len(batch) > 1 else batch))
+        return model(batch)
+
+    @property
+    def forwards_target(self) -> bool:
+        """Whether `forward` may read the last item of a batch that is a tuple."""
+        return type(self).forward is not Recipe.forward
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        """The batch's mean loss, a scalar; unless overridden, the one that the output brings."""
+        return output["loss"] if isinstance(output, Mapping) else output.loss
+
+    def correct(self, output: Any, batch: Any) -> Tensor | None:
         """How many samples [B] of the batch are right; None for a regression.
 
         An integer scalar from 0 to B; the run fails with one line at anything else, such as a
@@ -79,10 +109,28 @@ class Recipe(ABC):
         """
         return None
 
+    def count(self, batch: Any) -> float:
+        """How many items the loss of a batch averages over: samples, unless overridden.
+
+        The micro-batches of a step, and the batches of an epoch, are weighted by it. A recipe whose
+        loss is a mean over tokens returns their number.
+        """
+        raise NotImplementedError
+
+    @property
+    def counts(self) -> bool:
+        """Whether the loss averages over something else than samples."""
+        return type(self).count is not Recipe.count
+
 
 class Classification(Recipe):
-    """A recipe whose outputs [B, classes] are judged by their largest entry."""
+    """A recipe whose outputs [B, classes] are judged by their largest entry.
 
-    def correct(self, output: Tensor, target: Tensor) -> Tensor:
+    A batch is a pair of inputs and classes [B]; the loss reads only the classes.
+    """
+
+    loss_reads_inputs: ClassVar[bool] = False
+
+    def correct(self, output: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
         """Samples whose largest output is the target class."""
-        return output.argmax(1).eq(target).sum()
+        return output.argmax(1).eq(batch[1]).sum()

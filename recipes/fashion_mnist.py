@@ -81,5 +81,5 @@ class FashionMnist(Classification):
         resized = F.interpolate(inputs.float(), size=size, mode="bilinear", align_corners=False)
         return resized.round_().div_(127.5).sub_(1)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.nll_loss(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.nll_loss(output, batch[1])

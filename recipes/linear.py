@@ -29,17 +29,11 @@ class Linear(Recipe):
     samples: int
     """Samples in the one batch, N."""
 
-    metric: ClassVar[str] = "loss"
+    METRIC: ClassVar[tuple[str, str]] = ("loss", "min")
+    loss_reads_inputs: ClassVar[bool] = False
     ignores: ClassVar[frozenset[str]] = frozenset(
-        {
-            "data.source",
-            "data.root",
-            "data.fallback",
-            "data.validation_fraction",
-            "data.eval_limit",
-            "data.test",
-            "train.eval_batch_size",
-        }
+        {"data.source", "data.root", "data.fallback", "data.validation_fraction"}
+        | {"data.eval_limit", "data.test", "train.eval_batch_size"}
     )
 
     def __post_init__(self) -> None:
@@ -62,5 +56,5 @@ class Linear(Recipe):
     def sample(self) -> TensorSet:
         return TensorSet(torch.empty(1, self.in_features), torch.empty(1, self.out_features))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(output, batch[1])

@@ -58,5 +58,5 @@ class Mnist(Classification):
         """[B, 1, 28, 28] of bytes to [B, 784] in 0..1."""
         return inputs.flatten(1).float().div_(255)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(output, batch[1])

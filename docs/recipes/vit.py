@@ -62,8 +62,8 @@ class Vit(Recipe):
     def prepare(self, inputs: Tensor) -> Tensor:
         return inputs.float()
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(output, batch[1])
 
-    def correct(self, output: Tensor, target: Tensor) -> Tensor:
-        return output.argmax(1).eq(target).sum()
+    def correct(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return output.argmax(1).eq(batch[1]).sum()

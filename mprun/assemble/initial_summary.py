@@ -100,8 +100,8 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
         fp_exceptions=_fp_exceptions(plan),
         warnings=list(plan.warnings),
         metric=Metric(
-            name=plan.recipe.metric,
-            higher_is_better=plan.recipe.metric != "loss",
+            name=plan.recipe.METRIC[0],
+            higher_is_better=plan.recipe.METRIC[1] == "max",
         ),
         history=[],
         train=TrainScore(loss=None),

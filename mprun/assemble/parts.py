@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
@@ -13,8 +14,9 @@ from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_caster, build_exceptions, build_precision
 from mprun.config.schema import Scheduler
-from mprun.data import Batches, Order, TensorSet
+from mprun.data import Batches, BatchForm, Order, TensorBatches, TensorSet
 from mprun.data.batches import place
+from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Precision
 from mprun.precision.op_lists import CastLog
@@ -46,24 +48,19 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
     config, recipe, device = plan.config, plan.recipe, plan.device
     precision = precision or build_precision(plan)
     model, optimizer = build_model(plan, precision)
-    input_dtype = torch_dtype(plan.policy.input_dtype)
     splits, batch = plan.splits, plan.batch
     order = Order(len(splits.train), config.seed, splits.shuffle)
 
     # Floating samples that a recipe prepares stay on the host in every mode. They are prepared
     # there, so all modes train on the same numbers, and sent in the mode's dtype.
-    stays = splits.train.inputs.is_floating_point() and recipe.prepares
+    is_floating = any(x.is_floating_point() for x in all_tensors(splits.train.inputs))
+    stays = is_floating and recipe.prepares
+    form = batch_form(plan)
 
-    def batches(data: TensorSet, size: int) -> Batches:
-        def prepare(inputs: torch.Tensor) -> torch.Tensor:
-            inputs = recipe.prepare(inputs)
-            if inputs.is_floating_point():  # token ids stay integers
-                inputs = inputs.to(input_dtype)
-            return plan.speed.inputs(inputs)
+    def batches(data: TensorSet, size: int, micro: int | None = None) -> Batches:
+        return TensorBatches(data if stays else place(data, device), size, form, device, micro)
 
-        return Batches(data if stays else place(data, device), size, prepare, device)
-
-    train = batches(splits.train, batch.effective)
+    train = batches(splits.train, batch.effective, batch.micro)
     return Parts(
         recipe=recipe,
         model=model,
@@ -74,10 +71,31 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
         order=order,
         validation=batches(splits.validation, config.train.eval_batch_size),
         test=batches(splits.test, config.train.eval_batch_size),
-        micro_batch=batch.micro,
         clock=clock_for(device),
         readback=readback_for(device),
     )
+
+
+def batch_form(plan: Plan) -> BatchForm:
+    """How a batch of the plan's recipe is prepared and brought to the mode's input dtype.
+
+    Inputs that the loss does not read have that dtype and format in the batch itself.
+    """
+    recipe, dtype = plan.recipe, torch_dtype(plan.policy.input_dtype)
+
+    def one(x: Tensor) -> Tensor:
+        return plan.speed.inputs(x.to(dtype) if x.is_floating_point() else x)
+
+    def convert(content: Any) -> Any:
+        if recipe.forwards_target or not isinstance(content, tuple | list) or len(content) < 2:
+            return map_tensors(one, content)
+        *inputs, target = content
+        return (*map_tensors(one, tuple(inputs)), target)
+
+    count = recipe.count if recipe.counts else None
+    if recipe.loss_reads_inputs:
+        return BatchForm(recipe.prepare, convert, count)
+    return BatchForm(lambda inputs: map_tensors(one, recipe.prepare(inputs)), count=count)
 
 
 def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:

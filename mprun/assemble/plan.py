@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mprun.data import DataRequest, Splits
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
+from mprun.nested import to_dtype
 from mprun.optim import engines
 from mprun.precision import Policy, backend_flags
 from mprun.precision.layers import LayerRow, layer_rows
@@ -201,15 +203,15 @@ def unknown_names(unknown: Sequence[Unknown]) -> list[str]:
 
 
 def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
-    """Samples that the recipe does not prepare, converted once to the mode's input dtype.
+    """Inputs that neither `prepare` nor the loss reads, converted once to the mode's input dtype.
 
     In a true 16-bit mode they then go to the device at half the size.
     """
-    if recipe.prepares or not splits.train.inputs.is_floating_point():
+    if recipe.prepares or recipe.loss_reads_inputs:
         return splits
-    dtype = torch_dtype(policy.input_dtype)
+    convert = partial(to_dtype, dtype=torch_dtype(policy.input_dtype))
     parts = {part: getattr(splits, part) for part in ("train", "validation", "test")}
-    return replace(splits, **{name: part.with_inputs(dtype) for name, part in parts.items()})
+    return replace(splits, **{name: part.with_inputs(convert) for name, part in parts.items()})
 
 
 def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:

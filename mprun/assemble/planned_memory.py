@@ -9,7 +9,7 @@ import torch
 
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan, batch_sizes
-from mprun.data import TensorSet
+from mprun.nested import all_tensors
 from mprun.numerics.memory_recorder import fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
@@ -22,14 +22,14 @@ def step_memory(plan: Plan) -> StepMemory:
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
     """
     splits, device = plan.splits, plan.device
-    known = not splits.train.inputs.is_meta
+    known = splits.train.device.type != "meta"
     rows = min(plan.batch.effective, len(splits.train) if known else sys.maxsize)
 
     def fake(like: torch.Tensor) -> torch.Tensor:
         return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)
 
     with fake_tensors():
-        samples = TensorSet(fake(splits.train.inputs), fake(splits.train.targets))
+        samples = splits.train.map(fake)
         none = samples.first(0)
         parts = build_parts(
             replace(
@@ -47,7 +47,7 @@ def step_memory(plan: Plan) -> StepMemory:
             lambda: trainer.optimizer_step(batch),
             parts.model,
             parts.optimizer,
-            [batch.inputs, batch.targets],
+            all_tensors([(part.content, part.inputs) for part in batch.parts]),
         )
 
 

@@ -20,7 +20,6 @@ from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError, first_line, hint
 from mprun.recipe import Recipe
-from mprun.records.run_record import Scores
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
@@ -62,11 +61,16 @@ def load_recipe(target: str, parameters: dict[str, Any], untrusted: Path | None 
 
 def _check_metric(recipe: Recipe) -> None:
     """Raise `UsageError` for a metric that no run measures and no comparison reads."""
-    name, metric = type(recipe).__name__, recipe.metric
-    if metric not in list(Scores.__annotations__):  # a list: it may not be hashable
+    name, metric = type(recipe).__name__, recipe.METRIC
+    if hasattr(recipe, "metric"):  # its name in versions before 0.2
         raise UsageError(
-            f'{name}.metric = {metric!r}: legal is "accuracy" (the share of samples that correct '
-            'counts, higher is better) or "loss" (lower is better)'
+            f'{name}.metric = {recipe.metric!r}: it is METRIC = ("loss", "min") or '
+            '("accuracy", "max") now'
+        )
+    if metric not in [("accuracy", "max"), ("loss", "min")]:  # a list: it may not be hashable
+        raise UsageError(
+            f'{name}.METRIC = {metric!r}: legal is ("accuracy", "max"), the share of samples that '
+            'correct counts, or ("loss", "min")'
         )
 
 
@@ -117,7 +121,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     def one(x: Tensor) -> Tensor:
         return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
 
-    train = TensorSet(one(like.inputs), one(like.targets))
+    train = like.map(one)
     none = train.first(0)
     return Splits("no data", "none", train, none, none, notice=notice)
 

@@ -5,15 +5,26 @@
 them there.
 """
 
-from mprun.data.batches import Batch, Batches, Order, TensorSet
+from mprun.data.batches import (
+    Batch,
+    Batches,
+    BatchForm,
+    MicroBatch,
+    Order,
+    TensorBatches,
+    TensorSet,
+)
 from mprun.data.sources import DataRequest, Splits, image_sample, image_splits
 
 __all__ = [
     "Batch",
+    "BatchForm",
     "Batches",
     "DataRequest",
+    "MicroBatch",
     "Order",
     "Splits",
+    "TensorBatches",
     "TensorSet",
     "image_sample",
     "image_splits",

@@ -1,11 +1,10 @@
 """Samples decoded in memory, and batches made of them there.
 
 A data loader with worker processes pays for decoding, pickling and collating every sample; for
-sets that fit in memory that is most of a step's wait. Here samples lie decoded in one tensor, on
-the training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
+sets that fit in memory that is most of a step's wait. Here samples lie decoded in tensors, on the
+training device where they fit; a batch is one gather and the recipe's `prepare` on the whole
 batch, with no Python work per sample. Transfers to a device are as small as possible: bytes and
-other integers are sent as stored and prepared there; floating samples are prepared first, in the
-dtype of the mode's inputs.
+other integers are sent as stored and prepared there; floating samples are prepared first.
 
 The order of samples is drawn once per epoch from a generator seeded with the run's seed and used
 for nothing else, so it is the same in every precision mode and on every device.
@@ -15,57 +14,127 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Prepare = Callable[[Tensor], Tensor]
+from mprun.nested import all_tensors, map_tensors
+
+Convert = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class TensorSet:
-    """Samples in memory.
+    """Samples in memory: tensors [N, ...] of any dtype, nested in tuples, lists and mappings.
+
+    `TensorSet(x, y)` holds the tuple `(x, y)`; `TensorSet({"ids": x})` holds the mapping.
 
     Attributes:
-        inputs: [N, ...] of any dtype, as stored.
-        targets: [N, ...], as the recipe's loss takes them.
+        content: the tensors, nested as a batch of them will be.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    content: Any
+
+    def __init__(self, *content: Any) -> None:
+        object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
     def __len__(self) -> int:
-        return len(self.inputs)
+        return len(all_tensors(self.content)[0])
+
+    @property
+    def inputs(self) -> Any:
+        """What `prepare` gets: all but the last item of a tuple, the first item of a pair."""
+        return _inputs(self.content)
+
+    @property
+    def targets(self) -> Any:
+        """The last item of a tuple."""
+        return self.content[-1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that inputs and targets occupy."""
-        return self.inputs.nbytes + self.targets.nbytes
+        """Bytes that the tensors occupy."""
+        return sum(x.nbytes for x in all_tensors(self.content))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        return all_tensors(self.content)[0].device
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> TensorSet:
+        """The samples with `function` applied to each tensor."""
+        return TensorSet(map_tensors(function, self.content))
 
     def first(self, n: int | None) -> TensorSet:
         """The first `n` samples, or all where `n` is None; no copy."""
-        return self if n is None else TensorSet(self.inputs[:n], self.targets[:n])
+        return self if n is None else self.map(lambda x: x[:n])
 
     def split(self, n: int) -> tuple[TensorSet, TensorSet]:
         """The first `n` samples and the rest; no copy."""
-        return self.first(n), TensorSet(self.inputs[n:], self.targets[n:])
+        return self.first(n), self.map(lambda x: x[n:])
 
-    def with_inputs(self, dtype: torch.dtype) -> TensorSet:
-        """The same samples with inputs of `dtype`; no copy if they are."""
-        return TensorSet(self.inputs.to(dtype), self.targets)
+    def with_inputs(self, convert: Convert) -> TensorSet:
+        """The same samples with `convert` applied to their inputs."""
+        return TensorSet(_with_inputs(self.content, convert))
 
     def to(self, device: torch.device) -> TensorSet:
         """A copy on `device`."""
-        return TensorSet(self.inputs.to(device), self.targets.to(device))
+        return self.map(lambda x: x.to(device))
+
+
+class MicroBatch(NamedTuple):
+    """The samples of one forward pass, on the training device."""
+
+    content: Any
+    """As the data gave them: what loss and metrics read."""
+    inputs: Any
+    """As the model takes them: the same in the mode's input dtype and memory format."""
+    size: int
+    """Samples."""
+    weight: float
+    """How much its loss counts in the step: what the recipe's `count` gives, else samples."""
 
 
 class Batch(NamedTuple):
-    """One optimizer step's samples on the training device, ready for the model."""
+    """The samples of one optimizer step."""
 
-    inputs: Tensor
-    targets: Tensor
-    size: int
+    parts: tuple[MicroBatch, ...]
+
+    @property
+    def size(self) -> int:
+        """Samples."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def weight(self) -> float:
+        """The sum of the parts' weights."""
+        return sum(part.weight for part in self.parts)
+
+
+class Batches(Protocol):
+    """A set of samples, batch by batch."""
+
+    batch_size: int
+    """Samples per batch; the last one of an epoch may be smaller."""
+    device: torch.device
+    """Where batches are needed."""
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches in the stored order."""
+
+    def epoch(self, order: Any, skip: int = 0) -> Iterator[Batch]:
+        """Batches in an order that `Order.draw` gave, less the first `skip`."""
+
+    def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
+        """At most `wanted` micro-batches of at most `at_most` samples, in the stored order."""
 
 
 class Order:
@@ -100,56 +169,153 @@ class Order:
         return torch.randperm(self._samples, generator=self._generator)
 
 
-class Batches:
-    """Cuts a set into batches, prepares each and sends it to the training device.
+@dataclass(frozen=True)
+class BatchForm:
+    """How the samples of a batch become what model, loss and metrics take.
+
+    Attributes:
+        prepare: makes the stored inputs those of a batch, of the same or of another dtype.
+        convert: makes of a batch what the model takes: the mode's input dtype, a memory format.
+        count: what the loss of a batch averages over; None: its samples.
+    """
+
+    prepare: Convert = lambda inputs: inputs
+    convert: Convert = lambda content: content
+    count: Callable[[Any], float] | None = None
+
+    def micro_batch(self, content: Any, inputs: Any, size: int) -> MicroBatch:
+        """A micro-batch of `size` samples that are converted already."""
+        weight = size if self.count is None else float(self.count(content))
+        return MicroBatch(content, inputs, size, weight)
+
+
+class TensorBatches:
+    """Cuts a set in memory into batches, prepares each and sends it to the training device.
 
     Integer inputs are sent first, floating ones last.
 
     Args:
         data: the samples, on `device` or in the CPU's memory.
-        batch_size: samples per batch; the last one of an epoch may be smaller.
-        prepare: makes the model's inputs, in the mode's dtype, of stored ones.
+        batch_size: samples per batch.
+        form: how a batch is made of stored samples.
         device: where batches are needed.
+        micro_batch: samples per forward pass; None: the whole batch.
     """
 
     def __init__(
-        self, data: TensorSet, batch_size: int, prepare: Prepare, device: torch.device
+        self,
+        data: TensorSet,
+        batch_size: int,
+        form: BatchForm,
+        device: torch.device,
+        micro_batch: int | None = None,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
-        self._prepare = prepare
         self.device = device
+        self._form = form
+        self._micro_batch = micro_batch or batch_size
+
+    @property
+    def samples(self) -> int:
+        return len(self.data)
 
     def __len__(self) -> int:
         return -(-len(self.data) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches in the stored order."""
         return self.epoch(None)
 
     def epoch(self, order: Tensor | None, skip: int = 0) -> Iterator[Batch]:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
         size, total = self.batch_size, len(self.data)
-        inputs, targets = self.data.inputs, self.data.targets
         if order is not None:
-            order = order.to(inputs.device)
+            order = order.to(self.data.device)
         for start in range(skip * size, total, size):
             stop = min(start + size, total)
-            if order is None:
-                x, y = inputs[start:stop], targets[start:stop]
-            else:
-                index = order[start:stop]
-                x, y = inputs.index_select(0, index), targets.index_select(0, index)
-            if x.is_floating_point():
-                x = self._prepare(x).to(self.device)
-            else:
-                x = self._prepare(x.to(self.device))
-            yield Batch(x, y.to(self.device), stop - start)
+            yield self._batch(self._content(order, start, stop), stop - start)
+
+    def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
+        wanted = min(wanted, self.samples)
+        size = min(at_most, self.samples // wanted)
+        cut = TensorBatches(self.data, size, self._form, self.device)
+        return [batch.parts[0] for batch, _ in zip(cut, range(wanted), strict=False)]
+
+    def _content(self, order: Tensor | None, start: int, stop: int) -> Any:
+        """The samples of a batch, on the device."""
+        if order is None:
+            content = map_tensors(lambda x: x[start:stop], self.data.content)
+        else:
+            index = order[start:stop]
+            content = map_tensors(lambda x: x.index_select(0, index), self.data.content)
+        return _to(_with_inputs(content, self._prepared), self.device)
+
+    def _prepared(self, inputs: Any) -> Any:
+        if any(x.is_floating_point() for x in all_tensors(inputs)):
+            return self._form.prepare(inputs)
+        return self._form.prepare(_to(inputs, self.device))
+
+    def _batch(self, content: Any, size: int) -> Batch:
+        form, micro = self._form, self._micro_batch
+        inputs = form.convert(content)
+        if size <= micro:
+            return Batch((form.micro_batch(content, inputs, size),))
+        starts = range(0, size, micro)
+        return Batch(
+            tuple(
+                form.micro_batch(rows(content, n, micro), rows(inputs, n, micro), len_)
+                for n, len_ in ((n, min(micro, size - n)) for n in starts)
+            )
+        )
+
+
+def rows(value: Any, start: int, size: int) -> Any:
+    """Samples `start` to `start + size` of nested tensors; views."""
+    return map_tensors(lambda x: x[start : start + size], value)
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch] | None:
+    """The two halves of a batch, of equal size; None for what cannot be cut.
+
+    Several parts are divided among the halves; the tensors of one are cut along dimension 0.
+    """
+    parts, half = batch.parts, len(batch.parts) // 2
+    if half:
+        return Batch(parts[:half]), Batch(parts[half : 2 * half])
+    part, size = parts[0], parts[0].size // 2
+    values = all_tensors((part.content, part.inputs))
+    if not size or any(not x.dim() or len(x) != part.size for x in values):
+        return None
+
+    def cut(start: int) -> Batch:
+        content, inputs = rows(part.content, start, size), rows(part.inputs, start, size)
+        return Batch((MicroBatch(content, inputs, size, size),))
+
+    return cut(0), cut(size)
 
 
 def place(data: TensorSet, device: torch.device) -> TensorSet:
     """`data`, on `device` if it takes at most half of the free memory there."""
-    if device.type != "cuda" or data.inputs.device == device:
+    if device.type != "cuda" or data.device == device:
         return data
     free, _ = torch.cuda.mem_get_info(device)
     return data.to(device) if data.nbytes <= free // 2 else data
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return map_tensors(lambda x: x.to(device), value)
+
+
+def _inputs(content: Any) -> Any:
+    if not isinstance(content, tuple) or len(content) < 2:
+        return content
+    return content[0] if len(content) == 2 else content[:-1]
+
+
+def _with_inputs(content: Any, convert: Convert) -> Any:
+    """`content` with `convert` applied to its inputs: all but the last item of a tuple."""
+    if not isinstance(content, tuple) or len(content) < 2:
+        return convert(content)
+    *inputs, last = content
+    converted = (convert(inputs[0]),) if len(inputs) == 1 else convert(tuple(inputs))
+    return (*converted, last)

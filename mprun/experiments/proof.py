@@ -114,16 +114,16 @@ def prove(
             for plan, results in pair if seed % 2 else reversed(pair):  # drift affects both alike
                 results.append(_train(plan, weights, settings.timed_steps > 0, parts))
             if not math.isfinite(base[-1].value):
-                reason = base[-1].failure or f"its {exact.recipe.metric} is {base[-1].value}"
+                reason = base[-1].failure or f"its {exact.recipe.METRIC[0]} is {base[-1].value}"
                 raise RunFailedError(f"nothing can be proved, training in fp32 failed: {reason}")
     pairs = min(len(trainings), len(base))  # one of the last pair may have been interrupted
     if not pairs:
         return None
     trainings, base = trainings[:pairs], base[:pairs]
-    is_relative = exact.recipe.metric != "accuracy"
+    is_relative = exact.recipe.METRIC[0] != "accuracy"
     criterion = Criterion(
         "validation" if len(exact.splits.validation) else "train",
-        exact.recipe.metric,
+        exact.recipe.METRIC[0],
         settings.relative_margin if is_relative else settings.margin,
         is_relative,
         resolution=0.0,
@@ -201,7 +201,7 @@ def _train(
     Raises:
         EndedEarlyError: a signal or the budget ended it.
     """
-    observed, values = _ProofCallback(plan.recipe.metric), []
+    observed, values = _ProofCallback(plan.recipe.METRIC[0]), []
     with backend_flags(plan.policy, plan.native_tf32):
         built = build_parts(plan)
         built.model.load_state_dict(weights)

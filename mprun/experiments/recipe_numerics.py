@@ -28,6 +28,7 @@ from mprun.assemble.plan import Plan
 from mprun.config.settings import NumericsSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
+from mprun.data.batches import halves
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in
@@ -88,8 +89,7 @@ def steps_to_inspect(plan: Plan, settings: NumericsSettings) -> list[int]:
     Raises:
         UsageError: the run has no step after the warm-up.
     """
-    per_epoch = -(-len(plan.splits.train) // plan.batch.effective)
-    planned = plan.limits.planned_steps(per_epoch)
+    planned = plan.planned_steps
     last = settings.span if planned is None else min(settings.span, planned)
     first = settings.warmup + 1
     if first > last:
@@ -311,12 +311,11 @@ class _StepInspector:
         The spread is unknown if a batch is too small to be cut.
         """
         self._variances, self._deviation = None, 0.0
-        half = batch.size // 2
-        if half < LEAST_HALF:
+        parts = halves(batch)
+        if parts is None or parts[0].size < LEAST_HALF:
             return
         gradients, losses = [], []
-        for rows in (slice(0, half), slice(half, 2 * half)):
-            part = Batch(batch.inputs[rows], batch.targets[rows], half)
+        for part in parts:
             gradients.append(self._exact_gradients(part))
             losses.append(self._exact_probe.loss)
         self._variances = variances_of_halves(gradients)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from mprun.assemble.machine_choices import choose_fp32_fallback
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster
 from mprun.data import Batch
+from mprun.nested import to_dtype
 from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
 from mprun.precision.forward_backward import forward_backward
@@ -109,13 +111,19 @@ class PolicyProbe:
             }
 
     def _pass(self, batch: Batch, before_backward: Callable[[Tensor], None] | None) -> None:
-        size, dtype = self._plan.batch.micro, torch_dtype(self._plan.policy.input_dtype)
+        recipe, dtype = self._plan.recipe, torch_dtype(self._plan.policy.input_dtype)
+        forward = partial(recipe.forward, self.model)
         self._precision.begin_step(1)
         self.loss = 0.0
-        for x, y in zip(batch.inputs.split(size), batch.targets.split(size), strict=True):
-            inputs, share = x.to(dtype) if x.is_floating_point() else x, len(y) / batch.size
-            loss_of = self._plan.recipe.loss
+        for part in batch.parts:
+            inputs, share = to_dtype(part.inputs, dtype), part.weight / batch.weight
             loss, _ = forward_backward(
-                self._precision, self.model, loss_of, inputs, y, share, before_backward
+                self._precision,
+                forward,
+                recipe.loss,
+                inputs,
+                part.content,
+                share,
+                before_backward,
             )
             self.loss += loss.item()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +203,7 @@ def _search(
         parts("measuring float32")
         built = build_parts(low)
         built.model.load_state_dict(weights)
-        samples, batches = _batches(built, settings.batches)
+        samples, batches = _batches(built, settings.batches, low.batch.micro)
         arithmetic = build_arithmetic(low)
         native = low.execution == "native"  # times of emulation are not the hardware's
         measured = unmeasured(
@@ -218,6 +217,7 @@ def _search(
             arithmetic=arithmetic,
             loss_scales=loss_scales(low),
             report=parts,
+            forward=low.recipe.forward,
         )
         parts("measuring the casts of the configuration")
         given = CastPlan(build_caster(low), arithmetic=arithmetic)
@@ -361,12 +361,10 @@ def loss_scales(plan: Plan) -> tuple[float, ...]:
     return tuple(scales)
 
 
-def _batches(parts: Parts, wanted: int) -> tuple[Samples, list[Batch]]:
+def _batches(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
     """Batches of validation data of the training's size, smaller if there is less data."""
-    held_out = len(parts.validation.data) > 0
+    held_out = parts.validation.samples > 0
     source = parts.validation if held_out else parts.train
-    wanted = min(wanted, len(source.data))
-    source.batch_size = min(parts.micro_batch, len(source.data) // wanted)
-    batches = [(b.inputs, b.targets) for b in islice(source, wanted)]
+    batches = source.some(wanted, at_most)
     split = "validation" if held_out else "train"
-    return Samples(split, len(batches), source.batch_size), batches
+    return Samples(split, len(batches), batches[0].size), [(b.inputs, b.content) for b in batches]

@@ -35,9 +35,9 @@ from torch import nn
 from mprun.errors import first_line
 from mprun.numerics.op_trace import CallStack
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
-from mprun.numerics.passes import CastPlan, NotMeasurableError, is_out_of_memory, ready
+from mprun.numerics.passes import CastPlan, Forward, NotMeasurableError, is_out_of_memory, ready
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
-from mprun.precision.forward_backward import call_arguments
+from mprun.precision.forward_backward import call
 from mprun.precision.op_lists import Entry, Watcher
 from mprun.precision.op_lists.names import CONVOLUTIONS, RECURRENT, known, spelled
 
@@ -93,13 +93,17 @@ class ForwardCall(NamedTuple):
 
 
 def forward_calls(
-    model: nn.Module, inputs: Any, plan_with: Callable[[Watcher], CastPlan]
+    model: nn.Module,
+    inputs: Any,
+    plan_with: Callable[[Watcher], CastPlan],
+    forward: Forward = call,
 ) -> list[ForwardCall]:
     """The calls of a forward pass with floating results, in their order.
 
     Args:
         model, inputs: the model, and the inputs of one batch.
         plan_with: makes the cast plan, with a watcher that is notified of its calls.
+        forward: gives the model's output for the inputs.
 
     Raises:
         OpFailedError: an op cannot be computed so.
@@ -108,10 +112,9 @@ def forward_calls(
     recorder = OpRecorder(ops.append, names.current)
     plan = plan_with(names)
     following = recorder.following(model)
-    args, kwargs = call_arguments(inputs)
     try:
         with ready(model), plan.applied_to(model), following, recorder, plan.caster.region():
-            model(*args, **kwargs)
+            forward(model, inputs)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -201,6 +204,7 @@ def op_candidates(
     dtype: torch.dtype,
     always: Sequence[str] = (),
     arithmetic: Arithmetic | None = None,
+    forward: Forward = call,
 ) -> OpCandidates:
     """The ops and modules of a model that lists can move.
 
@@ -209,6 +213,7 @@ def op_candidates(
         dtype: bfloat16 or float16.
         always: ops that are always in float32, by any of their names.
         arithmetic: computes the ops; PyTorch's kernels by default.
+        forward: gives the model's output for the inputs.
 
     Raises:
         NotMeasurableError: no op has a name in `always`; or the model fails in the lower dtype and
@@ -219,7 +224,7 @@ def op_candidates(
         raise NotMeasurableError(str(unknown[0]))
     device = next(model.parameters()).device.type
     candidates, movable = _all_lower(
-        OpCandidates(dtype, device, arithmetic or NativeArithmetic()), model, inputs
+        OpCandidates(dtype, device, arithmetic or NativeArithmetic()), model, inputs, forward
     )
     return replace(
         candidates,
@@ -230,25 +235,29 @@ def op_candidates(
 
 
 def _all_lower(
-    candidates: OpCandidates, model: nn.Module, inputs: Any, failing: tuple[str, ...] = ()
+    candidates: OpCandidates,
+    model: nn.Module,
+    inputs: Any,
+    forward: Forward,
+    failing: tuple[str, ...] = (),
 ) -> tuple[OpCandidates, list[ForwardCall]]:
     """`candidates` with the model's entrances on the lower list, and the movable calls.
 
     Ops that cannot be computed in the lower dtype run in float32 here, if that is enough.
     """
     try:
-        calls = forward_calls(model, inputs, lambda w: candidates.plan(failing, watcher=w))
+        calls = forward_calls(model, inputs, lambda w: candidates.plan(failing, watcher=w), forward)
     except OpFailedError as error:
         if not error.op or error.op in failing:
             raise NotMeasurableError(f"with every op in {candidates.dtype}, {error}") from None
-        return _all_lower(candidates, model, inputs, (*failing, error.op))
+        return _all_lower(candidates, model, inputs, forward, (*failing, error.op))
     movable = [c for c in calls if c.is_movable]
     wide = (c.op for c in movable if c.dtype == torch.float32)
     entrance = next((op for op in wide if op not in (*candidates.lower, *failing)), None)
     if entrance is None:
         return candidates, movable
     with_entrance = replace(candidates, lower=(*candidates.lower, entrance))
-    return _all_lower(with_entrance, model, inputs, failing)
+    return _all_lower(with_entrance, model, inputs, forward, failing)
 
 
 @functools.cache

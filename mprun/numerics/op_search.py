@@ -39,9 +39,10 @@ from torch import nn
 from mprun.console import ReportPart, report_nothing
 from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
 from mprun.numerics.op_candidates import OpCandidates, float32_share, forward_calls, op_candidates
-from mprun.numerics.passes import Batch, CastPlan, Loss, Passes
+from mprun.numerics.passes import Batch, CastPlan, Forward, Loss, Passes
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
+from mprun.precision.forward_backward import call
 from mprun.records.deviation import Deviation
 from mprun.records.search_ops_record import SearchStep
 
@@ -278,8 +279,9 @@ class Sensitivity:
         return Fp32List(search.fp32, self.candidates.lists(ops), search, measure, share)
 
     def _float32_share(self, ops: _Names, modules: _Names) -> float:
-        inputs, plan = self._passes.batches[0][0], self.candidates.plan
-        calls = forward_calls(self._passes.model, inputs, lambda w: plan(ops, modules, w))
+        passes, plan = self._passes, self.candidates.plan
+        inputs = passes.batches[0][0]
+        calls = forward_calls(passes.model, inputs, lambda w: plan(ops, modules, w), passes.forward)
         return float32_share(calls)
 
     def _measure(self, ops: _Names, modules: _Names) -> Deviation:
@@ -363,12 +365,13 @@ def unmeasured(
     arithmetic: Arithmetic | None,
     loss_scales: Sequence[float] | None,
     report: ReportPart,
+    forward: Forward = call,
 ) -> Sensitivity:
     """As `sensitivity`, before the first op is measured."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
-    passes = Passes(model, loss, batches)
+    passes = Passes(model, loss, batches, forward=forward)
     scales = LOSS_SCALES.get(dtype, (1.0,)) if loss_scales is None else loss_scales
     probe = CastProbe(passes, scales)
-    candidates = op_candidates(model, passes.batches[0][0], dtype, always, arithmetic)
+    candidates = op_candidates(model, passes.batches[0][0], dtype, always, arithmetic, forward)
     return Sensitivity(probe, passes, candidates, modules, timed_steps, report)

@@ -7,6 +7,7 @@ gradients are restored after each pass, so that passes are comparable and leave 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,14 +30,16 @@ from mprun.precision import (
     StaticLossScale,
 )
 from mprun.precision.caster import LayerRegions
-from mprun.precision.forward_backward import forward_backward
+from mprun.precision.forward_backward import call, forward_backward
 from mprun.precision.layers import computing_in
 from mprun.precision.policy import policy
 
 Loss = Callable[[Any, Any], Tensor]
 Batch = tuple[Any, Any]
-"""The model's inputs (a tensor, a tuple of arguments, or a mapping of named ones), and the second
-argument of the loss, after the model's output."""
+"""What `forward` takes (by default a tensor, a tuple of arguments, or a mapping of named ones), and
+the second argument of the loss, after the output."""
+Forward = Callable[[nn.Module, Any], Any]
+"""Gives a model's output for the inputs of a batch."""
 
 
 class NotMeasurableError(ValueError):
@@ -95,15 +98,22 @@ class Passes:
         loss: `loss(output, target)`, a scalar; it gets float32 outputs.
         batches: inputs and target each, on the model's device.
         seed: of the random numbers that the model may draw; the same in each pass.
+        forward: gives the model's output for the inputs of a batch.
 
     Raises:
         NotMeasurableError: no batches, no parameters to train, or 16-bit ones.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, batches: Iterable[Batch], seed: int = 0
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Iterable[Batch],
+        seed: int = 0,
+        forward: Forward = call,
     ) -> None:
         self.model = model
+        self.forward = forward
         self.batches = list(batches)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.names = [name for name, _ in trained]
@@ -170,7 +180,7 @@ class Passes:
         precision = Precision(self._policy, plan.caster, plan.arithmetic, loss_scale, Clip(None))
         loss, _ = forward_backward(
             precision,
-            self.model,
+            functools.partial(self.forward, self.model),
             lambda output, target: self._loss(output, target).float(),
             *self.batches[n],
             before_backward=before_backward,

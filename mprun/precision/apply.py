@@ -33,13 +33,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.nested import to_dtype
 from mprun.precision.arithmetic import Arithmetic, with_lstm_fallback
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.layers import keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.nested import to_dtype
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
@@ -122,7 +122,7 @@ class Precision:
         for guard in self._guards.values():
             guard.before(step)
 
-    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)`, its floating tensors in the policy's output dtype.
 
         Tuples, mappings and dataclasses keep their type; other leaves pass. The output dtype is
@@ -135,9 +135,9 @@ class Precision:
 
     def loss(
         self,
-        function: Callable[[Tensor, Tensor], Tensor],
-        output: Tensor,
-        target: Tensor,
+        function: Callable[[Any, Any], Tensor],
+        output: Any,
+        target: Any,
         share: float = 1,
     ) -> Tensor:
         """`share` of the loss `function(output, target)`, a scalar.

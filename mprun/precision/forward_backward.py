@@ -17,38 +17,37 @@ if TYPE_CHECKING:
 
 def forward_backward(
     precision: Precision,
-    model: nn.Module,
+    forward: Callable[[Any], Any],
     loss: Callable[[Any, Any], Tensor],
     inputs: Any,
-    targets: Any,
+    batch: Any,
     share: float = 1.0,
     before_backward: Callable[[Tensor], None] | None = None,
 ) -> tuple[Tensor, Any]:
-    """Run `model` and add the gradients of its loss to the parameters' `grad`.
+    """Run a model and add the gradients of its loss to the parameters' `grad`.
 
     Args:
         precision: the mode; it casts ops and scales the loss.
-        model: the model, prepared for that mode.
-        loss: `loss(output, targets)`, a scalar.
-        inputs: a tensor, a tuple of positional arguments, or a mapping of keyword arguments.
-        targets: the second argument of `loss`.
-        share: the loss is multiplied by this: the micro-batch's share of the step's samples.
+        forward: gives the output for `inputs`, by the model that is prepared for that mode.
+        loss: `loss(output, batch)`, a scalar.
+        inputs: the argument of `forward`.
+        batch: the second argument of `loss`.
+        share: the loss is multiplied by this: the micro-batch's share of the step.
         before_backward: called with the unscaled loss; an exception in it skips the backward pass.
 
     Returns:
-        The loss times `share`, unscaled and detached, and the model's output.
+        The loss times `share`, unscaled and detached, and the output.
     """
-    args, kwargs = call_arguments(inputs)
-    output = precision.forward(model, *args, **kwargs)
-    value = precision.loss(loss, output, targets, share)
+    output = precision.forward(forward, inputs)
+    value = precision.loss(loss, output, batch, share)
     if before_backward is not None:
         before_backward(value)
     precision.backward(value)
     return value.detach(), output
 
 
-def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """Positional and keyword arguments of a model for the inputs of a batch."""
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The output of `model` for a tensor, a tuple of arguments, or a mapping of named ones."""
     if isinstance(inputs, Mapping):
-        return (), inputs
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+        return model(**inputs)
+    return model(*(inputs if isinstance(inputs, tuple) else (inputs,)))

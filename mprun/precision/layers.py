@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mprun.errors import hint
+from mprun.nested import map_tensors
 from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
-from mprun.precision.nested import map_tensors
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
 from mprun.records.mode_names import OWN_ALIASES

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ class Evaluator:
     ) -> None:
         self._recipe, self._model, self._precision = recipe, model, precision
         self._check = check
+        self._forward = partial(recipe.forward, model)
 
     def scores(self, batches: Batches, until: float = math.inf) -> Scores:
         """Means over a set; None for an empty set.
@@ -48,7 +50,7 @@ class Evaluator:
             until: the `time.perf_counter` after which no further batch begins. The scores of a set
                 that was not finished have the number of samples.
         """
-        if not len(batches.data):
+        if not batches.samples:
             return NO_SCORES
         sums, readback, sizes, samples = Sums(), readback_for(batches.device), [], 0
         self._model.eval()
@@ -63,7 +65,7 @@ class Evaluator:
                     sums.add_all(readback.take(), sizes)
                 self._check()
         sums.add_all(readback.take(), sizes)
-        is_part = samples < len(batches.data)
+        is_part = samples < batches.samples
         return replace(sums.scores(), samples=samples if is_part else None)
 
     def seconds_per_sample(self, batches: Batches, at_most_s: float) -> float:
@@ -72,7 +74,7 @@ class Evaluator:
         The first batch warms up; it counts if it alone takes longer than `at_most_s`. The weights,
         buffers and random numbers of the run stay as they are.
         """
-        if not len(batches.data):
+        if not batches.samples:
             return 0.0
         readback, times, began = readback_for(batches.device), [], time.perf_counter()
         cycle = itertools.chain.from_iterable(itertools.repeat(batches))
@@ -91,9 +93,10 @@ class Evaluator:
         return statistics.median(times[1:] or times)
 
     def _score(self, batch: Batch, readback: MetricReadback) -> None:
-        output = self._precision.forward(self._model, batch.inputs)
-        loss = self._precision.loss(self._recipe.loss, output, batch.targets)
-        readback.put(Scalars(loss, count_correct(self._recipe, output, batch.targets)))
+        (part,) = batch.parts
+        output = self._precision.forward(self._forward, part.inputs)
+        loss = self._precision.loss(self._recipe.loss, output, part.content)
+        readback.put(Scalars(loss, count_correct(self._recipe, [output], batch)))
 
 
 @contextmanager

@@ -12,8 +12,9 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from mprun.data import Batch, Batches, Order
 from mprun.errors import RunFailedError
+from mprun.nested import map_tensors
 from mprun.precision import Precision
 from mprun.precision.forward_backward import forward_backward
 from mprun.recipe import Recipe
@@ -71,8 +73,6 @@ class Parts:
     order: Order
     validation: Batches
     test: Batches
-    micro_batch: int
-    """Samples per forward pass; a batch of `train` is cut into pieces of this size."""
     clock: Clock
     readback: MetricReadback
 
@@ -92,8 +92,8 @@ class StepResult(NamedTuple):
 
     loss: Tensor
     """The batch's mean loss, unscaled."""
-    outputs: list[Tensor]
-    """The model's outputs, a tensor per micro-batch."""
+    outputs: list[Any]
+    """The model's outputs, one for each part of the batch."""
     skipped: Tensor | None
     """1 if the step was not taken, else 0; None if no step is ever skipped."""
 
@@ -140,7 +140,7 @@ class Trainer:
         """Set when the next `fit` ends."""
         parts = self.parts
         self._planned = limits.planned_steps(len(parts.train))
-        evaluated = (len(parts.validation.data), len(parts.test.data))
+        evaluated = (parts.validation.samples, parts.test.samples)
         self._time = TimeLimit(limits.max_time_s, self._watch, *evaluated)
 
     def fit(self) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         self._time.begin(self._spent_before_s)
         if trial_s := self._time.trial_s:
             validation, test = self.parts.validation, self.parts.test
-            batches = validation if len(validation.data) else test
+            batches = validation if validation.samples else test
             with self._watch.during("evaluation"):
                 self._time.reserve(self._evaluator.seconds_per_sample(batches, trial_s))
 
@@ -188,7 +188,7 @@ class Trainer:
             # Saved inside the epoch: a run resumed with more steps continues inside it.
             self._flush()
             self._save_once()
-        if len(self.parts.validation.data):
+        if self.parts.validation.samples:
             self._flush()
             self.parts.clock.pause()
             self._end_epoch(self._validate())
@@ -199,7 +199,7 @@ class Trainer:
         batches, began = self.parts.validation, time.perf_counter()
         scores = self.evaluate(batches, self._time.validation_until)
         if scores.samples is None:
-            self._time.reserve((time.perf_counter() - began) / len(batches.data))
+            self._time.reserve((time.perf_counter() - began) / batches.samples)
         return scores
 
     def _save_once(self) -> None:
@@ -279,9 +279,7 @@ class Trainer:
             self._time.step_s = watch.switch("metrics") - ready_at
             self.step += 1
             self._batches_done += 1
-            outputs = result.outputs
-            output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-            correct = count_correct(parts.recipe, output, batch.targets)
+            correct = count_correct(parts.recipe, result.outputs, batch)
             parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
             waited_ms = (ready_at - asked_at) * 1e3
             self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
@@ -303,24 +301,23 @@ class Trainer:
         parts, losses, outputs = self.parts, [], []
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
-        for x, y in self._micro_batches(batch):
-            share = len(y) / batch.size  # a micro-batch counts by its share of the samples
+        forward, weight = partial(parts.recipe.forward, parts.model), batch.weight
+        for part in batch.parts:
             loss, output = forward_backward(
-                parts.precision, parts.model, parts.recipe.loss, x, y, share
+                parts.precision,
+                forward,
+                parts.recipe.loss,
+                part.inputs,
+                part.content,
+                share=part.weight / weight,
             )
             losses.append(loss)
-            outputs.append(output.detach())
+            outputs.append(map_tensors(Tensor.detach, output))
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()
         parts.scheduler.step(skipped)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return StepResult(loss, outputs, skipped)
-
-    def _micro_batches(self, batch: Batch) -> Iterable[tuple[Tensor, Tensor]]:
-        size = self.parts.micro_batch
-        if batch.size <= size:
-            return ((batch.inputs, batch.targets),)
-        return zip(batch.inputs.split(size), batch.targets.split(size), strict=True)
 
     def _flush(self) -> None:
         """Read pending metrics off the device and emit them; raise if training is hopeless."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor
 
+from mprun.data import Batch
 from mprun.errors import RunFailedError
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
@@ -14,20 +16,29 @@ from mprun.train.metric_readback import StepMetrics
 NO_SCORES = Scores(loss=None, accuracy=None)
 
 
-def count_correct(recipe: Recipe, output: Tensor, targets: Tensor) -> Tensor | None:
-    """The result of `recipe.correct` for a batch: an integer scalar, or None for a regression.
+def count_correct(recipe: Recipe, outputs: Sequence[Any], batch: Batch) -> Tensor | None:
+    """The samples of a batch that `recipe.correct` counts as right; None for a regression.
 
     Raises:
         RunFailedError: it is something else. The range of the number is checked when it is read
             (`Sums.add`), so that nothing waits for the device here.
     """
-    correct: Any = recipe.correct(output, targets)  # a user's code may return anything
+    counts = [
+        _checked(recipe.correct(output, part.content), part.size)
+        for output, part in zip(outputs, batch.parts, strict=True)
+    ]
+    known = [count for count in counts if count is not None]
+    return sum(known[1:], known[0]) if known else None
+
+
+def _checked(correct: Any, size: int) -> Tensor | None:
+    """A user's code may return anything."""
     if correct is None:
         return None
     is_scalar = isinstance(correct, Tensor) and correct.numel() == 1
     if is_scalar and not (correct.is_floating_point() or correct.is_complex()):
         return cast(Tensor, correct)
-    raise RunFailedError(not_a_count(_shown(correct), len(targets)))
+    raise RunFailedError(not_a_count(_shown(correct), size))
 
 
 def _shown(value: object) -> str:
@@ -45,8 +56,8 @@ def not_a_count(received: str, size: int) -> str:
     return (
         f"accuracy: the recipe's correct returned {received} for a batch of {size:,} samples; it "
         f"must return the number of samples that are right, an integer scalar from 0 to {size:,}: "
-        'count a sample with several targets once, or judge by the loss (metric = "loss", and '
-        "correct returns None)"
+        "count a sample with several targets once, or judge by the loss (METRIC = "
+        '("loss", "min"), and correct returns None)'
     )
 
 

@@ -256,5 +256,5 @@ class Hostile(Classification):
         )
         return Splits(f"points of {self.case}", "generated", train, validation, test)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return loss_of(self.case)(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss_of(self.case)(output, batch[1])

@@ -156,9 +156,9 @@ def seen_dtypes(words: Sequence[str]) -> tuple[dict[str, str], dict[str, Any], d
         layer.register_forward_hook(lambda m, i, output: seen.update(compute_dtype=name(output)))
         batch = next(parts.train.epoch(None))
         parts.precision.begin_step(1)
-        output = parts.precision.forward(parts.model, batch.inputs)
+        output = parts.precision.forward(parts.model, batch.parts[0].inputs[0])
         seen["output_dtype"] = name(output)
-        parts.precision.backward(parts.recipe.loss(output, batch.targets))
+        parts.precision.backward(parts.recipe.loss(output, batch.parts[0].content))
         weight = next(parts.model.parameters())
         assert weight.grad is not None
         seen["param_dtype"], seen["accum_dtype"] = name(weight), name(weight.grad)

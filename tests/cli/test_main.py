@@ -470,7 +470,7 @@ from mprun.recipe import Recipe
 @dataclass(frozen=True)
 class Points(Recipe):
     count: int
-    metric = "loss"
+    METRIC = ("loss", "min")
 
     def model(self):
         return torch.nn.Linear(1, 1)
@@ -480,8 +480,8 @@ class Points(Recipe):
         points = TensorSet(x, 2 * x + 1)
         return Splits("points", "generated", points, points.first(0), points)
 
-    def loss(self, output, target):
-        return (output - target).square().mean()
+    def loss(self, output, batch):
+        return (output - batch[1]).square().mean()
 """
 
 

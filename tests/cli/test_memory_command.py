@@ -234,8 +234,8 @@ class Own(Recipe):
 
     {sample}
 
-    def loss(self, output, target):
-        return nn.functional.mse_loss(output, target)
+    def loss(self, output, batch):
+        return nn.functional.mse_loss(output, batch[1])
 """
 OWN_YAML = """# @package _global_
 recipe: {name: own, target: MODULE.Own, model: {}}

@@ -101,8 +101,8 @@ class Own(Recipe):
         part = TensorSet(x, x[:, :4].clone())
         return Splits("points", "generated", part, part.first(0), part.first(0))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().mean()
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1]).square().mean()
 
 
 OWN = ["--config-dir=conf", "recipe=own", "device=cpu"]

@@ -84,8 +84,8 @@ class Classes(Classification):
         broken = TensorSet(x * float("nan"), samples.targets)  # of no use to who looks at it
         return Splits("three of eight", "generated", train, validation, broken)
 
-    def loss(self, output, target):
-        return nn.functional.cross_entropy(output, target)
+    def loss(self, output, batch):
+        return nn.functional.cross_entropy(output, batch[1])
 """
 QUICK = ["search_ops.timed_steps=0", "search_ops.batches=2", "search_ops.warmup_steps=3"]
 SMALL = ["search_ops.steps=5", "seeds=2"]

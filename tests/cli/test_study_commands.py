@@ -290,8 +290,8 @@ class Own(Classification):
         made = TensorSet(inputs, inputs[:, :3].argmax(1))
         return Splits("own", "generated", made, made.first(32), made.first(32))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target)
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output, batch[1])
 """
 OWN_YAML = """
 # @package _global_

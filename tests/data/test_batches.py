@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.data import Batches, Order, TensorSet
+from mprun.data import Batches, BatchForm, Order, TensorBatches, TensorSet
 from mprun.data.batches import place
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def same(inputs: Tensor) -> Tensor:
 
 
 def batches(samples: int, size: int) -> Batches:
-    return Batches(numbered(samples), size, same, CPU)
+    return TensorBatches(numbered(samples), size, BatchForm(), CPU)
 
 
 # Order
@@ -71,7 +71,7 @@ def test_the_state_tells_the_next_order() -> None:
 def test_without_shuffling_the_order_is_the_stored_one() -> None:
     order = Order(100, seed=1, shuffle=False)
     assert order.draw() is None
-    seen = torch.cat([b.targets for b in batches(10, 4).epoch(order.draw())])
+    seen = torch.cat([b.parts[0].content[1] for b in batches(10, 4).epoch(order.draw())])
     assert torch.equal(seen, torch.arange(10))
 
 
@@ -84,12 +84,17 @@ def test_batches_partition_the_set(samples: int, size: int, shuffle: bool) -> No
     order = Order(samples, seed=0, shuffle=shuffle).draw()
     found = list(cut.epoch(order))
     assert len(found) == len(cut)
-    assert all(b.size == len(b.inputs) == len(b.targets) for b in found)
+    assert all(b.size == len(b.parts[0].inputs[0]) == len(b.parts[0].content[1]) for b in found)
     assert [b.size for b in found[:-1]] == [size] * (len(found) - 1)
-    visited = [i for b in found for i in b.targets.tolist()]
+    visited = [i for b in found for i in b.parts[0].content[1].tolist()]
     assert sorted(visited) == list(range(samples))
     assert visited == list(range(samples) if order is None else order)
-    assert all(torch.equal(b.inputs, torch.stack([b.targets, -b.targets], 1)) for b in found)
+    assert all(
+        torch.equal(
+            b.parts[0].inputs[0], torch.stack([b.parts[0].content[1], -b.parts[0].content[1]], 1)
+        )
+        for b in found
+    )
 
 
 def test_the_last_batch_is_partial() -> None:
@@ -102,8 +107,8 @@ def test_the_last_batch_is_partial() -> None:
 def test_skipped_batches_are_left_out_and_the_rest_is_as_before(skip: int, shuffle: bool) -> None:
     cut = batches(10, 3)
     order = Order(10, seed=0, shuffle=shuffle).draw()
-    whole = [b.targets.tolist() for b in cut.epoch(order)]
-    assert [b.targets.tolist() for b in cut.epoch(order, skip)] == whole[skip:]
+    whole = [b.parts[0].content[1].tolist() for b in cut.epoch(order)]
+    assert [b.parts[0].content[1].tolist() for b in cut.epoch(order, skip)] == whole[skip:]
 
 
 def test_each_batch_is_prepared_once_and_targets_are_left() -> None:
@@ -113,11 +118,11 @@ def test_each_batch_is_prepared_once_and_targets_are_left() -> None:
         seen.append(len(inputs))
         return inputs.float() / 2
 
-    found = list(Batches(numbered(10), 4, prepare, CPU))
+    found = list(TensorBatches(numbered(10), 4, BatchForm(prepare), CPU))
     assert seen == [4, 4, 2]
-    assert found[0].inputs.dtype == torch.float32
-    assert found[1].inputs[0].tolist() == [2.0, -2.0]
-    assert found[1].targets.tolist() == [4, 5, 6, 7]
+    assert found[0].parts[0].inputs[0].dtype == torch.float32
+    assert found[1].parts[0].inputs[0][0].tolist() == [2.0, -2.0]
+    assert found[1].parts[0].content[1].tolist() == [4, 5, 6, 7]
 
 
 # Sets

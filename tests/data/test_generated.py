@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mprun.data import Batches, Order, TensorSet
+from mprun.data import BatchForm, Order, TensorBatches, TensorSet
 from mprun.data.generated import draw
 from mprun.recipes.mnist import Mnist
 
@@ -82,12 +82,12 @@ def test_the_mnist_recipe_learns_it_to_over_90_percent(
     torch.manual_seed(0)
     model = recipe.model()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9)
-    batches = Batches(train, 128, recipe.prepare, CPU)
+    batches = TensorBatches(train, 128, BatchForm(recipe.prepare), CPU)
     order = Order(len(train), seed=0, shuffle=True).draw()
     for _, batch in zip(range(300), batches.epoch(order), strict=False):
         optimizer.zero_grad()
-        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        F.cross_entropy(model(batch.parts[0].inputs[0]), batch.parts[0].content[1]).backward()
         optimizer.step()
     with torch.no_grad():
-        correct = recipe.correct(model(recipe.prepare(test.inputs)), test.targets)
+        correct = recipe.correct(model(recipe.prepare(test.inputs)), test.content)
     assert correct / len(test) > 0.9

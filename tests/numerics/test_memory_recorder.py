@@ -241,7 +241,7 @@ def test_fake_tensors_count_what_real_ones_do(words: list[str], tolerance: int) 
         return parts, next(parts.train.epoch(parts.order.draw())), trainer
 
     parts, batch, trainer = real()
-    tensors = (batch.inputs, batch.targets)
+    tensors = (batch.parts[0].inputs[0], batch.parts[0].content[1])
     found = memory(lambda: trainer.optimizer_step(batch), parts.model, parts.optimizer, tensors)
     fake = step_memory(chosen)
     assert abs(found.peak_bytes - fake.peak_bytes) <= tolerance
@@ -258,7 +258,9 @@ def tracked(parts: Any, batch: Any, trainer: Trainer) -> int:
     """The peak of a step by PyTorch's `MemTracker`."""
     trainer.optimizer_step(batch)
     tracker = MemTracker()
-    tracker.track_external(parts.model, parts.optimizer, batch.inputs, batch.targets)
+    tracker.track_external(
+        parts.model, parts.optimizer, batch.parts[0].inputs[0], batch.parts[0].content[1]
+    )
     with tracker:
         trainer.optimizer_step(batch)
     (peak,) = tracker.get_tracker_snapshot("peak").values()

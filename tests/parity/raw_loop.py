@@ -21,7 +21,7 @@ def train(recipe, splits, optimizer, batch_size, steps, bf16, seed=0):
             update.zero_grad()
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 output = model(recipe.prepare(inputs[index]))
-            recipe.loss(output.float(), targets[index]).backward()
+            recipe.loss(output.float(), (None, targets[index])).backward()
             update.step()
             done += 1
             if done == steps:

@@ -80,7 +80,7 @@ def fp16_raw_loop(
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.float16):
             output = model(recipe.prepare(x))
-        loss = recipe.loss(output.float(), y)
+        loss = recipe.loss(output.float(), (x, y))
         scaler.scale(loss * (1e6 if step in planted else 1)).backward()
         scaler.step(optimizer)
         before = scaler.get_scale()
@@ -96,8 +96,8 @@ class Planted(Mnist):
     steps: ClassVar[set[int]] = {3, 9, 10}
     calls: ClassVar[list[int]] = []
 
-    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = super().loss(output, target)
+    def loss(self, output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(output, batch)
         if output.requires_grad:
             self.calls.append(0)
             if len(self.calls) - 1 in self.steps:

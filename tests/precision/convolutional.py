@@ -27,7 +27,7 @@ class Convolutional(Recipe):
     out_features: int
     samples: int
 
-    metric = "loss"
+    METRIC = ("loss", "min")
 
     def model(self) -> nn.Module:
         rest = (round(self.in_features**0.5) - 2) ** 2
@@ -42,5 +42,5 @@ class Convolutional(Recipe):
         part = TensorSet(inputs, targets)
         return Splits("random images", "generated", part, part.first(0), part.first(0))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])

@@ -57,8 +57,10 @@ class Step:
         self.batch = next(parts.train.epoch(None))
         parts.precision.begin_step(1)
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
-            self.output = parts.precision.forward(parts.model, self.batch.inputs)
-        self.loss = parts.precision.loss(parts.recipe.loss, self.output, self.batch.targets)
+            self.output = parts.precision.forward(parts.model, self.batch.parts[0].inputs[0])
+        self.loss = parts.precision.loss(
+            parts.recipe.loss, self.output, self.batch.parts[0].content
+        )
         parts.precision.backward(self.loss)
         self.gradients = {name: p.grad for name, p in parts.model.named_parameters()}
 
@@ -108,8 +110,8 @@ class Tokens(Classification):
         part = TensorSet(ids, torch.arange(8) % 2)
         return Splits("tokens", "generated", part, part.first(0), part.first(0))
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target)
+    def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "bf16_true", "half_sr_full"])
@@ -119,7 +121,7 @@ def test_integer_inputs_stay_integer(mode: str) -> None:
     splits = recipe.data(data_request(chosen.config))
     parts = build_parts(replace(chosen, recipe=recipe, splits=splits))
     step = Step(parts)
-    assert step.batch.inputs.dtype == torch.int64
+    assert step.batch.parts[0].inputs[0].dtype == torch.int64
     assert bool(step.loss.isfinite())
 
 
@@ -155,7 +157,7 @@ def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
     parts = build_parts(planned(*MNIST, f"precision={mode}"))
     batch = next(iter(parts.test))
     with torch.no_grad():
-        found = [parts.precision.forward(parts.model, batch.inputs) for _ in range(2)]
+        found = [parts.precision.forward(parts.model, batch.parts[0].inputs[0]) for _ in range(2)]
     assert torch.equal(found[0], found[1])
 
 
@@ -183,7 +185,7 @@ def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:
 def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str) -> None:
     parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
     for batches in (parts.train, parts.validation, parts.test):
-        assert {b.inputs.dtype for b in batches} <= {TRUE_HALF[mode]}
+        assert {b.parts[0].inputs[0].dtype for b in batches} <= {TRUE_HALF[mode]}
     stored = {"linear": TRUE_HALF[mode]}.get(recipe, torch.uint8)
     assert parts.train.data.inputs.dtype == stored
 
@@ -193,16 +195,16 @@ def test_inputs_are_converted_before_the_model_sees_them(recipe: str, mode: str)
 @pytest.mark.parametrize("recipe", ["linear", "mnist"])
 def test_inputs_stay_float32_where_something_else_casts(recipe: str, mode: str) -> None:
     parts = build_parts(planned(*RECIPES[recipe], f"precision={mode}"))
-    assert next(parts.train.epoch(None)).inputs.dtype == torch.float32
+    assert next(parts.train.epoch(None)).parts[0].inputs[0].dtype == torch.float32
 
 
 def test_targets_keep_their_dtype() -> None:
-    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).targets.dtype == (
-        torch.float32
-    )
-    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).targets.dtype == (
-        torch.int64
-    )
+    assert next(iter(build_parts(planned(*LINEAR, "precision=half_sr")).train)).parts[0].content[
+        1
+    ].dtype == (torch.float32)
+    assert next(iter(build_parts(planned(*MNIST, "precision=half_sr")).train)).parts[0].content[
+        1
+    ].dtype == (torch.int64)
 
 
 @pytest.mark.representative("fp16_true", "half_sr_full")
@@ -285,7 +287,7 @@ def test_a_layer_kept_in_float32_equals_the_cast_by_hand() -> None:
     model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
     batch = next(iter(parts.train))
     with torch.no_grad():
-        parts.precision.forward(model, batch.inputs)
+        parts.precision.forward(model, batch.parts[0].inputs[0])
     normed, found = seen
     by_hand = torch.addmm(model.fc1.bias, normed.flatten(1).float(), model.fc1.weight.t())
     assert model.fc1.weight.dtype == torch.float32
@@ -365,7 +367,7 @@ class Tied(Recipe):
     def data(self, request):
         part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 2))
         return Splits("zeros", "generated", part, part.first(0), part.first(0))
-    def loss(self, output, target):
+    def loss(self, output, batch):
         return output.sum()
 """
 
@@ -412,7 +414,7 @@ def test_a_float16_layer_in_bf16_mixed_equals_autocast_by_hand() -> None:
     model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
     model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
     with torch.no_grad():
-        parts.precision.forward(model, next(iter(parts.train)).inputs)
+        parts.precision.forward(model, next(iter(parts.train)).parts[0].inputs[0])
     normed, found = seen
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
         by_hand = torch.nn.functional.linear(

@@ -95,12 +95,12 @@ def test_the_output_is_float32_under_autocast() -> None:
 
 def test_the_loss_is_the_negative_log_likelihood() -> None:
     output, target = small_output(1), torch.tensor([0, 1, 2, 3, 4, 5])
-    loss = PUBLISHED.loss(output, target)
+    loss = PUBLISHED.loss(output, (None, target))
     expected = -torch.stack([output[i, i] for i in range(6)]).mean()
     torch.testing.assert_close(loss, expected)
-    correct = PUBLISHED.correct(output, output.argmax(1))
+    correct = PUBLISHED.correct(output, (None, output.argmax(1)))
     assert correct.item() == 6
-    assert PUBLISHED.correct(output, (output.argmax(1) + 1) % 10).item() == 0
+    assert PUBLISHED.correct(output, (None, (output.argmax(1) + 1) % 10)).item() == 0
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ def test_a_limit_takes_the_first_samples() -> None:
 
 def test_the_loss_is_the_mean_square_and_there_is_no_accuracy() -> None:
     output, target = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
-    assert RECIPE.loss(output, target).item() == 2.5
-    assert RECIPE.correct(output, target) is None
-    assert RECIPE.metric == "loss"
+    assert RECIPE.loss(output, (None, target)).item() == 2.5
+    assert RECIPE.correct(output, (None, target)) is None
+    assert RECIPE.METRIC == ("loss", "min")
     assert torch.equal(RECIPE.prepare(output), output)
 
 

@@ -56,9 +56,9 @@ def test_images_are_flattened_and_divided_by_255() -> None:
 def test_the_loss_is_cross_entropy_and_the_largest_output_counts() -> None:
     outputs = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1.0, 0.5]])
     targets = torch.tensor([0, 1, 2])
-    assert torch.equal(RECIPE.loss(outputs, targets), F.cross_entropy(outputs, targets))
-    assert RECIPE.correct(outputs, targets).item() == 2
-    assert RECIPE.metric == "accuracy"
+    assert torch.equal(RECIPE.loss(outputs, (None, targets)), F.cross_entropy(outputs, targets))
+    assert RECIPE.correct(outputs, (None, targets)).item() == 2
+    assert RECIPE.METRIC == ("accuracy", "max")
 
 
 @pytest.mark.parametrize("units", [0, -1])

@@ -70,7 +70,7 @@ class Planted(Recipe):
     kind: str
     calls: list[int]
     fused: bool = False
-    metric = "loss"
+    METRIC = ("loss", "min")
 
     def model(self):
         return nn.Sequential(
@@ -84,8 +84,8 @@ class Planted(Recipe):
         part = TensorSet(x, y)
         return Splits("planted", "generated", part, part.first(16), part.first(0))
 
-    def loss(self, output, target):
-        return F.mse_loss(output, target)
+    def loss(self, output, batch):
+        return F.mse_loss(output, batch[1])
 '''
 CONFIG = """# @package _global_
 # Goes wrong where it is told to

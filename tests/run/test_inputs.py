@@ -38,8 +38,8 @@ class Stored(Recipe):
         part = TensorSet(inputs, torch.zeros(8, 1))
         return Splits("counts", "generated", part, part, part)
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, target)
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch[1])
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def sent(kind: type[Stored], stored: str, mode: str) -> tuple[list[torch.dtype],
     for batches in (parts.train, parts.validation, parts.test):
         with Sent() as seen:
             batch = next(batches.epoch(None))
-        assert batch.inputs.device == batch.targets.device == AWAY
+        assert batch.parts[0].inputs[0].device == batch.parts[0].content[1].device == AWAY
         found.append(seen.dtypes)
     assert found == [found[0]] * 3
-    return found[0], batch.inputs
+    return found[0], batch.parts[0].inputs[0]
 
 
 @pytest.mark.representative("fp16_mixed-Stored", "half_sr-*", "bf16_true-Prepared", "fp32-Prepared")
@@ -110,4 +110,4 @@ def test_samples_are_prepared_in_float32_and_rounded_once() -> None:
     config.recipe.model = {"dtype": "float32"}
     batch = next(build_parts(make_plan(config, ())).train.epoch(None))
     expected = (torch.arange(32).reshape(8, 4).float() / 3).half()
-    assert torch.equal(batch.inputs, expected)
+    assert torch.equal(batch.parts[0].inputs[0], expected)

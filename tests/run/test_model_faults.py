@@ -37,7 +37,7 @@ class Net(torch.nn.Module):
 @dataclass(frozen=True)
 class Points(Recipe):
     fault: str = "dtype"
-    metric = "loss"
+    METRIC = ("loss", "min")
 
     def model(self):
         return Net(self.fault)
@@ -47,8 +47,8 @@ class Points(Recipe):
         part = TensorSet(x, x[:, :1])
         return Splits("points", "generated", part, part.first(4), part)
 
-    def loss(self, output, target):
-        return (output - target).square().mean()
+    def loss(self, output, batch):
+        return (output - batch[1]).square().mean()
 """
 YAML = """# @package _global_
 recipe: {name: points, target: own_points.Points}

@@ -326,7 +326,7 @@ def dtypes_of_layers(*words: str) -> dict[str, torch.dtype]:
         if name and not list(module.children()):
             module.register_forward_hook(remember(name))
     batch = next(iter(parts.validation))
-    parts.precision.forward(parts.model, batch.inputs)
+    parts.precision.forward(parts.model, batch.parts[0].inputs[0])
     return seen
 
 

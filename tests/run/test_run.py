@@ -176,7 +176,7 @@ class Crashing(Recipe):
     def data(self, request):
         part = TensorSet(torch.zeros(8, 2), torch.zeros(8, 1))
         return Splits("zeros", "generated", part, part.first(0), part.first(0))
-    def loss(self, output, target):
+    def loss(self, output, batch):
         raise ZeroDivisionError("planted")
 """
 

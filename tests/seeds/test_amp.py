@@ -46,7 +46,7 @@ def raw(region: Callable[[], torch.autocast], scaler: torch.amp.GradScaler) -> d
         optimizer.zero_grad()
         with region():
             output = model(recipe.prepare(data.inputs[rows]))
-        scaler.scale(recipe.loss(output.float(), data.targets[rows])).backward()
+        scaler.scale(recipe.loss(output.float(), (None, data.targets[rows]))).backward()
         scaler.step(optimizer)
         scaler.update()
     return dict(model.state_dict())
@@ -68,9 +68,9 @@ def test_b1_fp32_is_pytorch_s_float32_without_tf32(monkeypatch: pytest.MonkeyPat
     seen: list[tuple[object, ...]] = []
     plain = Mnist.loss
 
-    def loss(self: Mnist, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self: Mnist, output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         seen.append(switches())
-        return plain(self, output, target)
+        return plain(self, output, batch)
 
     monkeypatch.setattr(Mnist, "loss", loss)
     summary = run("precision=fp32", *PLAIN, steps=STEPS)

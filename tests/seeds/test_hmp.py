@@ -164,7 +164,7 @@ def test_a11_the_linear_recipe_is_the_published_one() -> None:
     recipe = Linear(1024, 512, 64)
     assert [type(m) for m in recipe.model().modules()] == [nn.Linear]
     x, y = torch.randn(5, 512), torch.randn(5, 512)
-    assert torch.equal(recipe.loss(x, y), (x - y).square().mean())
+    assert torch.equal(recipe.loss(x, (x, y)), (x - y).square().mean())
     run("op_lists=hmp", recipe=["recipe=linear", "device=cpu", "speed=plain"], steps=5)
     expected, caster = _sgd(recipe, 5), dtypes()
     assert caster == {FP32}  # the optimizer step is outside of the casts
@@ -182,7 +182,7 @@ def _sgd(recipe: Linear, steps: int) -> dict[str, Tensor]:
     for _ in range(steps):
         optimizer.zero_grad()
         low = [p.bfloat16() for p in (data.inputs, model.weight, model.bias)]
-        recipe.loss(nn.functional.linear(*low).float(), data.targets).backward()
+        recipe.loss(nn.functional.linear(*low).float(), data.content).backward()
         optimizer.step()
     return dict(model.state_dict())
 

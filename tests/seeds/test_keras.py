@@ -64,8 +64,10 @@ def test_c3_outputs_and_loss_are_float32(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = []
     plain = Mnist.loss
 
-    def loss(self: Mnist, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        made = plain(self, output, target)
+    def loss(
+        self: Mnist, output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        made = plain(self, output, batch)
         seen.append((output.dtype, made.dtype))
         return made
 
@@ -114,7 +116,7 @@ def test_c5_the_mnist_recipe_is_the_published_one() -> None:
     shares = len(splits.train) / len(splits.validation)
     assert shares == 48_000 / 12_000
     x, y = torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
-    assert torch.equal(recipe.loss(x, y), -F.log_softmax(x, 1)[range(4), y].mean())
+    assert torch.equal(recipe.loss(x, (x, y)), -F.log_softmax(x, 1)[range(4), y].mean())
 
 
 def test_c5_accuracy_and_loss_of_each_epoch_are_recorded() -> None:
@@ -154,11 +156,13 @@ def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples(
     mode = ""
 
     def step(self: Trainer, batch):  # type: ignore[no-untyped-def]
-        real = type(batch.targets) is torch.Tensor  # not the planned step on fake tensors
+        real = (
+            type(batch.parts[0].content[1]) is torch.Tensor
+        )  # not the planned step on fake tensors
         if real and mode not in begun:
             begun[mode] = [p.detach().float().clone() for p in self.parts.model.parameters()]
         if real:
-            targets.setdefault(mode, []).extend(batch.targets.tolist())
+            targets.setdefault(mode, []).extend(batch.parts[0].content[1].tolist())
         return plain(self, batch)
 
     monkeypatch.setattr(Trainer, "optimizer_step", step)

@@ -141,7 +141,7 @@ def test_d7_the_fashion_mnist_recipe_is_the_published_one() -> None:
     expected = F.log_softmax(linear[1](F.relu(linear[0](x))), 1)
     torch.testing.assert_close(model(prepared), expected)
     y = torch.tensor([3, 7])
-    assert torch.equal(recipe.loss(expected, y), F.nll_loss(expected, y))
+    assert torch.equal(recipe.loss(expected, (x, y)), F.nll_loss(expected, y))
 
 
 def test_d8_the_log_softmax_runs_over_the_classes_or_as_published_over_the_batch() -> None:
@@ -230,7 +230,7 @@ def test_d14_floating_inputs_are_converted_before_they_travel(mode: str) -> None
     away = replace(make_plan(composed.config, composed.given), device=torch.device("meta"))
     with Sent() as sent:
         batch = next(build_parts(away).train.epoch(None))
-    assert batch.inputs.device.type == "meta"
+    assert batch.parts[0].inputs[0].device.type == "meta"
     assert sent.dtypes
     assert FP16 in sent.dtypes  # the inputs
-    assert batch.inputs.dtype == FP16
+    assert batch.parts[0].inputs[0].dtype == FP16

@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mprun.data import Batches
+from mprun.data import Batches, BatchForm, TensorBatches
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.train.evaluation import TRIAL_BATCHES, Evaluator
 from tests.precision.test_policy import policy
@@ -37,7 +37,7 @@ def evaluator(model: nn.Module, stops: list[int]) -> Evaluator:
 
 def batches(n: int) -> Batches:
     """The first of forty samples, in batches of four."""
-    return Batches(samples(40).first(n), 4, Tiny().prepare, CPU)
+    return TensorBatches(samples(40).first(n), 4, BatchForm(), CPU)
 
 
 def test_a_time_that_is_up_leaves_one_batch() -> None:

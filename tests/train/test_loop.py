@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.data import Batches, DataRequest, Order, Splits, TensorSet
+from mprun.data import Batches, BatchForm, DataRequest, Order, Splits, TensorBatches, TensorSet
 from mprun.errors import RunFailedError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
@@ -37,8 +37,8 @@ class Tiny(Classification):
     def data(self, request: DataRequest) -> Splits:
         raise NotImplementedError
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(output, target)
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
 
 
 class Log(Callback):
@@ -79,7 +79,7 @@ def trainer(
     model = recipe.model()
 
     def batches(part: TensorSet, size: int) -> Batches:
-        return Batches(part, size, recipe.prepare, CPU)
+        return TensorBatches(part, size, BatchForm(recipe.prepare), CPU, micro)
 
     parts = Parts(
         recipe=recipe,
@@ -91,7 +91,6 @@ def trainer(
         order=Order(n, 0, shuffle=True),
         validation=batches(samples(10), 4),
         test=batches(samples(10), 4),
-        micro_batch=micro or batch,
         clock=HostClock(),
         readback=HostReadback(),
     )
@@ -124,9 +123,9 @@ def test_losses_are_computed_with_the_mode_s_arithmetic(
     training, _ = trainer(micro=micro, limits=Limits(1, None, None))
     arithmetic, inside, plain = Watched(), [], Tiny.loss
 
-    def loss(self: Tiny, output: Tensor, target: Tensor) -> Tensor:
+    def loss(self: Tiny, output: Tensor, batch: Any) -> Tensor:
         inside.append(arithmetic.inside)
-        return plain(self, output, target)
+        return plain(self, output, batch)
 
     monkeypatch.setattr(Tiny, "loss", loss)
     training.parts.precision.arithmetic = arithmetic

@@ -23,7 +23,7 @@ from mprun.recipe import Recipe
 class Tokens(Recipe):
     """Copies of sequences of 5 tokens: each sample has 5 targets."""
 
-    count: str = "samples"
+    kind: str = "samples"
     {metric}
 
     def model(self):
@@ -34,11 +34,11 @@ class Tokens(Recipe):
         part = TensorSet(x, x)
         return Splits("tokens", "generated", part, part.first(8), part.first(4))
 
-    def loss(self, output, target):
-        return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+    def loss(self, output, batch):
+        return torch.nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
 
-    def correct(self, output, target):
-        right = output.argmax(-1) == target
+    def correct(self, output, batch):
+        right = output.argmax(-1) == batch[1]
         return {{
             "samples": lambda: right.all(1).sum(),
             "tokens": lambda: right.sum() + 5,
@@ -48,7 +48,7 @@ class Tokens(Recipe):
             "vector": lambda: right.all(1),
             "number": lambda: int(right.all(1).sum()),
             "none": lambda: None,
-        }}[self.count]()
+        }}[self.kind]()
 '''
 YAML = """# @package _global_
 recipe: {name: tokens, target: own_tokens.Tokens}
@@ -80,7 +80,7 @@ def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.representative("tokens-", "mean-*", "number-*")
 @pytest.mark.parametrize(
-    ("count", "received"),
+    ("kind", "received"),
     [
         ("tokens", ""),  # how many depends on the model; 5 more than right, so above 4 at once
         ("negative", "-"),
@@ -91,12 +91,12 @@ def test_a_count_of_samples_is_an_accuracy(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_what_is_no_count_of_samples_is_refused_by_name(
-    count: str,
+    kind: str,
     received: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [*own_recipe(monkeypatch), f"recipe.model.count='{count}'"]
+    words = [*own_recipe(monkeypatch), f"recipe.model.kind='{kind}'"]
     assert main(words) == 1
     note, line = capsys.readouterr().err.splitlines()
     assert note.startswith("note: recipe.target=")
@@ -112,17 +112,18 @@ def test_what_is_no_count_of_samples_is_refused_by_name(
 
 
 def test_a_recipe_judged_by_loss_may_return_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = own_recipe(monkeypatch, 'metric = "loss"')
-    assert main([*words, "recipe.model.count=none"]) == 0
+    words = own_recipe(monkeypatch, 'METRIC = ("loss", "min")')
+    assert main([*words, "recipe.model.kind=none"]) == 0
     assert read_summary(Path("run")).test.accuracy is None
 
 
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ('metric = "f1"', "Tokens.metric = 'f1': legal is \"accuracy\""),
-        ("metric = None", "Tokens.metric = None: legal is"),
-        ("metric = ['loss']", "Tokens.metric = ['loss']: legal is"),
+        ('METRIC = ("f1", "max")', "Tokens.METRIC = ('f1', 'max'): legal is (\"accuracy\", "),
+        ("METRIC = None", "Tokens.METRIC = None: legal is"),
+        ("METRIC = ['loss']", "Tokens.METRIC = ['loss']: legal is"),
+        ('metric = "loss"', 'Tokens.metric = \'loss\': it is METRIC = ("loss", "min")'),
     ],
 )
 def test_a_metric_nothing_measures_is_refused_before_a_run(

@@ -265,7 +265,7 @@ class WatchedPrecision(Precision):
         self._in_step = True
         super().begin_step(step)
 
-    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._in_step:  # evaluation
             return super().forward(model, *args, **kwargs)
         self._exceptions.monitor.inputs((args, kwargs))

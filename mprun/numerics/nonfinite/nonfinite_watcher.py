@@ -28,11 +28,11 @@ from mprun._torch import (
     next_node,
     no_dispatch,
 )
+from mprun.nested import tensors_in
 from mprun.numerics.nonfinite.op_call import OpCall, op_spec, written_arguments
 from mprun.numerics.nonfinite.tensor_stats import PLAIN_TYPES, value_range
 from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision import Precision
-from mprun.precision.nested import tensors_in
 
 COMPILED = "compiled regions run op by op while each op is inspected for floating-point exceptions"
 

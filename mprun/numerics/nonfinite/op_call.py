@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mprun._torch import no_dispatch, op_name, schema_of, tree_map
+from mprun.nested import tensors_in
 from mprun.numerics.nonfinite.tensor_stats import ValueRange
 from mprun.numerics.op_watcher import tensors_of
-from mprun.precision.nested import tensors_in
 
 aten = torch.ops.aten
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from mprun.precision.nested import map_tensors
+from mprun.nested import map_tensors
 
 RegionFactory = Callable[[], AbstractContextManager[object]]
 """Makes the region a backward pass runs in."""

@@ -1,4 +1,4 @@
-"""Tensors inside other things: a model's inputs and outputs, nested as they like.
+"""Tensors inside other things: batches, and a model's inputs and outputs, nested as they like.
 
 Tuples, named tuples, lists, mappings and dataclasses are visited (Transformers' `ModelOutput` is
 both of the last two), and keep their type. Other leaves pass. A value without a change is returned
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -45,6 +45,26 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """What `value` holds that is no container: tensors, numbers, strings and the rest."""
+    if isinstance(value, tuple | list):
+        children: Iterable[Any] = value
+    elif isinstance(value, Mapping):
+        children = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = [getattr(value, f.name, None) for f in fields(value)]
+    else:
+        yield value
+        return
+    for child in children:
+        yield from leaves(child)
+
+
+def all_tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value`, in its order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
