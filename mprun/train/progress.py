@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mprun.console import Moment, ProgressView
-from mprun.records.run_record import Epoch, Status
+from mprun.records.run_record import Epoch, Status, number
 from mprun.train.callbacks import Callback, StepLine
 
 FEW_EPOCHS = 20
@@ -63,10 +63,8 @@ def _epoch_text(epoch: Epoch) -> str:
     seen = epoch.train.samples
     text = f"epoch {epoch.epoch}{'' if seen is None else f' (cut off after {seen:,} samples)'}:"
     for name, scores in (("training", epoch.train), ("validation", epoch.validation)):
-        if scores.loss is not None:
-            text += f"  {name} loss {float(scores.loss):.4f}"
-        if scores.accuracy is not None:
-            text += f"  {name} accuracy {scores.accuracy:.4f}"
+        for score, value in scores.named.items():
+            text += f"  {name} {score} {number(value):.4f}"
         if scores is epoch.validation and scores.samples is not None:
             text += f" (PARTIAL: the first {scores.samples:,} samples)"
     return text
