@@ -212,9 +212,9 @@ class Scores:
 class MetricRow:
     """A metric over each set; null where it is not known."""
 
-    train: Number | None = None
-    validation: Number | None = None
-    test: Number | None = None
+    train: Number | None
+    validation: Number | None
+    test: Number | None
 
 
 @dataclass(kw_only=True)
@@ -320,14 +320,13 @@ class Summary:
 
 def metric_rows(last: Epoch | None, test: Scores) -> dict[str, MetricRow]:
     """The scores of the last epoch and of the test, by their names."""
-    known = {"test": test}
-    if last is not None:
-        known = {"train": last.train, "validation": last.validation, "test": test}
-    named = {split: scores.named for split, scores in known.items()}
-    names = dict.fromkeys(name for scores in named.values() for name in scores)
+    train, validation = (last.train.named, last.validation.named) if last else ({}, {})
+    tested = test.named
     return {
-        name: MetricRow(**{split: scores.get(name) for split, scores in named.items()})
-        for name in names
+        name: MetricRow(
+            train=train.get(name), validation=validation.get(name), test=tested.get(name)
+        )
+        for name in {**train, **validation, **tested}
     }
 
 
