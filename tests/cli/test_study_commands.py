@@ -290,7 +290,7 @@ class Own(Classification):
         made = TensorSet(inputs, inputs[:, :3].argmax(1))
         return Splits("own", "generated", made, made.first(32), made.first(32))
 
-    def loss(self, output: Tensor, batch: Any) -> Tensor:
+    def loss(self, output, batch):
         return F.cross_entropy(output, batch[1])
 """
 OWN_YAML = """

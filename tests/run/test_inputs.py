@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,8 @@ class Stored(Recipe):
     """Samples [8, 4] as they are stored."""
 
     dtype: str
+
+    loss_reads_inputs: ClassVar[bool] = False
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 1)
