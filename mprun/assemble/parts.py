@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,10 +42,11 @@ def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExce
     return build_parts(plan, build_precision(plan, caster, make=exceptions.precision)), exceptions
 
 
-def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
+def build_parts(plan: Plan, precision: Precision | None = None, counted: bool = True) -> Parts:
     """Everything the loop runs on, with the plan's precision unless one is given.
 
-    Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
+    Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any. If
+    not `counted`, a loss averages over samples: fake tensors have no values to count.
     """
     config, recipe, device = plan.config, plan.recipe, plan.device
     precision = precision or build_precision(plan)
@@ -56,7 +58,7 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
     # there, so all modes train on the same numbers, and sent in the mode's dtype.
     is_floating = any(x.is_floating_point() for x in all_tensors(splits.train.inputs))
     stays = is_floating and recipe.prepares
-    form = batch_form(plan)
+    form = batch_form(plan) if counted else replace(batch_form(plan), count=None)
 
     def batches(data: TensorSet, size: int, micro: int | None = None) -> Batches:
         return TensorBatches(data if stays else place(data, device), size, form, device, micro)

@@ -39,7 +39,8 @@ def step_memory(plan: Plan) -> StepMemory:
                 policy=replace(plan.policy, partials_dtype="float32"),
                 fp32_fallback="none",
                 weights=DRAWN,  # fake tensors have no values to load into
-            )
+            ),
+            counted=False,
         )
         batch = next(parts.train.epoch(None))
         trainer = Trainer(parts, plan.limits)

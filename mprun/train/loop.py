@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
 from mprun.train.metric_readback import MetricReadback, Scalars
-from mprun.train.recipe_metrics import MetricPass, metrics_of
+from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.schedule import Schedule
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
@@ -135,14 +135,20 @@ class Trainer:
         self._flushed_at = self._spent_before_s = 0.0
         self._sums = Sums()
         self._loss = LossTerms(parts.recipe)
-        self._metrics = metrics_of(parts.recipe)
-        self._metric_pass = MetricPass(self._metrics, parts.train.device)
+        self._metric_pass = MetricPass({}, parts.train.device)
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
         self._in_epoch = False
         self._batches_done = 0
         self._order_state = parts.order.state()
+
+    @cached_property
+    def _metrics(self) -> dict[str, RecipeMetric]:
+        return metrics_of(self.parts.recipe)
+
+    def _new_metric_pass(self) -> MetricPass:
+        return MetricPass(self._metrics, self.parts.train.device)
 
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
@@ -191,7 +197,7 @@ class Trainer:
             self.epoch += 1
             self._order_state, self._batches_done = self.parts.order.state(), 0
             self._in_epoch = True
-            self._metric_pass = MetricPass(self._metrics, self.parts.train.device)
+            self._metric_pass = self._new_metric_pass()
         self._train_epoch()
         if self._finished():
             # Saved inside the epoch: a run resumed with more steps continues inside it.
@@ -230,7 +236,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to continue exactly from here, between two steps."""
-        parts = self.parts
+        parts, last = self.parts, self._last_scores
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -240,7 +246,7 @@ class Trainer:
             "skipped_in_a_row": self._skipped_in_a_row,
             "sums": vars(self._sums),
             "metrics": self._metric_pass.state_dict(),
-            "last_scores": vars(self._last_scores),
+            "last_scores": {**vars(last), "metrics": last.metrics or {}},
             "order": self._order_state,
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
@@ -259,8 +265,10 @@ class Trainer:
         self._spent_before_s = state["trained_s"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         self._sums.load_state_dict(state["sums"])
+        self._metric_pass = self._new_metric_pass()
         self._metric_pass.load_state_dict(state.get("metrics", {}))
-        self._last_scores = Scores(**state["last_scores"])
+        last = state["last_scores"]
+        self._last_scores = Scores(**{**last, "metrics": last.get("metrics") or None})
         self._order_state = state["order"]
         parts.model.load_state_dict(state["model"])
         parts.optimizer.load_state_dict(state["optimizer"])

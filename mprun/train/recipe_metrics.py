@@ -210,7 +210,9 @@ class MetricPass:
             state = saved_state(metric)
             load_state(again, copy.deepcopy(state))
             # A state that gives another value is none: the metric keeps more elsewhere.
-            return state if _same(computed(again), computed(metric)) else None
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the end of the epoch shows them
+                return state if _same(computed(again), computed(metric)) else None
         except Exception:  # it is the user's code, and it need not have a state
             return None
 
