@@ -119,7 +119,7 @@ class Batch(NamedTuple):
         Raises:
             RunFailedError: no part is left.
         """
-        if all(part.weight for part in self.parts):
+        if 0 not in [part.weight for part in self.parts]:
             return self
         parts = tuple(part for part in self.parts if part.weight)
         if not parts:

@@ -43,8 +43,9 @@ class LossTerms:
         Raises:
             RunFailedError: it is something else.
         """
-        self._parts = {}
         value = self._loss(output, batch)
+        if type(value) is Tensor and value.requires_grad and _is_scalar(value):
+            return value  # at once: the clock of the step runs
         if isinstance(value, Mapping):
             value = self._sum(value)
         if value is None and not torch.is_grad_enabled() and not self._is_judged:
@@ -53,6 +54,8 @@ class LossTerms:
 
     def take_parts(self) -> dict[str, Tensor]:
         """The named parts of the last loss, detached; empty if it had none."""
+        if not self._parts:
+            return self._parts
         parts, self._parts = self._parts, {}
         return parts
 
@@ -101,6 +104,10 @@ class LossTerms:
                 "output with output.loss or output['loss']"
             )
         return f"loss returned None{when}; {_LEGAL}"
+
+
+def _is_scalar(value: Tensor) -> bool:
+    return not value.dim() and value.is_floating_point()
 
 
 def _refusal(value: Any) -> str:

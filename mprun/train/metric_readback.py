@@ -65,11 +65,13 @@ class MetricReadback(Protocol):
 
 def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetrics:
     """The numbers of `Scalars.values`; `names` are those of the parts."""
-    loss, correct, loss_scale, skipped = values[:SINGLE]
+    loss, correct, loss_scale, skipped, *parts = values
     count = None if correct is None else int(correct)
-    parts = {k: x for k, x in zip(names, values[SINGLE:], strict=False) if x is not None}
     scale = 1.0 if loss_scale is None else loss_scale
-    return StepMetrics(loss, count, scale, bool(skipped), parts)
+    if not parts:
+        return StepMetrics(loss, count, scale, bool(skipped))
+    named = {k: x for k, x in zip(names, parts, strict=False) if x is not None}
+    return StepMetrics(loss, count, scale, bool(skipped), named)
 
 
 class HostReadback:
