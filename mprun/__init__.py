@@ -7,6 +7,7 @@ In anyone's own loop:
     mprun.policy("bf16_sr")      # a precision mode by its name: a row of dtypes and roundings
     mprun.Precision              # carries a policy out for a model and its optimizer
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
+    mprun.metrics                # accuracy, F1, perplexity, mean absolute error
     mprun.optim                  # optimizers that keep parameters and state in 16 bits
     mprun.numerics               # a close look at one training step
 
@@ -19,19 +20,19 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mprun import numerics, optim
+    from mprun import metrics, numerics, optim
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
 
-__all__ = ["Precision", "Recipe", "__version__", "numerics", "optim", "policy"]
+__all__ = ["Precision", "Recipe", "__version__", "metrics", "numerics", "optim", "policy"]
 
 _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
     "policy": "mprun.precision.policy",
 }
-_PACKAGES = ("numerics", "optim")
+_PACKAGES = ("metrics", "numerics", "optim")
 
 try:
     __version__ = version("mprun")

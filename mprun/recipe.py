@@ -30,7 +30,8 @@ class Recipe(ABC):
     METRIC: ClassVar[tuple[str, str]] = ("accuracy", "max")
     """What the task is judged by, and which values are better: "max" or "min".
 
-    ("accuracy", "max") is a fraction, ("loss", "min") the mean loss.
+    ("accuracy", "max") is the share of samples that `correct` counts, ("loss", "min") the mean
+    loss, ("loss.NAME", "min") a named part of it. Other names are those of `metrics`.
     """
 
     ignores: ClassVar[frozenset[str]] = frozenset()
@@ -98,8 +99,12 @@ class Recipe(ABC):
         return type(self).forward is not Recipe.forward
 
     def loss(self, output: Any, batch: Any) -> Any:
-        """The batch's mean loss, a scalar; unless overridden, the one that the output brings."""
-        return output["loss"] if isinstance(output, Mapping) else output.loss
+        """The batch's mean loss: a scalar, or a dict of named scalars, whose sum is trained.
+
+        Unless overridden, it is the one that the output brings, as `output.loss` or
+        `output["loss"]`. In evaluation it may be None if `METRIC` names a metric.
+        """
+        return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
     def correct(self, output: Any, batch: Any) -> Tensor | None:
         """How many samples [B] of the batch are right; None for a regression.
@@ -109,11 +114,20 @@ class Recipe(ABC):
         """
         return None
 
+    def metrics(self) -> dict[str, Any]:
+        """Name to metric; each is recorded for every epoch and set, and `METRIC` may name one.
+
+        A metric has `update(output, batch)` and `compute()`, or is a pair `(metric, select)`, where
+        `select(output, batch)` returns the arguments of `metric.update`, or is the name of one that
+        ships: see `mprun.metrics`. Each epoch and each evaluation starts with a copy of it.
+        """
+        return {}
+
     def count(self, batch: Any) -> float:
         """How many items the loss of a batch averages over: samples, unless overridden.
 
         The micro-batches of a step, and the batches of an epoch, are weighted by it. A recipe whose
-        loss is a mean over tokens returns their number.
+        loss is a mean over tokens returns their number. What counts 0 is not trained on.
         """
         raise NotImplementedError
 

@@ -34,6 +34,7 @@ from mprun.precision.op_lists import CastLog
 from mprun.precision.policy import torch_dtype
 from mprun.train.clock import clock_for
 from mprun.train.loop import Parts
+from mprun.train.loss_terms import checked_count
 from mprun.train.metric_readback import readback_for
 from mprun.train.schedule import Schedule
 
@@ -127,7 +128,7 @@ def batch_form(plan: Plan) -> BatchForm:
         *inputs, target = content
         return (*map_tensors(one, tuple(inputs)), target)
 
-    count = recipe.count if recipe.counts else None
+    count = checked_count(recipe)
     if recipe.loss_reads_inputs:
         return BatchForm(recipe.prepare, convert, count)
     return BatchForm(lambda inputs: map_tensors(one, recipe.prepare(inputs)), count=count)

@@ -37,7 +37,7 @@ def step_memory(plan: Plan) -> StepMemory:
                 policy=replace(plan.policy, partials_dtype="float32"),
                 fp32_fallback="none",
                 weights=DRAWN,  # fake tensors have no values to load into
-            )
+            ),
         )
         batch = _fake_batch(plan, shapes, form)
         trainer = Trainer(parts, plan.limits)

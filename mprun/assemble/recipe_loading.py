@@ -27,6 +27,7 @@ from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY
 from mprun.records.run_record import read_summary
+from mprun.train.recipe_metrics import check_metric
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
@@ -133,17 +134,13 @@ def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
 
 def _check_metric(recipe: Recipe) -> None:
     """Raise `UsageError` for a metric that no run measures and no comparison reads."""
-    name, metric = type(recipe).__name__, recipe.METRIC
-    if hasattr(recipe, "metric"):  # its name in versions before 0.2
+    former = getattr(recipe, "metric", None)
+    if isinstance(former, str):  # its name in versions before 0.2
         raise UsageError(
-            f'{name}.metric = {recipe.metric!r}: it is METRIC = ("loss", "min") or '
+            f'{type(recipe).__name__}.metric = {former!r}: it is METRIC = ("loss", "min") or '
             '("accuracy", "max") now'
         )
-    if metric not in [("accuracy", "max"), ("loss", "min")]:  # a list: it may not be hashable
-        raise UsageError(
-            f'{name}.METRIC = {metric!r}: legal is ("accuracy", "max"), the share of samples that '
-            'correct counts, or ("loss", "min")'
-        )
+    check_metric(recipe)
 
 
 def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:

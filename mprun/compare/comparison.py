@@ -124,7 +124,7 @@ class Variant:
     """The metric's mean over runs."""
     difference: Estimate | None
     """The metric's mean paired difference, the variant minus the baseline; a share of the
-    baseline's mean if the metric is a loss."""
+    baseline's mean if `Comparison.is_relative`."""
     equivalence: Interval | None
     """The 90 % interval of `difference`, not adjusted; `verdict.interval` is the one that decided.
     """
@@ -182,14 +182,15 @@ class Comparison:
 
     recipe: str
     metric: str
-    """accuracy or loss."""
+    """accuracy, loss, or the name of another one."""
     split: str
     """Which samples the metric is of: test, validation or train."""
     higher_is_better: bool
     margin: float
     """Differences inside plus and minus this do not matter; a share if `is_relative`."""
     is_relative: bool
-    """Whether differences are shares of the baseline's mean (losses) or plain (accuracies)."""
+    """Whether differences are shares of the baseline's mean (losses), or points (accuracies and
+    other fractions of which more is better)."""
     baseline: str
     """Its label."""
     variants: tuple[Variant, ...]

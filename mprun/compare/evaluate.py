@@ -13,7 +13,7 @@ from typing import Literal
 from mprun.compare import measures, mixing
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
-from mprun.compare.formatting import substitution_label
+from mprun.compare.formatting import readable, substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
 from mprun.compare.measures import RunGroup
@@ -23,6 +23,9 @@ from mprun.compare.time_ratios import no_time_verdict, overlapping
 from mprun.compare.verdicts import Criterion, Evidence, error_text, evidence_on, failures, judge
 from mprun.errors import UsageError
 from mprun.records.mode_names import mode_hint, own_label
+
+LONGEST_METRIC = 60
+"""Characters of its name that are shown."""
 
 
 def compare(
@@ -40,8 +43,9 @@ def compare(
     Args:
         runs: completed and failed runs; of several of one variant and seed the latest counts.
         skipped: the folders left out so far; they are reported with the result.
-        margin: differences of accuracies inside plus and minus this do not matter.
-        relative_margin: the same for losses, as a share of the baseline's mean.
+        margin: differences of accuracies, and of other fractions of which more is better, inside
+            plus and minus this do not matter.
+        relative_margin: the same for losses and all else, as a share of the baseline's mean.
         baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
         split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
@@ -60,12 +64,14 @@ def compare(
     groups = [base, *(g for g in groups if g is not base)]
     used_split = _split(groups, split)
     metric = base.first.summary.metric
-    is_relative = metric.name == "loss"
+    known = (value for group in groups for value in measures.scores(group, used_split).values())
+    is_relative = not measures.is_fraction(metric, known)
     resolution = measures.resolution(groups, metric.name, used_split)
     limit = relative_margin if is_relative else margin
-    criterion = Criterion(used_split, metric.name, limit, is_relative, resolution)
+    name, more = readable(metric.name, LONGEST_METRIC), metric.higher_is_better
+    criterion = Criterion(used_split, name, limit, is_relative, resolution, more)
     evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
-    verdicts = judge(evidence, metric.higher_is_better)
+    verdicts = judge(evidence, more)
     shared = overlapping(runs)
     rows = [_variant(base, base, used_split, shared, None, Verdict("baseline", failures(base)))]
     for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
@@ -73,9 +79,9 @@ def compare(
     tested = sum(e.is_tested for e in evidence)
     return Comparison(
         recipe=mixing.recipe_text(compared),
-        metric=metric.name,
+        metric=name,
         split=used_split,
-        higher_is_better=metric.higher_is_better,
+        higher_is_better=more,
         margin=limit,
         is_relative=is_relative,
         baseline=base.label,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mprun.compare.comparison import Run, Skipped
 from mprun.compare.formatting import readable
 from mprun.errors import UsageError
-from mprun.records.run_record import Scores, is_failed_by_machine, read_summary
+from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
 NOT_SEARCHED = "checkpoints"
@@ -118,7 +118,7 @@ class _FolderSearch:
         except UsageError as error:
             self.skip(folder, str(error).replace(f"{folder / SUMMARY}", SUMMARY, 1))
             return
-        if summary.metric.name not in Scores.__annotations__:
+        if summary.status == "completed" and not _is_recorded(summary):
             name = readable(summary.metric.name, 40)
             self.skip(folder, f"{SUMMARY} is damaged: metric.name is {name!r}")
         elif summary.status == "running":
@@ -131,6 +131,11 @@ class _FolderSearch:
             self.skip(folder, f"ended by the machine ({why}); mprun run.resume={folder} resumes it")
         else:
             self.runs.append(Run(folder, summary))
+
+
+def _is_recorded(summary: Summary) -> bool:
+    """Whether the record knows the metric that it is judged by."""
+    return summary.metric.name in ("loss", "accuracy", *summary.metrics)
 
 
 def _is_folder(path: str | Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from statistics import median
@@ -11,7 +11,7 @@ from statistics import median
 from mprun.compare.comparison import Estimate, Run, StepPercentiles
 from mprun.compare.mixing import hardware
 from mprun.compare.statistics import estimate, geometric_mean, summarise
-from mprun.records.run_record import Memory, Number, Scores, Summary, TrainScore, number
+from mprun.records.run_record import Memory, Metric, Scores, Summary, number
 
 SPLITS = ("test", "validation", "train")
 
@@ -44,13 +44,30 @@ class RunGroup:
 def score(summary: Summary, split: str) -> float | None:
     """The metric of the run's last epoch over a split; None if the run has none."""
     last = summary.history[-1] if summary.history else None
-    rows: dict[str, Scores | TrainScore | None] = {
+    trained = Scores(loss=summary.train.loss, accuracy=None)
+    rows: dict[str, Scores | None] = {
         "test": summary.test,
         "validation": last.validation if last else None,
-        "train": last.train if last else summary.train,
+        "train": last.train if last else trained,
     }
-    value: Number | None = getattr(rows[split], summary.metric.name, None)
+    scores = rows[split]
+    value = None if scores is None else scores.value(summary.metric.name)
     return None if value is None else number(value)
+
+
+def is_fraction(metric: Metric, values: Iterable[float]) -> bool:
+    """Whether a metric's differences are points: an accuracy, or one from 0 to 1, more is better.
+
+    Those of any other metric are shares of the baseline's mean, like those of a loss.
+
+    Args:
+        metric: its name and direction.
+        values: of all runs; those that are not finite do not count.
+    """
+    if metric.name == "accuracy":
+        return True
+    finite = [value for value in values if math.isfinite(value)]
+    return metric.higher_is_better and bool(finite) and all(0 <= x <= 1 for x in finite)
 
 
 def is_partial(summary: Summary, split: str) -> bool:

@@ -67,7 +67,7 @@ def check_mixing(runs: Sequence[Run], mix: Collection[str]) -> list[str]:
 
 def _check_metric(runs: Sequence[Run]) -> None:
     """Refuse runs with different metrics, whatever `mix` allows."""
-    kinds = Counter(run.summary.metric.name for run in runs)
+    kinds = Counter(readable(run.summary.metric.name, 40) for run in runs)
     directions = {run.summary.metric.higher_is_better for run in runs}
     if len(kinds) > 1 or len(directions) > 1:
         text = ", ".join(f"{name} in {counted(n)}" for name, n in kinds.items())

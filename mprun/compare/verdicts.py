@@ -44,6 +44,7 @@ class Criterion(NamedTuple):
     """Whether differences are shares of the baseline's mean."""
     resolution: float
     """The smallest step of the metric."""
+    higher_is_better: bool
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
 Convert = Callable[[Any], Any]
@@ -127,6 +128,23 @@ class Batch(NamedTuple):
     def weight(self) -> float:
         """The sum of the parts' weights."""
         return sum(part.weight for part in self.parts)
+
+    @property
+    def trained(self) -> Batch:
+        """The batch without the parts that count 0: the mean of their loss is over nothing.
+
+        Raises:
+            RunFailedError: no part is left.
+        """
+        if 0 not in [part.weight for part in self.parts]:
+            return self
+        parts = tuple(part for part in self.parts if part.weight)
+        if not parts:
+            raise RunFailedError(
+                "count returned 0 for all samples of a step, so there is nothing to train on; "
+                "leave samples out of the training data that have nothing to count"
+            )
+        return Batch(parts)
 
 
 class Batches(Protocol):

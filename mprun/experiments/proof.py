@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.compare.comparison import Estimate, Interval, Verdict
+from mprun.compare.measures import is_fraction
 from mprun.compare.statistics import ALPHA, estimate, interval
 from mprun.compare.verdicts import Criterion, judge, paired_evidence
 from mprun.config import Config
@@ -32,7 +33,7 @@ from mprun.config.settings import SearchOpsSettings
 from mprun.errors import RunFailedError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.precision import OpLists, backend_flags
-from mprun.records.run_record import Epoch, number
+from mprun.records.run_record import Epoch, Metric, number
 from mprun.records.search_ops_record import Proof
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.loop import Limits, StopRequestedError, Trainer
@@ -120,15 +121,18 @@ def prove(
     if not pairs:
         return None
     trainings, base = trainings[:pairs], base[:pairs]
-    is_relative = exact.recipe.METRIC[0] != "accuracy"
+    name, direction = exact.recipe.METRIC
+    metric = Metric(name=name, higher_is_better=direction == "max")
+    values, base_values = [x.value for x in trainings], [x.value for x in base]
+    is_relative = not is_fraction(metric, (*values, *base_values))
     criterion = Criterion(
         "train" if exact.splits.validation.is_empty else "validation",
-        exact.recipe.METRIC[0],
+        name,
         settings.relative_margin if is_relative else settings.margin,
         is_relative,
         resolution=0.0,
+        higher_is_better=metric.higher_is_better,
     )
-    values, base_values = [x.value for x in trainings], [x.value for x in base]
     difference, equivalence, verdict = compare_trainings(values, base_values, criterion)
     timed = ((a.step_time_ms, b.step_time_ms) for a, b in zip(trainings, base, strict=True))
     time_ratios = [a / b for a, b in timed if a is not None and b is not None]
@@ -165,7 +169,7 @@ def compare_trainings(
     n, failed = len(base), sum(not math.isfinite(x) for x in values)
     failure = f"{failed} of {n} trainings failed" if failed else ""
     pairs = paired_evidence(dict(enumerate(values)), dict(enumerate(base)), criterion, failure)
-    (verdict,) = judge([pairs], higher_is_better=not criterion.is_relative)
+    (verdict,) = judge([pairs], criterion.higher_is_better)
     if failed or pairs.sample is None:
         return PairedResult(Estimate(math.nan, None, n), None, verdict)
     equivalence = interval(pairs.sample, 1 - 2 * ALPHA)
@@ -241,6 +245,6 @@ class _ProofCallback(Callback):
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:
         held_out = epoch.validation
-        scores = epoch.train if held_out.loss is None else held_out
-        value = scores.accuracy if self._metric == "accuracy" else scores.loss
+        scores = held_out if held_out.named else epoch.train
+        value = scores.value(self._metric)
         self.value = math.nan if value is None else number(value)

@@ -23,6 +23,7 @@ from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_fl
 from mprun.precision.forward_backward import forward_backward
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
+from mprun.train.loss_terms import LossTerms
 
 EXACT = "fp32"
 """The policy of reference passes."""
@@ -65,6 +66,7 @@ class PolicyProbe:
                 plan.config.speed.name, policy, "native", plan.device
             ),
         )
+        self._loss = LossTerms(plan.recipe)
         self.loss = 0.0
         """The mean loss of the last pass, unscaled."""
         self._scale = StaticLossScale(1.0, plan.device)
@@ -120,7 +122,7 @@ class PolicyProbe:
             loss, _ = forward_backward(
                 self._precision,
                 forward,
-                recipe.loss,
+                self._loss,
                 inputs,
                 part.content,
                 share,

@@ -51,6 +51,7 @@ from mprun.records.search_ops_record import (
     SensitivityRow,
 )
 from mprun.train.loop import Parts
+from mprun.train.loss_terms import LossTerms
 
 SCHEMA_VERSION = 1
 HELD_OUT = "data.validation_fraction"
@@ -208,7 +209,7 @@ def _search(
         native = low.execution == "native"  # times of emulation are not the hardware's
         measured = unmeasured(
             built.model,
-            low.recipe.loss,
+            LossTerms(low.recipe),
             batches,
             torch_dtype(low.policy.compute_dtype),
             modules=settings.modules,

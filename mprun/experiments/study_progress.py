@@ -55,7 +55,7 @@ def score_of(summary: Summary) -> tuple[str, float | None]:
     name = summary.metric.name
     last = summary.history[-1] if summary.history else None
     for scores in (summary.test, *((last.validation, last.train) if last else ())):
-        value = scores.accuracy if name == "accuracy" else scores.loss
+        value = scores.value(name)
         if value is not None:
             return name, number(value)
     return name, None

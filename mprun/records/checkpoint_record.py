@@ -6,7 +6,7 @@ type. The rest of it is compared with the state of the assembled run, see `train
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import msgspec
@@ -36,6 +36,8 @@ class SavedSums:
     loss: float
     correct: Count | None
     samples: Count
+    weight: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,18 +25,19 @@ class _EpochLine(msgspec.Struct):
     loss: Number | None
     accuracy: float | None
     samples: int | None = None
+    metrics: dict[str, Number | None] | None = None
 
 
 def epoch_lines(epoch: Epoch, step: int) -> list[dict[str, Any]]:
     """The lines of an epoch that ended with this step."""
     lines = []
-    if epoch.validation.loss is not None:
+    if epoch.validation.named:
         lines.append(_line("validation", epoch, step, epoch.validation))
     return [*lines, _line("epoch", epoch, step, epoch.train)]
 
 
 def _line(kind: str, epoch: Epoch, step: int, scores: Scores) -> dict[str, Any]:
-    known = {k: v for k, v in vars(scores).items() if k != "samples" or v}
+    known = {k: v for k, v in vars(scores).items() if k in ("loss", "accuracy") or v}
     return {"kind": kind, "step": step, "epoch": epoch.epoch, **known}
 
 
@@ -56,7 +57,12 @@ def read_epochs(run: Path) -> Iterator[Epoch]:
                 line = msgspec.json.decode(text, type=_EpochLine)
             except msgspec.MsgspecError as error:
                 raise UsageError(f"{path} is damaged: {error}") from None
-            scores = Scores(loss=line.loss, accuracy=line.accuracy, samples=line.samples)
+            scores = Scores(
+                loss=line.loss,
+                accuracy=line.accuracy,
+                samples=line.samples,
+                metrics=line.metrics,
+            )
             if line.kind == "validation":
                 validations[line.epoch] = scores
             else:

@@ -179,7 +179,7 @@ class FpExceptionsRow:
 
 @dataclass(kw_only=True)
 class Metric:
-    """The recipe's metric."""
+    """What verdicts use: loss, accuracy, or one of the summary's `metrics`."""
 
     name: str
     higher_is_better: bool
@@ -193,6 +193,30 @@ class Scores:
     accuracy: float | None
     samples: int | None = None
     """The number of samples if a limit left a part of the set or of the epoch out, else null."""
+    metrics: dict[str, Number | None] | None = None
+    """The recipe's metrics, and the means of the named parts of its loss as `loss.NAME`; null
+    without any."""
+
+    def value(self, name: str) -> Number | None:
+        """A score by its name: loss, accuracy, or one of `metrics`; None if there is none."""
+        if self.metrics is not None and name in self.metrics:
+            return self.metrics[name]
+        return {"loss": self.loss, "accuracy": self.accuracy}.get(name)
+
+    @property
+    def named(self) -> dict[str, Number]:
+        """Every score that there is, by its name; loss and accuracy first."""
+        names = dict.fromkeys(("loss", "accuracy", *(self.metrics or ())))
+        return {name: value for name in names if (value := self.value(name)) is not None}
+
+
+@dataclass(kw_only=True)
+class MetricRow:
+    """A metric over each set; null where it is not known."""
+
+    train: Number | None
+    validation: Number | None
+    test: Number | None
 
 
 @dataclass(kw_only=True)
@@ -294,6 +318,20 @@ class Summary:
     """SHA-256 of the recipe's file; null for a recipe by name."""
     failed_by: Literal["run", "machine"] | None = None
     """What ended a failed run: the run itself, or a full disk or too little memory."""
+    metrics: dict[str, MetricRow] = field(default_factory=dict)
+    """Every score by its name, loss and accuracy among them: of the last epoch, and of the test."""
+
+
+def metric_rows(last: Epoch | None, test: Scores) -> dict[str, MetricRow]:
+    """The scores of the last epoch and of the test, by their names."""
+    train, validation = (last.train.named, last.validation.named) if last else ({}, {})
+    tested = test.named
+    return {
+        name: MetricRow(
+            train=train.get(name), validation=validation.get(name), test=tested.get(name)
+        )
+        for name in {**train, **validation, **tested}
+    }
 
 
 def number(value: Number) -> float:

@@ -136,7 +136,7 @@ def _difference(comparison: Comparison, variant: Variant) -> tuple[str, str]:
     difference = variant.difference
     if difference is None or variant.verdict.word == "baseline":
         return NONE, ""
-    unit, form = difference_scale(comparison), _difference_form(comparison)
+    unit, form = DIFFERENCE_SCALE, DIFFERENCE_FORM
     pairs = "" if difference.n == len(variant.runs) else f" n={difference.n}"
     interval, level = deciding(variant)
     # The level has no blank, because a narrow table breaks lines at blanks.
@@ -180,7 +180,8 @@ def span(interval: Interval | None, form: str, scale: float = 1.0) -> str:
 
 
 def _is_share(comparison: Comparison) -> bool:
-    return comparison.metric == "accuracy"
+    """Whether the metric is shown as a percentage and its differences as points."""
+    return not comparison.is_relative
 
 
 def metric_scale(comparison: Comparison) -> float:
@@ -188,9 +189,8 @@ def metric_scale(comparison: Comparison) -> float:
     return 100.0 if _is_share(comparison) else 1.0
 
 
-def difference_scale(comparison: Comparison) -> float:
-    """A difference is shown as this multiple of the computed number."""
-    return 100.0 if comparison.is_relative or _is_share(comparison) else 1.0
+DIFFERENCE_SCALE = 100.0
+"""A difference is shown as this multiple of the computed number: points, or percent."""
 
 
 def _metric_form(comparison: Comparison) -> str:
@@ -203,10 +203,7 @@ def _metric_form(comparison: Comparison) -> str:
     return f"{{:.{max(0, decimals)}f}}" if decimals <= MOST_DECIMALS else "{:.3e}"
 
 
-def _difference_form(comparison: Comparison) -> str:
-    return "{:+.4g}" if difference_scale(comparison) == 1.0 else "{:+.2f}"
-
-
+DIFFERENCE_FORM = "{:+.2f}"
 MOST_DECIMALS = 7
 
 
@@ -217,32 +214,29 @@ def metric_name(comparison: Comparison) -> str:
 
 
 def metric_unit(comparison: Comparison) -> str:
-    """`%` of an accuracy; a loss has none."""
+    """`%` of a fraction, such as an accuracy; a loss has none."""
     return "%" if _is_share(comparison) else ""
 
 
 def difference_unit(comparison: Comparison) -> str:
     """The unit of differences, which is also the column's name."""
-    if comparison.is_relative:
-        return "difference %"
-    return "points" if _is_share(comparison) else "difference"
+    return "points" if _is_share(comparison) else "difference %"
 
 
 def difference_text(comparison: Comparison, value: float, signed: bool = True) -> str:
     """A difference with its unit: `-0.05 points`, `+2.00 %`; without a sign, a margin."""
-    number = _difference_form(comparison).format(value * difference_scale(comparison))
-    unit = "%" if comparison.is_relative else "points" if _is_share(comparison) else ""
-    return f"{number if signed else number.lstrip('+')} {unit}".rstrip()
+    number = DIFFERENCE_FORM.format(value * DIFFERENCE_SCALE)
+    unit = "points" if _is_share(comparison) else "%"
+    return f"{number if signed else number.lstrip('+')} {unit}"
 
 
 def difference_span(comparison: Comparison, interval: Interval) -> str:
     """An interval of differences, `-0.20 to +0.10`, with enough digits to compare each end with 0
     and with the margin."""
-    scale = difference_scale(comparison)
-    margin = comparison.margin * scale
-    ends = [end * scale for end in interval]
-    forms = DIFFERENCE_FORMS if scale != 1.0 else DIFFERENCE_FORMS[6:]
-    return span(interval, distinct_form(ends, (-margin, 0.0, margin), forms), scale)
+    margin = comparison.margin * DIFFERENCE_SCALE
+    ends = [end * DIFFERENCE_SCALE for end in interval]
+    form = distinct_form(ends, (-margin, 0.0, margin), DIFFERENCE_FORMS)
+    return span(interval, form, DIFFERENCE_SCALE)
 
 
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))

@@ -142,5 +142,5 @@ def _score(summary: Summary, figure: Figure) -> float | None:
     if split != "test":
         epoch = next((e for e in summary.history if e.epoch == figure.epoch), None)
         scores = getattr(epoch, split, None)
-    value: Number | None = getattr(scores, name, None)
+    value: Number | None = None if scores is None else scores.value(name)
     return None if value is None else number(value)

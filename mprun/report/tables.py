@@ -136,9 +136,8 @@ def _step_time(summary: Summary, step: StepTimes) -> str:
 
 
 def _scores(name: str, scores: Scores) -> dict[str, str]:
-    texts = {"loss": _figure(scores.loss, ".4f"), "accuracy": _figure(scores.accuracy, ".4f")}
     part = "" if scores.samples is None else f" (PARTIAL: the first {scores.samples:,} samples)"
-    return {f"{name} {score}": text + part for score, text in texts.items() if text != "-"}
+    return {f"{name} {x}": f"{number(value):.4f}{part}" for x, value in scores.named.items()}
 
 
 def time_line(summary: Summary) -> str:
@@ -194,9 +193,9 @@ def _sweep_row(summary: Summary) -> list[str]:
 
 
 def _result(summary: Summary) -> str:
-    """The test accuracy or loss; the training loss of a recipe without a test set."""
+    """What the run is judged by, of the test; the training loss of a recipe without a test set."""
     test = summary.test
     part = "" if test.samples is None else f" (PARTIAL: {test.samples:,} samples)"
-    if test.accuracy is not None:
-        return f"accuracy {test.accuracy:.4f}{part}"
+    if (value := test.value(summary.metric.name)) is not None:
+        return f"{summary.metric.name} {number(value):.4f}{part}"
     return f"loss {_figure(summary.train.loss if test.loss is None else test.loss, '.4f')}{part}"

@@ -7,8 +7,9 @@ not part of a step's time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -30,6 +31,8 @@ class StepLine(NamedTuple):
     timed: bool
     """Whether it is part of the statistics: its batch has the full size."""
     page_faults: int | None = None
+    parts: Mapping[str, float] = MappingProxyType({})
+    """The named parts of the loss."""
 
 
 class Callback:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from mprun.records.run_record import Epoch, Metric, Number, number
+from mprun.records.run_record import Epoch, Metric, number
 
 MOST_EPOCHS = 500
 """Of the even choice."""
@@ -32,13 +32,13 @@ class EpochHistory:
         """The first one with a loss that is not finite, and those validated in part."""
         self._best: Epoch | None = None
         self._best_score = -math.inf
-        self._last: Epoch | None = None
+        self.last: Epoch | None = None
 
     def add(self, epoch: Epoch) -> None:
         """The next epoch; one that was added before is ignored."""
-        if self._last is not None and epoch.epoch <= self._last.epoch:
+        if self.last is not None and epoch.epoch <= self.last.epoch:
             return
-        self._last = epoch
+        self.last = epoch
         if (epoch.epoch - 1) % self._stride == 0:
             self._even.append(epoch)
         if len(self._even) > self._most:
@@ -51,7 +51,7 @@ class EpochHistory:
 
     def epochs(self) -> list[Epoch]:
         """Those kept, in order."""
-        single = [x for x in (self._best, self._last) if x is not None]
+        single = [x for x in (self._best, self.last) if x is not None]
         kept = {x.epoch: x for x in (*self._even, *self._special, *single)}
         return [kept[epoch] for epoch in sorted(kept)]
 
@@ -61,7 +61,7 @@ class EpochHistory:
     def _score(self, epoch: Epoch) -> float:
         """The metric, signed so that more is better; minus infinity if there is none."""
         for scores in (epoch.validation, epoch.train):
-            value: Number | None = getattr(scores, self._metric.name, None)
+            value = scores.value(self._metric.name)
             if value is not None:
                 score = number(value) if self._metric.higher_is_better else -number(value)
                 return score if math.isfinite(score) else -math.inf

@@ -1,4 +1,4 @@
-"""Evaluation: mean loss and accuracy over a set, in its stored order."""
+"""Evaluation: mean loss, accuracy and metrics over a set, in its stored order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,10 @@ from mprun.data import Batch, Batches
 from mprun.precision import Precision
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
+from mprun.train.loss_terms import LossTerms
 from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
-from mprun.train.metrics import NO_SCORES, Sums, count_correct
+from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
+from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
 
 TRIAL_BATCHES = 4
 """The most batches that are evaluated to learn their time."""
@@ -33,14 +35,22 @@ class Evaluator:
         model: the prepared model.
         precision: the run's.
         check: called after each batch; may raise to end the evaluation.
+        metrics: those of the recipe; None: asks it for them.
     """
 
     def __init__(
-        self, recipe: Recipe, model: nn.Module, precision: Precision, check: Callable[[], None]
+        self,
+        recipe: Recipe,
+        model: nn.Module,
+        precision: Precision,
+        check: Callable[[], None],
+        metrics: Mapping[str, RecipeMetric] | None = None,
     ) -> None:
         self._recipe, self._model, self._precision = recipe, model, precision
         self._check = check
         self._forward = partial(recipe.forward, model)
+        self._loss = LossTerms(recipe)
+        self._metrics = metrics_of(recipe) if metrics is None else metrics
 
     def scores(self, batches: Batches, until: float = math.inf) -> Scores:
         """Means over a set; None for an empty set.
@@ -52,22 +62,23 @@ class Evaluator:
         """
         if batches.is_empty:
             return NO_SCORES
-        sums, readback, sizes, samples = Sums(), readback_for(batches.device), [], 0
-        is_part = False
+        sums, readback, samples, is_part = Sums(), readback_for(batches.device), 0, False
+        metrics, sizes = MetricPass(self._metrics, batches.device), []
         self._model.eval()
         with torch.no_grad():
             for batch in batches:
                 if samples and time.perf_counter() >= until:
                     is_part = True
                     break
-                self._score(batch, readback)
-                sizes.append(batch.size)
+                self._score(batch, readback, metrics)
+                sizes.append((batch.size, batch.weight))
                 samples += batch.size
                 if readback.full:
                     sums.add_all(readback.take(), sizes)
                 self._check()
         sums.add_all(readback.take(), sizes)
-        return replace(sums.scores(), samples=samples if is_part else None)
+        scores = with_metrics(sums.scores(), metrics.compute())
+        return replace(scores, samples=samples if is_part else None)
 
     def seconds_per_sample(self, batches: Batches, at_most_s: float) -> float:
         """The time of a sample, from a few batches; 0 for an empty set.
@@ -78,12 +89,13 @@ class Evaluator:
         if batches.is_empty:
             return 0.0
         readback, times, began = readback_for(batches.device), [], time.perf_counter()
+        metrics = MetricPass(self._metrics, batches.device)
         cycle = itertools.chain.from_iterable(itertools.repeat(batches))
         with _unchanged(self._model, batches.device), torch.no_grad():
             self._model.eval()
             since = began
             for batch in itertools.islice(cycle, TRIAL_BATCHES):
-                self._score(batch, readback)
+                self._score(batch, readback, metrics)
                 readback.take()  # waits for the device
                 now = time.perf_counter()
                 times.append((now - since) / batch.size)
@@ -93,11 +105,13 @@ class Evaluator:
                     break
         return statistics.median(times[1:] or times)
 
-    def _score(self, batch: Batch, readback: MetricReadback) -> None:
+    def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> None:
         (part,) = batch.parts
         output = self._precision.forward(self._forward, part.inputs)
-        loss = self._precision.loss(self._recipe.loss, output, part.content)
-        readback.put(Scalars(loss, count_correct(self._recipe, [output], batch)))
+        loss = self._precision.loss(self._loss, output, part.content)
+        correct = count_correct(self._recipe, [output], batch)
+        readback.put(Scalars(loss, correct, parts=self._loss.take_parts()))
+        metrics.add([output], batch)
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class TensorBoardLogger(Callback):
             self._add(
                 {
                     "train/loss": line.loss,
+                    **{f"train/loss.{name}": part for name, part in line.parts.items()},
                     "train/lr": line.lr,
                     "train/loss_scale": line.loss_scale,
                     "time/step_ms": line.step_time_ms,
@@ -82,8 +83,7 @@ class TensorBoardLogger(Callback):
 
 def _named(prefix: str, scores: Scores) -> dict[str, float]:
     """The scores that apply, by their tags: `validation/loss`, `train/epoch_accuracy`, ..."""
-    known = {"loss": scores.loss, "accuracy": scores.accuracy}
-    return {prefix + name: number(value) for name, value in known.items() if value is not None}
+    return {prefix + name: number(value) for name, value in scores.named.items()}
 
 
 LOGGERS: dict[str, type[TensorBoardLogger] | None] = {

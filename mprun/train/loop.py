@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +31,11 @@ from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
+from mprun.train.loss_terms import LossTerms
 from mprun.train.metric_readback import MetricReadback, Scalars
-from mprun.train.metrics import NO_SCORES, Sums, count_correct
 from mprun.train.schedule import Schedule
 from mprun.train.stopwatch import Stopwatch
+from mprun.train.sums import NO_SCORES, Sums, count_correct
 from mprun.train.time_limit import TimeLimit
 
 FLUSH_EVERY_S = 0.25
@@ -85,6 +86,7 @@ class _Pending(NamedTuple):
     step: int
     epoch: int
     size: int
+    weight: float
     lr: float
     data_time_ms: float
 
@@ -98,6 +100,8 @@ class StepResult(NamedTuple):
     """The model's outputs, one for each part of the batch."""
     skipped: Tensor | None
     """1 if the step was not taken, else 0; None if no step is ever skipped."""
+    parts: dict[str, Tensor]
+    """The named parts of the loss."""
 
 
 class Trainer:
@@ -131,12 +135,21 @@ class Trainer:
         self._pending: list[_Pending] = []
         self._flushed_at = self._spent_before_s = 0.0
         self._sums = Sums()
+        self._loss = LossTerms(parts.recipe)
+        self._metric_pass = MetricPass({}, parts.train.device)
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
         self._in_epoch = False
         self._batches_done = 0
         self._order_state = parts.order.state()
+
+    @cached_property
+    def _metrics(self) -> dict[str, RecipeMetric]:
+        return metrics_of(self.parts.recipe)
+
+    def _new_metric_pass(self) -> MetricPass:
+        return MetricPass(self._metrics, self.parts.train.device)
 
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
@@ -186,12 +199,13 @@ class Trainer:
             self.epoch += 1
             self._order_state, self._batches_done = self.parts.order.state(), 0
             self._in_epoch = True
+            self._metric_pass = self._new_metric_pass()
         self._train_epoch()
         if self._finished():
             # Saved inside the epoch: a run resumed with more steps continues inside it.
             self._flush()
             self._save_once()
-        if not self.parts.validation.is_empty:
+        if not self.parts.validation.is_empty or self._metrics:
             self._flush()
             self.parts.clock.pause()
             self._end_epoch(self._validate())
@@ -224,7 +238,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to continue exactly from here, between two steps."""
-        parts = self.parts
+        parts, last = self.parts, self._last_scores
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -233,7 +247,8 @@ class Trainer:
             "trained_s": self._time.spent_s,
             "skipped_in_a_row": self._skipped_in_a_row,
             "sums": vars(self._sums),
-            "last_scores": vars(self._last_scores),
+            "metrics": self._metric_pass.state_dict(),
+            "last_scores": {**vars(last), "metrics": last.metrics or {}},
             "order": self._order_state,
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
@@ -252,8 +267,11 @@ class Trainer:
         self._in_epoch, self._batches_done = state["in_epoch"], state["batches_done"]
         self._spent_before_s = state["trained_s"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
-        vars(self._sums).update(state["sums"])
-        self._last_scores = Scores(**state["last_scores"])
+        self._sums.load_state_dict(state["sums"])
+        self._metric_pass = self._new_metric_pass()
+        self._metric_pass.load_state_dict(state.get("metrics", {}))
+        last = state["last_scores"]
+        self._last_scores = Scores(**{**last, "metrics": last.get("metrics") or None})
         self._order_state = state["order"]
         parts.model.load_state_dict(state["model"])
         parts.optimizer.load_state_dict(state["optimizer"])
@@ -278,6 +296,7 @@ class Trainer:
             parts.model.train()
         batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
         while not self._finished() and (batch := next(batches, None)) is not None:
+            batch = batch.trained
             ready_at = watch.switch("compute")
             lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
             clock.start()
@@ -287,9 +306,13 @@ class Trainer:
             self.step += 1
             self._batches_done += 1
             correct = count_correct(parts.recipe, result.outputs, batch)
-            parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
+            scalars = Scalars(result.loss, correct, scale, result.skipped, result.parts)
+            parts.readback.put(scalars)
+            self._metric_pass.add(result.outputs, batch, result.skipped)
             waited_ms = (ready_at - asked_at) * 1e3
-            self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
+            self._pending.append(
+                _Pending(self.step, self.epoch, batch.size, batch.weight, lr, waited_ms)
+            )
             self._between_steps()
             asked_at = watch.switch("data")
 
@@ -306,6 +329,7 @@ class Trainer:
     def optimizer_step(self, batch: Batch) -> StepResult:
         """One optimizer step on a batch, in micro-batches."""
         parts, losses, outputs = self.parts, [], []
+        terms: dict[str, Tensor] = {}
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
         forward, weight = partial(parts.recipe.forward, parts.model), batch.weight
@@ -313,18 +337,20 @@ class Trainer:
             loss, output = forward_backward(
                 parts.precision,
                 forward,
-                parts.recipe.loss,
+                self._loss,
                 part.inputs,
                 part.content,
                 share=part.weight / weight,
             )
+            for name, term in self._loss.take_parts().items():
+                terms[name] = terms.get(name, 0) + term * (part.weight / weight)
             losses.append(loss)
             outputs.append(map_tensors(Tensor.detach, output))
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()
         parts.scheduler.step(skipped)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return StepResult(loss, outputs, skipped)
+        return StepResult(loss, outputs, skipped, terms)
 
     def _flush(self) -> None:
         """Read pending metrics off the device and emit them; raise if training is hopeless."""
@@ -336,6 +362,7 @@ class Trainer:
         metrics, times = self.parts.readback.take(), self.parts.clock.take()
         lines, closed = [], []
         for p, step_metrics, step_time in zip(pending, metrics, times, strict=True):
+            assert step_metrics.loss is not None
             line = StepLine(
                 step=p.step,
                 epoch=p.epoch,
@@ -347,12 +374,13 @@ class Trainer:
                 data_time_ms=p.data_time_ms,
                 timed=self.parts.train.batch_size in (None, p.size),
                 page_faults=step_time.page_faults,
+                parts=step_metrics.parts,
             )
             lines.append(line)
             if self._sums.epoch not in (0, p.epoch):  # an epoch without validation ended
                 closed.append((self._close_epoch(NO_SCORES), p.step - 1))
             self._sums.epoch = p.epoch
-            self._sums.add(step_metrics, p.size)
+            self._sums.add(step_metrics, p.size, p.weight)
         self._report_buffers({line.step: line.epoch for line in lines})
         for epoch, step in closed:
             self._notify_epoch(epoch, step)
@@ -390,11 +418,25 @@ class Trainer:
         ended, self._sums = self._sums, Sums()
         length = self.parts.train.length
         is_cut_off = ended.epoch == self.epoch and self._batches_done < (length or 0)
-        self._last_scores = replace(ended.scores(), samples=ended.samples if is_cut_off else None)
+        scores = with_metrics(ended.scores(), self._metric_pass.compute())
+        self._last_scores = replace(scores, samples=ended.samples if is_cut_off else None)
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def _end_epoch(self, validation: Scores) -> None:
+        self._report_lost_metrics()
         self._notify_epoch(self._close_epoch(validation), self.step)
+
+    def _report_lost_metrics(self) -> None:
+        """Report metrics that a resumed epoch has no value of."""
+        for name in sorted(self._metric_pass.lost):
+            row = {"kind": "event", "event": "metric_lost", "step": self.step, "epoch": self.epoch}
+            for callback in self._callbacks:
+                callback.on_event(
+                    {**row, "metric": name},
+                    f"the training {name} of epoch {self.epoch} is not known: a checkpoint was "
+                    "loaded within it, and the metric has no state that it can hold; numbers and "
+                    "tensors as its attributes are one, or state_dict and load_state_dict",
+                )
 
     def _notify_epoch(self, epoch: Epoch, step: int) -> None:
         with self._watch.during("logging"):
@@ -420,7 +462,9 @@ class Trainer:
     @property
     def _evaluator(self) -> Evaluator:
         parts = self.parts
-        return Evaluator(parts.recipe, parts.model, parts.precision, self._raise_if_stopped)
+        return Evaluator(
+            parts.recipe, parts.model, parts.precision, self._raise_if_stopped, self._metrics
+        )
 
     def _raise_if_stopped(self) -> None:
         if self._stop():

@@ -9,7 +9,8 @@ together, a fraction of a second late.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,19 +20,33 @@ from torch import Tensor
 class StepMetrics(NamedTuple):
     """The metrics of a step or an evaluated batch."""
 
-    loss: float
+    loss: float | None
+    """None for an evaluated batch without a loss."""
     correct: int | None = None
     loss_scale: float = 1.0
     skipped: bool = False
+    parts: Mapping[str, float] = MappingProxyType({})
+    """The named parts of the loss."""
 
 
 class Scalars(NamedTuple):
     """The same on the device; None for what does not apply."""
 
-    loss: Tensor
+    loss: Tensor | None
     correct: Tensor | None = None
     loss_scale: Tensor | None = None
     skipped: Tensor | None = None
+    parts: Mapping[str, Tensor] = MappingProxyType({})
+
+    @property
+    def values(self) -> tuple[Tensor | None, ...]:
+        """All of them, the parts last."""
+        single = (self.loss, self.correct, self.loss_scale, self.skipped)
+        return (*single, *self.parts.values()) if self.parts else single
+
+
+SINGLE = 4
+"""How many of `Scalars.values` are no parts."""
 
 
 class MetricReadback(Protocol):
@@ -48,12 +63,15 @@ class MetricReadback(Protocol):
         """The metrics of the steps since the last call, in order."""
 
 
-def _metrics(values: Iterable[float | None]) -> StepMetrics:
-    """The numbers of a `Scalars`, in its order."""
-    loss, correct, loss_scale, skipped = values
-    assert loss is not None
+def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetrics:
+    """The numbers of `Scalars.values`; `names` are those of the parts."""
+    loss, correct, loss_scale, skipped, *parts = values
     count = None if correct is None else int(correct)
-    return StepMetrics(loss, count, 1.0 if loss_scale is None else loss_scale, bool(skipped))
+    scale = 1.0 if loss_scale is None else loss_scale
+    if not parts:
+        return StepMetrics(loss, count, scale, bool(skipped))
+    named = {k: x for k, x in zip(names, parts, strict=False) if x is not None}
+    return StepMetrics(loss, count, scale, bool(skipped), named)
 
 
 class HostReadback:
@@ -65,7 +83,8 @@ class HostReadback:
         self._metrics: list[StepMetrics] = []
 
     def put(self, scalars: Scalars) -> None:
-        self._metrics.append(_metrics(None if x is None else x.item() for x in scalars))
+        values = [None if x is None else x.item() for x in scalars.values]
+        self._metrics.append(_metrics(values, scalars.parts))
 
     def take(self) -> list[StepMetrics]:
         taken, self._metrics = self._metrics, []
@@ -82,27 +101,33 @@ class DeviceReadback:
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
         # float64 holds every count and every float32 exactly.
-        self._buffer = torch.zeros(capacity, len(Scalars._fields), dtype=torch.float64)
-        self._buffer = self._buffer.to(device)
+        self._buffer = torch.zeros(capacity, SINGLE, dtype=torch.float64).to(device)
         self._present: list[tuple[bool, ...]] = []
+        self._names: list[tuple[str, ...]] = []
 
     @property
     def full(self) -> bool:
         return len(self._present) == len(self._buffer)
 
     def put(self, scalars: Scalars) -> None:
+        values = scalars.values
+        missing = len(values) - self._buffer.shape[1]
+        if missing > 0:  # the loss has more parts than any before
+            more = self._buffer.new_zeros(len(self._buffer), missing)
+            self._buffer = torch.cat((self._buffer, more), 1)
         row = self._buffer[len(self._present)]
-        for slot, value in zip(row, scalars, strict=True):
+        for slot, value in zip(row, values, strict=False):
             if value is not None:
                 slot.copy_(value.detach())
-        self._present.append(tuple(x is not None for x in scalars))
+        self._present.append(tuple(x is not None for x in values))
+        self._names.append(tuple(scalars.parts))
 
     def take(self) -> list[StepMetrics]:
-        present, self._present = self._present, []
+        (present, self._present), (names, self._names) = (self._present, []), (self._names, [])
         rows = self._buffer[: len(present)].tolist()
         return [
-            _metrics(x if there else None for x, there in zip(row, is_there, strict=True))
-            for row, is_there in zip(rows, present, strict=True)
+            _metrics([x if there else None for x, there in zip(row, is_there, strict=False)], own)
+            for row, is_there, own in zip(rows, present, names, strict=True)
         ]
 
 

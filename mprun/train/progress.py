@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from mprun.console import Moment, ProgressView
-from mprun.records.run_record import Epoch, Status
+from mprun.records.run_record import Epoch, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
 
 FEW_EPOCHS = 20
@@ -31,6 +32,10 @@ class Progress(Callback):
         self._view, self._planned_steps, self._max_time_s = view, planned_steps, max_time_s
         self._began = time.perf_counter()
         self._shown_at = 0.0
+        self._judged_by = "accuracy"
+
+    def on_start(self, summary: Summary, folder: Path) -> None:
+        self._judged_by = summary.metric.name
 
     def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
         self._began = time.perf_counter() - elapsed_s
@@ -53,20 +58,20 @@ class Progress(Callback):
         now = time.perf_counter()
         if epoch.epoch <= FEW_EPOCHS or now - self._shown_at > SHOW_EPOCH_EVERY_S:
             self._shown_at = now
-            self._view.line(_epoch_text(epoch))
+            self._view.line(_epoch_text(epoch, self._judged_by))
 
     def on_end(self, status: Status) -> None:
         self._view.stop()
 
 
-def _epoch_text(epoch: Epoch) -> str:
+def _epoch_text(epoch: Epoch, judged_by: str) -> str:
+    """A line on an epoch; of several metrics it has the one that verdicts use."""
     seen = epoch.train.samples
     text = f"epoch {epoch.epoch}{'' if seen is None else f' (cut off after {seen:,} samples)'}:"
     for name, scores in (("training", epoch.train), ("validation", epoch.validation)):
-        if scores.loss is not None:
-            text += f"  {name} loss {float(scores.loss):.4f}"
-        if scores.accuracy is not None:
-            text += f"  {name} accuracy {scores.accuracy:.4f}"
+        for score, value in scores.named.items():
+            if score in ("loss", "accuracy", judged_by):
+                text += f"  {name} {score} {number(value):.4f}"
         if scores is epoch.validation and scores.samples is not None:
             text += f" (PARTIAL: the first {scores.samples:,} samples)"
     return text

@@ -24,9 +24,11 @@ from mprun.records.run_record import (
     Substitution,
     Summary,
     TrainScore,
+    metric_rows,
 )
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.epoch_history import EpochHistory
+from mprun.train.loss_terms import PREFIX
 from mprun.train.step_statistics import StepStatistics, ThinnedSeries
 from mprun.train.stopwatch import Stopwatch
 
@@ -79,7 +81,8 @@ class Recorder(Callback):
         for x in lines:
             if x.step % self._log_every == 0 or x.skipped:
                 row = {"kind": "step", **x._asdict()}
-                del row["timed"], row["page_faults"]
+                del row["timed"], row["page_faults"], row["parts"]
+                row |= {f"{PREFIX}{name}": part for name, part in x.parts.items()}
                 rows.append(row)
             if x.skipped:
                 place = {"step": x.step, "epoch": x.epoch, "loss_scale": x.loss_scale}
@@ -126,6 +129,7 @@ class Recorder(Callback):
         summary, statistics = self._summary, self._statistics
         summary.wall_time_s, summary.time_budget_s = self._watch.read()
         summary.history = self._history.epochs()
+        summary.metrics = metric_rows(self._history.last, summary.test)
         summary.step_time_ms = statistics.step_times()
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()

@@ -15,7 +15,7 @@ BASE = [1.0, 1.2, 0.9, 1.1]
 
 
 def losses(other: list[float], margin: float, base: list[float] = BASE) -> PairedResult:
-    return compare_trainings(other, base, Criterion("validation", "loss", margin, True, 0.0))
+    return compare_trainings(other, base, Criterion("validation", "loss", margin, True, 0.0, False))
 
 
 def shifted(*shares: float) -> list[float]:
@@ -92,7 +92,12 @@ def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
 
 
 def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
-    criterion = Criterion("validation", "accuracy", 0.005, False, 0.0)
+    criterion = Criterion("validation", "bleu", 0.02, True, 0.0, True)
+    assert (
+        compare_trainings([25.0, 24.9, 25.1], [20.0, 20.1, 19.9], criterion).verdict.word
+        == "better"
+    )
+    criterion = Criterion("validation", "accuracy", 0.005, False, 0.0, True)
     base = [0.91, 0.90, 0.92]
     result = compare_trainings([0.93, 0.921, 0.939], base, criterion)
     assert result.difference.value == pytest.approx(0.02)

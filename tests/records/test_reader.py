@@ -71,7 +71,7 @@ ADDED = (
         "conditions",
         "failed_by",
     ),
-    "samples",
+    *("samples", "metrics"),
 )
 """Fields that records of earlier versions do not have."""
 

@@ -128,7 +128,6 @@ class Watched(NativeArithmetic):
 def test_losses_are_computed_with_the_mode_s_arithmetic(
     micro: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, _ = trainer(micro=micro, limits=Limits(1, None, None))
     arithmetic, inside, plain = Watched(), [], Tiny.loss
 
     def loss(self: Tiny, output: Tensor, batch: Any) -> Tensor:
@@ -136,6 +135,7 @@ def test_losses_are_computed_with_the_mode_s_arithmetic(
         return plain(self, output, batch)
 
     monkeypatch.setattr(Tiny, "loss", loss)
+    training, _ = trainer(micro=micro, limits=Limits(1, None, None))
     training.parts.precision.arithmetic = arithmetic
     training.fit()  # which validates too
     training.evaluate(training.parts.test)

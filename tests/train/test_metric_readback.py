@@ -28,6 +28,20 @@ def test_metrics_are_read_back_in_order(readback: MetricReadback) -> None:
     assert readback.take() == [StepMetrics(2.0, None)]
 
 
+@pytest.mark.parametrize("readback", [HostReadback(), DeviceReadback(CPU, capacity=8)])
+def test_each_step_has_the_parts_of_its_own_loss(readback: MetricReadback) -> None:
+    names = [("a",), (), ("b", "a"), ("a", "b", "c")]
+    expected = []
+    for step, own in enumerate(names):
+        parts = {name: 10.0 * step + place for place, name in enumerate(own)}
+        tensors = {name: torch.tensor(part) for name, part in parts.items()}
+        readback.put(Scalars(torch.tensor(float(step)), parts=tensors))
+        expected.append(StepMetrics(float(step), parts=parts))
+    assert readback.take() == expected
+    readback.put(Scalars(None))
+    assert readback.take() == [StepMetrics(None)]
+
+
 def test_a_device_buffer_says_when_it_is_full() -> None:
     readback = DeviceReadback(CPU, capacity=2)
     readback.put(Scalars(torch.tensor(1.0)))

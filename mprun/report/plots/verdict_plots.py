@@ -195,7 +195,7 @@ def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
     rows = list(enumerate(comparison.variants))[1:]
     made = figure(0.75 + 0.33 * len(rows))
     axes: Axes = made.subplots()
-    scale = cells.difference_scale(comparison)
+    scale = cells.DIFFERENCE_SCALE
     margin = comparison.margin * scale
     axes.axvspan(-margin, margin, color=theme.wash, linewidth=0, zorder=0)
     axes.axvline(0, color=theme.muted, linewidth=0.8, zorder=1)

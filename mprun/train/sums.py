@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from mprun.data import Batch
 from mprun.errors import RunFailedError
 from mprun.recipe import Recipe
-from mprun.records.run_record import Scores
+from mprun.records.run_record import Number, Scores, number
+from mprun.train.loss_terms import PREFIX
 from mprun.train.metric_readback import StepMetrics
 
 NO_SCORES = Scores(loss=None, accuracy=None)
@@ -61,31 +63,56 @@ def not_a_count(received: str, size: int) -> str:
     )
 
 
+def with_metrics(scores: Scores, values: Mapping[str, Number | None]) -> Scores:
+    """`scores` with the values of the recipe's metrics; one called accuracy is the accuracy."""
+    if not values:
+        return scores
+    accuracy = scores.accuracy
+    if (own := values.get("accuracy")) is not None and 0 <= number(own) <= 1:
+        accuracy = number(own)
+    return replace(scores, accuracy=accuracy, metrics={**(scores.metrics or {}), **values})
+
+
 class Sums:
-    """Sums over the samples of an epoch, for their means; epoch 0 means none."""
+    """Sums over the samples of an epoch, for their means; epoch 0 means none.
+
+    A mean loss is weighted by what the recipe counts, an accuracy by samples.
+    """
 
     def __init__(self) -> None:
         self.epoch = 0
         self.loss = 0.0
         self.correct: int | None = None
         self.samples = 0
+        self.weight = 0.0
+        self.parts: dict[str, float] = {}
 
-    def add_all(self, metrics: list[StepMetrics], sizes: list[int]) -> None:
-        """Add batches of these sizes; empties `sizes`."""
-        for batch, size in zip(metrics, sizes, strict=True):
-            self.add(batch, size)
+    def add_all(self, metrics: list[StepMetrics], sizes: list[tuple[int, float]]) -> None:
+        """Add batches of these samples and weights; empties `sizes`."""
+        for batch, (size, weight) in zip(metrics, sizes, strict=True):
+            self.add(batch, size, weight)
         sizes.clear()
 
-    def add(self, metrics: StepMetrics, size: int) -> None:
+    def add(self, metrics: StepMetrics, size: int, weight: float | None = None) -> None:
         """Add a batch, unless its step was skipped.
+
+        Args:
+            metrics: of the batch.
+            size: its samples.
+            weight: how much its loss counts; None: its samples.
 
         Raises:
             RunFailedError: the number of right samples is not from 0 to `size`.
         """
         if metrics.skipped:
             return
-        self.loss += metrics.loss * size
+        weight = size if weight is None else weight
         self.samples += size
+        if metrics.loss is not None and weight:  # a mean over nothing is NaN
+            self.loss += metrics.loss * weight
+            self.weight += weight
+            for name, part in metrics.parts.items():
+                self.parts[name] = self.parts.get(name, 0.0) + part * weight
         if metrics.correct is not None:
             if not 0 <= metrics.correct <= size:
                 raise RunFailedError(not_a_count(f"{metrics.correct:,}", size))
@@ -96,4 +123,14 @@ class Sums:
         if not self.samples:
             return NO_SCORES
         accuracy = None if self.correct is None else self.correct / self.samples
-        return Scores(loss=self.loss / self.samples, accuracy=accuracy)
+        if not self.weight:
+            return Scores(loss=None, accuracy=accuracy)
+        parts: dict[str, Number | None] = {
+            f"{PREFIX}{name}": part / self.weight for name, part in self.parts.items()
+        }
+        return Scores(loss=self.loss / self.weight, accuracy=accuracy, metrics=parts or None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the sums of a checkpoint; one of 0.1 weighted by samples."""
+        vars(self).update({"weight": float(state["samples"]), "parts": {}, **state})
+        self.parts = dict(self.parts)

@@ -1,0 +1,158 @@
+"""The loss of a recipe as the loop takes it: one scalar that was checked, and its named parts.
+
+A recipe's `loss` returns a scalar, or a dict of named scalars whose sum is trained, or nothing in
+an evaluation that is judged by a metric. This is the only place where that is looked at.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mprun.errors import RunFailedError
+from mprun.recipe import Recipe
+
+PREFIX = "loss."
+"""Before the name of a part in records."""
+_LEGAL = (
+    "legal is a scalar tensor of a floating dtype, or a dict of named ones, whose sum is trained"
+)
+
+
+class LossTerms:
+    """`loss(output, batch)` of a recipe, checked.
+
+    Args:
+        recipe: gives the loss; the metric that it names decides whether an evaluation needs one.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._loss = recipe.loss
+        self._metric = recipe.METRIC[0]
+        self._is_brought = type(recipe).loss is Recipe.loss
+        self._parts: dict[str, Tensor] = {}
+
+    def __call__(self, output: Any, batch: Any) -> Tensor:
+        """The loss, a scalar; None in an evaluation that has none and is judged by a metric.
+
+        Raises:
+            RunFailedError: it is something else.
+        """
+        value = self._loss(output, batch)
+        if type(value) is Tensor and value.requires_grad and _is_scalar(value):
+            return value  # at once: the clock of the step runs
+        if isinstance(value, Mapping):
+            value = self._sum(value)
+        if value is None and not torch.is_grad_enabled() and not self._is_judged:
+            return cast(Tensor, None)
+        return self._checked(value, output)
+
+    def take_parts(self) -> dict[str, Tensor]:
+        """The named parts of the last loss, detached; empty if it had none."""
+        if not self._parts:
+            return self._parts
+        parts, self._parts = self._parts, {}
+        return parts
+
+    @property
+    def _is_judged(self) -> bool:
+        return self._metric == "loss" or self._metric.startswith(PREFIX)
+
+    def _sum(self, parts: Mapping[Any, Any]) -> Tensor:
+        if not parts:
+            raise RunFailedError(f"loss returned an empty dict; {_LEGAL}")
+        for name, part in parts.items():
+            if not isinstance(name, str) or not name.isprintable():
+                raise RunFailedError(f"loss returned a dict with the key {name!r}; {_LEGAL}")
+            if reason := _refusal(part):
+                raise RunFailedError(f"loss returned {shown(part)} as {name!r}: {reason}; {_LEGAL}")
+        if self._metric.startswith(PREFIX) and self._metric.removeprefix(PREFIX) not in parts:
+            raise RunFailedError(
+                f"METRIC names {self._metric!r}, but loss returned a dict with "
+                f"{', '.join(map(repr, parts))}; legal: a METRIC that names one of them"
+            )
+        self._parts = {name: part.detach().reshape(()) for name, part in parts.items()}
+        return cast(Tensor, reduce(operator.add, parts.values()))
+
+    def _checked(self, value: Any, output: Any) -> Tensor:
+        if value is None:
+            raise RunFailedError(self._missing(output))
+        reason = _refusal(value)
+        if not reason and torch.is_grad_enabled() and not value.requires_grad:
+            reason = (
+                "no gradient leads from it to the model; compute it from the output, without "
+                "detach, item, numpy or torch.no_grad, and leave a parameter to train"
+            )
+        if reason:
+            raise RunFailedError(f"loss returned {shown(value)}: {reason}; {_LEGAL}")
+        return cast(Tensor, value.reshape(()) if value.dim() else value)
+
+    def _missing(self, output: Any) -> str:
+        if torch.is_grad_enabled():
+            when = ""
+        else:
+            when = f" in evaluation, and METRIC names {self._metric!r}; name one of metrics() there"
+        if self._is_brought:
+            return (
+                "the recipe has no function loss, and the model's output, "
+                f"{shown(output)}, brings none{when}: write loss(output, batch), or return an "
+                "output with output.loss or output['loss']"
+            )
+        return f"loss returned None{when}; {_LEGAL}"
+
+
+def _is_scalar(value: Tensor) -> bool:
+    return not value.dim() and value.is_floating_point()
+
+
+def _refusal(value: Any) -> str:
+    """Why a value is no scalar to train on; empty if it is one."""
+    if not isinstance(value, Tensor):
+        return "it is no tensor"
+    if value.numel() != 1:
+        return "it is no scalar: take its mean"
+    if not value.is_floating_point():
+        return "its dtype is not floating"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A value in a message: a tensor's shape and dtype, a mapping's keys, else its type."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"a tensor of shape {list(value.shape)} ({dtype})"
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(repr, list(value)[:8]))
+        return f"a {type(value).__name__} with {keys}"
+    if isinstance(value, bool | int | float | str):
+        return f"{value!r:.40} ({type(value).__name__})"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def checked_count(recipe: Recipe) -> Callable[[Any], float] | None:
+    """`count(batch)` of a recipe, checked; None for a recipe whose loss averages over samples."""
+    if not recipe.counts:
+        return None
+
+    def count(batch: Any) -> float:
+        value: Any = recipe.count(batch)  # a user's code may return anything
+        is_scalar = isinstance(value, Tensor) and value.numel() == 1
+        number = value.item() if is_scalar else value
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise RunFailedError(f"count returned {shown(value)}; {_LEGAL_COUNT}")
+        if not 0 <= number < float("inf"):
+            raise RunFailedError(f"count returned {number}; {_LEGAL_COUNT}")
+        return float(number)
+
+    return count
+
+
+_LEGAL_COUNT = (
+    "legal is the number of items that the loss of the batch averages over, 0 or more, such as "
+    "int(mask.sum())"
+)

@@ -1,0 +1,286 @@
+"""The metrics of a recipe: what they may be, and one pass of them over an epoch or a set.
+
+A pass works on copies of the recipe's metrics, so it starts without batches and never mixes with
+another one, whatever `reset` does. Metrics see a training step's outputs after the clock stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batch
+from mprun.errors import RunFailedError, UsageError, first_line, hint
+from mprun.metrics import SHIPPED
+from mprun.recipe import Recipe
+from mprun.records.reader import LARGEST
+from mprun.records.run_record import Number
+from mprun.train.loss_terms import PREFIX, shown
+from mprun.train.metric_state import load_state, saved_state
+
+DIRECTIONS = ("max", "min")
+RESERVED = ("loss", "samples")
+"""Names of other figures in records."""
+_LEGAL = (
+    "legal: an object with update(output, batch) and compute(), a pair (metric, select), where "
+    "select(output, batch) returns the arguments of metric.update, or one of the names "
+    + ", ".join(SHIPPED)
+)
+
+
+class RecipeMetric(NamedTuple):
+    """A metric, and what it gets of a batch."""
+
+    metric: Any
+    select: Callable[[Any, Any], Any] | None = None
+    """Returns the arguments of `update`; None: the output and the batch."""
+
+    def update(self, output: Any, batch: Any) -> None:
+        """Add a batch."""
+        if self.select is None:
+            self.metric.update(output, batch)
+            return
+        args = self.select(output, batch)
+        if isinstance(args, Mapping):
+            self.metric.update(**args)
+        else:
+            self.metric.update(*(args if isinstance(args, tuple | list) else (args,)))
+
+    def on(self, device: torch.device) -> RecipeMetric:
+        """A copy of its own, on `device`."""
+        metric = copy.deepcopy(self.metric)
+        return self._replace(metric=metric.to(device) if isinstance(metric, nn.Module) else metric)
+
+
+def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
+    """The metrics of a recipe, which are not updated themselves.
+
+    Raises:
+        UsageError: one of them is no metric, or has a name that is taken.
+    """
+    if type(recipe).metrics is Recipe.metrics:
+        return {}
+    with torch.random.fork_rng([]):  # one that draws weights does not change the run's
+        given: Any = recipe.metrics()
+    if not isinstance(given, Mapping):
+        raise UsageError(f"metrics() returned {shown(given)}; legal is a dict of name to metric")
+    return {_checked_name(name): _metric(name, value) for name, value in given.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 60:
+        raise UsageError(f"metrics() names a metric {name!r:.80}; legal is a short text")
+    if name in RESERVED or name.startswith(PREFIX):
+        raise UsageError(f"metrics() names a metric {name!r}, which the record uses; rename it")
+    return name
+
+
+def _metric(name: str, value: Any) -> RecipeMetric:
+    if isinstance(value, str):
+        if value not in SHIPPED:
+            raise UsageError(f"metrics()[{name!r}] is {value!r}{hint(value, SHIPPED)}; {_LEGAL}")
+        return RecipeMetric(SHIPPED[value]())
+    metric, select = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if isinstance(metric, str) and metric in SHIPPED:
+        metric = SHIPPED[metric]()
+    has_methods = all(callable(getattr(metric, x, None)) for x in ("update", "compute"))
+    if not has_methods or isinstance(metric, type) or not (select is None or callable(select)):
+        raise UsageError(f"metrics()[{name!r}] is {_kind(value)}; {_LEGAL}")
+    return RecipeMetric(metric, select)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object of it"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(x).__name__ for x in value)}"
+    return shown(value)
+
+
+def check_metric(recipe: Recipe) -> None:
+    """Check that `METRIC` names what a run of this recipe measures.
+
+    Raises:
+        UsageError: it does not, or one of the recipe's metrics is none.
+    """
+    metric: Any = recipe.METRIC
+    name = type(recipe).__name__
+    if isinstance(metric, str) or not isinstance(metric, tuple | list) or len(metric) != 2:
+        raise UsageError(f'{name}.METRIC = {metric!r}: legal is a pair such as ("loss", "min")')
+    judged, direction = metric
+    if direction not in DIRECTIONS:
+        raise UsageError(f'{name}.METRIC = {metric!r}: the second is "max" or "min"')
+    legal = ["loss", *metrics_of(recipe)]
+    if "accuracy" not in legal and type(recipe).correct is not Recipe.correct:
+        legal.insert(0, "accuracy")
+    is_part = isinstance(judged, str) and judged.startswith(PREFIX)
+    if judged not in legal and not is_part:
+        near = hint(judged, legal) if isinstance(judged, str) else ""
+        raise UsageError(
+            f"{name}.METRIC = {metric!r}: nothing measures {judged!r}{near}; legal: "
+            f"{', '.join(legal)}, {PREFIX}NAME for a part of the loss, or a name that metrics() "
+            "returns (accuracy needs a function correct or such a metric)"
+        )
+
+
+class MetricPass:
+    """The metrics over one epoch or one set.
+
+    Args:
+        metrics: of the recipe.
+        device: where outputs are.
+    """
+
+    def __init__(self, metrics: Mapping[str, RecipeMetric], device: torch.device) -> None:
+        self._given = metrics
+        self._metrics = {name: _copied(name, x, device) for name, x in metrics.items()}
+        self._device = device
+        self._held: list[_HeldStep] = []
+        self._updates = 0
+        self.lost: set[str] = set()
+        """Metrics whose state before the run was resumed is not known."""
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def add(self, outputs: Sequence[Any], batch: Batch, skipped: Tensor | None = None) -> None:
+        """Add a batch, unless its step was skipped.
+
+        On CUDA, what a step that may be skipped adds is held until the next one is queued, so that
+        the host seldom waits for the flag and the device never for the host.
+        """
+        if not self._metrics:
+            return
+        contents = [part.content for part in batch.parts]
+        if skipped is None:
+            self._update(outputs, contents)
+        elif self._device.type != "cuda":
+            if not skipped.item():
+                self._update(outputs, contents)
+        else:
+            self._held.append(_HeldStep(outputs, contents, skipped))
+            self._release(keep=1)
+
+    def _release(self, keep: int) -> None:
+        while len(self._held) > keep:
+            step = self._held.pop(0)
+            if not step.was_skipped():
+                self._update(step.outputs, step.contents)
+
+    def _update(self, outputs: Sequence[Any], contents: Sequence[Any]) -> None:
+        self._updates += 1
+        with torch.no_grad():
+            for metric in self._metrics.values():
+                for output, content in zip(outputs, contents, strict=True):
+                    metric.update(output, content)
+
+    def compute(self) -> dict[str, Number | None]:
+        """The value of each; None without a batch, and for those that are lost.
+
+        Raises:
+            RunFailedError: one of them is no number.
+        """
+        self._release(keep=0)
+        if not self._updates:
+            return dict.fromkeys(self._metrics)
+        return {
+            name: None if name in self.lost else _number(name, computed(x.metric))
+            for name, x in self._metrics.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last step; empty without one. A metric that has none gives None."""
+        self._release(keep=0)
+        if not self._updates:
+            return {}
+        states = {name: self._state(name) for name in self._metrics}
+        return {"updates": self._updates, "states": states}
+
+    def _state(self, name: str) -> Any:
+        if name in self.lost:
+            return None
+        metric, again = self._metrics[name].metric, self._given[name].on(self._device).metric
+        try:
+            state = saved_state(metric)
+            load_state(again, copy.deepcopy(state))
+            # A state that gives another value is none: the metric keeps more elsewhere.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the end of the epoch shows them
+                return state if _same(computed(again), computed(metric)) else None
+        except Exception:  # it is the user's code, and it need not have a state
+            return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; a metric without one is lost until the next pass."""
+        if not state:
+            return
+        self._updates = state["updates"]
+        for name, entry in self._metrics.items():
+            if state["states"].get(name) is None:
+                self.lost.add(name)
+                continue
+            load_state(entry.metric, state["states"][name])
+            if isinstance(entry.metric, nn.Module):
+                entry.metric.to(self._device)
+
+
+class _HeldStep:
+    """A step on CUDA of which the host does not know yet whether it was skipped."""
+
+    def __init__(self, outputs: Sequence[Any], contents: Sequence[Any], skipped: Tensor) -> None:
+        self.outputs, self.contents = outputs, contents
+        self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
+        self._flag.copy_(skipped.detach().reshape(()), non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    def was_skipped(self) -> bool:
+        """Waits for the step, not for those queued after it."""
+        self._copied.synchronize()
+        return bool(self._flag.item())
+
+
+def _copied(name: str, metric: RecipeMetric, device: torch.device) -> RecipeMetric:
+    try:
+        return metric.on(device)
+    except Exception as error:  # it is the user's: anything can be wrong with it
+        raise RunFailedError(
+            f"metric {name!r} cannot be copied to {device} ({type(error).__name__}: "
+            f"{first_line(error)}); each epoch and each evaluation starts with a copy"
+        ) from None
+
+
+def computed(metric: Any) -> Any:
+    """The result of `compute`, without what torchmetrics warns of after a state was loaded."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        return metric.compute()
+
+
+def _number(name: str, value: Any) -> Number:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    try:
+        number = float(value) if not isinstance(value, Tensor | str) else None
+    except (TypeError, ValueError):
+        number = None
+    if number is None:
+        raise RunFailedError(
+            f"metric {name!r}: compute returned {shown(value)}; legal is one number, so list "
+            "those of several classes or of a collection one by one"
+        )
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[k], other[k]) for k in one)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, 0.0, 0.0, equal_nan=True)
+    return bool(one == other or (one != one and other != other))

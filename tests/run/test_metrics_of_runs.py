@@ -1,0 +1,230 @@
+"""Losses of named parts and metrics in a run's record, on the terminal and in a comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mprun.cli.main import main
+from mprun.records.run_record import Summary, read_lines, read_summary
+from tests.run.test_resume import assert_same_run
+from tests.schema import conforms
+
+CLASS = '''
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from mprun.data import Splits, TensorSet
+from mprun.metrics import Perplexity
+from mprun.recipe import Recipe
+
+
+class Count:
+    """Tokens per batch, as a user would count them."""
+
+    def __init__(self):
+        self.tokens = self.batches = 0
+
+    def update(self, output, batch):
+        self.tokens += int(batch["labels"].ne(-100).sum())
+        self.batches += 1
+
+    def compute(self):
+        return self.tokens / self.batches
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 8)
+        self.head = torch.nn.Linear(8, 7)
+
+    def forward(self, ids, labels):
+        return {"logits": self.head(self.embed(ids))}
+
+
+@dataclass(frozen=True)
+class Language(Recipe):
+    """The next number, in sequences of several lengths."""
+
+    METRIC = METRIC_HERE
+
+    def model(self):
+        return Net()
+
+    def data(self, request):
+        start = torch.arange(24)[:, None]
+        ids = (start + torch.arange(6)) % 7
+        labels = (ids + 1) % 7
+        labels[torch.arange(6) > start % 5 + 1] = -100
+        part = TensorSet({"ids": ids, "labels": labels})
+        return Splits("numbers", "generated", part.first(16), part.split(16)[1], part.first(4))
+
+    def loss(self, output, batch):
+        LOSS_HERE
+        logits = output["logits"]
+        token = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return {"token": token, "size": 1e-3 * logits.square().mean()}
+
+    def count(self, batch):
+        return int(batch["labels"].ne(-100).sum())
+
+    def metrics(self):
+        return {"perplexity": Perplexity(), "f1": "f1", "tokens": Count()}
+'''
+YAML = """# @package _global_
+recipe: {name: numbers, target: own_language.Language}
+train: {epochs: 2, batch_size: 4, eval_batch_size: 4, lr: 0.5, optimizer: {name: sgd}}
+"""
+PERPLEXITY = '("perplexity", "min")'
+NO_LOSS = "if not torch.is_grad_enabled(): return None"
+
+
+def own_recipe(
+    monkeypatch: pytest.MonkeyPatch, metric: str = PERPLEXITY, loss: str = "pass"
+) -> list[str]:
+    """The words of a run of a user's recipe."""
+    Path("configs/recipe").mkdir(parents=True)
+    Path("configs/recipe/numbers.yaml").write_text(YAML, encoding="utf-8")
+    text = CLASS.replace("METRIC_HERE", metric).replace("LOSS_HERE", loss)
+    Path("own_language.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.delitem(sys.modules, "own_language", raising=False)
+    return ["--config-dir", "configs", "recipe=numbers"]
+
+
+def raw(run: str = "run") -> Any:
+    return json.loads((Path(run) / "summary.json").read_text(encoding="utf-8"))
+
+
+def test_every_metric_and_part_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*own_recipe(monkeypatch), "run.dir=run"]) == 0
+    assert raw()["memory_bytes"]["peak"] > 0  # planned on tensors without values to count
+    assert conforms(raw(), Summary)
+    summary, content = read_summary(Path("run")), raw()
+    assert content["metric"] == {"name": "perplexity", "higher_is_better": False}
+    names = ["loss", "loss.token", "loss.size", "perplexity", "f1", "tokens"]
+    assert list(content["metrics"]) == names
+    last = content["history"][-1]
+    for name in names:
+        row = content["metrics"][name]
+        assert set(row) == {"train", "validation", "test"}
+        assert all(isinstance(value, float) for value in row.values())
+        for split in ("train", "validation"):
+            shown = last[split]["loss"] if name == "loss" else last[split]["metrics"][name]
+            assert row[split] == shown
+    # The perplexity is that of the token loss, since both are means over tokens.
+    for split in ("validation", "test"):
+        token, perplexity = (content["metrics"][x][split] for x in ("loss.token", "perplexity"))
+        assert perplexity == pytest.approx(torch.tensor(token).double().exp().item(), rel=1e-5)
+    # The first 16 samples have 2, 3, 4, 5, 6 tokens in turn; the metric counts per batch of 4.
+    lengths = [n % 5 + 2 for n in range(24)]
+    assert content["metrics"]["tokens"]["train"] == sum(lengths[:16]) / 4
+    assert content["metrics"]["tokens"]["validation"] == sum(lengths[16:]) / 2
+    steps = [line for line in read_lines(Path("run")) if line["kind"] == "step"]
+    for line in steps:
+        assert line["loss.token"] + line["loss.size"] == pytest.approx(line["loss"], rel=1e-6)
+    (first, _) = [line for line in read_lines(Path("run")) if line["kind"] == "validation"]
+    assert first["metrics"] == content["history"][0]["validation"]["metrics"]
+    out = capsys.readouterr().out
+    assert f"{summary.test.value('perplexity'):.4f}" in out
+    assert "test perplexity" in out
+    assert "test loss.token" in out
+
+
+def test_an_epoch_s_loss_is_the_mean_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([*own_recipe(monkeypatch), "run.dir=run", "train.epochs=1"]) == 0
+    lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
+    from own_language import Language  # type: ignore[import-not-found]
+
+    data = Language().data(None).train
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(0)).split(4)
+    tokens = [int(data.content["labels"][rows].ne(-100).sum()) for rows in order]
+    mean = sum(n * x["loss"] for n, x in zip(tokens, lines, strict=True)) / sum(tokens)
+    assert raw()["history"][0]["train"]["loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_an_evaluation_may_have_no_loss_if_a_metric_judges(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*own_recipe(monkeypatch, loss=NO_LOSS), "run.dir=run"]) == 0
+    content = raw()
+    assert content["metrics"]["loss"]["train"] is not None
+    assert content["metrics"]["loss"]["validation"] is None
+    assert content["metrics"]["loss"]["test"] is None
+    assert content["metrics"]["perplexity"]["validation"] is not None
+    validated = [x for x in read_lines(Path("run")) if x["kind"] == "validation"]
+    assert [x["loss"] for x in validated] == [None, None]
+    assert "validation perplexity" in capsys.readouterr().out
+
+
+def test_without_a_metric_to_judge_by_it_fails_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = own_recipe(monkeypatch, '("loss", "min")', NO_LOSS)
+    assert main([*words, "run.dir=run"]) == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "loss returned None in evaluation, and METRIC names 'loss'; name one of metrics()" in line
+    )
+
+
+def test_a_resumed_run_is_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = own_recipe(monkeypatch)
+    assert main([*words, "run.dir=whole"]) == 0
+    assert main([*words, "run.dir=run", "train.max_steps=6"]) == 0  # within the second epoch
+    assert main(["run.resume=run", "train.max_steps=8"]) == 0
+    assert_same_run(Path("run"), Path("whole"))
+    assert raw("run")["metrics"] == raw("whole")["metrics"]
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, metric: str) -> Any:
+    words = own_recipe(monkeypatch, metric)
+    for mode in ("fp32", "bf16_mixed"):
+        for seed in (0, 1):
+            name = f"runs/{mode}-{seed}"
+            assert main([*words, f"precision={mode}", f"seed={seed}", f"run.dir={name}"]) == 0
+    assert main(["compare", "runs", "compare.dir=table"]) == 0
+    return json.loads(Path("table/comparison.json").read_text(encoding="utf-8"))
+
+
+def test_a_comparison_is_by_the_metric(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = compared(monkeypatch, PERPLEXITY)
+    assert table["metric"] == "perplexity"
+    assert table["higher_is_better"] is False
+    assert table["is_relative"] is True
+    base = table["variants"][0]["metric"]["value"]
+    tests = [raw(f"runs/fp32-{seed}")["metrics"]["perplexity"]["test"] for seed in (0, 1)]
+    assert base == pytest.approx(sum(tests) / 2)
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_a_fraction_is_compared_in_points(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = compared(monkeypatch, '("f1", "max")')
+    assert (table["metric"], table["higher_is_better"]) == ("f1", True)
+    assert (table["is_relative"], table["margin"]) == (False, 0.005)
+    out = capsys.readouterr().out
+    assert "f1 %" in out
+    assert "points" in out
+
+
+def test_default_recipes_record_no_metric_of_their_own() -> None:
+    words = ["recipe=linear", "train.max_steps=3", "run.dir=run"]
+    small = ["recipe.model.in_features=4", "recipe.model.out_features=2"]
+    assert main([*words, *small]) == 0
+    content = raw()
+    assert list(content["metrics"]) == ["loss"]
+    assert content["history"][0]["train"]["metrics"] is None

@@ -1,0 +1,436 @@
+"""Metrics of a recipe in a run: torchmetrics as the oracle, skipped steps, resumed epochs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batch, MicroBatch
+from mprun.errors import RunFailedError, UsageError
+from mprun.metrics import F1, Accuracy
+from mprun.records.run_record import Scores
+from mprun.train import recipe_metrics
+from mprun.train.loop import Limits, Trainer
+from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of
+from tests.train.test_loop import CPU
+from tests.train.trainers import Base, SavingLog, samples, trainer_of
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def pair(output: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+    return output, batch[1]
+
+
+class Largest:
+    """A user's own: the largest output, in a plain number, with the shapes it got."""
+
+    def __init__(self) -> None:
+        self.largest = -math.inf
+        self.sizes: list[int] = []
+        self.settings = {"of": "outputs", "twice": (1, 2.0)}
+
+    def update(self, output: Tensor, batch: Any) -> None:
+        self.largest = max(self.largest, output.max().item())
+        self.sizes.append(len(batch[1]))
+
+    def compute(self) -> float:
+        return self.largest * sum(self.sizes)
+
+
+class Judged(Base):
+    """Judged by the shipped F1, with others beside it."""
+
+    METRIC = ("f1", "max")
+
+    def metrics(self) -> dict[str, Any]:
+        return {
+            "f1": "f1",
+            "top": (torchmetrics.F1Score("multiclass", num_classes=3, average="macro"), pair),
+            "auroc": (torchmetrics.AUROC("multiclass", num_classes=3), pair),  # keeps a list
+            "largest": Largest(),
+        }
+
+
+def values(scores: Scores) -> dict[str, float]:
+    assert scores.metrics is not None
+    return {name: float(value) for name, value in scores.metrics.items() if value is not None}
+
+
+def outputs_of(training: Trainer, log: SavingLog) -> list[tuple[int, Tensor, Tensor, bool]]:
+    """What the model gives in each step of a training, beside its targets."""
+    seen: list[tuple[int, Tensor, Tensor, bool]] = []
+    step = training.optimizer_step
+
+    def observed(batch: Any) -> Any:
+        result = step(batch)
+        for output, part in zip(result.outputs, batch.parts, strict=True):
+            skipped = result.skipped is not None and bool(result.skipped)
+            seen.append((training.epoch, output.clone(), part.content[1], skipped))
+        return result
+
+    training.optimizer_step = observed  # type: ignore[method-assign]
+    return seen
+
+
+def expected(rows: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """The metrics over all outputs at once."""
+    outputs, targets = (torch.cat(x) for x in zip(*rows, strict=True))
+    f1 = torchmetrics.functional.f1_score(
+        outputs, targets, "multiclass", num_classes=3, average="macro"
+    )
+    auroc = torchmetrics.functional.auroc(outputs, targets, "multiclass", num_classes=3)
+    largest = outputs.max().item() * len(outputs)
+    return {"f1": float(f1), "top": float(f1), "auroc": float(auroc), "largest": largest}
+
+
+@pytest.mark.parametrize("micro", [None, 3], ids=["whole", "micro"])
+def test_each_epoch_and_each_set_has_the_metrics_of_its_samples_alone(micro: int | None) -> None:
+    held_out = samples(7, 5)
+    training, log = trainer_of(Judged(), samples(20), micro=micro, validation=held_out)
+    seen = outputs_of(training, log)
+    training.fit()
+    assert [epoch.epoch for epoch in log.epochs] == [1, 2]
+    for epoch in log.epochs:
+        own = expected((o, t) for number, o, t, _ in seen if number == epoch.epoch)
+        assert values(epoch.train) == pytest.approx(own, rel=1e-6)
+    with torch.no_grad():
+        x, y = held_out.content
+        last = expected([(training.parts.model(x), y)])
+    assert values(log.epochs[-1].validation) == pytest.approx(last, rel=1e-6)
+    assert log.epochs[0].train.value("auroc") != log.epochs[1].train.value("auroc")
+
+
+def test_without_validation_each_epoch_ends_with_its_metrics() -> None:
+    training, log = trainer_of(Judged(), samples(20), limits=Limits(3, None, None))
+    seen = outputs_of(training, log)
+    training.fit()
+    assert [epoch.epoch for epoch in log.epochs] == [1, 2, 3]
+    for epoch in log.epochs:
+        own = expected((o, t) for number, o, t, _ in seen if number == epoch.epoch)
+        assert values(epoch.train) == pytest.approx(own, rel=1e-6)
+        assert epoch.validation.metrics is None or not values(epoch.validation)
+
+
+class SkipsSecond:
+    """A loss scale that skips every second step."""
+
+    def __init__(self) -> None:
+        from mprun.precision import NoLossScale
+
+        self._inner, self._steps = NoLossScale(), 0
+
+    def step(self, optimizer: Any, clip: Any) -> Tensor:
+        self._steps += 1
+        if self._steps % 2:
+            self._inner.step(optimizer, clip)
+        return torch.tensor(float(self._steps % 2 == 0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_skipped_steps_do_not_count() -> None:
+    scale: Any = SkipsSecond()
+    training, log = trainer_of(Judged(), samples(20), batch=4, loss_scale=scale)
+    seen = outputs_of(training, log)
+    training.fit()
+    assert {skipped for *_, skipped in seen} == {True, False}
+    for epoch in log.epochs:
+        rows = [(o, t) for number, o, t, skip in seen if number == epoch.epoch and not skip]
+        assert values(epoch.train) == pytest.approx(expected(rows), rel=1e-6)
+
+
+class Flagged:
+    """In place of a step on CUDA: its flag is known when it is asked for."""
+
+    asked: ClassVar[list[int]] = []
+
+    def __init__(self, outputs: Any, contents: Any, skipped: Tensor) -> None:
+        self.outputs, self.contents, self.skipped = outputs, contents, int(skipped)
+
+    def was_skipped(self) -> bool:
+        self.asked.append(self.skipped)
+        return bool(self.skipped)
+
+
+@pytest.mark.parametrize("end", ["compute", "state_dict"])
+def test_on_cuda_the_flag_of_a_step_is_read_after_the_next_one(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_metrics, "_HeldStep", Flagged)
+    monkeypatch.setattr(Flagged, "asked", [])
+    whole = MetricPass(metrics_of(with_metrics({"x": Largest()})), CPU)
+    whole._device = torch.device("cuda")
+    flags = [0, 1, 0, 1, 1, 0]
+    for number, flag in enumerate(flags):
+        x, y = torch.full((2, 3), float(flag)), torch.zeros(2)
+        batch = Batch((MicroBatch((x, y), x, 2, 2.0),))
+        whole.add([x], batch, torch.tensor(float(flag)))
+        assert len(Flagged.asked) == number  # but not its own
+    getattr(whole, end)()
+    assert Flagged.asked == flags
+    whole._device = CPU
+    assert whole.compute() == {"x": 0.0}  # an output of a skipped step is 1
+    assert whole._updates == flags.count(0)
+
+
+# ---- resume --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5])
+def test_a_resumed_epoch_has_the_metrics_of_the_whole_epoch(step: int) -> None:
+    options: dict[str, Any] = {"batch": 8, "validation": samples(7, 5), "shuffle": True}
+    whole, log = trainer_of(Judged(), samples(20), checkpoint_every_steps=1, **options)
+    whole.fit()
+    (state,) = [x for x in log.states if x["step"] == step]
+    again, resumed = trainer_of(Judged(), samples(20), **options)
+    again.load_state_dict(state)
+    again.fit()
+    after = log.epochs[-len(resumed.epochs) :]
+    assert resumed.epochs
+    assert [values(x.train) for x in resumed.epochs] == [values(x.train) for x in after]
+    assert not resumed.events
+
+
+class Generator:
+    """A metric whose state no checkpoint can hold."""
+
+    def __init__(self) -> None:
+        self.seen = iter(range(1000))
+        self.count = 0
+
+    def update(self, output: Tensor, batch: Any) -> None:
+        self.count = next(self.seen)
+
+    def compute(self) -> float:
+        return self.count
+
+    def __deepcopy__(self, memo: Any) -> Generator:
+        return Generator()
+
+
+class Hidden(nn.Module):
+    """A module with plain attributes: `state_dict` is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def update(self, output: Tensor, batch: Any) -> None:
+        self.count += 1
+
+    def compute(self) -> int:
+        return self.count
+
+
+class Forgetful(Largest):
+    """Its `state_dict` leaves something out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"largest": self.largest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.largest = state["largest"]
+
+
+class Unsavable(Base):
+    METRIC = ("f1", "max")
+
+    def metrics(self) -> dict[str, Any]:
+        return {"f1": "f1", "iter": Generator(), "module": Hidden(), "part": Forgetful()}
+
+
+def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
+    options: dict[str, Any] = {"batch": 8, "limits": Limits(2, None, None)}
+    whole, log = trainer_of(Unsavable(), samples(20), checkpoint_every_steps=1, **options)
+    whole.fit()
+    (state,) = [x for x in log.states if x["step"] == 2]
+    again, resumed = trainer_of(Unsavable(), samples(20), **options)
+    again.load_state_dict(state)
+    again.fit()
+    first, second = resumed.epochs
+    assert set(values(first.train)) == {"f1"}
+    assert first.train.metrics is not None
+    assert set(first.train.metrics) == {"f1", "iter", "module", "part"}
+    assert values(second.train) == values(log.epochs[1].train)
+    assert [row["metric"] for row, _ in resumed.events] == ["iter", "module", "part"]
+    row, text = resumed.events[0]
+    assert row["event"] == "metric_lost"
+    assert (row["epoch"], row["step"]) == (1, 3)
+    assert "the training iter of epoch 1 is not known" in (text or "")
+
+
+def test_a_checkpoint_of_a_recipe_without_metrics_loads_with_or_without_their_key() -> None:
+    training, log = trainer_of(Base(), samples(20), checkpoint_every_steps=1)
+    training.fit()
+    state = log.states[0]
+    assert state["metrics"] == {}
+    del state["metrics"], state["sums"]["weight"], state["sums"]["parts"]  # version 0.1
+    again, resumed = trainer_of(Base(), samples(20))
+    again.load_state_dict(state)
+    again.fit()
+    assert resumed.epochs == log.epochs
+
+
+# ---- what a recipe may give ----------------------------------------------------------------------
+
+
+def test_metrics_are_copied_so_one_object_serves_every_epoch_and_set() -> None:
+    shared = Accuracy()
+
+    class Recipe(Base):
+        METRIC = ("right", "max")
+
+        def metrics(self) -> dict[str, Any]:
+            return {"right": shared}
+
+    training, log = trainer_of(Recipe(), samples(20), validation=samples(7, 5))
+    seen = outputs_of(training, log)
+    training.fit()
+    for epoch in log.epochs:
+        own = [(o, t) for number, o, t, _ in seen if number == epoch.epoch]
+        right = sum(int(o.argmax(1).eq(t).sum()) for o, t in own)
+        assert epoch.train.value("right") == right / 20
+    assert math.isnan(shared.compute())
+
+
+def test_a_metric_called_accuracy_is_the_accuracy() -> None:
+    class Recipe(Base):
+        METRIC = ("accuracy", "max")
+
+        def metrics(self) -> dict[str, Any]:
+            return {"accuracy": "accuracy"}
+
+    training, log = trainer_of(Recipe(), samples(20))
+    training.fit()
+    assert log.epochs[0].train.accuracy == log.epochs[0].train.value("accuracy")
+    assert log.epochs[0].train.accuracy is not None
+
+
+def test_select_may_give_named_arguments_or_one() -> None:
+    class Recipe(Base):
+        def metrics(self) -> dict[str, Any]:
+            named = torchmetrics.Accuracy("multiclass", num_classes=3, average="micro")
+            return {
+                "named": (named, lambda out, batch: {"preds": out, "target": batch[1]}),
+                "one": (torchmetrics.MeanMetric(), lambda out, batch: out.mean()),
+            }
+
+    training, log = trainer_of(Recipe(), samples(8), limits=Limits(1, None, None))
+    seen = outputs_of(training, log)
+    training.fit()
+    ((_, output, targets, _),) = seen
+    own = values(log.epochs[0].train)
+    assert own["named"] == pytest.approx(output.argmax(1).eq(targets).float().mean().item())
+    assert own["one"] == pytest.approx(output.mean().item())
+
+
+def test_metrics_that_draw_random_numbers_do_not_change_the_run() -> None:
+    class Draws(Base):
+        def metrics(self) -> dict[str, Any]:
+            torch.rand(5)
+            return {"f1": F1()}
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    metrics_of(Draws())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def with_metrics(given: Any, metric: Any = ("loss", "min")) -> Base:
+    class Recipe(Base):
+        METRIC = metric
+
+        def metrics(self) -> Any:
+            return given
+
+    return Recipe()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([F1()], r"metrics\(\) returned a list; legal is a dict"),
+        ({"x": "acuracy"}, r"is 'acuracy'; did you mean 'accuracy'\?; legal: an object with"),
+        ({"x": F1}, r"metrics\(\)\['x'\] is the class F1, not an object of it"),
+        ({"x": lambda o, b: 1}, r"metrics\(\)\['x'\] is a function; legal"),
+        ({"x": (F1(), 3)}, r"metrics\(\)\['x'\] is a tuple of F1, int; legal"),
+        ({3: F1()}, "names a metric 3"),
+        ({"": F1()}, "names a metric ''"),
+        ({"loss": F1()}, "names a metric 'loss', which the record uses"),
+        ({"loss.kl": F1()}, "names a metric 'loss.kl', which the record uses"),
+    ],
+)
+def test_what_is_no_metric_is_one_line(given: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        check_metric(with_metrics(given))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        (
+            ("f1_scor", "max"),
+            r"nothing measures 'f1_scor'; did you mean 'f1_score'\?; legal: loss, ",
+        ),
+        (("accuracy", "max"), r"nothing measures 'accuracy'.*needs a function correct"),
+        (("f1", "up"), 'the second is "max" or "min"'),
+        ("f1", "legal is a pair"),
+        (("f1",), "legal is a pair"),
+        ((3, "max"), "nothing measures 3"),
+    ],
+)
+def test_a_wrong_judge_is_one_line(metric: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        check_metric(with_metrics({"f1_score": F1()}, metric))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("metric", [("f1", "min"), ["loss", "min"], ("loss.kl", "min")])
+def test_what_is_measured_may_judge(metric: Any) -> None:
+    check_metric(with_metrics({"f1": F1()}, metric))
+
+
+class Returns:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def update(self, output: Any, batch: Any) -> None:
+        pass
+
+    def compute(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [(torch.tensor([0.5]), 0.5), (3, 3.0), (1e200, math.inf), (-1e200, -math.inf)],
+)
+def test_a_value_is_a_number_that_records_can_hold(value: Any, number: float) -> None:
+    whole = MetricPass(metrics_of(with_metrics({"x": Returns(value)})), CPU)
+    assert whole.compute() == {"x": None}
+    training, log = trainer_of(with_metrics({"x": Returns(value)}), samples(4))
+    training.fit()
+    assert log.epochs[0].train.value("x") == number
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (torch.zeros(3), r"a tensor of shape \[3\] \(float32\)"),
+        ({"a": torch.zeros(())}, "a dict with 'a'"),
+        ("high", r"'high' \(str\)"),
+        (None, "None"),
+    ],
+)
+def test_a_value_that_is_no_number_is_one_line(value: Any, shown: str) -> None:
+    training, _ = trainer_of(with_metrics({"x": Returns(value)}), samples(4))
+    with pytest.raises(RunFailedError, match=f"metric 'x': compute returned {shown}; legal is one"):
+        training.fit()

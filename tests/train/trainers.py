@@ -1,0 +1,128 @@
+"""Trainers of recipes that a test makes up, without a run's folder."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.data import Batches, BatchForm, DataRequest, Order, Splits, TensorBatches, TensorSet
+from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision.loss_scale import LossScale
+from mprun.recipe import Recipe
+from mprun.train.clock import HostClock
+from mprun.train.loop import Limits, Parts, Trainer
+from mprun.train.loss_terms import checked_count
+from mprun.train.metric_readback import HostReadback
+from mprun.train.schedule import Schedule
+from tests.precision.test_policy import policy
+from tests.train.test_loop import CPU, Log
+
+TOKENS = 6
+IGNORED = -100
+
+
+class Base(Recipe):
+    """A linear model of 4 numbers and 3 classes; the test gives the data."""
+
+    METRIC = ("loss", "min")
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def data(self, request: DataRequest) -> Splits:
+        raise NotImplementedError
+
+    def loss(self, output: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(output, batch[1])
+
+
+class Language(Base):
+    """Three classes for each of six positions, some of which are ignored."""
+
+    def loss(self, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+
+    def count(self, batch: Any) -> int:
+        return int(batch[1].ne(IGNORED).sum())
+
+
+def samples(n: int, seed: int = 1) -> TensorSet:
+    """`n` pairs of 4 numbers and a class."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(n, 4, generator=generator)
+    return TensorSet(numbers, torch.randint(3, (n,), generator=generator))
+
+
+def sequences(lengths: list[int]) -> TensorSet:
+    """A sequence for each number of positions that are not ignored."""
+    generator = torch.Generator().manual_seed(2)
+    numbers = torch.randn(len(lengths), TOKENS, 4, generator=generator)
+    targets = torch.randint(3, (len(lengths), TOKENS), generator=generator)
+    for row, length in zip(targets, lengths, strict=True):
+        row[length:] = IGNORED
+    return TensorSet(numbers, targets)
+
+
+def trainer_of(
+    recipe: Recipe,
+    train: TensorSet,
+    *,
+    batch: int = 8,
+    micro: int | None = None,
+    validation: TensorSet | None = None,
+    limits: Limits | None = None,
+    loss_scale: LossScale | None = None,
+    checkpoint_every_steps: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    shuffle: bool = False,
+) -> tuple[Trainer, SavingLog]:
+    """A trainer in fp32 on the CPU with SGD, and what its callbacks got."""
+    torch.manual_seed(0)
+    model = recipe.model().to(dtype)
+    form = BatchForm(count=checked_count(recipe))
+
+    def batches(part: TensorSet, size: int, micro: int | None = None) -> Batches:
+        return TensorBatches(part, size, form, CPU, micro)
+
+    arithmetic, scale = NativeArithmetic(), loss_scale or NoLossScale()
+    held_out = train.first(0) if validation is None else validation
+    precision = Precision(policy("fp32"), NoCaster(), arithmetic, scale, Clip())
+    precision._output_dtype = dtype
+    parts = Parts(
+        recipe=recipe,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        scheduler=Schedule(),
+        precision=precision,
+        train=batches(train, batch, micro),
+        order=Order(len(train), 0, shuffle=shuffle),
+        validation=batches(held_out, 3),
+        test=batches(train.first(0), 3),
+        clock=HostClock(),
+        readback=HostReadback(),
+    )
+    log = SavingLog()
+    limits = limits or Limits(2, None, None)
+    return Trainer(parts, limits, [log], lambda: False, checkpoint_every_steps), log
+
+
+class SavingLog(Log):
+    """Keeps the events and the checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[dict[str, Any]] = []
+        self.events: list[tuple[dict[str, Any], str | None]] = []
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        super().on_checkpoint(state)
+        file = io.BytesIO()  # the state's tensors and sums are those that train on
+        torch.save(state, file)
+        file.seek(0)
+        self.states.append(torch.load(file, weights_only=True))
+
+    def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
+        self.events.append((row, warning))
