@@ -33,9 +33,10 @@ from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
 from mprun.train.metric_readback import MetricReadback, Scalars
+from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.schedule import Schedule
 from mprun.train.stopwatch import Stopwatch
-from mprun.train.sums import NO_SCORES, Sums, count_correct
+from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
 from mprun.train.time_limit import TimeLimit
 
 FLUSH_EVERY_S = 0.25
