@@ -238,7 +238,7 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
     for name, value in functions.items():  # any object can have such a name
         if not callable(value) or isinstance(value, type):
             raise UsageError(
-                f"recipe={path}: {name} is a {type(value).__name__}; legal is a function {name}"
+                f"recipe={path}: {name} is {str(value)[:40]}; legal is a function {name}"
             )
     methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
     methods["data"] = _data_method(functions["data"], path.stem)

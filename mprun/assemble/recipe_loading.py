@@ -125,10 +125,11 @@ def load_recipe(
 
 
 def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
-    if known:
-        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
+    """What can be set instead of a name that is no parameter."""
     if hasattr(kind, name) and not hasattr(Recipe, name):
         return f"a type makes it one: write `{name}: int = ...` in the class"
+    if known:
+        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
     return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
