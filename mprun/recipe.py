@@ -23,15 +23,19 @@ from torch import Tensor, nn
 
 from mprun.data import DataRequest, Splits, TensorSet
 
+BY_ACCURACY = ("accuracy", "max")
+BY_LOSS = ("loss", "min")
+
 
 class Recipe(ABC):
     """Model, data, loss and metric of one training task."""
 
-    METRIC: ClassVar[tuple[str, str]] = ("accuracy", "max")
+    METRIC: ClassVar[tuple[str, str]] = BY_ACCURACY
     """What the task is judged by, and which values are better: "max" or "min".
 
     ("accuracy", "max") is the share of samples that `correct` counts, ("loss", "min") the mean
-    loss, ("loss.NAME", "min") a named part of it. Other names are those of `metrics`.
+    loss, ("loss.NAME", "min") a named part of it. Other names are those of `metrics`. A class that
+    sets none is judged by the accuracy if it defines `correct`, else by the loss.
     """
 
     ignores: ClassVar[frozenset[str]] = frozenset()
@@ -45,6 +49,11 @@ class Recipe(ABC):
 
     False lets inputs be stored and sent in the mode's dtype, without a copy in their own.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.METRIC is BY_ACCURACY or cls.METRIC is BY_LOSS:  # no class has set its own
+            cls.METRIC = BY_LOSS if cls.correct is Recipe.correct else BY_ACCURACY
 
     @abstractmethod
     def model(self) -> nn.Module:

@@ -132,9 +132,10 @@ def test_fields_that_are_named_exist(page: Path) -> None:
             assert name.partition(".")[0] not in sections or name in keys, name
 
 
-@pytest.mark.parametrize(
-    "module", [mprun.metrics, mprun.numerics, mprun.optim], ids=lambda m: m.__name__
-)
+PUBLIC = [mprun.metrics, mprun.numerics, mprun.optim]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)
 def test_the_public_names_exist(module: ModuleType) -> None:
     page = text_of(ROOT / "docs/reference/public.md")
     entry = page.partition(f"- `{module.__name__}`")[2].partition("\n- ")[0].partition("\n\n")[0]

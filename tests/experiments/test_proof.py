@@ -91,12 +91,14 @@ def test_a_training_that_failed_is_worse_than_any(broken: float) -> None:
     assert math.isnan(result.difference.value)
 
 
+def test_the_direction_is_the_metric_s() -> None:
+    higher, lower = [25.0, 24.9, 25.1], [20.0, 20.1, 19.9]
+    for more_is_better, word in ((True, "better"), (False, "worse")):
+        criterion = Criterion("validation", "bleu", 0.02, True, 0.0, more_is_better)
+        assert compare_trainings(higher, lower, criterion).verdict.word == word
+
+
 def test_accuracies_are_compared_as_they_are_and_more_is_better() -> None:
-    criterion = Criterion("validation", "bleu", 0.02, True, 0.0, True)
-    assert (
-        compare_trainings([25.0, 24.9, 25.1], [20.0, 20.1, 19.9], criterion).verdict.word
-        == "better"
-    )
     criterion = Criterion("validation", "accuracy", 0.005, False, 0.0, True)
     base = [0.91, 0.90, 0.92]
     result = compare_trainings([0.93, 0.921, 0.939], base, criterion)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mprun.data import Batch, MicroBatch
 from mprun.errors import RunFailedError, UsageError
 from mprun.metrics import F1, Accuracy
+from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
@@ -434,3 +435,22 @@ def test_a_value_that_is_no_number_is_one_line(value: Any, shown: str) -> None:
     training, _ = trainer_of(with_metrics({"x": Returns(value)}), samples(4))
     with pytest.raises(RunFailedError, match=f"metric 'x': compute returned {shown}; legal is one"):
         training.fit()
+
+
+def test_a_class_without_a_judge_has_the_accuracy_if_it_counts_it_else_the_loss() -> None:
+    class Plain(Recipe):
+        pass
+
+    class Counts(Plain):
+        def correct(self, output: Any, batch: Any) -> Tensor:
+            return torch.zeros((), dtype=torch.long)
+
+    class Own(Counts):
+        METRIC = ("loss", "min")
+
+    class Below(Own):
+        pass
+
+    judges = [kind.METRIC for kind in (Plain, Counts, Own, Below, Classification)]
+    loss, accuracy = ("loss", "min"), ("accuracy", "max")
+    assert judges == [loss, accuracy, loss, loss, accuracy]
