@@ -88,6 +88,8 @@ def run(
         summary = _first_summary(plan, resolved, earlier, watch)
         with explain_faults(summary, folder), plan.backend_flags():
             folder.config(OmegaConf.to_yaml(resolved))
+            if plan.recipe_source is not None:
+                folder.recipe(plan.recipe_source.content)
             folder.summary(summary)
             try:
                 with _accounted(summary, watch):

@@ -16,7 +16,7 @@ from mprun.assemble.precision_parts import (
     build_loss_scale,
     build_precision,
 )
-from mprun.assemble.recipe_loading import DataCache, load_recipe, load_shapes
+from mprun.assemble.recipe_loading import DataCache, load_recipe, load_shapes, recipe_of
 
 __all__ = [
     "DataCache",
@@ -33,6 +33,7 @@ __all__ = [
     "load_recipe",
     "load_shapes",
     "make_plan",
+    "recipe_of",
     "step_memory",
     "with_batch_size",
 ]

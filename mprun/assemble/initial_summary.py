@@ -64,6 +64,7 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
         versions=environment.versions(),
         hardware=environment.hardware(plan.device, slow),
         recipe=config.recipe.name,
+        recipe_sha256=None if plan.recipe_source is None else plan.recipe_source.sha256,
         seed=config.seed,
         precision=plan.policy.name,
         variant=variant_label(plan),

@@ -21,7 +21,8 @@ from mprun.assemble.dtype_choices import (
 )
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
 from mprun.assemble.optimizer import stores_low_precision
-from mprun.assemble.recipe_loading import Load, load_data, load_recipe
+from mprun.assemble.recipe_file import RecipeSource
+from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config
 from mprun.config.schema import LrRule
@@ -49,6 +50,8 @@ class Plan:
 
     config: Config
     recipe: Recipe
+    recipe_source: RecipeSource | None
+    """The recipe's file; None for a recipe by name."""
     policy: Policy
     device: torch.device
     execution: str
@@ -130,7 +133,8 @@ def make_plan(
         steady_heap()
     if untrusted is None and config.run.resume is not None and not config.run.trust:
         untrusted = record_of(Path(config.run.resume))
-    recipe = load_recipe(config.recipe.target, config.recipe.model, untrusted)
+    recipe_source = source_of(config)
+    recipe = recipe_of(config, untrusted)
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices)
     device = choose_device(earlier.get("device", config.device.name))
@@ -170,6 +174,7 @@ def make_plan(
     return Plan(
         config=config,
         recipe=recipe,
+        recipe_source=recipe_source,
         policy=policy,
         device=device,
         execution=execution,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,34 +16,96 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from mprun.assemble.recipe_file import RecipeSource, class_in, file_source
 from mprun.assemble.recipe_origin import UntrustedCodeError, announced
+from mprun.config import Config
 from mprun.config.reference import describe_type
 from mprun.data import DataRequest, Splits, TensorSet
-from mprun.errors import UsageError, first_line, hint
+from mprun.data.parts import as_splits
+from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
+from mprun.records.run_folder import RECIPE as COPY
+from mprun.records.run_record import read_summary
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
 
 
-def load_recipe(target: str, parameters: dict[str, Any], untrusted: Path | None = None) -> Recipe:
+def recipe_of(config: Config, untrusted: Path | None = None) -> Recipe:
+    """The recipe of a configuration; see `load_recipe`."""
+    row = config.recipe
+    return load_recipe(row.target, row.model, untrusted, row.file)
+
+
+def source_of(config: Config) -> RecipeSource | None:
+    """The file of the recipe of a configuration; None for a recipe by name.
+
+    Raises:
+        UsageError: it cannot be read, or is not the one that the resumed run was trained with.
+    """
+    if config.recipe.file is None:
+        return None
+    resume = config.run.resume
+    try:
+        source = file_source(Path(config.recipe.file))
+    except UsageError as error:
+        if resume is None:
+            raise
+        raise UsageError(f"run.resume={resume}: {error}; {_copy_in(resume)}") from None
+    if resume is not None:
+        sha256 = _recorded_sha256(Path(resume))
+        if sha256 not in (None, source.sha256):
+            raise UsageError(
+                f"run.resume={resume}: {source.path} was changed since the run began; put it "
+                f"back as it was ({_copy_in(resume)}), or begin a new run with it"
+            )
+    return source
+
+
+def _recorded_sha256(run: Path) -> str | None:
+    try:
+        return read_summary(run).recipe_sha256
+    except MprunError:  # a run killed at once has no summary
+        return None
+
+
+def _copy_in(resume: str) -> str:
+    return f"the run's copy is {Path(resume) / COPY}"
+
+
+def load_recipe(
+    target: str,
+    parameters: dict[str, Any],
+    untrusted: Path | None = None,
+    file: str | None = None,
+) -> Recipe:
     """The recipe's class with the user's parameters, each checked against its annotated type.
 
     Args:
-        target: its import path.
+        target: its import path; with a file, its name there or empty.
         parameters: the user's.
         untrusted: a folder whose code is not run, or None.
+        file: the recipe's Python file, or None.
     """
-    kind = _import_recipe(target, untrusted)
+    if file is None:
+        kind = _import_recipe(target, untrusted)
+    else:
+        kind = class_in(Path(file), target, untrusted)
     known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for name, value in parameters.items():
         if name not in known:
-            legal = ", ".join(f"recipe.model.{k}" for k in known)
             raise UsageError(
                 f"'recipe.model.{name}={value}': {kind.__name__} has no such parameter"
-                f"{hint(name, known)}; legal: {legal}"
+                f"{hint(name, known)}; {_legal_parameters(kind, name, known)}"
             )
-    schema = OmegaConf.structured(kind)
+    try:
+        schema = OmegaConf.structured(kind)
+    except OmegaConfBaseException as error:
+        raise UsageError(
+            f"{kind.__name__} has a parameter of a type that no override can have "
+            f"({first_line(error)}); legal are int, float, bool, str, enums, and lists and "
+            "dictionaries of them"
+        ) from None
     OmegaConf.set_readonly(schema, False)  # the class is frozen, the values being merged are not
     for name, value in parameters.items():
         try:
@@ -57,6 +120,14 @@ def load_recipe(target: str, parameters: dict[str, Any], untrusted: Path | None 
     assert isinstance(recipe, Recipe)
     _check_metric(recipe)
     return recipe
+
+
+def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
+    if known:
+        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
+    if hasattr(kind, name) and not hasattr(Recipe, name):
+        return f"a type makes it one: write `{name}: int = ...` in the class"
+    return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
 def _check_metric(recipe: Recipe) -> None:
@@ -97,7 +168,19 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; an error in the recipe's own code becomes one line."""
     with _explained("the data", recipe):
-        return recipe.data(request)
+        parts = recipe.data(request) if _takes_request(recipe) else recipe.data()  # type: ignore[call-arg]
+        return as_splits(parts, _name_of(recipe), request)
+
+
+def _takes_request(recipe: Recipe) -> bool:
+    """Whether `data` has a parameter; that of a class in a user's file may have none."""
+    return bool(inspect.signature(recipe.data).parameters)
+
+
+def _name_of(recipe: Recipe) -> str:
+    """The stem of the file that the recipe is from."""
+    module = sys.modules.get(type(recipe).__module__)
+    return Path(getattr(module, "__file__", None) or type(recipe).__name__).stem
 
 
 def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
@@ -145,11 +228,12 @@ class DataCache:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[str, DataRequest] | None = None
+        self._key: tuple[type[Recipe], str, DataRequest] | None = None
         self._splits: Splits | None = None
 
     def __call__(self, recipe: Recipe, request: DataRequest) -> Splits:
-        key = (repr(recipe), request if recipe.draws_data else replace(request, seed=0))
+        own = request if recipe.draws_data else replace(request, seed=0)
+        key = (type(recipe), repr(recipe), own)
         if self._splits is None or key != self._key:
             self._key, self._splits = None, None  # not two sets at once
             self._splits = load_data(recipe, request)

@@ -48,11 +48,28 @@ def announced(target: str, untrusted: Path | None) -> Iterator[None]:
         sys.meta_path.remove(finder)
 
 
+@contextmanager
+def announced_file(path: Path, untrusted: Path | None) -> Iterator[None]:
+    """The same for a recipe that is a file, and the modules that it imports.
+
+    Raises:
+        UntrustedCodeError: the file or such a module lies in that folder.
+    """
+    finder = _AnnouncingFinder(str(path), untrusted, "recipe")
+    finder.look(path)
+    note(f"recipe={path} runs the code of this file")
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
 class _AnnouncingFinder(MetaPathFinder):
     """Finds what the other finders find, and looks at it."""
 
-    def __init__(self, target: str, untrusted: Path | None) -> None:
-        self._target, self._untrusted = target, untrusted
+    def __init__(self, target: str, untrusted: Path | None, key: str = "recipe.target") -> None:
+        self._target, self._untrusted, self._key = target, untrusted, key
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,16 +78,21 @@ class _AnnouncingFinder(MetaPathFinder):
         specs = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.has_location and spec.origin is not None:
-            self._look(name, Path(spec.origin))
+            file = Path(spec.origin)
+            self.look(file)
+            self._announce(name, file)
         return spec
 
-    def _look(self, name: str, file: Path) -> None:
+    def look(self, file: Path) -> None:
+        """Raise `UntrustedCodeError` for a file whose code is not run."""
         if self._untrusted is not None and lies_in(file, self._untrusted):
             raise UntrustedCodeError(
-                f"recipe.target={self._target} would run {file}, which is a part of "
+                f"{self._key}={self._target} would run {file}, which is a part of "
                 f"{self._untrusted} itself and may be anyone's code; read it, then add "
                 "run.trust=true"
             )
+
+    def _announce(self, name: str, file: Path) -> None:
         is_of_target = self._target.startswith(f"{name}.")
         if is_of_target and name.partition(".")[0] != "mprun":
             note(f"recipe.target={self._target} runs the code of {file}")

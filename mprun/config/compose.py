@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from mprun.config.plain_text import quoted
+from mprun.config.recipe_file import named_file, option_of
 from mprun.config.reference import GROUPS, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
@@ -40,6 +43,9 @@ SCHEMA_NAME = "config_schema"
 
 OPEN_MAPPINGS = ("recipe.model.", "precision.layers.")
 """Mappings whose keys are the user's: a recipe's parameters, names of modules."""
+
+EPOCHS = 3
+"""Passes over the data of a recipe in a file, where nothing limits the run."""
 
 NOISE = ("full_key:", "reference_type=", "object_type=", "Config search path", "provider=")
 """Lines in messages of Hydra and OmegaConf that start like this do not help a user."""
@@ -117,6 +123,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
         parsed: its overrides.
         new: whether op-list files are read; a resumed run has their names in its configuration.
     """
+    _limit_length(raw)
     try:
         resolved: Any = OmegaConf.to_container(
             raw, resolve=True, throw_on_missing=True, enum_to_str=True
@@ -129,6 +136,16 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     if new:
         _read_op_lists(config, resolved)
     return Composed(config, resolved, given, tuple(without_effect(config, given)))
+
+
+def _limit_length(raw: DictConfig) -> None:
+    """Train a recipe that is a file for `EPOCHS` where nothing else limits the run."""
+    with suppress(OmegaConfBaseException):  # reported where the values are read
+        train = raw.train
+        if raw.recipe.file is not None and not any(
+            (train.epochs, train.max_steps, train.max_time_s)
+        ):
+            train.epochs = EPOCHS
 
 
 def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
@@ -144,14 +161,6 @@ def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:
         for key, value in ((kind, names), (f"cuda_{kind}", None)):
             setattr(config.op_lists, key, value)
             resolved["op_lists"][key] = value
-
-
-def quoted(value: object) -> str:
-    """Any text as a quoted value of an override."""
-    text = str(value)
-    inner = text.replace("'", "\\'")
-    end = "\\" * (len(inner) - len(inner.rstrip("\\")))  # a backslash would hide the last quote
-    return f"'{inner}{end}'"
 
 
 def search_path(folder: Path | None) -> list[str]:
@@ -218,6 +227,8 @@ def _check_override(override: Override, config_dir: Path | None) -> None:
         raise UsageError(f"'{text}' lists several values: a sweep, which needs -m")
     if key in GROUPS:
         _check_option(override, key, config_dir)
+    elif key == "recipe.file":
+        raise UsageError(f"'{text}': write recipe=path/to/my.py")
     elif key in sections():
         raise UsageError(f"'{text}': {key} has fields; set one of them: {_below(key)}")
     elif _is_unknown(key):
@@ -246,22 +257,40 @@ def _below(section: str) -> str:
 def for_hydra(override: Override) -> str:
     """The override without `+`, which has no meaning because every field exists.
 
-    In a mapping with the user's keys, Hydra has to add the key: `++` in front makes it do that.
+    A recipe's file becomes the option that has its values. In a mapping with the user's keys, Hydra has to add the key: `++` in front makes it do that.
     """
+    text = str(override.input_line).lstrip("+")
+    if override.key_or_group == "recipe" and not override.is_sweep_override():
+        option = option_of(str(override.value()))
+        return text if option == str(override.value()) else f"recipe={option}"
     add = "++" if f"{override.key_or_group}.".startswith(OPEN_MAPPINGS) else ""
-    return add + str(override.input_line).lstrip("+")
+    return add + text
 
 
 def _check_option(override: Override, group: str, config_dir: Path | None) -> None:
     value = override.value()
+    if group == "recipe" and named_file(value) is not None:
+        return
     known = list(options(group))
     if config_dir is not None and (config_dir / group).is_dir():
         known = sorted({*known, *(p.stem for p in (config_dir / group).glob("*.yaml"))})
     if not isinstance(value, str) or value not in known:
         near = (mode_hint if group == "precision" else hint)(str(value), known)
-        raise UsageError(f"'{override.input_line}': {group} is one of {', '.join(known)}{near}")
+        own = _own_recipe(value) if group == "recipe" else ""
+        raise UsageError(
+            f"'{override.input_line}': {group} is one of {', '.join(known)}{own or near}"
+        )
     if config_dir is not None and value not in options(group):
         _check_own_option(config_dir / group / f"{value}.yaml")
+
+
+def _own_recipe(value: object) -> str:
+    """What `recipe=` takes besides names; the file that is meant, if there is one."""
+    meant = f"{value}.py"
+    with suppress(OSError, ValueError):
+        if Path(meant).is_file():
+            return f", or the path of a file; did you mean 'recipe={meant}'?"
+    return ""
 
 
 def _check_own_option(path: Path) -> None:

@@ -30,10 +30,10 @@ from mprun.config.compose import (
     for_hydra,
     one_line,
     parse,
-    quoted,
     search_path,
     to_composed,
 )
+from mprun.config.plain_text import quoted
 from mprun.config.reference import GROUPS
 from mprun.errors import UsageError
 
@@ -112,7 +112,7 @@ def _expanded(override: Override) -> str:
     """The override as Hydra's multirun gets it: each option of a group once."""
     if override.key_or_group not in GROUPS or not override.is_sweep_override():
         return for_hydra(override)
-    values = (text.partition("=")[2] for text in _values(override))
+    values = (for_hydra(parse(text)).partition("=")[2] for text in _values(override))
     return f"{override.key_or_group}={','.join(values)}"
 
 

@@ -53,6 +53,8 @@ class Field:
             return str(self.default.name)
         if self.default is None:
             return "null"
+        if isinstance(self.default, str) and self.default.startswith("${"):
+            return self.default[2:-1]  # another field's value
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 

@@ -10,7 +10,6 @@ alone.
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from mprun.config.plain_text import as_text
+from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config, Scheduler
 from mprun.errors import UsageError, first_line, hint
@@ -95,16 +96,6 @@ def _saved(folder: Path) -> DictConfig:
     return config
 
 
-def as_text(value: Any) -> Any:
-    """Plain values for OmegaConf that it does not interpolate: `${` in a text stays what it is."""
-    if isinstance(value, str):
-        # A backslash escapes `${`, and the backslashes before it.
-        return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value)
-    if isinstance(value, dict):
-        return {key: as_text(item) for key, item in value.items()}
-    return [as_text(item) for item in value] if isinstance(value, list) else value
-
-
 def _invalid(folder: Path, reason: str) -> UsageError:
     path = folder / CONFIG
     return UsageError(f"run.resume={folder}: {path} is not a valid configuration ({reason})")
@@ -152,6 +143,8 @@ def _update(config: DictConfig, key: str, value: Any, text: str) -> None:
 
 def _is_same(config: DictConfig, key: str, value: Any) -> bool:
     """Whether the override repeats the run's value."""
+    if key == "recipe" and (file := named_file(value)) is not None:
+        return (config.recipe.file, config.recipe.target) == (str(file.path), file.kind)
     if key in GROUPS and "name" not in config[key]:  # the option is identified by its fields
         return bool(compose("config", overrides=[f"{key}={value}"])[key] == config[key])
     saved = OmegaConf.select(config, f"{key}.name" if key in GROUPS else key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import II, MISSING
 
 
 class DType(Enum):
@@ -169,7 +169,9 @@ class RecipeConfig:
     name: str = MISSING
     """The recipe's name in records and tables."""
     target: str = MISSING
-    """Import path of the recipe's class. Loading it runs its code: only load code you trust."""
+    """Import path of the recipe's class, or its name in recipe.file. Loading it runs its code."""
+    file: str | None = None
+    """The recipe's Python file, set by recipe=path/to/my.py; null for a recipe by name."""
     model: dict[str, Any] = field(default_factory=dict)
     """The recipe's own parameters, typed by its class (for example recipe.model.units=64)."""
 
@@ -294,7 +296,7 @@ class PresetConfig:
 class OptimizerConfig:
     """The optimizer and its own parameters; the learning rate is train.lr."""
 
-    name: OptimizerName = MISSING
+    name: OptimizerName = OptimizerName.adamw
     """Which optimizer."""
     momentum: float = 0.0
     """Momentum of SGD and RMSprop."""
@@ -320,11 +322,11 @@ class TrainConfig:
     """Stop after this many optimizer steps; null for no limit."""
     max_time_s: float | None = None
     """Seconds for the run from its start-up to its last score; null for no limit."""
-    batch_size: int = MISSING
+    batch_size: int = 32
     """Samples per micro-batch, before batch.factor; the base that batch=double doubles."""
-    eval_batch_size: int = MISSING
-    """Samples per batch in validation and test."""
-    lr: float = MISSING
+    eval_batch_size: int = II("train.batch_size")
+    """Samples per batch in validation and test; by default as in training."""
+    lr: float = 1e-3
     """Learning rate."""
     clip_norm: float | None = None
     """Clip the gradients' global L2 norm to this; null for no clipping."""

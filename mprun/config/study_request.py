@@ -8,7 +8,9 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
-from mprun.config.compose import parse, quoted
+from mprun.config.compose import parse
+from mprun.config.plain_text import quoted
+from mprun.config.recipe_file import with_absolute_paths
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS
 from mprun.errors import UsageError
@@ -72,7 +74,7 @@ def study_request(
         elif key in PATHS and isinstance(value, str):
             of_runs.append(f"{key}={quoted(Path(value).absolute())}")
         else:
-            of_runs.append(text)
+            of_runs.append(with_absolute_paths(override) if key == "recipe" else text)
     resume = folders.get("run.resume")
     if resume is not None:
         if of_runs:

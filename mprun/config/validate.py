@@ -135,7 +135,9 @@ def check(config: Config) -> None:
         allowed.check(key, get(config, key))
     _check_length(config)
     module, _, name = config.recipe.target.rpartition(".")
-    if not all(part.isidentifier() for part in (*module.split("."), name)):
+    if config.recipe.file is None and not all(
+        part.isidentifier() for part in (*module.split("."), name)
+    ):
         raise UsageError(
             f"recipe.target={config.recipe.target}: legal is the import path of a class, "
             "module.Class"

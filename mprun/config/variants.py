@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mprun.config.compose import compose, parse
 from mprun.config.multirun import combinations
+from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS, options
 from mprun.config.validate import without_inert
 from mprun.errors import UsageError
@@ -93,6 +94,13 @@ def _name(combination: Sequence[str], varied: Sequence[int]) -> str:
         key, _, value = combination[i].partition("=")
         if key in GROUPS and value in NEUTRAL:
             continue
+        value = _recipe_name(value) if key == "recipe" else value
         parts.append(value if key in GROUPS else f"{key.lstrip('+')}={value}")
     precision = [x.partition("=")[2] for x in combination if x.startswith("precision=")]
     return "+".join(parts) or precision[-1]
+
+
+def _recipe_name(value: str) -> str:
+    """The name of a recipe, the stem of one that is a file."""
+    file = named_file(value.strip("'\""))
+    return value if file is None else file.name + (f":{file.kind}" if file.kind else "")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mprun.assemble import DataCache, load_recipe, make_plan
+from mprun.assemble import DataCache, make_plan, recipe_of
 from mprun.assemble.plan import data_request
 from mprun.assemble.recipe_origin import lies_in
 from mprun.config import Composed, compose
@@ -270,7 +270,7 @@ def load_samples(
         untrusted: a folder whose code is not run, or None.
     """
     config = compose(overrides, config_dir).config
-    recipe = load_recipe(config.recipe.target, config.recipe.model, untrusted)
+    recipe = recipe_of(config, untrusted)
     load(recipe, data_request(config))
 
 

@@ -21,8 +21,7 @@ from typing import Any
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.config import Composed, compose
-from mprun.config.compose import quoted
-from mprun.config.resume import as_text
+from mprun.config.plain_text import as_text, quoted
 from mprun.console import Moment, ProgressView
 from mprun.errors import MachineFailedError, MprunError, StoppedError
 from mprun.experiments.study_progress import StudyProgress

@@ -41,6 +41,7 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
     config.get("data", {}).pop("root", None)
+    config.get("recipe", {}).pop("file", None)  # `recipe_sha256` of the record has its content
     config.get("preset", {}).pop("name", None)  # what it sets stays
     for key in ("log_every", "checkpoint_every_steps"):
         config.get("train", {}).pop(key, None)

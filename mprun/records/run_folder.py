@@ -27,7 +27,11 @@ from mprun.records.run_record import METRICS, Summary, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
+RECIPE = "recipe.py"
+"""The copy of a recipe that is a file."""
+
 ENTRIES = (
+    RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
     *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard"),
 )
@@ -91,6 +95,10 @@ class RunFolder:
     def config(self, yaml_text: str) -> None:
         """Write config.yaml."""
         write_atomic(self.path / "config.yaml", yaml_text.encode())
+
+    def recipe(self, content: bytes) -> None:
+        """Write recipe.py: the file that the run's recipe is from."""
+        write_atomic(self.path / RECIPE, content)
 
     def lines(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to metrics.jsonl; they are on disk when this returns."""

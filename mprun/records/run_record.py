@@ -6,6 +6,7 @@ A run's folder holds
     metrics.jsonl    a line per step, validation or event, appended during the run
     summary.json     one object, `Summary` below, written at the start (status "running"), replaced
                      whenever an epoch ends, and at the end
+    recipe.py        a copy of the recipe's file, where the recipe is one
     fp_exceptions.json   with `debug.fp_exceptions`: each distinct exception, in full
     checkpoints/     what a run can be resumed from
 
@@ -288,6 +289,8 @@ class Summary:
     """The warnings that the user got, for example of fields without effect."""
     time_budget_s: TimeBudget | None = None
     """What `wall_time_s` consists of."""
+    recipe_sha256: str | None = None
+    """SHA-256 of the recipe's file; null for a recipe by name."""
     failed_by: Literal["run", "machine"] | None = None
     """What ended a failed run: the run itself, or a full disk or too little memory."""
 

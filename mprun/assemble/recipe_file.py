@@ -1,0 +1,289 @@
+"""A recipe in a Python file: its functions, or a class in it, as a class of recipes.
+
+    def model(): return nn.Linear(4, 1)
+    def data(): return {"train": (x, y)}
+    def loss(output, batch): return F.mse_loss(output, batch[1])
+
+Functions become the methods of a class made here, so the rest of mprun knows one kind of recipe.
+The file is read once per process: the code that runs is the one whose SHA-256 is recorded, though
+the file may be edited during a long study. Its folder is searched for modules that it imports, as
+if it were run by `python my.py`; modules of other folders win.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import linecache
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+
+from mprun.assemble.recipe_origin import announced_file
+from mprun.data import DataRequest, Splits
+from mprun.data.parts import as_splits
+from mprun.errors import MprunError, UsageError, first_line, hint
+from mprun.recipe import Recipe
+
+NEEDED = ("model", "data")
+FUNCTIONS = (
+    *NEEDED,
+    *("loss", "forward", "metrics", "optimizer", "schedule", "count", "correct", "sample"),
+)
+"""The functions of a file that are a recipe's."""
+
+
+@dataclass(frozen=True)
+class RecipeSource:
+    """The file of a recipe, as it was when its code was run."""
+
+    path: Path
+    content: bytes
+
+    @property
+    def sha256(self) -> str:
+        """Of the content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    source: RecipeSource
+    module: ModuleType
+
+
+_loaded: dict[Path, _Loaded] = {}
+
+
+def file_source(path: Path) -> RecipeSource:
+    """The file's content: what was run in this process, else what is there.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    if path in _loaded:
+        return _loaded[path].source
+    try:
+        return RecipeSource(path, path.read_bytes())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+
+
+def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
+    """The recipe's class of a file; its code is run unless it was.
+
+    Args:
+        path: the file.
+        name: a class in it; empty: its only recipe, else its functions.
+        untrusted: a folder whose code is not run, or None.
+
+    Raises:
+        UsageError: it cannot be run, or contains no such recipe.
+    """
+    module = _module(path, untrusted)
+    classes = _classes(module)
+    if name:
+        if name not in classes:
+            legal = f"; legal: {', '.join(classes)}" if classes else ""
+            raise UsageError(
+                f"recipe={path}:{name}: the file has no class {name} that extends mprun.Recipe"
+                f"{hint(name, classes)}{legal}"
+            )
+        return _as_dataclass(classes[name], path)
+    if len(classes) > 1:
+        raise UsageError(
+            f"recipe={path}: the file has several recipes; name one of them: "
+            + ", ".join(f"recipe={path}:{one}" for one in classes)
+        )
+    if classes:
+        return _as_dataclass(next(iter(classes.values())), path)
+    return _of_functions(module, path)
+
+
+# ---- running the file ----------------------------------------------------------------------------
+
+
+def _module(path: Path, untrusted: Path | None) -> ModuleType:
+    """The file as a module, run once per process."""
+    if path in _loaded:
+        return _loaded[path].module
+    source = file_source(path)
+    module = ModuleType(_module_name(path), None)
+    module.__file__ = str(path)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    linecache.checkcache(str(path))
+    sys.modules[module.__name__] = module
+    try:
+        with announced_file(path, untrusted):
+            exec(compile(source.content, str(path), "exec"), module.__dict__)
+    except MprunError:
+        del sys.modules[module.__name__]
+        raise
+    except Exception as error:  # it is the user's code: anything can be wrong with it
+        del sys.modules[module.__name__]
+        raise UsageError(
+            f"recipe={path} cannot be loaded ({type(error).__name__}: {first_line(error)}"
+            f"{_line_in(error, path)}); correct the file"
+        ) from None
+    except BaseException:  # Ctrl-C, or sys.exit in the file
+        del sys.modules[module.__name__]
+        raise
+    _loaded[path] = _Loaded(source, module)
+    return module
+
+
+def _module_name(path: Path) -> str:
+    """The file's stem, under which its classes can be pickled, unless it is another module's."""
+    stem = path.stem
+    if stem.isidentifier() and stem not in sys.modules:
+        try:
+            spec = importlib.util.find_spec(stem)
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        if spec is None or spec.origin == str(path):
+            return stem
+    digest = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"_recipe_{stem if stem.isidentifier() else ''}_{digest}"
+
+
+def _line_in(error: BaseException, path: Path) -> str:
+    """`, line 3` of the file, where an error came through it."""
+    if isinstance(error, SyntaxError):
+        return f", line {error.lineno}"
+    trace, line = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return "" if line is None else f", line {line}"
+
+
+# ---- a class in it -------------------------------------------------------------------------------
+
+
+def _classes(module: ModuleType) -> dict[str, type[Recipe]]:
+    """The recipes that the module defines itself and that lack nothing."""
+    return {
+        kind.__name__: kind
+        for kind in vars(module).values()
+        if isinstance(kind, type)
+        and issubclass(kind, Recipe)
+        and kind.__module__ == module.__name__
+        and not inspect.isabstract(kind)
+    }
+
+
+def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
+    """The class as a frozen dataclass: its annotated fields are its parameters.
+
+    Raises:
+        UsageError: a field cannot be a parameter.
+    """
+    if "DEFAULTS" in vars(kind):
+        raise UsageError(
+            f"{path}: {kind.__name__}.DEFAULTS is not read; write DEFAULTS = {{...}} outside of "
+            "the class"
+        )
+    if "__dataclass_fields__" not in vars(kind):
+        try:
+            kind = dataclass(frozen=True)(kind)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{path}: {kind.__name__} cannot have these fields ({first_line(error)})"
+            ) from None
+    assert is_dataclass(kind)
+    for field in fields(kind):
+        if hasattr(Recipe, field.name):
+            raise UsageError(
+                f"{path}: the field {kind.__name__}.{field.name} has the name of a part of "
+                f"mprun.Recipe; give it another name, such as {field.name}_kind"
+            )
+    return kind
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
+    """The class whose methods are the module's functions.
+
+    Raises:
+        UsageError: one is missing, or is no function.
+    """
+    functions = {name: vars(module)[name] for name in FUNCTIONS if name in vars(module)}
+    for name in NEEDED:
+        if name not in functions:
+            near = hint(name, [n for n in vars(module) if not n.startswith("_")])
+            raise UsageError(
+                f"recipe={path}: the file has no function {name}(){near}; a recipe is the "
+                "functions model() and data(), and loss(output, batch) unless the output brings "
+                "a loss, or a class that extends mprun.Recipe"
+            )
+    for name, value in functions.items():
+        if not callable(value) or isinstance(value, type):
+            raise UsageError(
+                f"recipe={path}: {name} is a {type(value).__name__}; legal is a function {name}"
+            )
+    methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
+    methods["data"] = _data_method(functions["data"], path.stem)
+    methods["METRIC"] = getattr(module, "METRIC", _default_metric(functions))
+    methods |= {"ignores": _OfFunctions.ignores, "draws_data": _OfFunctions.draws_data}
+    methods |= {"__module__": module.__name__, "__doc__": module.__doc__}
+    return dataclass(frozen=True)(type(path.stem, (Recipe,), methods))
+
+
+class _OfFunctions:
+    """What all recipes of functions have in common: their data know nothing of the run."""
+
+    ignores: ClassVar[frozenset[str]] = frozenset({"data.source", "data.root", "data.fallback"})
+    draws_data: ClassVar[bool] = False
+
+
+def _default_metric(functions: dict[str, Any]) -> tuple[str, str]:
+    return ("accuracy", "max") if "correct" in functions else ("loss", "min")
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: Recipe, *args: Any, **named: Any) -> Any:
+        return function(*args, **named)
+
+    return method
+
+
+def _data_method(function: Callable[[], Any], name: str) -> Callable[[Recipe, DataRequest], Splits]:
+    def data(self: Recipe, request: DataRequest) -> Splits:
+        with fixed_random_numbers():
+            return as_splits(function(), name, request)
+
+    return data
+
+
+@contextmanager
+def fixed_random_numbers() -> Iterator[None]:
+    """Inside, random numbers are the same in every run: data are no part of a seed's chance.
+
+    Those of PyTorch, Python and, where it is imported, NumPy; they continue afterwards.
+    """
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    python, numpy_state = random.getstate(), numpy_random and numpy_random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        random.seed(0)
+        if numpy_random:
+            numpy_random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy_random:
+                numpy_random.set_state(numpy_state)

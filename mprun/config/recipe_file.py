@@ -1,0 +1,206 @@
+"""A recipe in a Python file: `recipe=path/to/my.py`, without YAML.
+
+Composition needs the file's `DEFAULTS`, which stand above mprun's defaults and below presets and
+the command line. They are read from the file's text: composing a configuration runs no code of it,
+so `--help` and mistakes are answered without torch, and a file from someone else is not run before
+the user was told. Hence `DEFAULTS` is a plain dictionary of values, not computed.
+
+Each file becomes an option of the group `recipe` in Hydra's store of configurations.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mprun.config.plain_text import as_text, quoted
+from mprun.config.reference import leaves
+from mprun.config.schema import Config
+from mprun.config.validate import RANGES
+from mprun.errors import UsageError, first_line, hint
+
+SECTIONS = ("train.", "data.", "debug.")
+"""Sections whose fields `DEFAULTS` may set."""
+FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed")
+"""Further fields that it may set; groups and seeds belong to a run, not to a recipe."""
+LARGEST_BYTES = 16 * 1024**2
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """What `recipe=` names if it is a file."""
+
+    path: Path
+    """Absolute."""
+    kind: str
+    """The class in it, or empty: its functions, or its only recipe."""
+
+    @property
+    def name(self) -> str:
+        """The recipe's name in records."""
+        return self.path.stem
+
+    @property
+    def text(self) -> str:
+        """The value of `recipe=`, the path absolute."""
+        return f"{self.path}:{self.kind}" if self.kind else str(self.path)
+
+
+def named_file(value: object) -> RecipeFile | None:
+    """The file that a value of `recipe=` names, or None for the name of a recipe."""
+    match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
+    if match is None:
+        return None
+    return RecipeFile(Path(match[1]).expanduser().absolute(), match[2] or "")
+
+
+def with_absolute_paths(override: Override) -> str:
+    """The text of a `recipe=` override that means the same in every folder."""
+    text = str(override.input_line)
+    values = _values(override)
+    files = [named_file(value) for value in values]
+    if not any(files):
+        return text
+    pairs = zip(values, files, strict=True)
+    return "recipe=" + ",".join(v if file is None else quoted(file.text) for v, file in pairs)
+
+
+def _values(override: Override) -> list[str]:
+    if not override.is_sweep_override():
+        return [str(override.value())]
+    if not override.is_discrete_sweep():
+        return []
+    value: Any = override.value()
+    return [str(getattr(item, "text", item)) for item in getattr(value, "list", [])]
+
+
+def option_of(value: str) -> str:
+    """The option of the group `recipe` that a value of `recipe=` stands for.
+
+    Raises:
+        UsageError: it is a file that cannot be a recipe.
+    """
+    file = named_file(value)
+    if file is None:
+        return value
+    source = read_source(file)
+    defaults = defaults_of(file.path, parsed(file.path, source))
+    node: dict[str, Any] = {
+        "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
+    }
+    config = OmegaConf.create(as_text(node))
+    for key, item in defaults.items():
+        OmegaConf.update(config, key, as_text(item), force_add=True)
+    about = file.text.encode(errors="surrogateescape")
+    option = "file_" + hashlib.sha256(about + b"\0" + source).hexdigest()[:16]
+    ConfigStore.instance().store(group="recipe", name=option, node=config, package="_global_")
+    return option
+
+
+def read_source(file: RecipeFile) -> bytes:
+    """The content of a recipe's file.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = file.path
+    try:
+        if not path.is_file():
+            raise UsageError(
+                f"recipe={path}: there is no such file; write the path of a Python file with "
+                f"model and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
+            )
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UsageError(f"recipe={path}: it is too large for a Python file")
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+
+
+def _as_name(stem: str) -> str:
+    return stem if stem.isidentifier() else "my_recipe"
+
+
+def parsed(path: Path, source: bytes) -> ast.Module:
+    """The syntax tree of a recipe's file.
+
+    Raises:
+        UsageError: it is not valid Python; the message has the line.
+    """
+    try:
+        return ast.parse(source, str(path))
+    except SyntaxError as error:
+        line = f"line {error.lineno}: " if error.lineno else ""
+        shown = f" at `{error.text.strip()}`" if error.text and error.text.strip() else ""
+        raise UsageError(f"recipe={path}: {line}{error.msg}{shown}; correct the file") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(f"recipe={path} is no Python file ({first_line(error)})") from None
+
+
+def defaults_of(path: Path, tree: ast.Module) -> dict[str, Any]:
+    """The file's `DEFAULTS`, checked; empty where it has none.
+
+    Raises:
+        UsageError: it is no dictionary of plain values, or a key or value is not legal.
+    """
+    node = _assigned(tree, "DEFAULTS")
+    if node is None:
+        return {}
+    try:
+        defaults = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        defaults = None
+    if not isinstance(defaults, dict):
+        raise UsageError(
+            f"{path}, line {node.lineno}: DEFAULTS is read without running the file; legal is a "
+            'dictionary of plain values: DEFAULTS = {"train.lr": 1e-3, "train.batch_size": 8}'
+        )
+    schema = OmegaConf.structured(Config)
+    for key, value in defaults.items():
+        _check(path, schema, key, value)
+    return defaults
+
+
+def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
+    """What the module assigns to a name, the last one."""
+    found = None
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            found = node.value  # type: ignore[union-attr]
+    return found
+
+
+def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
+    known = [k for k in leaves() if k.startswith(SECTIONS) or k in FIELDS]
+    place = f"{path}: DEFAULTS[{key!r}] = {value!r}"
+    if key not in known:
+        raise UsageError(
+            f"{place}: legal keys are fields of train, data and debug, and {', '.join(FIELDS)}"
+            f"{hint(str(key), known)}; what a run chooses, such as precision, is given on the "
+            "command line"
+        )
+    field = leaves()[key]
+    try:
+        OmegaConf.update(schema, key, as_text(value))
+        typed = OmegaConf.select(schema, key)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        near = hint(str(value), field.choices)
+        raise UsageError(f"{place}: {key} is {field.legal}{near}") from None
+    if key in RANGES:
+        try:
+            RANGES[key].check(key, typed)
+        except UsageError as error:
+            raise UsageError(f"{path}: DEFAULTS: {error}") from None
