@@ -40,7 +40,8 @@ DATA = "MPRUN_BENCH_DATA"
 
 def save_data(splits: Splits, file: Path) -> None:
     """Keep decoded training samples, so that no process decodes or draws them again."""
-    torch.save((splits.train.inputs, splits.train.targets), file)
+    assert isinstance(splits.train, TensorSet)
+    torch.save(splits.train.content, file)
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Task(NamedTuple):
     def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches for ever: images [B, 1, 128, 128] float32, classes [B]."""
         recipe, data = self.recipe, self.recipe.data(DataRequest()).train
+        assert isinstance(data, TensorSet)
         while True:
             for index in torch.randperm(len(data)).split(self.batch_size):
                 if len(index) == self.batch_size:
@@ -124,9 +126,9 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def tutorial(task: Task, turns: Turns) -> None:
     """DataLoader without workers, transforms per sample, reads the loss at each step"""
-    loader = DataLoader(
-        Pictures(task.recipe.data(DataRequest()).train), task.batch_size, shuffle=True
-    )
+    data = task.recipe.data(DataRequest()).train
+    assert isinstance(data, TensorSet)
+    loader = DataLoader(Pictures(data), task.batch_size, shuffle=True)
     model, optimizer = task.built()
     running_loss = 0.0
     while True:

@@ -73,6 +73,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of a raw loop, block after block."""
     parts, recipe = build_parts(plan), plan.recipe
     model, optimizer, data = parts.model, parts.optimizer, plan.splits.train
+    assert isinstance(data, TensorSet)
     bf16 = plan.policy.casting == "autocast"
     size = plan.batch.effective
     order = torch.Generator().manual_seed(plan.config.seed)
@@ -104,8 +105,9 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
 
 def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of mprun's loop, block after block."""
-    full = len(plan.splits.train) // plan.batch.effective * plan.batch.effective
     splits = plan.splits
+    assert isinstance(splits.train, TensorSet)
+    full = len(splits.train) // plan.batch.effective * plan.batch.effective
     whole = replace(splits, train=splits.train.first(full), validation=splits.validation.first(0))
     parts = build_parts(replace(plan, splits=whole))
     done = 0

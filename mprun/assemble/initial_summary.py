@@ -83,9 +83,9 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
         data=DataRow(
             name=splits.name,
             source=splits.source,
-            train_samples=len(splits.train),
-            validation_samples=len(splits.validation),
-            test_samples=len(splits.test),
+            train_samples=splits.train.samples,
+            validation_samples=splits.validation.samples,
+            test_samples=splits.test.samples,
         ),
         batch=plan.batch,
         batch_size=plan.batch.effective,

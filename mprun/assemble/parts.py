@@ -14,8 +14,19 @@ from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_caster, build_exceptions, build_precision
 from mprun.config.schema import Scheduler
-from mprun.data import Batches, BatchForm, Order, TensorBatches, TensorSet
+from mprun.data import (
+    Batches,
+    BatchForm,
+    LoadedSet,
+    LoaderBatches,
+    LoaderOrder,
+    Order,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
 from mprun.data.batches import place
+from mprun.data.loader_sets import Reading
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Precision
@@ -48,19 +59,14 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
     config, recipe, device = plan.config, plan.recipe, plan.device
     precision = precision or build_precision(plan)
     model, optimizer = build_model(plan, precision)
-    splits, batch = plan.splits, plan.batch
-    order = Order(len(splits.train), config.seed, splits.shuffle)
+    splits, size = plan.splits, config.train.eval_batch_size
 
-    # Floating samples that a recipe prepares stay on the host in every mode. They are prepared
-    # there, so all modes train on the same numbers, and sent in the mode's dtype.
-    is_floating = any(x.is_floating_point() for x in all_tensors(splits.train.inputs))
-    stays = is_floating and recipe.prepares
-    form = batch_form(plan)
+    def evaluated(data: TensorSet | LoadedSet) -> Batches:
+        return build_batches(plan, data, size, size, shuffle=False)[0]
 
-    def batches(data: TensorSet, size: int, micro: int | None = None) -> Batches:
-        return TensorBatches(data if stays else place(data, device), size, form, device, micro)
-
-    train = batches(splits.train, batch.effective, batch.micro)
+    train, order = build_batches(
+        plan, splits.train, plan.batch.effective, plan.batch.micro, splits.shuffle
+    )
     return Parts(
         recipe=recipe,
         model=model,
@@ -69,11 +75,38 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
         precision=precision,
         train=train,
         order=order,
-        validation=batches(splits.validation, config.train.eval_batch_size),
-        test=batches(splits.test, config.train.eval_batch_size),
+        validation=evaluated(splits.validation),
+        test=evaluated(splits.test),
         clock=clock_for(device),
         readback=readback_for(device),
     )
+
+
+def build_batches(
+    plan: Plan, data: TensorSet | LoadedSet, size: int, micro: int, shuffle: bool
+) -> tuple[Batches, Order]:
+    """The batches of a part of the plan's data, and the order of its epochs.
+
+    Floating samples in memory that a recipe prepares stay on the host in every mode. They are
+    prepared there, so all modes train on the same numbers, and sent in the mode's dtype.
+
+    Args:
+        plan: the plan.
+        data: the part.
+        size: samples of a batch.
+        micro: samples of a forward pass.
+        shuffle: visit them in random order.
+    """
+    form, device, seed = batch_form(plan), plan.device, plan.config.seed
+    if isinstance(data, TensorSet):
+        is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
+        placed = data if is_floating and plan.recipe.prepares else place(data, device)
+        in_memory: Batches = TensorBatches(placed, size, form, device, micro)
+        return in_memory, TensorOrder(len(data), seed, shuffle)
+    generator = torch.Generator()
+    reading = Reading(micro, shuffle, plan.config.data.workers, device.type == "cuda")
+    batches = LoaderBatches(data, reading, generator, form, device, size // micro)
+    return batches, LoaderOrder(generator, seed)
 
 
 def batch_form(plan: Plan) -> BatchForm:

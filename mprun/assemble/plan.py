@@ -97,7 +97,10 @@ class Plan:
     @property
     def planned_steps(self) -> int | None:
         """Optimizer steps if time does not run out, or None if only time ends the run."""
-        return self.limits.planned_steps(-(-len(self.splits.train) // self.batch.effective))
+        micro_batches = self.splits.train.batches(self.batch.micro)
+        if micro_batches is None:
+            return self.limits.planned_steps(None)
+        return self.limits.planned_steps(-(-micro_batches // self.batch.accumulate))
 
     def backend_flags(self) -> AbstractContextManager[None]:
         """Set PyTorch's process-wide switches by the policy; restore them at the end."""
@@ -157,12 +160,12 @@ def make_plan(
     fp32_fallback = earlier.get("fp32_fallback", earlier.get("by_float32"))
     if fp32_fallback is None:
         fp32_fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
-    batch, capped = batch_sizes(config)
     weights = DRAWN
     if config.train.init_from is not None and not resumed:  # a resumed run has its own
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
     splits = as_stored(load(recipe, data_request(config)), recipe, policy)
-    if not len(splits.train):
+    batch, capped = batch_sizes(config, splits.train.own_batch_size)
+    if splits.train.is_empty:
         raise UsageError(f"{splits.name} has no training sample")
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
@@ -219,14 +222,25 @@ def as_stored(splits: Splits, recipe: Recipe, policy: Policy) -> Splits:
     return replace(splits, **{name: part.with_inputs(convert) for name, part in parts.items()})
 
 
-def batch_sizes(config: Config) -> tuple[BatchRow, str | None]:
-    """The batch sizes of a run, and a sentence if a preset capped them."""
+def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str | None]:
+    """The batch sizes of a run, and a sentence if a preset capped them.
+
+    Args:
+        config: the checked configuration.
+        own: the batch size of a recipe's own loader, whose batches are not cut: a doubled batch
+            accumulates two.
+    """
     base, cap = config.train.batch_size, config.preset.max_batch_size
-    notice = None
+    notice, factor = None, config.batch.factor
+    if own is not None:
+        sizes = {"micro": own, "accumulate": config.train.accumulate * factor}
+        effective = own * sizes["accumulate"]
+        rule = config.batch.lr_rule.name
+        return BatchRow(**sizes, effective=effective, base=own, lr_rule=rule), None
     if cap is not None and base > cap:
         notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
         base = cap
-    micro, accumulate = base * config.batch.factor, config.train.accumulate
+    micro, accumulate = base * factor, config.train.accumulate
     sizes = {"micro": micro, "accumulate": accumulate, "effective": micro * accumulate}
     return BatchRow(**sizes, base=base, lr_rule=config.batch.lr_rule.name), notice
 

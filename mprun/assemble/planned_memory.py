@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from mprun.assemble.parts import build_parts
+from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes
-from mprun.nested import all_tensors
+from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
+from mprun.data.loader_batches import EVALUATION_SEED, batch_size
+from mprun.data.random_states import seeded
+from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
@@ -21,27 +25,21 @@ def step_memory(plan: Plan) -> StepMemory:
 
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
     """
-    splits, device = plan.splits, plan.device
-    known = splits.train.device.type != "meta"
-    rows = min(plan.batch.effective, len(splits.train) if known else sys.maxsize)
-
-    def fake(like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(rows, *like.shape[1:], dtype=like.dtype, device=device)
-
+    shapes = _shapes(plan)
+    form = replace(batch_form(plan), count=None)  # fake tensors cannot be counted
+    one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
     with fake_tensors():
-        samples = splits.train.map(fake)
-        none = samples.first(0)
         parts = build_parts(
             replace(
                 plan,
-                splits=replace(splits, train=samples, validation=none, test=none),
+                splits=replace(plan.splits, train=one, validation=none, test=none),
                 execution="native",  # what a mode needs, not what emulating it takes
                 policy=replace(plan.policy, partials_dtype="float32"),
                 fp32_fallback="none",
                 weights=DRAWN,  # fake tensors have no values to load into
             )
         )
-        batch = next(parts.train.epoch(None))
+        batch = _fake_batch(plan, shapes, form)
         trainer = Trainer(parts, plan.limits)
         return memory(
             lambda: trainer.optimizer_step(batch),
@@ -49,6 +47,45 @@ def step_memory(plan: Plan) -> StepMemory:
             parts.optimizer,
             all_tensors([(part.content, part.inputs) for part in batch.parts]),
         )
+
+
+def _shapes(plan: Plan) -> TensorSet | MicroBatch:
+    """Samples of a step whose values are not read, or a micro-batch that cannot be resized.
+
+    Samples that a loader reads are taken from its first batch.
+    """
+    train, rows = plan.splits.train, plan.batch.effective
+    if isinstance(train, TensorSet):
+        known = train.device.type != "meta"
+        return _resized(train.content, min(rows, len(train)) if known else rows)
+    with seeded(EVALUATION_SEED):
+        content = train.example(plan.batch.micro)
+    size = batch_size(content)
+    if train.own_batch_size is None and all(len(x) == size for x in all_tensors(content)):
+        return _resized(content, min(rows, train.samples or rows))
+    return MicroBatch(content, content, size, size)
+
+
+def _resized(content: Any, rows: int) -> TensorSet:
+    def one(x: Tensor) -> Tensor:
+        return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device="meta")
+
+    return TensorSet(map_tensors(one, content))
+
+
+def _fake_batch(plan: Plan, shapes: TensorSet | MicroBatch, form: BatchForm) -> Batch:
+    """The batch of a step on fake tensors."""
+
+    def fake(x: Tensor) -> Tensor:
+        return torch.empty(x.shape, dtype=x.dtype, device=plan.device)
+
+    if isinstance(shapes, TensorSet):
+        sizes = (plan.batch.effective, plan.batch.micro)
+        batches = TensorBatches(shapes.map(fake), sizes[0], form, plan.device, sizes[1])
+        return next(batches.epoch(None))
+    content = form.prepared(map_tensors(fake, shapes.content))
+    part = form.micro_batch(content, form.convert(content), shapes.size)
+    return Batch((part,) * plan.batch.accumulate)
 
 
 def with_batch_size(plan: Plan, size: int) -> Plan:

@@ -20,7 +20,8 @@ from mprun.assemble.recipe_file import RecipeSource, class_in, file_source
 from mprun.assemble.recipe_origin import UntrustedCodeError, announced
 from mprun.config import Config
 from mprun.config.reference import describe_type
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
+from mprun.data.loader_sets import NOTHING
 from mprun.data.parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
@@ -194,8 +195,9 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
         if not isinstance(like, TensorSet | None):
             raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
     notice = None
+    train: TensorSet | LoadedSet | None = like
     if like is None:
-        like = load_data(recipe, request).train
+        train = load_data(recipe, request).train
         notice = (
             f"the data were loaded to see a sample's shape; {type(recipe).__name__}.sample "
             "(see mprun.recipe.Recipe) makes that needless"
@@ -204,9 +206,10 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     def one(x: Tensor) -> Tensor:
         return torch.empty(1, *x.shape[1:], dtype=x.dtype, device="meta")
 
-    train = like.map(one)
-    none = train.first(0)
-    return Splits("no data", "none", train, none, none, notice=notice)
+    assert train is not None
+    if isinstance(train, TensorSet):
+        train = train.map(one)
+    return Splits("no data", "none", train, NOTHING, NOTHING, notice=notice)
 
 
 @contextmanager

@@ -362,6 +362,8 @@ class DataConfig:
     """Use only the first n validation and n test samples; null for all."""
     test: bool = True
     """Whether the test set is used, once, at the end; false in a study that selects something."""
+    workers: int = 0
+    """Processes that read samples of a recipe's data set; a recipe's DataLoader has its own."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 `image_files.py` checks the published files; `sources.py` locates, downloads and reads them;
 `generated.py` draws a set as a substitute; `batches.py` has decoded samples in memory and batches
-them there.
+them there; `loader_sets.py` and `loader_batches.py` read samples one by one, by PyTorch's loader.
 """
 
 from mprun.data.batches import (
@@ -12,8 +12,11 @@ from mprun.data.batches import (
     MicroBatch,
     Order,
     TensorBatches,
+    TensorOrder,
     TensorSet,
 )
+from mprun.data.loader_batches import LoaderBatches, LoaderOrder
+from mprun.data.loader_sets import LoadedSet, loaded_set
 from mprun.data.sources import DataRequest, Splits, image_sample, image_splits
 
 __all__ = [
@@ -21,11 +24,16 @@ __all__ = [
     "BatchForm",
     "Batches",
     "DataRequest",
+    "LoadedSet",
+    "LoaderBatches",
+    "LoaderOrder",
     "MicroBatch",
     "Order",
     "Splits",
     "TensorBatches",
+    "TensorOrder",
     "TensorSet",
     "image_sample",
     "image_splits",
+    "loaded_set",
 ]

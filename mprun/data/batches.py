@@ -12,7 +12,7 @@ for nothing else, so it is the same in every precision mode and on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -39,8 +39,30 @@ class TensorSet:
     def __init__(self, *content: Any) -> None:
         object.__setattr__(self, "content", content[0] if len(content) == 1 else content)
 
+    own_batch_size = None
+    """The run decides it."""
+
     def __len__(self) -> int:
         return len(all_tensors(self.content)[0])
+
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return len(self)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not len(self)
+
+    @property
+    def is_stream(self) -> bool:
+        """Never: the samples are known."""
+        return False
+
+    def batches(self, batch_size: int) -> int:
+        """Batches of a pass."""
+        return -(-len(self) // batch_size)
 
     @property
     def inputs(self) -> Any:
@@ -112,32 +134,57 @@ class Batch(NamedTuple):
         return sum(part.weight for part in self.parts)
 
 
+Stream = Generator[Batch, None, None]
+"""Batches one after the other; `close` ends what reads them."""
+
+
 class Batches(Protocol):
     """A set of samples, batch by batch."""
 
-    batch_size: int
-    """Samples per batch; the last one of an epoch may be smaller."""
-    device: torch.device
-    """Where batches are needed."""
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per batch; the last one of an epoch may be smaller. None where they differ."""
 
     @property
-    def samples(self) -> int:
-        """How many there are."""
+    def device(self) -> torch.device:
+        """Where batches are needed."""
 
-    def __len__(self) -> int:
-        """Batches per epoch."""
+    @property
+    def samples(self) -> int | None:
+        """How many there are; None for a stream."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+
+    @property
+    def length(self) -> int | None:
+        """Batches per epoch; None where that is unknown."""
+
+    def __iter__(self) -> Stream:
         """Batches in the stored order."""
 
-    def epoch(self, order: Any, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, order: Any, skip: int = 0) -> Stream:
         """Batches in an order that `Order.draw` gave, less the first `skip`."""
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
         """At most `wanted` micro-batches of at most `at_most` samples, in the stored order."""
 
 
-class Order:
+class Order(Protocol):
+    """The order in which epochs visit the samples."""
+
+    def state(self) -> Tensor:
+        """What the next `draw` depends on."""
+
+    def restore(self, state: Tensor, drawn: bool) -> None:
+        """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
+
+    def draw(self) -> Any:
+        """The next epoch's order, as `Batches.epoch` takes it."""
+
+
+class TensorOrder:
     """The order in which an epoch visits the samples; its state is the generator's.
 
     Args:
@@ -183,6 +230,10 @@ class BatchForm:
     convert: Convert = lambda content: content
     count: Callable[[Any], float] | None = None
 
+    def prepared(self, content: Any) -> Any:
+        """A batch of stored samples with its inputs prepared."""
+        return _with_inputs(content, self.prepare)
+
     def micro_batch(self, content: Any, inputs: Any, size: int) -> MicroBatch:
         """A micro-batch of `size` samples that are converted already."""
         weight = size if self.count is None else float(self.count(content))
@@ -220,13 +271,18 @@ class TensorBatches:
     def samples(self) -> int:
         return len(self.data)
 
-    def __len__(self) -> int:
-        return -(-len(self.data) // self.batch_size)
+    @property
+    def is_empty(self) -> bool:
+        return self.data.is_empty
 
-    def __iter__(self) -> Iterator[Batch]:
+    @property
+    def length(self) -> int:
+        return self.data.batches(self.batch_size)
+
+    def __iter__(self) -> Stream:
         return self.epoch(None)
 
-    def epoch(self, order: Tensor | None, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, order: Tensor | None, skip: int = 0) -> Stream:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
         size, total = self.batch_size, len(self.data)
         if order is not None:
@@ -307,15 +363,18 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _inputs(content: Any) -> Any:
-    if not isinstance(content, tuple) or len(content) < 2:
+    if not isinstance(content, tuple | list) or len(content) < 2:
         return content
     return content[0] if len(content) == 2 else content[:-1]
 
 
 def _with_inputs(content: Any, convert: Convert) -> Any:
-    """`content` with `convert` applied to its inputs: all but the last item of a tuple."""
-    if not isinstance(content, tuple) or len(content) < 2:
+    """`content` with `convert` applied to its inputs: all but the last item of a tuple.
+
+    A list counts as one, because PyTorch's collation makes lists of pairs.
+    """
+    if not isinstance(content, tuple | list) or len(content) < 2:
         return convert(content)
     *inputs, last = content
     converted = (convert(inputs[0]),) if len(inputs) == 1 else convert(tuple(inputs))
-    return (*converted, last)
+    return [*converted, last] if isinstance(content, list) else (*converted, last)

@@ -35,6 +35,7 @@ from mprun.data.image_files import (
     raw_folder,
     sha256,
 )
+from mprun.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
 
@@ -82,9 +83,9 @@ class Splits:
     """The set's name."""
     source: str
     """local, download or generated."""
-    train: TensorSet
-    validation: TensorSet
-    test: TensorSet
+    train: TensorSet | LoadedSet
+    validation: TensorSet | LoadedSet
+    test: TensorSet | LoadedSet
     shuffle: bool = True
     """Whether epochs visit the training samples in random order."""
     notice: str | None = None

@@ -15,6 +15,7 @@ the recommended batch is checked by `PROOF_STEPS` steps.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,8 @@ def search_batch(
             "process before PyTorch can report that memory is out; mprun memory counts the memory "
             "of a batch without running it"
         )
-    return largest_that_trains(fits, first.batch.micro, len(first.splits.train), margin), lines
+    most = first.splits.train.samples or sys.maxsize
+    return largest_that_trains(fits, first.batch.micro, most, margin), lines
 
 
 def _trains(candidate: Plan, steps: int) -> bool:

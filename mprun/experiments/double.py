@@ -40,8 +40,8 @@ def new_double_study(request: StudyRequest) -> Study:
     composed = compose([*overrides, "batch=double"], config_dir)
     _check_length(composed)
     planned = make_plan(composed.config, composed.given, load=load)
-    samples, doubled = len(planned.splits.train), planned.batch.effective
-    if doubled > samples:
+    samples, doubled = planned.splits.train.samples, planned.batch.effective
+    if samples is not None and doubled > samples:
         raise UsageError(
             f"the training set has {samples} samples, less than a batch of {doubled}; legal: "
             f"train.batch_size up to {samples // 2}"

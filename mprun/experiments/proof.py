@@ -122,7 +122,7 @@ def prove(
     trainings, base = trainings[:pairs], base[:pairs]
     is_relative = exact.recipe.METRIC[0] != "accuracy"
     criterion = Criterion(
-        "validation" if len(exact.splits.validation) else "train",
+        "train" if exact.splits.validation.is_empty else "validation",
         exact.recipe.METRIC[0],
         settings.relative_margin if is_relative else settings.margin,
         is_relative,

@@ -84,7 +84,7 @@ class PlannedSearch:
         name, low = self.low.composed.config.recipe.name, self.low.plan
         for override in self.held_out:
             yield f"note: recipe={name} has no validation data of its own; {override} is set"
-        if not len(low.splits.validation):
+        if low.splits.validation.is_empty:
             yield f"note: recipe={name} has no validation data: measured on training data"
         if low.execution == "emulated":
             yield "note: no times are measured: emulated arithmetic does not show the hardware's"
@@ -156,12 +156,12 @@ def _with_validation_data(
 ) -> tuple[PlannedRun, tuple[str, ...]]:
     """The planned run, and the override that was added to split off validation data."""
     low = plan_run(_composed(overrides, config_dir), "search-ops")
-    own = len(low.plan.splits.validation) or HELD_OUT in low.composed.given
+    own = not low.plan.splits.validation.is_empty or HELD_OUT in low.composed.given
     if own or HELD_OUT in low.plan.recipe.ignores:
         return low, ()
     held_out = (f"{HELD_OUT}={SHARE}",)
     other = plan_run(_composed([*overrides, *held_out], config_dir), "search-ops")
-    return (other, held_out) if len(other.plan.splits.validation) else (low, ())
+    return (low, ()) if other.plan.splits.validation.is_empty else (other, held_out)
 
 
 def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
@@ -363,7 +363,7 @@ def loss_scales(plan: Plan) -> tuple[float, ...]:
 
 def _batches(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
     """Batches of validation data of the training's size, smaller if there is less data."""
-    held_out = parts.validation.samples > 0
+    held_out = not parts.validation.is_empty
     source = parts.validation if held_out else parts.train
     batches = source.some(wanted, at_most)
     split = "validation" if held_out else "train"

@@ -120,7 +120,7 @@ class Study:
         for o in outcomes:
             if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
                 held_out = o.summary.data.validation_samples
-                return o.summary.variant_hash, Split.validation if held_out else Split.train
+                return o.summary.variant_hash, Split.train if held_out == 0 else Split.validation
         if self.baseline not in {o.trial.variant for o in outcomes}:
             raise RunFailedError(
                 f"the budget ended before a run of {self.baseline}, the baseline, was complete; "
@@ -281,9 +281,9 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
         UsageError: the run cannot be planned.
     """
     planned = make_plan(composed.config, composed.given, load=load)
-    overrides = ["data.test=false"] if len(planned.splits.test) else []
+    overrides = [] if planned.splits.test.is_empty else ["data.test=false"]
     takes_share = "data.validation_fraction" not in planned.recipe.ignores
-    if not len(planned.splits.validation) and takes_share:
+    if planned.splits.validation.is_empty and takes_share:
         overrides.append("data.validation_fraction=0.1")
     return overrides
 

@@ -40,7 +40,8 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(json.dumps(resolved))
     for key in ("seed", "run", "logger"):
         config.pop(key, None)
-    config.get("data", {}).pop("root", None)
+    for key in ("root", "workers"):
+        config.get("data", {}).pop(key, None)
     config.get("recipe", {}).pop("file", None)  # `recipe_sha256` of the record has its content
     config.get("preset", {}).pop("name", None)  # what it sets stays
     for key in ("log_every", "checkpoint_every_steps"):

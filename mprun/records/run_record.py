@@ -94,9 +94,10 @@ class DataRow:
 
     name: str
     source: str
-    train_samples: int
-    validation_samples: int
-    test_samples: int
+    train_samples: int | None
+    """None for a stream, as below."""
+    validation_samples: int | None
+    test_samples: int | None
 
 
 @dataclass(kw_only=True)

@@ -22,12 +22,17 @@ def header(summary: Summary) -> list[str]:
         f"recipe {summary.recipe}, precision {summary.precision} "
         f"({summary.execution}), seed {summary.seed}",
         f"policy: {policy(summary.effective)}",
-        f"data: {data_text(summary)}: {data.train_samples} training, "
-        f"{data.validation_samples} validation, {data.test_samples} test samples",
+        f"data: {data_text(summary)}: {_count(data.train_samples)} training, "
+        f"{_count(data.validation_samples)} validation, {_count(data.test_samples)} test samples",
         f"batch: {batch.micro} x {batch.accumulate} = {batch.effective}",
         f"device: {hardware.device}, {hardware.name}, {counted(backend.threads, 'thread')}; "
         f"{backend.memory_format}, {backend.optimizer_impl} optimizer",
     ]
+
+
+def _count(samples: int | None) -> str:
+    """A number of samples, as shown; a stream has none."""
+    return "a stream of" if samples is None else str(samples)
 
 
 def policy(row: PrecisionRow) -> str:

@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -50,13 +50,15 @@ class Evaluator:
             until: the `time.perf_counter` after which no further batch begins. The scores of a set
                 that was not finished have the number of samples.
         """
-        if not batches.samples:
+        if batches.is_empty:
             return NO_SCORES
         sums, readback, sizes, samples = Sums(), readback_for(batches.device), [], 0
+        is_part = False
         self._model.eval()
-        with torch.no_grad():
-            for batch in batches:
+        with torch.no_grad(), closing(iter(batches)) as stream:
+            for batch in stream:
                 if samples and time.perf_counter() >= until:
+                    is_part = True
                     break
                 self._score(batch, readback)
                 sizes.append(batch.size)
@@ -65,7 +67,6 @@ class Evaluator:
                     sums.add_all(readback.take(), sizes)
                 self._check()
         sums.add_all(readback.take(), sizes)
-        is_part = samples < batches.samples
         return replace(sums.scores(), samples=samples if is_part else None)
 
     def seconds_per_sample(self, batches: Batches, at_most_s: float) -> float:
@@ -74,7 +75,7 @@ class Evaluator:
         The first batch warms up; it counts if it alone takes longer than `at_most_s`. The weights,
         buffers and random numbers of the run stay as they are.
         """
-        if not batches.samples:
+        if batches.is_empty:
             return 0.0
         readback, times, began = readback_for(batches.device), [], time.perf_counter()
         cycle = itertools.chain.from_iterable(itertools.repeat(batches))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.data import Batch, Batches, Order
+from mprun.data.random_states import restore_states, saved_states
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
 from mprun.precision import Precision
@@ -53,9 +54,10 @@ class Limits:
     max_time_s: float | None
     """Of the whole run, evaluation included."""
 
-    def planned_steps(self, steps_per_epoch: int) -> int | None:
-        """Optimizer steps if time does not run out, or None if only time ends the run."""
-        by_epochs = None if self.epochs is None else self.epochs * steps_per_epoch
+    def planned_steps(self, steps_per_epoch: int | None) -> int | None:
+        """Optimizer steps if time does not run out; None where only time or the data decide."""
+        countable = self.epochs is not None and steps_per_epoch is not None
+        by_epochs = self.epochs * steps_per_epoch if countable else None  # type: ignore[operator]
         known = [n for n in (by_epochs, self.max_steps) if n is not None]
         return min(known) if known else None
 
@@ -133,14 +135,21 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
         self._in_epoch = False
+        self._read_whole_epoch = False
         self._batches_done = 0
         self._order_state = parts.order.state()
+
+    @property
+    def batches_to_skip(self) -> int:
+        """Batches of the current epoch that were trained on before the run was resumed."""
+        return self._batches_done if self._in_epoch else 0
 
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
         parts = self.parts
-        self._planned = limits.planned_steps(len(parts.train))
-        evaluated = (parts.validation.samples, parts.test.samples)
+        self._planned = limits.planned_steps(parts.train.length)
+        self._most_epochs = math.inf if limits.epochs is None else limits.epochs
+        evaluated = (parts.validation.samples or 0, parts.test.samples or 0)
         self._time = TimeLimit(limits.max_time_s, self._watch, *evaluated)
 
     def fit(self) -> None:
@@ -174,7 +183,7 @@ class Trainer:
         self._time.begin(self._spent_before_s)
         if trial_s := self._time.trial_s:
             validation, test = self.parts.validation, self.parts.test
-            batches = validation if validation.samples else test
+            batches = test if validation.is_empty else validation
             with self._watch.during("evaluation"):
                 self._time.reserve(self._evaluator.seconds_per_sample(batches, trial_s))
 
@@ -182,13 +191,13 @@ class Trainer:
         if not self._in_epoch:
             self.epoch += 1
             self._order_state, self._batches_done = self.parts.order.state(), 0
-            self._in_epoch = True
+            self._in_epoch, self._read_whole_epoch = True, False
         self._train_epoch()
         if self._finished():
             # Saved inside the epoch: a run resumed with more steps continues inside it.
             self._flush()
             self._save_once()
-        if self.parts.validation.samples:
+        if not self.parts.validation.is_empty:
             self._flush()
             self.parts.clock.pause()
             self._end_epoch(self._validate())
@@ -198,7 +207,7 @@ class Trainer:
         """Score the validation set; its rate replaces the estimate of the time for evaluation."""
         batches, began = self.parts.validation, time.perf_counter()
         scores = self.evaluate(batches, self._time.validation_until)
-        if scores.samples is None:
+        if scores.samples is None and batches.samples:
             self._time.reserve((time.perf_counter() - began) / batches.samples)
         return scores
 
@@ -232,11 +241,13 @@ class Trainer:
             "sums": vars(self._sums),
             "last_scores": vars(self._last_scores),
             "order": self._order_state,
+            "next_order": parts.order.state(),
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
             "loss_scale": parts.precision.loss_scale.state_dict(),
             "rng": torch.get_rng_state(),
+            "host_rng": saved_states(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         }
 
@@ -255,13 +266,20 @@ class Trainer:
         parts.optimizer.load_state_dict(state["optimizer"])
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
-        parts.order.restore(self._order_state, drawn=not self._in_epoch and self.epoch > 0)
+        if self._in_epoch or "next_order" not in state:  # older checkpoints lack it
+            drawn = not self._in_epoch and self.epoch > 0
+            parts.order.restore(self._order_state, drawn)
+        else:
+            parts.order.restore(state["next_order"], drawn=False)
         torch.set_rng_state(state["rng"])
+        if "host_rng" in state:  # older checkpoints have none
+            restore_states(state["host_rng"])
         if state["cuda_rng"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda_rng"])
 
     def _finished(self) -> bool:
         done = self._planned is not None and self.step >= self._planned
+        done |= not self._in_epoch and self.epoch >= self._most_epochs  # of a stream
         return done or self._time.is_training_over()
 
     def _train_epoch(self) -> None:
@@ -269,22 +287,26 @@ class Trainer:
         asked_at = watch.switch("data")
         if not parts.model.training:
             parts.model.train()
-        batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
-        while not self._finished() and (batch := next(batches, None)) is not None:
-            ready_at = watch.switch("compute")
-            lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
-            clock.start()
-            result = self.optimizer_step(batch)
-            clock.stop()
-            self._time.step_s = watch.switch("metrics") - ready_at
-            self.step += 1
-            self._batches_done += 1
-            correct = count_correct(parts.recipe, result.outputs, batch)
-            parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
-            waited_ms = (ready_at - asked_at) * 1e3
-            self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
-            self._between_steps()
-            asked_at = watch.switch("data")
+        epoch = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
+        with contextlib.closing(epoch) as batches:
+            while not self._finished():
+                if (batch := next(batches, None)) is None:
+                    self._read_whole_epoch = True
+                    break
+                ready_at = watch.switch("compute")
+                lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
+                clock.start()
+                result = self.optimizer_step(batch)
+                clock.stop()
+                self._time.step_s = watch.switch("metrics") - ready_at
+                self.step += 1
+                self._batches_done += 1
+                correct = count_correct(parts.recipe, result.outputs, batch)
+                parts.readback.put(Scalars(result.loss, correct, scale, result.skipped))
+                waited_ms = (ready_at - asked_at) * 1e3
+                self._pending.append(_Pending(self.step, self.epoch, batch.size, lr, waited_ms))
+                self._between_steps()
+                asked_at = watch.switch("data")
 
     def _between_steps(self) -> None:
         late_s = time.perf_counter() - self._flushed_at
@@ -338,7 +360,7 @@ class Trainer:
                 skipped=step_metrics.skipped,
                 step_time_ms=step_time.ms,
                 data_time_ms=p.data_time_ms,
-                timed=p.size == self.parts.train.batch_size,
+                timed=self.parts.train.batch_size in (None, p.size),
                 page_faults=step_time.page_faults,
             )
             lines.append(line)
@@ -381,7 +403,9 @@ class Trainer:
     def _close_epoch(self, validation: Scores) -> Epoch:
         """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
-        is_cut_off = ended.epoch == self.epoch and self._batches_done < len(self.parts.train)
+        length = self.parts.train.length
+        is_read = self._read_whole_epoch or (length is not None and self._batches_done >= length)
+        is_cut_off = ended.epoch == self.epoch and not is_read
         self._last_scores = replace(ended.scores(), samples=ended.samples if is_cut_off else None)
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 

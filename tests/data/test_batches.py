@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mprun.data import Batches, BatchForm, Order, TensorBatches, TensorSet
+from mprun.data import Batches, BatchForm, TensorBatches, TensorOrder, TensorSet
 from mprun.data.batches import place
 
 CPU = torch.device("cpu")
@@ -33,35 +33,35 @@ def batches(samples: int, size: int) -> Batches:
 
 
 def test_an_order_is_a_permutation() -> None:
-    drawn = Order(100, seed=1, shuffle=True).draw()
+    drawn = TensorOrder(100, seed=1, shuffle=True).draw()
     assert drawn is not None
     assert torch.equal(drawn.sort().values, torch.arange(100))
 
 
 def test_an_order_depends_on_the_seed_alone() -> None:
     torch.manual_seed(5)
-    one = Order(100, seed=1, shuffle=True)
+    one = TensorOrder(100, seed=1, shuffle=True)
     first = [one.draw() for _ in range(3)]
     torch.manual_seed(6)
     torch.rand(7)
-    again, other = Order(100, seed=1, shuffle=True), Order(100, seed=2, shuffle=True)
+    again, other = TensorOrder(100, seed=1, shuffle=True), TensorOrder(100, seed=2, shuffle=True)
     assert all(torch.equal(a, again.draw()) for a in first)
     assert not torch.equal(first[0], other.draw())
 
 
 def test_drawing_an_order_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
-    Order(100, seed=1, shuffle=True).draw()
+    TensorOrder(100, seed=1, shuffle=True).draw()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_consecutive_epochs_differ() -> None:
-    order = Order(100, seed=1, shuffle=True)
+    order = TensorOrder(100, seed=1, shuffle=True)
     assert not torch.equal(order.draw(), order.draw())
 
 
 def test_the_state_tells_the_next_order() -> None:
-    order = Order(100, seed=1, shuffle=True)
+    order = TensorOrder(100, seed=1, shuffle=True)
     order.draw()
     generator = torch.Generator()
     generator.set_state(order.state())
@@ -69,7 +69,7 @@ def test_the_state_tells_the_next_order() -> None:
 
 
 def test_without_shuffling_the_order_is_the_stored_one() -> None:
-    order = Order(100, seed=1, shuffle=False)
+    order = TensorOrder(100, seed=1, shuffle=False)
     assert order.draw() is None
     seen = torch.cat([b.parts[0].content[1] for b in batches(10, 4).epoch(order.draw())])
     assert torch.equal(seen, torch.arange(10))
@@ -81,7 +81,7 @@ def test_without_shuffling_the_order_is_the_stored_one() -> None:
 @given(samples=st.integers(0, 40), size=st.integers(1, 45), shuffle=st.booleans())
 def test_batches_partition_the_set(samples: int, size: int, shuffle: bool) -> None:
     cut = batches(samples, size)
-    order = Order(samples, seed=0, shuffle=shuffle).draw()
+    order = TensorOrder(samples, seed=0, shuffle=shuffle).draw()
     found = list(cut.epoch(order))
     assert len(found) == len(cut)
     assert all(b.size == len(b.parts[0].inputs[0]) == len(b.parts[0].content[1]) for b in found)
@@ -106,7 +106,7 @@ def test_the_last_batch_is_partial() -> None:
 @given(skip=st.integers(0, 5), shuffle=st.booleans())
 def test_skipped_batches_are_left_out_and_the_rest_is_as_before(skip: int, shuffle: bool) -> None:
     cut = batches(10, 3)
-    order = Order(10, seed=0, shuffle=shuffle).draw()
+    order = TensorOrder(10, seed=0, shuffle=shuffle).draw()
     whole = [b.parts[0].content[1].tolist() for b in cut.epoch(order)]
     assert [b.parts[0].content[1].tolist() for b in cut.epoch(order, skip)] == whole[skip:]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mprun.data import BatchForm, Order, TensorBatches, TensorSet
+from mprun.data import BatchForm, TensorBatches, TensorOrder, TensorSet
 from mprun.data.generated import draw
 from mprun.recipes.mnist import Mnist
 
@@ -83,7 +83,7 @@ def test_the_mnist_recipe_learns_it_to_over_90_percent(
     model = recipe.model()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9)
     batches = TensorBatches(train, 128, BatchForm(recipe.prepare), CPU)
-    order = Order(len(train), seed=0, shuffle=True).draw()
+    order = TensorOrder(len(train), seed=0, shuffle=True).draw()
     for _, batch in zip(range(300), batches.epoch(order), strict=False):
         optimizer.zero_grad()
         F.cross_entropy(model(batch.parts[0].inputs[0]), batch.parts[0].content[1]).backward()

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.data import Batches, BatchForm, DataRequest, Order, Splits, TensorBatches, TensorSet
+from mprun.data import (
+    Batches,
+    BatchForm,
+    DataRequest,
+    Splits,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
 from mprun.errors import RunFailedError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
@@ -88,7 +96,7 @@ def trainer(
         scheduler=Schedule(),
         precision=Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()),
         train=batches(data, batch),
-        order=Order(n, 0, shuffle=True),
+        order=TensorOrder(n, 0, shuffle=True),
         validation=batches(samples(10), 4),
         test=batches(samples(10), 4),
         clock=HostClock(),

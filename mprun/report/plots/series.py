@@ -126,6 +126,8 @@ def timed(series: RunSeries) -> Column:
 def _epoch(summary: Summary) -> tuple[int, int]:
     """Steps of an epoch, and the samples of its last, partial batch (0 if there is none)."""
     samples, batch = summary.data.train_samples, max(1, summary.batch_size)
+    if samples is None:  # a stream
+        return max(1, round(summary.steps / max(1, summary.epochs or 1))), 0
     return max(1, math.ceil(samples / batch)), samples % batch
 
 
