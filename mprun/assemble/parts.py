@@ -27,6 +27,7 @@ from mprun.data import (
 )
 from mprun.data.batches import place
 from mprun.data.loader_sets import Reading
+from mprun.data.random_states import seed_all
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import RunExceptions
 from mprun.precision import Precision
@@ -134,7 +135,7 @@ def batch_form(plan: Plan) -> BatchForm:
 def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]:
     """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
     config = plan.config
-    torch.manual_seed(config.seed)
+    seed_all(config.seed)
     model = plan.recipe.model()
     plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)

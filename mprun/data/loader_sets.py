@@ -5,8 +5,8 @@
     LoaderSet    a ready `DataLoader`: its batches are the micro-batches of a step
 
 Each makes a `DataLoader` whose random numbers come from one generator, which the run seeds. A ready
-loader and its samplers are copied, so that runs that share it do not disturb each other. Its workers
-start anew in each epoch, so that an epoch can be read again.
+loader and its samplers are copied, so that runs that share it do not disturb each other. Its
+workers start anew in each epoch, so that an epoch can be read again.
 """
 
 from __future__ import annotations

@@ -19,6 +19,13 @@ import torch
 NUMPY_SEEDS = 2**32
 
 
+def seed_all(seed: int) -> None:
+    """Seed PyTorch's, Python's and NumPy's random numbers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % NUMPY_SEEDS)
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers drawn inside on the CPU depend on `seed` alone; all are restored."""

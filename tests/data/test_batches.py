@@ -83,7 +83,7 @@ def test_batches_partition_the_set(samples: int, size: int, shuffle: bool) -> No
     cut = batches(samples, size)
     order = TensorOrder(samples, seed=0, shuffle=shuffle).draw()
     found = list(cut.epoch(order))
-    assert len(found) == len(cut)
+    assert len(found) == cut.length
     assert all(b.size == len(b.parts[0].inputs[0]) == len(b.parts[0].content[1]) for b in found)
     assert [b.size for b in found[:-1]] == [size] * (len(found) - 1)
     visited = [i for b in found for i in b.parts[0].content[1].tolist()]
