@@ -474,3 +474,12 @@ def stored_values(x: Tensor) -> Tensor:
     if x.layout is torch.sparse_coo:
         return x._values()
     return x if x.layout is torch.strided else x.values()
+
+
+def end_workers(batches: object) -> None:
+    """End the processes that an iterator of a `DataLoader` reads with, if it has any, at once.
+
+    They end without it too, but only when the last reference to the iterator is gone, and the
+    traceback of an error is one.
+    """
+    getattr(batches, "_shutdown_workers", lambda: None)()

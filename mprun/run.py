@@ -147,6 +147,12 @@ def _train(
             _restore(recorder, saved["journal"], "journal")
             _restore(exceptions, saved.get("exceptions", {}), "exceptions")
         messages.report(f"resumed at step {trainer.step}")
+        if plan.splits.train.is_stream and trainer.batches_to_skip:
+            messages.report(
+                f"note: the training data are a stream: the {trainer.batches_to_skip:,} batches "
+                "that this epoch has trained on are read again and dropped; the run continues "
+                "exactly only if the stream gives the same samples as before"
+            )
 
     with _ending(everyone, watch), stop.deferred():
         for callback in everyone:

@@ -26,6 +26,7 @@ from mprun.data import (
     TensorSet,
 )
 from mprun.data.batches import place
+from mprun.data.loader_sets import Reading
 from mprun.data.random_states import seed_all
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite import RunExceptions
@@ -105,10 +106,8 @@ def build_batches(
         in_memory: Batches = TensorBatches(placed, size, form, device, micro)
         return in_memory, TensorOrder(len(data), seed, shuffle)
     generator = torch.Generator()
-    loader = data.loader(micro, shuffle, plan.config.data.workers, generator)
-    length = data.batches(micro)
-    accumulate = size // micro
-    batches = LoaderBatches(loader, generator, form, device, accumulate, data.samples, length)
+    reading = Reading(micro, shuffle, plan.config.data.workers, device.type == "cuda")
+    batches = LoaderBatches(data, reading, generator, form, device, size // micro)
     return batches, LoaderOrder(generator, seed)
 
 

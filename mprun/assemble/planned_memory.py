@@ -59,8 +59,8 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
         known = train.device.type != "meta"
         return _resized(train.content, min(rows, len(train)) if known else rows)
     with seeded(EVALUATION_SEED):
-        content = next(iter(train.loader(plan.batch.micro, False, 0, torch.Generator())))
-    size = batch_size(content, plan.batch.micro)
+        content = train.example(plan.batch.micro)
+    size = batch_size(content)
     if train.own_batch_size is None and all(len(x) == size for x in all_tensors(content)):
         return _resized(content, min(rows, train.samples or rows))
     return MicroBatch(content, content, size, size)

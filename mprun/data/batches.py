@@ -12,7 +12,7 @@ for nothing else, so it is the same in every precision mode and on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +55,11 @@ class TensorSet:
     def is_empty(self) -> bool:
         """Whether there are none."""
         return not len(self)
+
+    @property
+    def is_stream(self) -> bool:
+        """Never: the samples are known."""
+        return False
 
     def batches(self, batch_size: int) -> int:
         """Batches of a pass."""
@@ -147,6 +152,10 @@ class Batch(NamedTuple):
         return Batch(parts)
 
 
+Stream = Generator[Batch, None, None]
+"""Batches one after the other; `close` ends what reads them."""
+
+
 class Batches(Protocol):
     """A set of samples, batch by batch."""
 
@@ -170,10 +179,10 @@ class Batches(Protocol):
     def length(self) -> int | None:
         """Batches per epoch; None where that is unknown."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Stream:
         """Batches in the stored order."""
 
-    def epoch(self, order: Any, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, order: Any, skip: int = 0) -> Stream:
         """Batches in an order that `Order.draw` gave, less the first `skip`."""
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
@@ -288,10 +297,10 @@ class TensorBatches:
     def length(self) -> int:
         return self.data.batches(self.batch_size)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Stream:
         return self.epoch(None)
 
-    def epoch(self, order: Tensor | None, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, order: Tensor | None, skip: int = 0) -> Stream:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
         size, total = self.batch_size, len(self.data)
         if order is not None:
@@ -372,15 +381,18 @@ def _to(value: Any, device: torch.device) -> Any:
 
 
 def _inputs(content: Any) -> Any:
-    if not isinstance(content, tuple) or len(content) < 2:
+    if not isinstance(content, tuple | list) or len(content) < 2:
         return content
     return content[0] if len(content) == 2 else content[:-1]
 
 
 def _with_inputs(content: Any, convert: Convert) -> Any:
-    """`content` with `convert` applied to its inputs: all but the last item of a tuple."""
-    if not isinstance(content, tuple) or len(content) < 2:
+    """`content` with `convert` applied to its inputs: all but the last item of a tuple.
+
+    A list counts as one, because PyTorch's collation makes lists of pairs.
+    """
+    if not isinstance(content, tuple | list) or len(content) < 2:
         return convert(content)
     *inputs, last = content
     converted = (convert(inputs[0]),) if len(inputs) == 1 else convert(tuple(inputs))
-    return (*converted, last)
+    return [*converted, last] if isinstance(content, list) else (*converted, last)

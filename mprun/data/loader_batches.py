@@ -3,33 +3,48 @@
 A batch of the loader is one micro-batch; a step takes as many as the run accumulates. The order of
 samples comes from one generator, seeded by the run: what a raw loop gets from
 `DataLoader(..., generator=torch.Generator().manual_seed(seed))`. All other random numbers that data
-code draws are those of the batch (`random_states.py`). So an epoch that is read again from its
-start gives the same samples, and a resumed run continues exactly: it reads the epoch's first
-batches again and drops them.
+code draws are those of the batch (`random_states.py`), or of a worker in this epoch. So an epoch
+that is read again from its start gives the same samples, and a resumed run continues exactly: it
+reads the epoch's first batches again and drops them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from mprun.data.batches import Batch, BatchForm, MicroBatch
+from mprun._torch import end_workers
+from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, rows
+from mprun.data.loader_sets import LoadedSet, Reading
 from mprun.data.random_states import seeded
+from mprun.data.worker_errors import explained
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""
 LARGEST_SEED = 2**62
+_EPOCH_BYTES = 8
+
+
+class Epoch(NamedTuple):
+    """What decides the samples of an epoch, beside the generator's state."""
+
+    seed: int
+    """Of what data code draws."""
+    number: int
+    """From 0, for samplers with `set_epoch`."""
 
 
 class LoaderOrder:
     """The order in which an epoch visits the samples of a loader; its state is the generator's.
+
+    The generator moves on while an epoch is read, as in a raw loop.
 
     Args:
         generator: the loader's.
@@ -38,60 +53,72 @@ class LoaderOrder:
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:
         self._generator = generator.manual_seed(seed)
+        self._epoch = 0
 
     def state(self) -> Tensor:
-        """The generator's state: what the next epoch depends on."""
-        return self._generator.get_state()
+        """The generator's state and the number of epochs: what the next epoch depends on."""
+        epoch = torch.tensor(list(self._epoch.to_bytes(_EPOCH_BYTES, "little")), dtype=torch.uint8)
+        return torch.cat([self._generator.get_state(), epoch])
 
     def restore(self, state: Tensor, drawn: bool) -> None:
-        """Go back to `state`; states of loaders are always those before the next epoch."""
-        self._generator.set_state(state)
+        """Go back to `state`, which no epoch was read from since."""
+        self._generator.set_state(state[:-_EPOCH_BYTES].clone())
+        self._epoch = int.from_bytes(bytes(state[-_EPOCH_BYTES:].tolist()), "little")
 
-    def draw(self) -> int:
-        """The seed of what data code draws in the next epoch."""
+    def draw(self) -> Epoch:
+        """What decides the next epoch."""
         copy = torch.Generator()
         copy.set_state(self._generator.get_state())
-        return int(torch.randint(LARGEST_SEED, (), generator=copy))
+        self._epoch += 1
+        seed = int(torch.randint(LARGEST_SEED, (), generator=copy))
+        return Epoch(seed, self._epoch - 1)
 
 
 class LoaderBatches:
     """The batches of a loader, on the training device.
 
     Args:
-        loader: gives micro-batches.
-        generator: gives the loader's random numbers.
+        data: makes the loader.
+        reading: how it reads.
+        generator: gives the random order of samples.
         form: makes of a micro-batch what the model takes.
         device: where batches are needed.
         accumulate: micro-batches per step.
-        samples: how many samples there are; None for a stream.
-        length: micro-batches of an epoch; None where that is unknown.
     """
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        data: LoadedSet,
+        reading: Reading,
         generator: torch.Generator,
         form: BatchForm,
         device: torch.device,
         accumulate: int = 1,
-        samples: int | None = None,
-        length: int | None = None,
     ) -> None:
-        self.device = device
-        self.samples = samples
-        self.batch_size = None if loader.batch_size is None else loader.batch_size * accumulate
-        self.length = None if length is None else -(-length // accumulate)
-        self._loader, self._generator = loader, generator
+        self.data, self.device = data, device
+        size = reading.batch_size if data.own_batch_size is None else data.fixed_batch_size
+        self.batch_size = None if size is None else size * accumulate
+        self._reading, self._generator = reading, generator
         self._form, self._accumulate = form, accumulate
+        self._structure: str | None = None
+
+    @property
+    def samples(self) -> int | None:
+        return self.data.samples
 
     @property
     def is_empty(self) -> bool:
-        return self.samples == 0
+        return self.data.is_empty
 
-    def __iter__(self) -> Iterator[Batch]:
+    @property
+    def length(self) -> int | None:
+        micro_batches = self.data.batches(self._reading.batch_size)
+        return None if micro_batches is None else -(-micro_batches // self._accumulate)
+
+    def __iter__(self) -> Stream:
         return self.epoch(None)
 
-    def epoch(self, order: int | None, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, order: Epoch | None, skip: int = 0) -> Stream:
         """The batches of an epoch, less the first `skip`, which are read and dropped.
 
         Args:
@@ -101,68 +128,142 @@ class LoaderBatches:
         Raises:
             RunFailedError: the data ended before the first batch that is wanted.
         """
-        if order is None:
-            self._generator.manual_seed(EVALUATION_SEED)
-            order = EVALUATION_SEED
         contents = self._contents(order)
-        dropped = sum(1 for _ in itertools.islice(contents, skip * self._accumulate))
-        if dropped < skip * self._accumulate:
-            raise RunFailedError(
-                f"the data gave {dropped:,} batches in this epoch, and the run that is resumed had "
-                f"taken {skip * self._accumulate:,}: it can be resumed only on the same data"
-            )
-        micro_batches = map(self._micro_batch, contents)
-        while parts := tuple(itertools.islice(micro_batches, self._accumulate)):
-            yield Batch(parts)
+        try:
+            self._drop(contents, skip * self._accumulate)
+            empty = not skip
+            while parts := self._step(contents):
+                empty = False
+                yield Batch(parts)
+            if empty:
+                raise RunFailedError(
+                    "the data gave no batch: legal is a data set with samples, and a batch size "
+                    "that drop_last leaves a batch of"
+                )
+        finally:
+            contents.close()
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
-        return [batch.parts[0] for batch in itertools.islice(self, wanted)]
+        """At most `wanted` micro-batches; one that cannot be cut may have more samples."""
+        reading = self._reading._replace(shuffle=False)
+        if self.data.own_batch_size is None:
+            known = self.samples or wanted * at_most
+            size = max(1, min(at_most, known // min(wanted, known)))
+            reading = reading._replace(batch_size=size)
+        cut = LoaderBatches(self.data, reading, self._generator, self._form, self.device)
+        stream = iter(cut)
+        try:
+            parts = [batch.parts[0] for batch in itertools.islice(stream, wanted)]
+        finally:
+            stream.close()
+        return [_cut(part, at_most) for part in parts]
 
-    def _contents(self, seed: int) -> Iterator[Any]:
+    def _drop(self, contents: Iterator[Any], wanted: int) -> None:
+        dropped = sum(1 for _ in itertools.islice(contents, wanted))
+        if dropped < wanted:
+            raise RunFailedError(
+                f"the data gave {dropped:,} batches in this epoch, and the run that is resumed had "
+                f"taken {wanted:,}: it can be resumed only with the same data"
+            )
+
+    def _step(self, contents: Iterator[Any]) -> tuple[MicroBatch, ...]:
+        """The micro-batches of the next step; the last step of an epoch may have fewer."""
+        return tuple(map(self._micro_batch, itertools.islice(contents, self._accumulate)))
+
+    def _contents(self, order: Epoch | None) -> Generator[Any, None, None]:
         """What the loader yields, each batch with random numbers of its own."""
-        with seeded(seed):
-            source = iter(self._loader)
-        for number in itertools.count(1):
-            with seeded((seed + number) % LARGEST_SEED):
-                try:
-                    content = next(source)
-                except StopIteration:
+        generator, epoch = self._generator, order
+        if epoch is None:
+            generator = torch.Generator().manual_seed(EVALUATION_SEED)
+            epoch = Epoch(EVALUATION_SEED, 0)
+        loader = self.data.loader(self._reading, generator, epoch.number)
+        with seeded(epoch.seed), explained():
+            source = iter(loader)
+        most = self.data.batches(self._reading.batch_size)
+        try:
+            for number in itertools.count(1):
+                if most is not None and number > most:
                     return
-            yield content
+                with seeded((epoch.seed + number) % LARGEST_SEED), explained():
+                    try:
+                        content = next(source)
+                    except StopIteration:
+                        return
+                yield content
+        finally:
+            end_workers(source)
 
     def _micro_batch(self, content: Any) -> MicroBatch:
-        size = batch_size(content, self._loader.batch_size)
-        content = map_tensors(lambda x: x.to(self.device), content)
+        self._check(content)
+        size, on_cuda = batch_size(content), self.device.type == "cuda"
+        content = map_tensors(lambda x: x.to(self.device, non_blocking=on_cuda), content)
         content = self._form.prepared(content)
         return self._form.micro_batch(content, self._form.convert(content), size)
 
+    def _check(self, content: Any) -> None:
+        found = structure(content)
+        self._structure = self._structure or found
+        if found != self._structure:
+            raise RunFailedError(
+                f"the data gave a batch that is {found}, after one that was {self._structure}; "
+                "legal are batches of one structure"
+            )
 
-def batch_size(content: Any, expected: int | None = None) -> int:
+
+def structure(content: Any) -> str:
+    """What a batch is, as text: its kind, its keys or the number of its items."""
+    if isinstance(content, Mapping):
+        return f"a {type(content).__name__} of {', '.join(map(str, content))}"
+    if isinstance(content, tuple):
+        return f"a {type(content).__name__} of {len(content)}"
+    return f"a {type(content).__name__}"
+
+
+def batch_size(content: Any) -> int:
     """Samples in a batch that a loader made.
 
-    They are the common length of its tensors; in a batch that lists its samples (of a detector, for
-    example: a list of images and a list of targets), the common length of its items.
-
-    Args:
-        content: the batch.
-        expected: the loader's batch size, which decides where both are possible.
+    They are the length of the first tensor that is an item of the batch; without one, of the first
+    list: a detector's batch lists its images and its targets. A list of mappings with the same keys
+    is a list of samples.
     """
-    lengths = {len(x) if x.dim() else 0 for x in all_tensors(content)}
-    by_tensors = lengths.pop() if len(lengths) == 1 else None
-    by_items = _length_of_items(content)
-    known = [n for n in (by_tensors, by_items) if n]
-    if not known:
-        return expected or 1
-    return expected if expected in known else known[0]
+    if isinstance(content, Tensor):
+        return len(content) if content.dim() else 1
+    items = _items(content)
+    if items is None:
+        return 1
+    if isinstance(content, list) and _are_samples(items):
+        return len(items)
+    for item in items:
+        if isinstance(item, Tensor) and item.dim():
+            return len(item)
+    for item in items:
+        if isinstance(item, list | tuple):
+            return len(item)
+        if _items(item):
+            return batch_size(item)
+    return max(1, len(items)) if isinstance(content, list) else 1
 
 
-def _length_of_items(content: Any) -> int | None:
-    """The common length of the lists and tuples that a batch consists of."""
-    items = list(content.values()) if isinstance(content, dict) else content
-    if not isinstance(items, tuple | list):
-        return None
-    lists = [x for x in items if isinstance(x, tuple | list)]
-    if not lists:
-        return len(items) if isinstance(content, list) and len(items) > 2 else None
-    lengths = {len(x) for x in lists}
-    return lengths.pop() if len(lengths) == 1 else None
+def _items(value: Any) -> list[Any] | None:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, tuple | list):
+        return list(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, f.name, None) for f in fields(value)]
+    return None
+
+
+def _are_samples(items: list[Any]) -> bool:
+    if not items or not all(isinstance(x, Mapping) for x in items):
+        return False
+    return all(set(x) == set(items[0]) for x in items)
+
+
+def _cut(part: MicroBatch, at_most: int) -> MicroBatch:
+    """At most that many samples of a micro-batch, where its tensors say which they are."""
+    values = all_tensors((part.content, part.inputs))
+    if part.size <= at_most or any(not x.dim() or len(x) != part.size for x in values):
+        return part
+    content, inputs = rows(part.content, 0, at_most), rows(part.inputs, 0, at_most)
+    return MicroBatch(content, inputs, at_most, part.weight * at_most / part.size)

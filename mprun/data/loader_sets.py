@@ -5,21 +5,24 @@
     LoaderSet    a ready `DataLoader`: its batches are the micro-batches of a step
 
 Each makes a `DataLoader` whose random numbers come from one generator, which the run seeds. A ready
-loader is made again with the same settings, so that the user's is not changed; one of a class that
-iterates in its own way is used as it is.
+loader and its samplers are copied, so that runs that share it do not disturb each other. Its
+workers start anew in each epoch, so that an epoch can be read again.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -29,6 +32,22 @@ from torch.utils.data import (
     Subset,
 )
 
+from mprun.data.random_states import seeded
+from mprun.errors import UsageError
+
+
+class Reading(NamedTuple):
+    """How the samples of a set are read that does not decide it itself."""
+
+    batch_size: int
+    """Samples of a micro-batch."""
+    shuffle: bool = False
+    """Visit the samples in random order."""
+    workers: int = 0
+    """Processes that read samples."""
+    pin: bool = False
+    """Put batches into memory that a GPU copies from directly."""
+
 
 @dataclass(frozen=True)
 class LoadedSet(ABC):
@@ -36,8 +55,16 @@ class LoadedSet(ABC):
 
     nbytes = 0
     """None of them are kept in memory."""
-    own_batch_size: int | None = None
-    """The batch size that the samples come in; None: the run's."""
+
+    @property
+    def own_batch_size(self) -> int | None:
+        """The size of the batches that the samples come in; None: the run decides it."""
+        return None
+
+    @property
+    def fixed_batch_size(self) -> int | None:
+        """The same, where all batches but the last have it."""
+        return self.own_batch_size
 
     @property
     @abstractmethod
@@ -68,20 +95,25 @@ class LoadedSet(ABC):
 
     @abstractmethod
     def loader(
-        self, batch_size: int, shuffle: bool, workers: int, generator: torch.Generator
+        self, reading: Reading, generator: torch.Generator, epoch: int = 0
     ) -> DataLoader[Any]:
-        """A loader of micro-batches.
+        """A loader of micro-batches for one pass.
 
         Args:
-            batch_size: samples of each, unless the set has its own.
-            shuffle: visit the samples in random order, unless the set has its own.
-            workers: processes that read samples, unless the set has its own.
-            generator: gives all random numbers.
+            reading: how to read, unless the set decides it.
+            generator: gives the order of samples and the seeds of workers.
+            epoch: the number of the pass, for samplers with `set_epoch`.
         """
 
     @abstractmethod
     def batches(self, batch_size: int) -> int | None:
         """Micro-batches of a pass; None where that is unknown."""
+
+    def example(self, batch_size: int) -> Any:
+        """The first batch, or None where there is none; it is read here, without workers."""
+        with seeded(0):
+            loader = self.loader(Reading(batch_size), torch.Generator().manual_seed(0))
+            return next(iter(_copy(loader, num_workers=0, prefetch_factor=None, timeout=0)), None)
 
 
 @dataclass(frozen=True)
@@ -95,21 +127,22 @@ class DatasetSet(LoadedSet):
         return len(self.dataset)
 
     def first(self, n: int | None) -> DatasetSet:
-        return self if n is None else self.select(range(min(n, self.samples)))
+        return self if n is None or n >= self.samples else self.select(range(n))
 
     def select(self, index: Sequence[int]) -> DatasetSet:
         return replace(self, dataset=Subset(self.dataset, index))
 
     def loader(
-        self, batch_size: int, shuffle: bool, workers: int, generator: torch.Generator
+        self, reading: Reading, generator: torch.Generator, epoch: int = 0
     ) -> DataLoader[Any]:
         return DataLoader(
             self.dataset,
-            batch_size,
-            shuffle=shuffle,
-            num_workers=workers,
+            reading.batch_size,
+            shuffle=reading.shuffle,
+            num_workers=reading.workers,
             generator=generator,
             worker_init_fn=_WorkerStart(None),
+            pin_memory=reading.pin,
         )
 
     def batches(self, batch_size: int) -> int:
@@ -118,7 +151,7 @@ class DatasetSet(LoadedSet):
 
 @dataclass(frozen=True)
 class StreamSet(LoadedSet):
-    """An iterable data set."""
+    """An iterable data set. One process reads it: each worker would read the whole stream."""
 
     dataset: Any = ()
     limit: int | None = None
@@ -134,16 +167,12 @@ class StreamSet(LoadedSet):
         return self if n is None else replace(self, limit=n)
 
     def loader(
-        self, batch_size: int, shuffle: bool, workers: int, generator: torch.Generator
+        self, reading: Reading, generator: torch.Generator, epoch: int = 0
     ) -> DataLoader[Any]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
         dataset = self.dataset if self.limit is None else _FirstOf(self.dataset, self.limit)
-        return DataLoader(
-            dataset,
-            batch_size,
-            num_workers=workers if self.limit is None else 0,
-            generator=generator,
-            worker_init_fn=_WorkerStart(None),
-        )
+        return DataLoader(dataset, reading.batch_size, generator=generator, pin_memory=reading.pin)
 
     def batches(self, batch_size: int) -> None:
         return None
@@ -154,84 +183,134 @@ class LoaderSet(LoadedSet):
     """A ready `DataLoader`."""
 
     given: Any = None
+    most: int | None = None
+    """At most this many batches."""
+
+    @cached_property
+    def own_batch_size(self) -> int:
+        """The loader's; where its batches have several sizes, that of the first one."""
+        loader = self.given
+        known = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(known, int):
+            return known
+        from mprun.data.loader_batches import batch_size
+
+        return batch_size(self.example(1))
+
+    @property
+    def fixed_batch_size(self) -> int | None:
+        return None if self.given.batch_size is None else self.own_batch_size
 
     @property
     def samples(self) -> int | None:
-        loader = self.given
-        if isinstance(loader.dataset, IterableDataset) or self.batches(1) is None:
+        loader, batches = self.given, self.batches(1)
+        if isinstance(loader.dataset, IterableDataset) or batches is None:
             return None
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        known = _length(getattr(sampler, "sampler", sampler))
-        if known is None or not _is_plain(loader.batch_sampler):
-            known = _length(loader.dataset)
-        if known is not None and loader.drop_last and loader.batch_size:
-            known -= known % loader.batch_size
-        return known
+        if loader.batch_sampler is None:  # the data set gives batches
+            return None
+        is_plain = type(loader.batch_sampler) is BatchSampler
+        known = _length(loader.batch_sampler.sampler if is_plain else loader.dataset)
+        if known is None or not (is_plain and loader.batch_size):
+            return known
+        most = batches * loader.batch_size
+        return min(known, most)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.batches(1) == 0
+
+    @property
+    def is_stream(self) -> bool:
+        return isinstance(self.given.dataset, IterableDataset)
 
     def batches(self, batch_size: int) -> int | None:
-        return _length(self.given)
+        known = _length(self.given)
+        if self.most is None or known is None:
+            return self.most if known is None else known
+        return min(known, self.most)
 
     def first(self, n: int | None) -> LoadedSet:
-        if n is None:
+        """The first `n` samples, or as many whole batches of another sampler's as contain them."""
+        if n is None or (self.samples is not None and n >= self.samples):
             return self
         if n == 0:
             return NOTHING
-        known = self.samples
-        part = None if known is not None and n >= known else self.select(range(n))
-        return self if part is None else part
+        return self.select(range(n)) or replace(self, most=-(-n // self.own_batch_size))
 
     def select(self, index: Sequence[int]) -> LoadedSet | None:
         loader = self.given
-        shuffles = type(loader.sampler) is RandomSampler and not loader.sampler.replacement
-        in_order = type(loader.sampler) is SequentialSampler
-        if isinstance(loader.dataset, IterableDataset) or not (shuffles or in_order):
+        sampler = loader.sampler
+        shuffles = type(sampler) is RandomSampler and not sampler.replacement
+        if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
             return None
-        if not _is_plain(loader.batch_sampler):
+        if self.most is not None or not (shuffles or type(sampler) is SequentialSampler):
             return None
-        part: Dataset[Any] = Subset(loader.dataset, index)
-        settings = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        made = DataLoader(part, shuffle=shuffles, **settings, **_settings(loader))
-        return replace(self, given=made)
+        part: Subset[Any] = Subset(loader.dataset, index)
+        own: Sampler[int] = RandomSampler(part) if shuffles else SequentialSampler(part)
+        batches = BatchSampler(own, loader.batch_size, loader.drop_last)
+        return replace(self, given=_copy(loader, dataset=part, sampler=own, batch_sampler=batches))
 
     def loader(
-        self, batch_size: int, shuffle: bool, workers: int, generator: torch.Generator
+        self, reading: Reading, generator: torch.Generator, epoch: int = 0
     ) -> DataLoader[Any]:
-        loader = self.given
-        for sampler in _samplers(loader):
-            if hasattr(sampler, "generator"):
-                sampler.generator = generator
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            loader.generator = generator
-            return loader  # type: ignore[no-any-return]
-        own: dict[str, Any] = {"generator": generator, **_settings(loader)}
-        if isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            own |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            if not isinstance(loader.dataset, IterableDataset):
-                own["sampler"] = loader.sampler
+        given = self.given
+        own: dict[str, Any] = {
+            "generator": generator,
+            "persistent_workers": False,
+            "in_order": True,
+            "worker_init_fn": _WorkerStart(given.worker_init_fn),
+        }
+        if self.is_stream:
+            if hasattr(given.dataset, "set_epoch"):
+                given.dataset.set_epoch(epoch)
         else:
-            own["batch_sampler"] = loader.batch_sampler
-        return DataLoader(loader.dataset, **own)
+            own["sampler"] = _seeded(given.sampler, generator, epoch)
+            own["batch_sampler"] = _batch_sampler(given, own["sampler"], generator, epoch)
+        return _copy(given, **own)
 
 
 NOTHING = DatasetSet()
 """A part without samples."""
 
 
-def loaded_set(part: Any) -> LoadedSet | None:
+def loaded_set(part: Any, name: str = "train") -> LoadedSet | None:
     """The set of a data set or a loader; None for anything else.
 
     A Hugging Face data set without a format gives tensors.
+
+    Args:
+        part: what a recipe's `data` gave.
+        name: of the part.
+
+    Raises:
+        UsageError: it cannot be read twice in the same way.
     """
     if isinstance(part, LoadedSet):
         return part
     if isinstance(part, DataLoader):
-        return LoaderSet(own_batch_size=part.batch_size, given=part)
+        _check_stream(part.dataset, name)
+        return LoaderSet(given=part)
     part = _in_torch_format(part)
     if isinstance(part, IterableDataset):
+        _check_stream(part, name)
         return StreamSet(dataset=part)
-    if isinstance(part, Dataset | list) or _is_map_style(part):
+    if isinstance(part, Dataset) or _is_map_style(part):
+        if _length(part) is None:
+            kind = type(part).__name__
+            raise UsageError(
+                f"data(): {name} is a {kind} without __len__; legal is a Dataset with __len__ and "
+                "__getitem__, or an IterableDataset with __iter__"
+            )
         return DatasetSet(dataset=part)
     return None
+
+
+def _check_stream(dataset: Any, name: str) -> None:
+    if isinstance(dataset, IterableDataset) and hasattr(type(dataset), "__next__"):
+        raise UsageError(
+            f"data(): {name} is a {type(dataset).__name__}, an iterator that gives its samples "
+            "once; legal is an IterableDataset whose __iter__ begins anew for each epoch and run"
+        )
 
 
 def _is_map_style(part: Any) -> bool:
@@ -249,32 +328,36 @@ def _in_torch_format(part: Any) -> Any:
     )
 
 
-def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What a loader made again keeps. Workers start anew in each epoch, which can be redone."""
-    return {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": _WorkerStart(loader.worker_init_fn),
-        "multiprocessing_context": loader.multiprocessing_context,
-        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
-    }
+def _copy(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """A copy of a loader; PyTorch lets no one assign to some of its attributes."""
+    copied = copy.copy(loader)
+    vars(copied).update(changes)
+    return copied
 
 
-def _samplers(loader: DataLoader[Any]) -> Iterator[Any]:
-    if isinstance(loader.dataset, IterableDataset):
-        return
-    yield loader.sampler
-    if loader.batch_sampler is not None:
-        yield loader.batch_sampler
-        if hasattr(loader.batch_sampler, "sampler"):
-            yield loader.batch_sampler.sampler
+def _seeded(sampler: Any, generator: torch.Generator, epoch: int) -> Any:
+    """A copy of a sampler that draws from `generator`."""
+    copied = copy.copy(sampler)
+    if hasattr(copied, "generator"):
+        copied.generator = generator
+    if hasattr(copied, "set_epoch"):
+        copied.set_epoch(epoch)
+    return copied
 
 
-def _is_plain(batch_sampler: Sampler[list[int]] | Any) -> bool:
-    """Whether batches are cut from the sampler's order, and nothing else."""
-    return batch_sampler is None or type(batch_sampler) is torch.utils.data.BatchSampler
+def _batch_sampler(
+    loader: DataLoader[Any], sampler: Any, generator: torch.Generator, epoch: int
+) -> Any:
+    """A copy of the loader's, which takes its samples from `sampler` or from a copy of its own."""
+    if loader.batch_sampler is None:
+        return None
+    copied = _seeded(loader.batch_sampler, generator, epoch)
+    inner = getattr(copied, "sampler", None)
+    if inner is loader.sampler:
+        copied.sampler = sampler
+    elif isinstance(inner, Sampler):
+        copied.sampler = _seeded(inner, generator, epoch)
+    return copied
 
 
 def _length(value: Any) -> int | None:
@@ -293,6 +376,8 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         if self.then is not None:
             self.then(worker)
 

@@ -29,8 +29,7 @@ def seed_all(seed: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Random numbers drawn inside on the CPU depend on `seed` alone; all are restored."""
-    saved = saved_states()
-    torch_state = torch.get_rng_state()
+    python, numpy_, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
@@ -38,7 +37,8 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(torch_state)
-        restore_states(saved)
+        np.random.set_state(numpy_)
+        random.setstate(python)
 
 
 def saved_states() -> dict[str, Any]:

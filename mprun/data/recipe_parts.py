@@ -1,7 +1,8 @@
 """What a recipe's `data` gives, as splits: {"train": part, "validation": part, "test": part}.
 
 A part is a tuple or a mapping of tensors with samples along dimension 0, nested as a batch is to
-be; a tuple of parts in this order may replace the mapping. Without `validation` a tenth of the
+be; or a data set, a stream or a `DataLoader` (`loader_sets.py`). A tuple of parts in this order may
+replace the mapping. Without `validation` a tenth of the
 training samples is held out. It is drawn at random, because samples are often sorted, and is the
 same for every seed, so that runs are judged by the same samples.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.batches import TensorSet
+from mprun.data.loader_sets import NOTHING, LoadedSet, loaded_set
 from mprun.data.sources import DataRequest, Splits
 from mprun.errors import UsageError, hint
 from mprun.nested import leaves
@@ -23,6 +25,7 @@ NAMES = ("train", "validation", "test")
 FORM = 'return {"train": (inputs, targets)}, and "validation" and "test" if there are any'
 HELD_OUT = 0.1
 """Share of the training samples that validates where the recipe has no validation data."""
+NOT_VALIDATED = 'no "validation": nothing is validated; "validation": None says that it is meant so'
 SOURCE = "recipe"
 
 
@@ -44,8 +47,7 @@ def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
     if "train" not in given:
         raise UsageError(f"data() gives no training samples; {FORM}")
     train, notice = given["train"], None
-    none = train.first(0)
-    validation, test = given.get("validation", none), given.get("test", none)
+    validation, test = given.get("validation", NOTHING), given.get("test", NOTHING)
     if "validation" not in named:
         train, validation, notice = _held_out(train, request.validation_fraction)
     elif request.validation_fraction:
@@ -87,15 +89,18 @@ def _by_name(parts: Any) -> dict[str, Any]:
     return dict(zip(NAMES, parts, strict=False))
 
 
-def _as_set(part: Any, key: str) -> TensorSet:
+def _as_set(part: Any, key: str) -> TensorSet | LoadedSet:
     """A part as samples."""
     if isinstance(part, TensorSet):
         return part
     if isinstance(part, Tensor | tuple | Mapping):
         return _in_memory(part, key)
+    loaded = loaded_set(part, key)
+    if loaded is not None:
+        return loaded
     raise UsageError(
-        f"data() gives a {type(part).__name__} as {key}; legal is a tuple or a dict of tensors; "
-        f"{FORM}"
+        f"data() gives a {type(part).__name__} as {key}; legal is a tuple or a dict of tensors, a "
+        f"Dataset or a DataLoader; {FORM}"
     )
 
 
@@ -128,22 +133,34 @@ def _in_memory(content: Any, key: str) -> TensorSet:
     return TensorSet(content)
 
 
-def _held_out(train: TensorSet, share: float) -> tuple[TensorSet, TensorSet, str | None]:
+def _held_out(
+    train: TensorSet | LoadedSet, share: float
+) -> tuple[TensorSet | LoadedSet, TensorSet | LoadedSet, str | None]:
     """The training samples without the held-out ones, those, and what the user has to know."""
-    total = len(train)
+    total = train.samples
     if total == 1:
-        notice = (
-            'data() gives one training sample and no "validation": nothing is validated; '
-            '"validation": None says that it is meant so'
-        )
-        return train, train.first(0), notice
+        return train, NOTHING, f"data() gives one training sample and {NOT_VALIDATED}"
+    if total == 0:
+        return train, NOTHING, None
+    index = None if total is None else _order(total, share)
+    kept, out = (None, None) if index is None else (_rows(train, i) for i in index)
+    if kept is None or out is None:
+        kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
+        return train, NOTHING, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
+    return kept, out, None
+
+
+def _order(total: int, share: float) -> tuple[Tensor, Tensor]:
+    """The places of the samples that train, and of those that are held out."""
     held_out = max(1, round(total * (share or HELD_OUT)))
-    if held_out >= total > 0:
+    if held_out >= total:
         raise UsageError(f"data.validation_fraction={share} leaves no training sample")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    out, kept = order[:held_out].sort().values, order[held_out:].sort().values
+    return order[held_out:].sort().values, order[:held_out].sort().values
 
-    def rows(index: Tensor) -> TensorSet:
+
+def _rows(train: TensorSet | LoadedSet, index: Tensor) -> TensorSet | LoadedSet | None:
+    """The samples at these places; None where they cannot be told apart."""
+    if isinstance(train, TensorSet):
         return train.map(lambda x: x.index_select(0, index.to(x.device)))
-
-    return rows(kept), rows(out), None
+    return train.select(index.tolist())

@@ -123,7 +123,7 @@ class Study:
         for o in outcomes:
             if o.trial.variant == self.baseline and o.error is None and o.summary is not None:
                 held_out = o.summary.data.validation_samples
-                return o.summary.variant_hash, Split.validation if held_out else Split.train
+                return o.summary.variant_hash, Split.train if held_out == 0 else Split.validation
         if self.baseline not in {o.trial.variant for o in outcomes}:
             raise RunFailedError(
                 f"the budget ended before a run of {self.baseline}, the baseline, was complete; "

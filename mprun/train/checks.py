@@ -99,11 +99,16 @@ def partial_scores_warning(summary: Summary) -> str | None:
         others = f" (and of {len(epochs) - 1} more epochs)" if len(epochs) > 1 else ""
         texts.append(
             f"validation of epoch {last.epoch}{others} used the first "
-            f"{last.validation.samples:,} of {sizes.validation_samples:,}"
+            f"{last.validation.samples:,} of {_count(sizes.validation_samples)}"
         )
     if summary.test.samples is not None:
-        texts.append(f"the test used the first {summary.test.samples:,} of {sizes.test_samples:,}")
+        total = _count(sizes.test_samples)
+        texts.append(f"the test used the first {summary.test.samples:,} of {total}")
     return f"{PARTIAL}{', '.join(texts)}; these scores are partial" if texts else None
+
+
+def _count(samples: int | None) -> str:
+    return "a stream" if samples is None else f"{samples:,}"
 
 
 def over_time_warning(summary: Summary, limit_s: float | None) -> str | None:

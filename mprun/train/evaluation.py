@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -65,8 +65,8 @@ class Evaluator:
         sums, readback, samples, is_part = Sums(), readback_for(batches.device), 0, False
         metrics, sizes = MetricPass(self._metrics, batches.device), []
         self._model.eval()
-        with torch.no_grad():
-            for batch in batches:
+        with torch.no_grad(), closing(iter(batches)) as stream:
+            for batch in stream:
                 if samples and time.perf_counter() >= until:
                     is_part = True
                     break

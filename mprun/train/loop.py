@@ -142,6 +142,7 @@ class Trainer:
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
         self._in_epoch = False
+        self._read_whole_epoch = False
         self._batches_done = 0
         self._order_state = parts.order.state()
 
@@ -151,6 +152,11 @@ class Trainer:
 
     def _new_metric_pass(self) -> MetricPass:
         return MetricPass(self._metrics, self.parts.train.device)
+
+    @property
+    def batches_to_skip(self) -> int:
+        """Batches of the current epoch that were trained on before the run was resumed."""
+        return self._batches_done if self._in_epoch else 0
 
     def limit(self, limits: Limits) -> None:
         """Set when the next `fit` ends."""
@@ -199,7 +205,7 @@ class Trainer:
         if not self._in_epoch:
             self.epoch += 1
             self._order_state, self._batches_done = self.parts.order.state(), 0
-            self._in_epoch = True
+            self._in_epoch, self._read_whole_epoch = True, False
             self._metric_pass = self._new_metric_pass()
         self._train_epoch()
         if self._finished():
@@ -251,6 +257,7 @@ class Trainer:
             "metrics": self._metric_pass.state_dict(),
             "last_scores": {**vars(last), "metrics": last.metrics or {}},
             "order": self._order_state,
+            "next_order": parts.order.state(),
             "model": parts.model.state_dict(),
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
@@ -278,7 +285,11 @@ class Trainer:
         parts.optimizer.load_state_dict(state["optimizer"])
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
-        parts.order.restore(self._order_state, drawn=not self._in_epoch and self.epoch > 0)
+        if self._in_epoch or "next_order" not in state:  # older checkpoints lack it
+            drawn = not self._in_epoch and self.epoch > 0
+            parts.order.restore(self._order_state, drawn)
+        else:
+            parts.order.restore(state["next_order"], drawn=False)
         torch.set_rng_state(state["rng"])
         if "host_rng" in state:  # older checkpoints have none
             restore_states(state["host_rng"])
@@ -291,31 +302,37 @@ class Trainer:
         return done or self._time.is_training_over()
 
     def _train_epoch(self) -> None:
-        parts, clock, watch = self.parts, self.parts.clock, self._watch
+        parts, watch = self.parts, self._watch
         asked_at = watch.switch("data")
         if not parts.model.training:
             parts.model.train()
-        batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
-        while not self._finished() and (batch := next(batches, None)) is not None:
-            batch = batch.trained
-            ready_at = watch.switch("compute")
-            lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
-            clock.start()
-            result = self.optimizer_step(batch)
-            clock.stop()
-            self._time.step_s = watch.switch("metrics") - ready_at
-            self.step += 1
-            self._batches_done += 1
-            correct = count_correct(parts.recipe, result.outputs, batch)
-            scalars = Scalars(result.loss, correct, scale, result.skipped, result.parts)
-            parts.readback.put(scalars)
-            self._metric_pass.add(result.outputs, batch, result.skipped)
-            waited_ms = (ready_at - asked_at) * 1e3
-            self._pending.append(
-                _Pending(self.step, self.epoch, batch.size, batch.weight, lr, waited_ms)
-            )
-            self._between_steps()
-            asked_at = watch.switch("data")
+        epoch = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
+        with contextlib.closing(epoch) as batches:
+            while not self._finished():
+                if (batch := next(batches, None)) is None:
+                    self._read_whole_epoch = True
+                    break
+                self._train_on(batch.trained, asked_at)
+                asked_at = watch.switch("data")
+
+    def _train_on(self, batch: Batch, asked_at: float) -> None:
+        """Take a step on a batch that was asked for at a reading of `time.perf_counter`."""
+        parts, clock, watch = self.parts, self.parts.clock, self._watch
+        ready_at = watch.switch("compute")
+        lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
+        clock.start()
+        result = self.optimizer_step(batch)
+        clock.stop()
+        self._time.step_s = watch.switch("metrics") - ready_at
+        self.step += 1
+        self._batches_done += 1
+        correct = count_correct(parts.recipe, result.outputs, batch)
+        parts.readback.put(Scalars(result.loss, correct, scale, result.skipped, result.parts))
+        self._metric_pass.add(result.outputs, batch, result.skipped)
+        waited_ms = (ready_at - asked_at) * 1e3
+        pending = _Pending(self.step, self.epoch, batch.size, batch.weight, lr, waited_ms)
+        self._pending.append(pending)
+        self._between_steps()
 
     def _between_steps(self) -> None:
         late_s = time.perf_counter() - self._flushed_at
@@ -418,7 +435,8 @@ class Trainer:
         """End the epoch of the steps that were read last; the sums start again from zero."""
         ended, self._sums = self._sums, Sums()
         length = self.parts.train.length
-        is_cut_off = ended.epoch == self.epoch and self._batches_done < (length or 0)
+        is_read = self._read_whole_epoch or (length is not None and self._batches_done >= length)
+        is_cut_off = ended.epoch == self.epoch and not is_read
         scores = with_metrics(ended.scores(), self._metric_pass.compute())
         self._last_scores = replace(scores, samples=ended.samples if is_cut_off else None)
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
