@@ -260,5 +260,3 @@ class MasterWeights(Optimizer, MasteredOptimizer):
                 master.copy_(value)
         self.state.clear()
         self._pull()
-
-
