@@ -321,7 +321,7 @@ def test_sparse_gradients_in_16_bits_are_refused_by_name() -> None:
 def test_the_memory_command_names_the_class(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [*TINY, "train.optimizer.target=torch.optim.Adagrad", "precision=bf16_sr"]
+    given = [*PLAIN, "train.optimizer.target=torch.optim.Adagrad", "precision=bf16_sr"]
     monkeypatch.chdir(tmp_path)
     assert main(["memory", *given, "memory.picture=false"]) == 0
     assert "torch.optim.Adagrad" in capsys.readouterr().out
