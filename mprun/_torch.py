@@ -262,6 +262,40 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 @contextmanager
+def conversions_replace_parameters() -> Iterator[None]:
+    """Inside, `Module.to`, `half` and their kin put new parameters in place of fake ones.
+
+    Tied ones stay tied. PyTorch's own conversion changes a parameter in place, which a fake one
+    does not allow.
+    """
+    original: Any = nn.Module._apply
+
+    def replaced(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if not any(map(is_fake, self.parameters())):
+            return original(self, fn, recurse)
+        done: dict[int, Any] = {}
+        for module in self.modules() if recurse else [self]:
+            for own in (module._parameters, module._buffers):
+                for name, old in own.items():
+                    if old is None:
+                        continue
+                    if id(old) not in done:
+                        with torch.no_grad():
+                            new = fn(old)
+                        if isinstance(old, nn.Parameter) and new is not old:
+                            new = nn.Parameter(new, requires_grad=old.requires_grad)
+                        done[id(old)] = new
+                    own[name] = done[id(old)]
+        return self
+
+    nn.Module._apply = replaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
 def load_hooks_run(optimizer: Optimizer, state: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """`state` as the hooks before `load_state_dict` leave it; they do not run again inside."""
     hooks = optimizer._optimizer_load_state_dict_pre_hooks

@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mprun.data import DataRequest, Splits, TensorSet
 
@@ -144,6 +146,30 @@ class Recipe(ABC):
     def counts(self) -> bool:
         """Whether the loss averages over something else than samples."""
         return type(self).count is not Recipe.count
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer of a prepared model; unless overridden, `train.optimizer` decides.
+
+        With 16-bit parameters `model` has float32 masters in their place while this is called.
+        """
+        raise NotImplementedError
+
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the recipe makes its own optimizer."""
+        return type(self).optimizer is not Recipe.optimizer
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        """The learning-rate schedule; unless overridden, `train.scheduler` decides.
+
+        It is stepped after each optimizer step that is taken.
+        """
+        raise NotImplementedError
+
+    @property
+    def makes_schedule(self) -> bool:
+        """Whether the recipe makes its own learning-rate schedule."""
+        return type(self).schedule is not Recipe.schedule
 
 
 class Classification(Recipe):

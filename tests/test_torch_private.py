@@ -254,6 +254,22 @@ def load_hooks() -> None:
     assert calls == ["hook", "hook"]
 
 
+@interface("torch.nn.Module._apply")
+def conversions() -> None:
+    before = nn.Module._apply
+    with _torch.FakeTensorMode(), _torch.conversions_replace_parameters():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+        model[2].weight = model[0].weight.requires_grad_(False)
+        model.to(torch.bfloat16).cpu()
+        assert model[2].weight is model[0].weight
+        assert not model[0].weight.requires_grad
+        assert model[1].running_mean.dtype == model[0].weight.dtype == torch.bfloat16
+    with _torch.conversions_replace_parameters():
+        weight = (layer := nn.Linear(2, 2)).weight
+        assert layer.double().weight is weight  # real ones are converted in place
+    assert nn.Module._apply is before
+
+
 @interface("torch.multiprocessing.reductions.StorageWeakRef")
 def storages() -> None:
     x = torch.ones(1)

@@ -20,7 +20,7 @@ from mprun.assemble.parts import build_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_precision
 from mprun.numerics.memory_recorder import fake_tensors
-from mprun.optim import LowPrecisionOptimizer
+from mprun.optim import LowPrecisionOptimizer, MasterWeights
 from mprun.precision import Precision
 from mprun.precision.convert import dtype_of
 from mprun.precision.policy import dtype_name
@@ -91,6 +91,8 @@ def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[
     """
     row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
     row |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
+    if isinstance(optimizer, MasterWeights):
+        return row | {"rounding": optimizer.rounding, "overflow": optimizer.overflow}
     if not isinstance(optimizer, LowPrecisionOptimizer):
         return row
     group = optimizer.param_groups[0]

@@ -10,6 +10,7 @@ import torch
 from mprun import __version__
 from mprun.assemble import Plan, build_loss_scale
 from mprun.assemble.effective import planned, requested
+from mprun.assemble.optimizer import unused_by
 from mprun.config.validate import without_inert
 from mprun.doctor import environment
 from mprun.doctor.heap import allocator
@@ -68,7 +69,9 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
         seed=config.seed,
         precision=plan.policy.name,
         variant=variant_label(plan),
-        variant_hash=variant_hash(without_inert(config, resolved, plan.recipe.ignores)),
+        variant_hash=variant_hash(
+            without_inert(config, resolved, {*plan.recipe.ignores, *unused_by(plan.recipe)})
+        ),
         requested=requested(plan),
         effective=planned(plan),
         execution=plan.execution,

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_caster, build_exceptions, build_precision
-from mprun.config.schema import Scheduler
+from mprun.assemble.schedule import build_schedule
 from mprun.data import (
     Batches,
     BatchForm,
@@ -37,7 +36,6 @@ from mprun.train.clock import clock_for
 from mprun.train.loop import Parts
 from mprun.train.loss_terms import checked_count
 from mprun.train.metric_readback import readback_for
-from mprun.train.schedule import Schedule
 
 
 def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExceptions]:
@@ -73,7 +71,7 @@ def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:
         recipe=recipe,
         model=model,
         optimizer=optimizer,
-        scheduler=build_schedule(config.train.scheduler, optimizer, plan.planned_steps),
+        scheduler=build_schedule(config.train, recipe, optimizer, plan.planned_steps),
         precision=precision,
         train=train,
         order=order,
@@ -141,15 +139,12 @@ def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]
     plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
     optimizer = build_optimizer(
-        config.train.optimizer, model, plan.lr, plan.policy, plan.speed, config.seed
+        config.train.optimizer,
+        plan.recipe,
+        model,
+        plan.lr,
+        plan.policy,
+        plan.speed,
+        config.seed,
     )
     return model, optimizer
-
-
-def build_schedule(kind: Scheduler, optimizer: Optimizer, steps: int | None) -> Schedule:
-    """The learning-rate schedule over the planned optimizer steps."""
-    if kind is Scheduler.none or steps is None:
-        return Schedule()
-    if kind is Scheduler.cosine:
-        return Schedule(CosineAnnealingLR(optimizer, T_max=steps))
-    return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))

@@ -21,12 +21,20 @@ from mprun.assemble.dtype_choices import (
 )
 from mprun.assemble.file_recipe import RecipeSource
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
-from mprun.assemble.optimizer import stores_low_precision
+from mprun.assemble.optimizer import (
+    FUSED,
+    check_optimizer,
+    choose_implementation,
+    stores_low_precision,
+    unused_by,
+    unused_weight_decay,
+)
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
+from mprun.assemble.schedule import check_warmup
 from mprun.config import Config
 from mprun.config.schema import LrRule
-from mprun.config.validate import SATURATES, loss_scale_kind, without_effect
+from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
 from mprun.data import DataRequest, Splits
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.speed_choices import SpeedChoice, choose
@@ -148,14 +156,8 @@ def make_plan(
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)
-    optimizer = config.train.optimizer
-    speed = choose(config.speed.name, device.type, policy.compute_dtype, optimizer.name.name)
-    if resumed:
-        speed = SpeedChoice(earlier["memory_format"], earlier["optimizer_impl"])
-    if stores_low_precision(policy, layers, optimizer):
-        # All engines give the same bits on one device; eager needs no compiler.
-        eager = config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager"
-        speed = replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
+    low = stores_low_precision(policy, layers, config.train.optimizer)
+    speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
     # older checkpoints have the key by_float32
     fp32_fallback = earlier.get("fp32_fallback", earlier.get("by_float32"))
     if fp32_fallback is None:
@@ -169,12 +171,14 @@ def make_plan(
         raise UsageError(f"{splits.name} has no training sample")
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
+    lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
+    check_optimizer(config, recipe, policy, layers, speed, lr)
     displaced = displaced_ops(config, device, resumed)
     emulated = chosen.why_emulated if chosen.slowdown is not None else None
     notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced, emulated)
     warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
     warnings += unknown_names(op_lists.unknown) if op_lists else []
-    return Plan(
+    plan = Plan(
         config=config,
         recipe=recipe,
         recipe_source=recipe_source,
@@ -185,21 +189,58 @@ def make_plan(
         speed=speed,
         splits=splits,
         batch=batch,
-        lr=config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor),
+        lr=lr,
         layers=layers,
         op_lists=op_lists,
         weights=weights,
         fp32_fallback=fp32_fallback,
         warnings=tuple(warnings),
     )
+    check_warmup(config.train, plan.planned_steps)
+    return plan
+
+
+def choose_speed(
+    config: Config,
+    recipe: Recipe,
+    device: torch.device,
+    policy: Policy,
+    low: bool,
+    earlier: Mapping[str, Any],
+    untrusted: Path | None,
+) -> SpeedChoice:
+    """Memory format and optimizer kernels; a resumed run repeats those of `earlier`.
+
+    Args:
+        low: whether the optimizer writes anything in 16 bits.
+    """
+    optimizer = config.train.optimizer
+    named = "adamw" if optimizer.target in FUSED else optimizer.name.name
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, named)
+    other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
+    if earlier:
+        speed = SpeedChoice(earlier["memory_format"], earlier["optimizer_impl"])
+    if other is not None:
+        return replace(speed, optimizer_impl=other)
+    if not low:
+        return speed
+    # All engines give the same bits on one device; eager needs no compiler.
+    eager = config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager"
+    return replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
 
 
 def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:
     """A sentence for each field that the user set without effect; the recipe's reason wins."""
     sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
+    unused = unused_by(recipe)
     for key in given:
+        name = f"recipe={config.recipe.name}"
         if key in recipe.ignores:
-            sentences[key] = f"{key} has no effect: recipe={config.recipe.name} does not use it"
+            sentences[key] = f"{key} has no effect: {name} does not use it"
+        elif maker := unused.get("train.optimizer.args" if is_argument(key) else key):
+            sentences[key] = f"{key} has no effect: {name} makes its own {maker}"
+    if why := unused_weight_decay(config.train.optimizer, recipe, given):
+        sentences["train.optimizer.weight_decay"] = why
     return sentences.values()
 
 

@@ -41,8 +41,8 @@ CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
-OPEN_MAPPINGS = ("recipe.model.", "precision.layers.")
-"""Mappings whose keys are the user's: a recipe's parameters, names of modules."""
+OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "train.optimizer.args.")
+"""Mappings whose keys are the user's: parameters of a recipe or class, names of modules."""
 
 EPOCHS = 3
 """Passes over the data of a recipe in a file, where nothing limits the run."""
@@ -318,8 +318,8 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
     key = named[1] if named else ""
     field = leaves().get(key)
     if field is None and key.startswith(OPEN_MAPPINGS):  # an entry of a mapping
-        key = key.rpartition(".")[0]
-        field = leaves()[".".join(key.split(".")[:2])]
+        key = next(prefix[:-1] for prefix in OPEN_MAPPINGS if key.startswith(prefix))
+        field = leaves()[key]
     if field is None:
         given = " ".join(str(o.input_line) for o in parsed)
         legal = _or_legal(key) if key and _is_unknown(key) else ""

@@ -298,6 +298,10 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.adamw
     """Which optimizer."""
+    target: str | None = None
+    """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of target, but not lr: {lr_decay: 0.1}."""
     momentum: float = 0.0
     """Momentum of SGD and RMSprop."""
     weight_decay: float = 0.0
@@ -333,13 +337,17 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches whose gradients are accumulated into one optimizer step."""
     scheduler: Scheduler = Scheduler.none
-    """Learning-rate schedule: none, linear to zero, or cosine to zero."""
+    """Learning-rate schedule after the warm-up: none, linear or cosine, both down to min_lr."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate grows linearly from near 0 to train.lr."""
+    min_lr: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
     checkpoint_every_steps: int | None = None
     """Write a checkpoint every n steps; one is always written at the end and on a signal."""
     log_every: int = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
     init_from: str | None = None
-    """Start from the weights in a run's folder, checkpoint or state_dict file; null: drawn."""
+    """Start from weights: a run's folder, checkpoint, state_dict or safetensors; null: drawn."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """The optimizer."""
 

@@ -78,6 +78,8 @@ RANGES = {
     "train.eval_batch_size": COUNT,
     "train.lr": POSITIVE,
     "train.clip_norm": POSITIVE,
+    "train.warmup_steps": Range(0, 2**31 - 1),
+    "train.min_lr": NOT_NEGATIVE,
     "train.accumulate": COUNT,
     "train.log_every": COUNT,
     "train.checkpoint_every_steps": COUNT,
@@ -134,6 +136,7 @@ def check(config: Config) -> None:
     for key, allowed in RANGES.items():
         allowed.check(key, get(config, key))
     _check_length(config)
+    _check_optimizer(config)
     module, _, name = config.recipe.target.rpartition(".")
     if config.recipe.file is None and not all(
         part.isidentifier() for part in (*module.split("."), name)
@@ -188,6 +191,23 @@ def _check_op_lists(config: Config) -> None:
         )
 
 
+def _check_optimizer(config: Config) -> None:
+    train = config.train
+    if train.min_lr > train.lr:
+        raise UsageError(f"train.min_lr={train.min_lr}: legal is at most train.lr={train.lr}")
+    target = train.optimizer.target
+    if target is None:
+        return
+    module, _, name = target.rpartition(".")
+    if not all(part.isidentifier() for part in (*module.split("."), name)):
+        raise UsageError(
+            f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
+            "such as torch.optim.Adagrad"
+        )
+    if "lr" in train.optimizer.args:
+        raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
+
+
 def _check_length(config: Config) -> None:
     train = config.train
     if train.epochs is None and train.max_steps is None:
@@ -221,8 +241,14 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     """A sentence for each field in `given` that has no effect in this configuration."""
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):
-        if key in reasons:
-            yield f"{key} has no effect: {reasons[key]}"
+        field = "train.optimizer.args" if is_argument(key) else key
+        if field in reasons:
+            yield f"{key} has no effect: {reasons[field]}"
+
+
+def is_argument(key: str) -> bool:
+    """Whether a key is an argument of `train.optimizer.target`."""
+    return key.startswith("train.optimizer.args.")
 
 
 NEUTRAL = {
@@ -230,6 +256,7 @@ NEUTRAL = {
     "precision.momentum_dtype": "float32",
     "precision.variance_dtype": "float32",
     "batch.lr_rule": "none",
+    "train.optimizer.name": "sgd",
 }
 """The values of fields without effect that have no default in the schema."""
 
@@ -280,11 +307,23 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     yield from _debug_reasons(config)
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
+    yield from _optimizer_reasons(config)
+
+
+def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:
+    if config.train.scheduler is Scheduler.none:
+        yield "train.min_lr", "without train.scheduler the learning rate does not fall"
     optimizer = config.train.optimizer
-    used = OPTIMIZER_FIELDS[optimizer.name]
+    used = OPTIMIZER_FIELDS.get(optimizer.name, set()) | {"target"}
+    why = f"{optimizer.name.name} does not use it"
+    if optimizer.target is not None:
+        used = {"target", "args", "weight_decay"}
+        why = "train.optimizer.target has its arguments in train.optimizer.args"
     for name in vars(optimizer):
-        if name not in used:
-            yield f"train.optimizer.{name}", f"{optimizer.name.name} does not use it"
+        if name == "args" and optimizer.target is None:
+            yield "train.optimizer.args", "they belong to train.optimizer.target, which is not set"
+        elif name not in used:
+            yield f"train.optimizer.{name}", why
 
 
 def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
@@ -308,6 +347,10 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     if not low and not _may_emulate_low(config):
         yield "precision.overflow", f"{nothing}, and native kernels never saturate"
     moments = stored_moments(optimizer)
+    if optimizer.target is not None:
+        for key in ("precision.momentum_dtype", "precision.variance_dtype"):
+            yield key, f"{optimizer.target} keeps its state in float32"
+        return
     if "momentum" not in moments:
         yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
     if "variance" not in moments:
@@ -315,7 +358,12 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def stored_moments(optimizer: OptimizerConfig) -> set[str]:
-    """The moments an optimizer stores between steps: "momentum", "variance", both or none."""
+    """The moments an optimizer stores in the mode's dtypes: "momentum", "variance", both or none.
+
+    An optimizer by import path keeps its state in float32.
+    """
+    if optimizer.target is not None:
+        return set()
     if optimizer.name is OptimizerName.adamw:
         return {"momentum", "variance"}
     second = {"variance"} if optimizer.name is OptimizerName.rmsprop else set()

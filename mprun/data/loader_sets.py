@@ -210,10 +210,9 @@ class LoaderSet(LoadedSet):
             return None
         is_plain = type(loader.batch_sampler) is BatchSampler
         known = _length(loader.batch_sampler.sampler if is_plain else loader.dataset)
-        if known is None or not (is_plain and loader.batch_size):
+        if known is None or not is_plain:
             return known
-        most = batches * loader.batch_size
-        return min(known, most)
+        return min(known, batches * int(loader.batch_size))
 
     @property
     def is_empty(self) -> bool:

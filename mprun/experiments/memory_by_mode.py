@@ -10,6 +10,7 @@ import torch
 
 from mprun.assemble import Plan, load_shapes, make_plan, step_memory, with_batch_size
 from mprun.assemble.initial_summary import variant_label
+from mprun.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
@@ -87,7 +88,9 @@ def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
         precision=plan.policy.name,
         policy={**plan.policy.columns(), **lists},
         batch=BatchRow(**vars(plan.batch)),
-        optimizer=OptimizerChoice(config.train.optimizer.name.name, plan.speed.optimizer_impl),
+        optimizer=OptimizerChoice(
+            optimizer_name(config.train.optimizer, plan.recipe), plan.speed.optimizer_impl
+        ),
         memory_format=plan.speed.memory_format,
         bytes=counted.totals,
         peak_at=counted.peak,

@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 
 from mprun._torch import (
     FakeTensorMode,
+    conversions_replace_parameters,
     in_backward,
     is_traceable_wrapper_subclass,
     op_name,
@@ -100,7 +101,12 @@ def fake_tensors() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.CRITICAL)  # it writes a traceback of every error before raising it
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), FakeTensorMode():
+        with (
+            warnings.catch_warnings(),
+            torch.random.fork_rng(devices=[]),
+            FakeTensorMode(),
+            conversions_replace_parameters(),
+        ):
             warnings.filterwarnings(
                 "ignore", "Accessing the data pointer of FakeTensor"
             )  # a copy's

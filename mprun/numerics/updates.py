@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision.rounding import merge, split
-from mprun.precision.update import ScaledOptimizer
+from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.numerics_record import LostShares
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -63,6 +63,10 @@ def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
     skipped: Tensor | None = getattr(optimizer, "found_inf", None)
     if skipped is not None and skipped.item():
         return {}
+    if isinstance(optimizer, MasteredOptimizer):
+        with optimizer.masters_with_gradients() as parameters_of:
+            exact = exact_updates(optimizer.inner)
+            return {parameters_of[held]: update for held, update in exact.items()}
     ours = isinstance(optimizer, ScaledOptimizer)
     dtype = torch.float32 if ours else torch.float64
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -91,7 +95,12 @@ def own_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None
 
 
 def exact_weights(p: Tensor, optimizer: Optimizer) -> Tensor:
-    """The weights an optimizer keeps, in float64: with the remainder where it keeps one."""
+    """The weights an optimizer keeps, in float64: with the remainder where it keeps one.
+
+    Where it keeps a float32 master, these are the master.
+    """
+    if isinstance(master := optimizer.state.get(p, {}).get("master"), Tensor):
+        return master.double()
     remainder = optimizer.state.get(p, {}).get("remainder")
     wide = p.detach() if remainder is None else merge(p.detach(), remainder)
     return wide.double()

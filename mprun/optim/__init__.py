@@ -11,11 +11,21 @@ Usable in anyone's own loop:
     optimizer.step()
 
 With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
-compute a step in float32 and round it once, stochastically or with a remainder.
+compute a step in float32 and round it once, stochastically or with a remainder. Any other optimizer
+gets float32 masters by `MasterWeights`.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer
+from mprun.optim.masters import MasterWeights, float32_masters
 from mprun.optim.optimizers import SGD, AdamW, RMSprop
 from mprun.precision.random_bits import name_parameters
 
-__all__ = ["SGD", "AdamW", "LowPrecisionOptimizer", "RMSprop", "name_parameters"]
+__all__ = [
+    "SGD",
+    "AdamW",
+    "LowPrecisionOptimizer",
+    "MasterWeights",
+    "RMSprop",
+    "float32_masters",
+    "name_parameters",
+]

@@ -13,6 +13,7 @@ check and clip in float32 during their step, without copies.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,19 @@ class ScaledOptimizer(ABC):
         """Unscale by `scale`, check, clip to `max_norm`, step; 1 where it was skipped, else 0.
 
         With `overflow`, 1 or 0, the gradients were checked already: 1 skips the step.
+        """
+
+
+class MasteredOptimizer(ScaledOptimizer):
+    """An optimizer around another one, which holds float32 masters of its 16-bit parameters."""
+
+    inner: Optimizer
+
+    @abstractmethod
+    def masters_with_gradients(self) -> AbstractContextManager[dict[nn.Parameter, nn.Parameter]]:
+        """Inside, the parameters of `inner` have the unscaled float32 gradients of the next step.
+
+        It gives each of them with the parameter whose master it is; float32 ones are their own.
         """
 
 

@@ -22,7 +22,9 @@ class SavedChoices:
     device: Literal["cpu", "cuda"] | None = None
     execution: Literal["native", "emulated"] | None = None
     memory_format: Literal["contiguous", "channels_last"]
-    optimizer_impl: Literal["forloop", "foreach", "fused", "c", "inductor", "eager"]
+    optimizer_impl: Literal[
+        "forloop", "foreach", "fused", "c", "inductor", "eager", "masters", "own"
+    ]
     fp32_fallback: Fallback | None = None
     by_float32: Fallback | None = None
     """The name of `fp32_fallback` in earlier versions."""

@@ -11,6 +11,9 @@ from typing import Any
 from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
 
 LARGEST_BYTES = 256 * 1024
+LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
+LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
+"""Fields that earlier versions did not have, with the value that changes nothing."""
 
 
 class UnreadableConfigError(Exception):
@@ -44,8 +47,13 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
         config.get("data", {}).pop(key, None)
     config.get("recipe", {}).pop("file", None)  # `recipe_sha256` of the record has its content
     config.get("preset", {}).pop("name", None)  # what it sets stays
+    train = config.get("train", {})
     for key in ("log_every", "checkpoint_every_steps"):
-        config.get("train", {}).pop(key, None)
+        train.pop(key, None)
+    for section, later in ((train, LATER_TRAIN), (train.get("optimizer", {}), LATER_OPTIMIZER)):
+        for key, default in later.items():
+            if section.get(key) == default:
+                del section[key]
     if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps
         config["debug"] = {"fp_exceptions": "skip"}
     else:

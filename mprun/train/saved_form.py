@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mprun.optim import LowPrecisionOptimizer
+
 SCALAR = (int, float, type(None))
+KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, LowPrecisionOptimizer)
+"""Optimizers whose moments all have the shape of the parameter."""
 
 
 def differences(fresh: Any, saved: Any, name: str) -> Iterator[str]:
@@ -49,19 +53,29 @@ def check_form(fresh: Any, saved: Any, name: str) -> None:
 def check_moments(optimizer: torch.optim.Optimizer) -> None:
     """Check that each entry that was loaded has the shape of its parameter, or is one number.
 
+    Those of optimizers that are not `KNOWN` may also have one value for each row or column.
+
     Raises:
         ValueError: it has another one.
     """
+    free = not isinstance(optimizer, KNOWN)
     for p, entries in optimizer.state.items():
         for name, entry in entries.items():
             if isinstance(entry, Tensor):
-                fits = entry.shape in ((), p.shape)
+                fits = entry.shape in ((), p.shape) or (free and _spreads_over(entry, p))
             else:  # PyTorch's without momentum, and a count of steps of earlier versions
-                fits = entry is None or (name == "step" and isinstance(entry, int | float))
+                count = (name == "step" or free) and isinstance(entry, int | float)
+                fits = entry is None or count
             if not fits:
                 raise ValueError(
                     f"optimizer.{name} is {form(entry)}, of a parameter that is {form(p)}"
                 )
+
+
+def _spreads_over(entry: Tensor, p: Tensor) -> bool:
+    """Whether it has one value, or as many as the parameter, along each dimension (Adafactor)."""
+    sizes = zip(entry.shape, p.shape, strict=False)
+    return entry.dim() == p.dim() and all(own in (1, whole) for own, whole in sizes)
 
 
 def _fits(fresh: Any, saved: Any) -> bool:

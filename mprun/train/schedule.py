@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from mprun._torch import is_fake
+
 
 class Schedule:
     """Moves the learning rate after each step that the optimizer takes.
@@ -29,7 +31,9 @@ class Schedule:
             skipped: a scalar, 1 if the step was not taken (on CUDA the host waits to know it);
                 None if no step is ever skipped.
         """
-        if self._scheduler is not None and (skipped is None or not skipped.item()):
+        if self._scheduler is None:
+            return
+        if skipped is None or is_fake(skipped) or not skipped.item():
             self._scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,5 +47,6 @@ class Schedule:
             KeyError: it is the state of no schedule.
         """
         if self._scheduler is not None:
-            self._scheduler.last_epoch = state["last_epoch"]
+            if "_schedulers" not in state:  # a chain counts in its members
+                self._scheduler.last_epoch = state["last_epoch"]
             self._scheduler.load_state_dict(state)

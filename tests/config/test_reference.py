@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 
 from mprun.config import compose, schema
+from mprun.config.compose import OPEN_MAPPINGS
 from mprun.config.reference import (
     GROUPS,
     describe_type,
@@ -49,7 +50,7 @@ def test_leaves_and_sections_are_what_a_config_holds() -> None:
     def walk(node: dict[str, object], prefix: str = "") -> Iterator[tuple[str, bool]]:
         for name, value in node.items():
             key = f"{prefix}{name}"
-            is_section = isinstance(value, dict) and key not in ("recipe.model", "precision.layers")
+            is_section = isinstance(value, dict) and f"{key}." not in OPEN_MAPPINGS
             yield key, is_section
             if is_section:
                 yield from walk(value, f"{key}.")  # type: ignore[arg-type]

@@ -1,0 +1,262 @@
+"""Float32 masters of 16-bit parameters, for an optimizer that would lose small updates.
+
+An optimizer of `torch.optim`, or of anyone else, computes in the dtype of the parameters. In 16
+bits it loses small updates, and its state underflows. Here it gets float32 copies of them:
+
+    with float32_masters(model) as masters:
+        inner = torch.optim.Adagrad(model.parameters(), lr=0.1)     # holds the copies
+    optimizer = MasterWeights(inner, masters)
+
+Gradients are copied up before a step, and its result is rounded into the parameters: to nearest,
+or stochastically with the bits that the other optimizers of `mprun.optim` draw. What a step leaves
+in the masters is never lost, so both train like float32 parameters that the model sees rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun._torch import is_fake, own_parameters
+from mprun.optim.step_gradients import check_operands, clipping_scale, not_finite
+from mprun.precision.policy import ROUNDINGS
+from mprun.precision.products import LOW
+from mprun.precision.random_bits import NAME, key, tensor_number
+from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
+from mprun.precision.update import MasteredOptimizer
+
+MASTER = "master"
+"""The name of the master in `state`."""
+Masters = dict[nn.Parameter, nn.Parameter]
+"""Float32 masters, each with its 16-bit parameter."""
+
+
+@contextmanager
+def float32_masters(model: nn.Module) -> Iterator[Masters]:
+    """Inside, `model` has float32 masters in place of its trainable 16-bit parameters.
+
+    An optimizer that is made inside holds the masters. At the end the model has its parameters
+    back.
+    """
+    masters: Masters = {}
+    of: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters have one master
+    places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+    for module in model.modules():
+        own = own_parameters(module)
+        for name, p in own.items():
+            if p is not None and p.requires_grad and p.dtype in LOW:
+                places.append((own, name, p))
+                if p not in of:
+                    of[p] = nn.Parameter(p.detach().float())
+                    setattr(of[p], NAME, getattr(p, NAME, None))
+                    masters[of[p]] = p
+    try:
+        for own, name, p in places:
+            own[name] = of[p]
+        yield masters
+    finally:
+        for own, name, p in places:
+            own[name] = p
+
+
+class MasterWeights(Optimizer, MasteredOptimizer):
+    """An optimizer whose 16-bit parameters have float32 masters.
+
+    `param_groups` and `state` have the 16-bit parameters; options are those of `inner`, which gets
+    them before each step, so learning-rate schedules work. The state of a parameter has its master
+    beside the entries of `inner`.
+
+    Args:
+        inner: holds the masters, and any float32 parameters.
+        masters: those that `float32_masters` gave.
+        rounding: nearest, or stochastic, of the parameters; kahan is nearest here, because the
+            master has the remainder.
+        overflow: infinity, or saturate at the largest finite number.
+        seed: of the random bits, see `StorageOptions.seed`.
+
+    Raises:
+        ValueError: an option that is none of those.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to `step`
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        masters: Mapping[nn.Parameter, nn.Parameter],
+        *,
+        rounding: str = "stochastic",
+        overflow: str = "infinity",
+        seed: int = 0,
+    ) -> None:
+        for name, value, legal in (
+            ("rounding", rounding, ROUNDINGS),
+            ("overflow", overflow, OVERFLOWS),
+        ):
+            if value not in legal:
+                raise ValueError(f"{name}={value!r}; legal: {', '.join(map(repr, legal))}")
+        self.inner = inner
+        self.rounding = "stochastic" if rounding == "stochastic" else "nearest"
+        self.overflow, self._seed = overflow, seed
+        self._master_of = {p: master for master, p in masters.items()}
+        groups = [
+            {**group, "params": [masters.get(p, p) for p in group["params"]], "attempts": 0}
+            for group in inner.param_groups
+        ]
+        super().__init__(groups, dict(inner.defaults))
+        self._pull()
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("inner", "rounding", "overflow", "_seed", "_master_of")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in names}}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with masters of those in 16 bits."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if len(self.param_groups) <= len(self.inner.param_groups):
+            return  # the inner optimizer has it: this one is being made
+        for p in group["params"]:
+            if p.dtype in LOW:
+                self._master_of[p] = nn.Parameter(p.detach().float())
+        group.setdefault("attempts", 0)
+        params = [self._master_of.get(p, p) for p in group["params"]]
+        self.inner.add_param_group({**group, "params": params})
+        self._pull()
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter, and what the inner optimizer holds: its master, or itself."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                yield p, self._master_of.get(p, p)
+
+    def _push(self) -> None:
+        """Give the inner optimizer this one's options and state."""
+        for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update({k: v for k, v in mine.items() if k != "params"})
+        for p, held in self._pairs():
+            entries = self.state.get(p, {})
+            if held is not p and MASTER not in entries:  # the state was cleared
+                held.detach().copy_(p.detach())
+            rest = {k: v for k, v in entries.items() if k != MASTER}
+            if rest or held in self.inner.state:
+                self.inner.state[held] = rest
+
+    def _pull(self) -> None:
+        """Take options and state from the inner optimizer."""
+        for mine, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({k: v for k, v in inner.items() if k != "params"})
+        for p, held in self._pairs():
+            master = {} if held is p else {MASTER: held.detach()}
+            if master or held in self.inner.state:
+                self.state[p] = {**master, **self.inner.state.get(held, {})}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, as `torch.amp.GradScaler` calls it: see `LowPrecisionOptimizer.step`.
+
+        Raises:
+            RuntimeError: a sparse gradient of a 16-bit parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["attempts"] += 1
+        skip: Tensor | None = getattr(self, "found_inf", None)
+        if skip is None or is_fake(skip) or not skip.item():
+            with self.masters_with_gradients():
+                self.inner.step()
+                self._pull()
+            self._round()
+        return loss
+
+    @torch.no_grad()
+    def scaled_step(
+        self, scale: Tensor | None, max_norm: float | None = None, overflow: Tensor | None = None
+    ) -> Tensor | None:
+        """Unscale, check, clip and step in float32: see `LowPrecisionOptimizer.scaled_step`."""
+        gradients = [p.grad for p, _ in self._pairs() if p.grad is not None and p.grad.numel()]
+        if overflow is None and scale is not None:
+            overflow = not_finite(gradients, scale.device)
+        self.grad_scale, self.found_inf = scale, overflow
+        if max_norm is not None and gradients:
+            self.grad_scale = clipping_scale(gradients, scale, max_norm)
+        try:
+            self.step()
+        finally:
+            del self.grad_scale, self.found_inf
+        return overflow
+
+    @contextmanager
+    def masters_with_gradients(self) -> Iterator[Masters]:
+        self._push()
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        factor = None if scale is None else scale.double().reciprocal().float()
+        own: list[tuple[nn.Parameter, Tensor]] = []
+        try:
+            for p, held in self._pairs():
+                if p.grad is None:
+                    continue
+                if held is not p:
+                    check_operands(p, p.grad, type(self.inner).__name__)
+                gradient = p.grad.float() if factor is None else p.grad.float() * factor
+                if held is p:
+                    own.append((p, p.grad))
+                held.grad = gradient
+            yield {held: p for p, held in self._pairs()}
+        finally:
+            for master in self._master_of.values():
+                master.grad = None
+            for p, before in own:
+                p.grad = before
+
+    def _round(self) -> None:
+        """Write the masters of parameters with a gradient into them, rounded."""
+        position = 0
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self._master_of and p.grad is not None:
+                    name = getattr(p, NAME, None)
+                    number = position if name is None else tensor_number(name)
+                    p.copy_(self._rounded(self._master_of[p], p.dtype, number, group["attempts"]))
+                position += 1
+
+    def _rounded(self, master: Tensor, dtype: torch.dtype, number: int, attempt: int) -> Tensor:
+        if self.rounding == "nearest" or is_fake(master):
+            return round_nearest(master.detach(), dtype, self.overflow)
+        bits = key(self._seed, attempt, number, 0)
+        return stochastic(master.detach(), dtype, bits, self.overflow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the masters, in the order of the parameters."""
+        self._push()
+        masters = [held.detach() for p, held in self._pairs() if held is not p]
+        return {**self.inner.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict`, bit for bit.
+
+        Raises:
+            KeyError: it has no masters.
+            ValueError: its masters are not as many as this optimizer's, or have other shapes.
+        """
+        own = [held for p, held in self._pairs() if held is not p]
+        saved = state_dict["masters"]
+        if [x.shape for x in saved] != [x.shape for x in own]:
+            raise ValueError(
+                f"{len(saved)} masters for {len(own)} parameters in 16 bits, or of other shapes; "
+                "legal is the state of this model"
+            )
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != "masters"})
+        with torch.no_grad():
+            for master, value in zip(own, saved, strict=True):
+                master.copy_(value)
+        self.state.clear()
+        self._pull()
