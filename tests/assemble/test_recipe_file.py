@@ -95,7 +95,8 @@ def test_functions_are_the_methods_of_a_recipe() -> None:
     assert torch.equal(output, model(x))
     assert recipe.loss(output, (x, y)) == (output - y).square().mean()
     assert recipe.METRIC == ("loss", "min")
-    assert not (recipe.counts or recipe.forwards_target or recipe.prepares or recipe.draws_data)
+    made = ("counts", "forwards_target", "prepares", "draws_data")
+    assert [name for name in made if getattr(recipe, name)] == []
     assert recipe.correct(output, (x, y)) is None
 
 

@@ -1,4 +1,4 @@
-"""`recipe=path/to/my.py`: a configuration from a Python file, without YAML and without running it."""
+"""`recipe=path/to/my.py`: a configuration from a Python file, without YAML or running its code."""
 
 from __future__ import annotations
 
