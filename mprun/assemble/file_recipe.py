@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from mprun.assemble.recipe_origin import announced_file
+from mprun.config.recipe_file import read_source
 from mprun.data import DataRequest, Splits
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
@@ -71,11 +72,7 @@ def file_source(path: Path) -> RecipeSource:
     """
     if path in _loaded:
         return _loaded[path].source
-    try:
-        return RecipeSource(path, path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+    return RecipeSource(path, read_source(path))
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
@@ -125,7 +122,7 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     sys.modules[module.__name__] = module
     try:
         with announced_file(path, untrusted):
-            exec(compile(source.content, str(path), "exec"), module.__dict__)
+            exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
     except MprunError:
         del sys.modules[module.__name__]
         raise

@@ -28,12 +28,13 @@ from mprun.config.reference import leaves
 from mprun.config.schema import Config
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError, first_line, hint
+from mprun.records.reader import open_regular
 
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
 FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed")
 """Further fields that it may set; groups and seeds belong to a run, not to a recipe."""
-LARGEST_BYTES = 16 * 1024**2
+LARGEST_BYTES = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def named_file(value: object) -> RecipeFile | None:
     match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
     if match is None:
         return None
-    path = os.path.abspath(Path(match[1]).expanduser())  # noqa: PTH100 (keeps links)
+    path = os.path.abspath(os.path.expanduser(match[1]))  # noqa: PTH100, PTH111 (keeps links)
     return RecipeFile(Path(path), match[2] or "")
 
 
@@ -95,7 +96,7 @@ def option_of(value: str) -> str:
     file = named_file(value)
     if file is None:
         return value
-    source = read_source(file)
+    source = read_source(file.path)
     defaults = defaults_of(file.path, parsed(file.path, source))
     node: dict[str, Any] = {
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
@@ -109,25 +110,22 @@ def option_of(value: str) -> str:
     return option
 
 
-def read_source(file: RecipeFile) -> bytes:
+def read_source(path: Path) -> bytes:
     """The content of a recipe's file.
 
     Raises:
         UsageError: there is none.
     """
-    path = file.path
+    if not path.is_file():
+        raise UsageError(
+            f"recipe={path}: there is no such file; write the path of a Python file with model "
+            f"and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
+        )
     try:
-        if not path.is_file():
-            raise UsageError(
-                f"recipe={path}: there is no such file; write the path of a Python file with "
-                f"model and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
-            )
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UsageError(f"recipe={path}: it is too large for a Python file")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+        with open_regular(path, LARGEST_BYTES) as stream:
+            return stream.read()
+    except OSError as error:
+        raise UsageError(f"recipe={path} cannot be read ({error.strerror})") from None
 
 
 def _as_name(stem: str) -> str:

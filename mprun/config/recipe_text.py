@@ -49,7 +49,7 @@ def recipe_text(file: RecipeFile) -> RecipeText:
     Raises:
         UsageError: it cannot be read, or has no such class.
     """
-    tree = parsed(file.path, read_source(file))
+    tree = parsed(file.path, read_source(file.path))
     bodies = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     recipes = {
         name: node

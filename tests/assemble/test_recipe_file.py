@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import sys
@@ -95,8 +96,8 @@ def test_functions_are_the_methods_of_a_recipe() -> None:
     assert torch.equal(output, model(x))
     assert recipe.loss(output, (x, y)) == (output - y).square().mean()
     assert recipe.METRIC == ("loss", "min")
-    flags = (recipe.counts, recipe.forwards_target, recipe.prepares, recipe.draws_data)
-    assert not any(flags)
+    made = ("counts", "forwards_target", "prepares", "draws_data")
+    assert [name for name in made if getattr(recipe, name)] == []
     assert recipe.correct(output, (x, y)) is None
 
 
@@ -292,3 +293,19 @@ def test_code_in_a_folder_that_is_not_trusted_does_not_run(
     assert capsys.readouterr().out == ""
     load_recipe("", {}, None, file=str(path))
     assert capsys.readouterr().out == "run\n"
+
+
+def test_a_file_is_compiled_as_it_is_written() -> None:
+    write(FUNCTIONS + "def note(x: int): ...\nKIND = note.__annotations__['x']\n")
+    load_recipe("", {}, file=str(Path("mine.py").absolute()))
+    assert sys.modules["mine"].KIND is int
+
+
+def test_only_a_regular_file_of_a_sane_size_is_read() -> None:
+    os.mkfifo("pipe.py")
+    with pytest.raises(UsageError, match="there is no such file"):
+        load_recipe("", {}, file=str(Path("pipe.py").absolute()))
+    with Path("large.py").open("wb") as stream:
+        stream.truncate(2**40)
+    with pytest.raises(UsageError, match="it is larger than 4"):
+        load_recipe("", {}, file=str(Path("large.py").absolute()))

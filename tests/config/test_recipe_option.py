@@ -1,4 +1,4 @@
-"""`recipe=path/to/my.py`: a configuration from a Python file, without YAML, without running it."""
+"""`recipe=path/to/my.py`: a configuration from a Python file, without YAML or running its code."""
 
 from __future__ import annotations
 
@@ -151,6 +151,7 @@ def test_a_file_that_is_missing_is_refused_with_the_way_to_begin_one() -> None:
     message = refusal("recipe=nope.py")
     assert f"recipe={Path.cwd()}/nope.py: there is no such file" in message
     assert "mprun new-recipe nope" in message
+    assert "there is no such file" in refusal("recipe='~nobody_of_this_name/my.py'")
     Path("folder.py").mkdir()
     assert "there is no such file" in refusal("recipe=folder.py")
 
