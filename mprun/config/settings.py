@@ -58,9 +58,9 @@ class CompareSettings:
     """How runs are compared."""
 
     margin: float = MARGIN
-    """Differences of accuracy within plus or minus this do not matter (0.005 is half a point)."""
+    """Differences of accuracy (0.005 is half a point), or another fraction, that do not matter."""
     relative_margin: float = RELATIVE_MARGIN
-    """The same for losses, as a share of the baseline's."""
+    """The same for losses and all other metrics, as a share of the baseline's."""
     baseline: str | None = None
     """Label or hash of the variant the others are compared with; null for fp32."""
     split: Split = Split.auto

@@ -7,7 +7,7 @@ type. The rest of it is compared with the state of the assembled run, see `train
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -43,6 +43,14 @@ class SavedSums:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedMetrics:
+    """The recipe's metrics over the epoch so far."""
+
+    updates: Count
+    states: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SavedPosition:
     """Where the loop was."""
 
@@ -50,6 +58,7 @@ class SavedPosition:
     epoch: Count
     in_epoch: bool
     sums: SavedSums
+    metrics: SavedMetrics | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

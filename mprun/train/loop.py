@@ -253,9 +253,8 @@ class Trainer:
             "batches_done": self._batches_done,
             "trained_s": self._time.spent_s,
             "skipped_in_a_row": self._skipped_in_a_row,
-            "sums": vars(self._sums),
-            "metrics": self._metric_pass.state_dict(),
-            "last_scores": {**vars(last), "metrics": last.metrics or {}},
+            "sums": self._sums.state_dict(),
+            "last_scores": {k: v for k, v in vars(last).items() if k != "metrics" or v},
             "order": self._order_state,
             "next_order": parts.order.state(),
             "model": parts.model.state_dict(),
@@ -265,6 +264,7 @@ class Trainer:
             "rng": torch.get_rng_state(),
             "host_rng": saved_states(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            **self._metric_pass.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -277,9 +277,8 @@ class Trainer:
         self._skipped_in_a_row = state["skipped_in_a_row"]
         self._sums.load_state_dict(state["sums"])
         self._metric_pass = self._new_metric_pass()
-        self._metric_pass.load_state_dict(state.get("metrics", {}))
-        last = state["last_scores"]
-        self._last_scores = Scores(**{**last, "metrics": last.get("metrics") or None})
+        self._metric_pass.load_state_dict(state)
+        self._last_scores = Scores(**state["last_scores"])
         self._order_state = state["order"]
         parts.model.load_state_dict(state["model"])
         parts.optimizer.load_state_dict(state["optimizer"])

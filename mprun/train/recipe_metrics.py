@@ -195,12 +195,15 @@ class MetricPass:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last step; empty without one. A metric that has none gives None."""
+        """The state after the last step as `metrics`; empty without one.
+
+        A metric whose state cannot be saved has None.
+        """
         self._release(keep=0)
         if not self._updates:
             return {}
         states = {name: self._state(name) for name in self._metrics}
-        return {"updates": self._updates, "states": states}
+        return {"metrics": {"updates": self._updates, "states": states}}
 
     def _state(self, name: str) -> Any:
         if name in self.lost:
@@ -217,17 +220,22 @@ class MetricPass:
             return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; a metric without one is lost until the next pass."""
-        if not state:
+        """Continue from the `metrics` of a state, if it has any.
+
+        A metric without one is lost until the next pass.
+        """
+        saved = state.get("metrics")
+        if saved is None:
             return
-        self._updates = state["updates"]
+        self._updates = saved["updates"]
         for name, entry in self._metrics.items():
-            if state["states"].get(name) is None:
+            if saved["states"].get(name) is None:
                 self.lost.add(name)
                 continue
-            load_state(entry.metric, state["states"][name])
+            load_state(entry.metric, saved["states"][name])
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)
+            computed(entry.metric)  # fails now if the state is damaged, not at the epoch's end
 
 
 class _HeldStep:

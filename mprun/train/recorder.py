@@ -173,7 +173,12 @@ class Recorder(Callback):
         summary.train = msgspec.convert(state["train"], TrainScore)
         summary.steps, summary.epochs = state["steps"], state["epochs"]
         summary.skipped_steps = state["skipped_steps"]
-        summary.loss_scale = msgspec.convert(state["loss_scale"], LossScaleRow)
+        scale = msgspec.convert(state["loss_scale"], LossScaleRow)
+        if scale.kind != summary.loss_scale.kind:
+            raise ValueError(
+                f"journal.loss_scale.kind is {scale.kind!r}, not {summary.loss_scale.kind!r}"
+            )
+        summary.loss_scale = scale
         self._substituted = msgspec.convert(state.get("substitutions", []), list[Substitution])
 
     def _load_lists(self, state: dict[str, Any]) -> None:

@@ -130,6 +130,10 @@ class Sums:
         }
         return Scores(loss=self.loss / self.weight, accuracy=accuracy, metrics=parts or None)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, as part of a checkpoint; the parts only where the loss has some."""
+        return {k: v for k, v in vars(self).items() if k != "parts" or v}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the sums of a checkpoint; one of 0.1 weighted by samples."""
         vars(self).update({"weight": float(state["samples"]), "parts": {}, **state})
