@@ -36,7 +36,11 @@ def by_hand(kind: str, steps: int, warmup: int, lowest: float, lr: float = 0.5) 
     rates = [lr * n / warmup for n in range(1, warmup + 1)]
     rest = steps - warmup
     for n in range(rest):
-        falls = {"none": 1.0, "linear": 1 - n / rest, "cosine": 0.5 + 0.5 * math.cos(math.pi * n / rest)}
+        falls = {
+            "none": 1.0,
+            "linear": 1 - n / rest,
+            "cosine": 0.5 + 0.5 * math.cos(math.pi * n / rest),
+        }
         rates.append(lowest + (lr - lowest) * falls[kind])
     return rates
 
