@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun._torch import is_fake
 from mprun.precision.policy import dtype_name
 
 CHANNELS = 8
@@ -71,7 +72,7 @@ class _BufferGroup:
         became = torch.isfinite(self._saved) & ~torch.isfinite(now)
         if skipped is not None:
             dropped = skipped.to(now.device) > 0
-            if now.device.type != "cpu" or bool(dropped):
+            if now.device.type != "cpu" or is_fake(now) or bool(dropped):
                 self._write(torch.where(became & dropped, self._saved, now))
             became = became & ~dropped
         if self._first is None:

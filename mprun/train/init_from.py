@@ -1,8 +1,9 @@
 """Initial weights from a file, instead of drawn ones: `train.init_from`.
 
-The file is a run's folder, a checkpoint of mprun, or the result of
-`torch.save(model.state_dict(), path)`. Only weights are loaded: optimizer, step and order of the
-data start from zero. So this is a new run, not a resumed one.
+The file is a run's folder, a checkpoint of mprun, the result of
+`torch.save(model.state_dict(), path)`, or a safetensors file or the index of several
+(`weights_file.py`). Only weights are loaded: optimizer, step and order of the data start from zero.
+So this is a new run, not a resumed one.
 
 The new run may have another precision. Floating weights are converted to float32, which represents
 every float16 and bfloat16 value exactly, and loaded before the mode casts its parameters. So the
@@ -30,9 +31,19 @@ from mprun.recipe import Recipe
 from mprun.records.torch_archive import DamagedArchiveError
 from mprun.train import checkpoint
 from mprun.train.torch_file import load_torch_file
+from mprun.train.weights_file import (
+    IN_FOLDER,
+    DamagedSafetensorsError,
+    MissingPackageError,
+    is_safetensors,
+    load_safetensors,
+    nested,
+    with_tied,
+    without_prefix,
+)
 
 LEGAL = (
-    "legal is a run's folder, a checkpoint of mprun, or a file saved by "
+    "legal is a run's folder, a checkpoint of mprun, a safetensors file, or one saved by "
     "torch.save(model.state_dict(), path)"
 )
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,7 +81,9 @@ def load_weights(path: str, recipe: Recipe, name: str) -> Weights:
     Raises:
         UsageError: they do not exist, cannot be read, do not fit, or contain NaN.
     """
-    (loaded, dtypes, of_recipe), model = _read(Path(path)), _model_of(recipe)
+    (read, dtypes, of_recipe), model = _read(Path(path)), _model_of(recipe)
+    loaded = without_prefix(read, model.state_dict())
+    loaded = with_tied(loaded, model)
     if misfits := _misfits(loaded, model.state_dict()):
         of = f" (they are from recipe={of_recipe})" if of_recipe not in (None, name) else ""
         raise UsageError(
@@ -114,10 +127,17 @@ def range_warning(weights: Weights, policy: Policy, layers: Mapping[str, str]) -
     )
 
 
+def _in_folder(path: Path) -> Path:
+    """The weights in a folder: a run's checkpoint, else safetensors."""
+    file = checkpoint.path_in(path)
+    found = [path / name for name in IN_FOLDER if not file.exists() and (path / name).exists()]
+    return found[0] if found else file
+
+
 def _file_at(path: Path) -> Path:
     """The file to read for `path`, which can be opened."""
     try:
-        file = checkpoint.path_in(path) if path.is_dir() else path
+        file = _in_folder(path) if path.is_dir() else path
         if file.is_file():
             file.open("rb").close()
             return file
@@ -137,12 +157,14 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
     """Weights, dtypes (see `Weights`) and recipe, if known, of a checkpoint or plain state_dict."""
     file = _file_at(path)
     try:
-        content = load_torch_file(file)
+        content = load_safetensors(file) if is_safetensors(file) else load_torch_file(file)
     except OSError as error:
         raise UsageError(
             f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
         ) from None
-    except DamagedArchiveError as error:
+    except MissingPackageError as error:
+        raise UsageError(f"train.init_from={path}: {error}") from None
+    except (DamagedArchiveError, DamagedSafetensorsError) as error:
         raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
     except Exception:  # unpickling a damaged file raises almost anything
         raise UsageError(
@@ -150,7 +172,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
             f"values, which is not loaded; {LEGAL}"
         ) from None
     if not isinstance(content, Mapping) or "format_version" not in content:
-        state = _state(content, path)
+        state = _state(nested(content), path)
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")

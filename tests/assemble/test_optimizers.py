@@ -305,8 +305,8 @@ def test_frozen_and_unused_parameters(mode: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Small", "Own"])
 def test_a_model_without_anything_to_train_is_refused(kind: str) -> None:
-    with pytest.raises(UsageError, match="all parameters of the model of .* are frozen"):
-        small(kind, "recipe.model.frozen=0 1 2".replace("=0 1 2", "='0 1 2'"))
+    with pytest.raises(UsageError, match=r"all parameters of the model of .* are frozen"):
+        small(kind, "recipe.model.frozen='0 1 2'")
 
 
 def test_sparse_gradients_in_16_bits_are_refused_by_name() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loop import StepResult, Trainer
+from mprun.train.weights_file import with_tied, without_prefix
 
 LINEAR = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
 MNIST = [
@@ -216,6 +219,90 @@ def test_a_source_is_not_changed_by_training(linear: str) -> None:
                 parameter.add_(1)
 
 
+# Files of other programs
+
+
+def linear_state(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(4)
+    return nn.Linear(8, 4).to(dtype).state_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_safetensors_are_a_source(dtype: torch.dtype) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = linear_state(dtype)
+    Path("hub").mkdir()
+    safetensors.save_file(state, "hub/model.safetensors")
+    wanted = {key: x.float() for key, x in state.items()}
+    for source in ("hub/model.safetensors", "hub"):
+        assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), wanted)
+    loaded = load_weights("hub", make_plan(compose(LINEAR).config, {}).recipe, "linear")
+    assert loaded.dtypes == {str(dtype).removeprefix("torch.")}
+
+
+def test_divided_safetensors_are_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = linear_state()
+    index = Path("hub/model.safetensors.index.json")
+    index.parent.mkdir()
+    for key, tensor in state.items():
+        safetensors.save_file({key: tensor}, f"hub/{key}.safetensors")
+    index.write_text(json.dumps({"weight_map": {key: f"{key}.safetensors" for key in state}}))
+    for source in ("hub", str(index)):
+        assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), state)
+    Path("hub/bias.safetensors").unlink()
+    assert "cannot be read (No such file" in refused(capsys, *LINEAR, "train.init_from=hub")
+    for content in ('{"weight_map": {"a": "../x.safetensors"}}', "{}", "[", '{"weight_map": {}}'):
+        index.write_text(content)
+        line = refused(capsys, *LINEAR, "train.init_from=hub")
+        assert "is damaged: it" in line
+
+
+def test_damaged_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(linear_state(), "whole.safetensors")
+    content = Path("whole.safetensors").read_bytes()
+    for damaged in (b"", content[:-5], b"\xff" * 64, content[8:]):
+        Path("x.safetensors").write_bytes(damaged)
+        line = refused(capsys, *LINEAR, "train.init_from=x.safetensors")
+        assert "x.safetensors is damaged: " in line
+
+
+def test_safetensors_without_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("x.safetensors").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    line = refused(capsys, *LINEAR, "train.init_from=x.safetensors")
+    assert line.endswith("needs the package safetensors; pip install 'mprun[safetensors]'")
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_nested_and_prefixed_weights_are_a_source(key: str, prefix: str) -> None:
+    state = linear_state()
+    inner = {f"{prefix}{name}": x for name, x in state.items()}
+    torch.save({"epoch": 3, "optimizer": {"state": {}}, key: inner}, "nested.pt")
+    assert_same_bits(first_weights(*LINEAR, "train.init_from=nested.pt"), state)
+    torch.save(inner, "plain.pt")
+    assert_same_bits(first_weights(*LINEAR, "train.init_from=plain.pt"), state)
+
+
+def test_a_models_own_names_may_begin_like_a_prefix() -> None:
+    names = {"module.weight": torch.zeros(1)}
+    assert without_prefix(names, {"module.weight": torch.ones(1)}) == names
+    assert without_prefix(names, {"weight": torch.ones(1)}).keys() == {"weight"}
+
+
+def test_a_tied_parameter_is_saved_once() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model["b"].weight = model["a"].weight
+    saved = {k: x for k, x in model.state_dict().items() if k != "b.weight"}
+    whole = with_tied(saved, model)
+    assert whole.keys() == model.state_dict().keys()
+    assert whole["b.weight"] is saved["a.weight"]
+
+
 # The record
 
 
@@ -293,7 +380,8 @@ def test_no_such_path(capsys: pytest.CaptureFixture[str]) -> None:
     line = refused(capsys, *LINEAR, "train.init_from=nowhere")
     assert line == (
         "mprun: train.init_from=nowhere: there is no such file or folder; legal is a run's folder, "
-        "a checkpoint of mprun, or a file saved by torch.save(model.state_dict(), path)"
+        "a checkpoint of mprun, a safetensors file, or one saved by "
+        "torch.save(model.state_dict(), path)"
     )
     line = refused(capsys, *LINEAR, f"train.init_from={'n' * 300}")
     assert "cannot be read (File name too long); legal is a run's folder" in line
