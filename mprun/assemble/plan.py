@@ -33,9 +33,9 @@ from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
 from mprun.assemble.schedule import check_warmup
 from mprun.config import Config
-from mprun.config.schema import LrRule
+from mprun.config.schema import LrRule, Scheduler
 from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
-from mprun.data import DataRequest, Splits
+from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
@@ -169,6 +169,7 @@ def make_plan(
     batch, capped = batch_sizes(config, splits.train.own_batch_size)
     if splits.train.is_empty:
         raise UsageError(f"{splits.name} has no training sample")
+    _check_schedule(config, splits.train)
     if not config.data.test:
         splits = replace(splits, test=splits.test.first(0))
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
@@ -177,6 +178,7 @@ def make_plan(
     emulated = chosen.why_emulated if chosen.slowdown is not None else None
     notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced, emulated)
     warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
+    warnings += _decided_by_loader(given, splits)
     warnings += unknown_names(op_lists.unknown) if op_lists else []
     plan = Plan(
         config=config,
@@ -242,6 +244,29 @@ def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe)
     if why := unused_weight_decay(config.train.optimizer, recipe, given):
         sentences["train.optimizer.weight_decay"] = why
     return sentences.values()
+
+
+def _decided_by_loader(given: Sequence[str], splits: Splits) -> Iterable[str]:
+    """A sentence for each field that the user set and that the recipe's own loaders decide."""
+    evaluated = [part for part in (splits.validation, splits.test) if not part.is_empty]
+    loaders = {
+        "train.batch_size": [splits.train],
+        "train.eval_batch_size": evaluated,
+        "data.workers": [splits.train, *evaluated],
+    }
+    for key, parts in loaders.items():
+        if key in given and parts and all(part.own_batch_size is not None for part in parts):
+            yield f"{key} has no effect: the recipe's DataLoader has its own"
+
+
+def _check_schedule(config: Config, train: TensorSet | LoadedSet) -> None:
+    """Raise `UsageError` for a schedule over a number of steps that nobody knows."""
+    scheduler, steps = config.train.scheduler, config.train.max_steps
+    if scheduler is not Scheduler.none and steps is None and train.batches(1) is None:
+        raise UsageError(
+            f"train.scheduler={scheduler.name} needs a planned number of steps, and the training "
+            "data do not say how many batches an epoch has: set train.max_steps"
+        )
 
 
 def unknown_names(unknown: Sequence[Unknown]) -> list[str]:

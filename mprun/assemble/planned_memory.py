@@ -61,7 +61,7 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
     with seeded(EVALUATION_SEED):
         content = train.example(plan.batch.micro)
     size = batch_size(content)
-    if train.own_batch_size is None and all(len(x) == size for x in all_tensors(content)):
+    if all(x.dim() and len(x) == size for x in all_tensors(content)):
         return _resized(content, min(rows, train.samples or rows))
     return MicroBatch(content, content, size, size)
 

@@ -32,7 +32,7 @@ LARGEST_SEED = 2**62
 _EPOCH_BYTES = 8
 
 
-class Epoch(NamedTuple):
+class EpochSeed(NamedTuple):
     """What decides the samples of an epoch, beside the generator's state."""
 
     seed: int
@@ -65,13 +65,13 @@ class LoaderOrder:
         self._generator.set_state(state[:-_EPOCH_BYTES].clone())
         self._epoch = int.from_bytes(bytes(state[-_EPOCH_BYTES:].tolist()), "little")
 
-    def draw(self) -> Epoch:
+    def draw(self) -> EpochSeed:
         """What decides the next epoch."""
         copy = torch.Generator()
         copy.set_state(self._generator.get_state())
         self._epoch += 1
         seed = int(torch.randint(LARGEST_SEED, (), generator=copy))
-        return Epoch(seed, self._epoch - 1)
+        return EpochSeed(seed, self._epoch - 1)
 
 
 class LoaderBatches:
@@ -118,7 +118,7 @@ class LoaderBatches:
     def __iter__(self) -> Stream:
         return self.epoch(None)
 
-    def epoch(self, order: Epoch | None, skip: int = 0) -> Stream:
+    def epoch(self, order: EpochSeed | None, skip: int = 0) -> Stream:
         """The batches of an epoch, less the first `skip`, which are read and dropped.
 
         Args:
@@ -170,12 +170,12 @@ class LoaderBatches:
         """The micro-batches of the next step; the last step of an epoch may have fewer."""
         return tuple(map(self._micro_batch, itertools.islice(contents, self._accumulate)))
 
-    def _contents(self, order: Epoch | None) -> Generator[Any, None, None]:
+    def _contents(self, order: EpochSeed | None) -> Generator[Any, None, None]:
         """What the loader yields, each batch with random numbers of its own."""
         generator, epoch = self._generator, order
         if epoch is None:
             generator = torch.Generator().manual_seed(EVALUATION_SEED)
-            epoch = Epoch(EVALUATION_SEED, 0)
+            epoch = EpochSeed(EVALUATION_SEED, 0)
         loader = self.data.loader(self._reading, generator, epoch.number)
         with seeded(epoch.seed), explained():
             source = iter(loader)

@@ -209,10 +209,11 @@ class LoaderSet(LoadedSet):
         if loader.batch_sampler is None:  # the data set gives batches
             return None
         is_plain = type(loader.batch_sampler) is BatchSampler
-        known = _length(loader.batch_sampler.sampler if is_plain else loader.dataset)
-        if known is None or not is_plain:
+        known: int | None = _length(loader.batch_sampler.sampler if is_plain else loader.dataset)
+        if known is None or not (is_plain and loader.batch_size):
             return known
-        return min(known, batches * int(loader.batch_size))
+        most: int = batches * loader.batch_size
+        return min(known, most)
 
     @property
     def is_empty(self) -> bool:
