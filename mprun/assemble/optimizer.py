@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from mprun import optim
 from mprun.assemble import optimizer_class
-from mprun.assemble.schedule import build_schedule
+from mprun.assemble.learning_rate import build_schedule
 from mprun.config import Config
 from mprun.config.schema import OptimizerConfig, OptimizerName
 from mprun.config.validate import stored_moments

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_caster, build_exceptions, build_precision
-from mprun.assemble.schedule import build_schedule
 from mprun.data import (
     Batches,
     BatchForm,

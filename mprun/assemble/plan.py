@@ -20,6 +20,7 @@ from mprun.assemble.dtype_choices import (
     displaced_ops,
 )
 from mprun.assemble.file_recipe import RecipeSource
+from mprun.assemble.learning_rate import check_warmup
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
 from mprun.assemble.optimizer import (
     FUSED,
@@ -31,7 +32,6 @@ from mprun.assemble.optimizer import (
 )
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
-from mprun.assemble.schedule import check_warmup
 from mprun.config import Config
 from mprun.config.schema import LrRule, Scheduler
 from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
