@@ -229,7 +229,11 @@ def onednn() -> None:
     built = torch.backends.mkldnn.is_available()
     for dtype in (torch.bfloat16, torch.float16):
         assert (_torch.onednn_takes(dtype) is not None) is built
-        assert isinstance(_torch.onednn_has_lstm(dtype), bool)
+        has_lstm = _torch.onednn_has_lstm(dtype)
+        assert isinstance(has_lstm, bool)
+        _torch.onednn_has_lstm.cache_clear()
+        with _torch.FakeTensorMode():  # a step is planned there before it is taken
+            assert _torch.onednn_has_lstm(dtype) is has_lstm
 
 
 @interface("Module._compiled_call_impl, OptimizedModule._orig_mod")

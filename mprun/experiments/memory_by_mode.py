@@ -98,25 +98,27 @@ def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
         modules=counted.module_rows(),
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
+        why_real=counted.why_real,
         fits=None if limit is None else _fit(label, plan, limit),
     )
 
 
-def _counted(label: str, plan: Plan) -> StepMemory:
+def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
     try:
-        return step_memory(plan)
+        return step_memory(plan, real)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
     except Exception as error:  # a user's model may read values, or refuse a batch
         raise RunFailedError(
-            f"a step of {label} with {plan.batch.micro} samples cannot be planned on fake "
-            f"tensors, which have no values: {type(error).__name__}: {first_line(error)}"
+            f"a step of {label} with {plan.batch.micro} samples cannot be "
+            f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
 
 
 def _fit(label: str, plan: Plan, limit: int) -> LargestBatch:
     def peak(size: int) -> int:
-        return _counted(label, with_batch_size(plan, size)).peak_bytes
+        return _counted(label, with_batch_size(plan, size), real=False).peak_bytes
 
     fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
     return LargestBatch(
