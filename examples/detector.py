@@ -1,4 +1,4 @@
-"""A torchvision detector: lists of images and of targets, losses in training only, its own metric.
+"""A torchvision detector of bright squares: lists of images and targets, no loss in evaluation.
 
 mprun recipe=examples/detector.py precision=bf16_mixed
 """
@@ -35,8 +35,6 @@ def model():
 
 
 def data():
-    """Noise [3, 64, 64] with a brighter square."""
-
     def lists(samples):
         return tuple(map(list, zip(*samples, strict=True)))
 
