@@ -9,8 +9,9 @@ strings and numbers among them. `forward` gets it with floating tensors in the m
 
 The fields of a recipe are the parameters a user sets as `recipe.model.<field>` and are checked
 against the annotated types; `__post_init__` raises `ValueError` for a value out of range, with what
-is legal. Your own recipe is such a class in any importable module, plus a YAML file that names it
-as `recipe.target`.
+is legal. Your own recipe is a Python file with such a class, or with functions of these names
+(`recipe=path/to/my.py`; `mprun new-recipe` writes one), or such a class in any importable module,
+plus a YAML file that names it as `recipe.target`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from mprun.assemble.precision_parts import (
     build_loss_scale,
     build_precision,
 )
-from mprun.assemble.recipe_loading import DataCache, load_recipe, load_shapes, recipe_of
+from mprun.assemble.recipe_loading import DataCache, load_recipe, load_shapes, recipe_of, source_of
 
 __all__ = [
     "DataCache",
@@ -34,6 +34,7 @@ __all__ = [
     "load_shapes",
     "make_plan",
     "recipe_of",
+    "source_of",
     "step_memory",
     "with_batch_size",
 ]

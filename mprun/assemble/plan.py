@@ -19,9 +19,9 @@ from mprun.assemble.dtype_choices import (
     choose_op_lists,
     displaced_ops,
 )
+from mprun.assemble.file_recipe import RecipeSource
 from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
 from mprun.assemble.optimizer import stores_low_precision
-from mprun.assemble.recipe_file import RecipeSource
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config

@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from mprun.assemble.recipe_file import RecipeSource, class_in, file_source
+from mprun.assemble.file_recipe import RecipeSource, class_in, file_source
 from mprun.assemble.recipe_origin import UntrustedCodeError, announced
 from mprun.config import Config
 from mprun.config.reference import describe_type
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.data.loader_sets import NOTHING
-from mprun.data.parts import as_splits
+from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY
@@ -30,6 +30,8 @@ from mprun.records.run_record import read_summary
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
+NO_DATA = "none"
+"""The source of splits without samples, which only say what samples look like."""
 
 
 def recipe_of(config: Config, untrusted: Path | None = None) -> Recipe:
@@ -52,7 +54,7 @@ def source_of(config: Config) -> RecipeSource | None:
     except UsageError as error:
         if resume is None:
             raise
-        raise UsageError(f"run.resume={resume}: {error}; {_copy_in(resume)}") from None
+        raise UsageError(f"run.resume={resume}: {error}; put it back: {_copy_in(resume)}") from None
     if resume is not None:
         sha256 = _recorded_sha256(Path(resume))
         if sha256 not in (None, source.sha256):
@@ -124,10 +126,11 @@ def load_recipe(
 
 
 def _legal_parameters(kind: type[Recipe], name: str, known: list[str]) -> str:
-    if known:
-        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
+    """What can be set instead of a name that is no parameter."""
     if hasattr(kind, name) and not hasattr(Recipe, name):
         return f"a type makes it one: write `{name}: int = ...` in the class"
+    if known:
+        return "legal: " + ", ".join(f"recipe.model.{k}" for k in known)
     return "it has none; the annotated fields of a class are its parameters: units: int = 64"
 
 
@@ -209,14 +212,16 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     assert train is not None
     if isinstance(train, TensorSet):
         train = train.map(one)
-    return Splits("no data", "none", train, NOTHING, NOTHING, notice=notice)
+    return Splits("no data", NO_DATA, train, NOTHING, NOTHING, notice=notice)
 
 
 @contextmanager
 def _explained(what: str, recipe: Recipe) -> Iterator[None]:
     try:
         yield
-    except (ArithmeticError, MemoryError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except MprunError:
+        raise
+    except Exception as error:  # it is the user's code: anything can be wrong with it
         raise UsageError(
             f"{what} of {type(recipe).__name__} cannot be made: "
             f"{type(error).__name__}: {first_line(error)}"

@@ -83,7 +83,7 @@ def advise_command(args: Sequence[str]) -> int:
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
-    from mprun.experiments.preset import copy_options, preset_text, write_preset
+    from mprun.experiments.preset import copy_options, preset_text, recipe_files, write_preset
 
     advised = next(v for v in comparison.variants if v.label == advice.label)
     trial = next(t for t in study.trials if t.name == advised.runs[0].path.name)
@@ -98,5 +98,5 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
         copy_options(overrides, study.config_dir, study.folder)
     except OSError as error:
         raise MprunError(f"{study.folder} cannot be written ({error.strerror})") from None
-    folder = shlex.quote(str(study.folder))
-    print_out(f"written: {path}; use it: mprun --config-dir {folder} preset={PRESET}")
+    words = ["--config-dir", str(study.folder), f"preset={PRESET}", *recipe_files(overrides)]
+    print_out(f"written: {path}; use it: mprun {shlex.join(words)}")

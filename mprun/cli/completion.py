@@ -22,7 +22,12 @@ OPTIONS = (
     *("--config-dir", "--help", "--multirun", "-m"),
     *("--show-config", "--version", "--completion"),
 )
-WITHOUT_RUN = {"compare": (), "data": (*ACTIONS, *NAMES, "data.root="), "doctor": ("device=",)}
+WITHOUT_RUN = {
+    "compare": (),
+    "data": (*ACTIONS, *NAMES, "data.root="),
+    "doctor": ("device=",),
+    "new-recipe": (),
+}
 """Commands that take no overrides of a run, to what they take instead, besides their settings."""
 MODES = ("memory.against", "compare.baseline")
 """Settings that name a precision mode."""

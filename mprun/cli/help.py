@@ -10,8 +10,11 @@ from shutil import get_terminal_size
 from omegaconf import MISSING
 
 from mprun.config import settings
+from mprun.config.recipe_file import RecipeFile
+from mprun.config.recipe_text import recipe_text
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.records.mode_names import ALIASES
+from mprun.records.run_config import yaml_text
 
 COMMON = (
     "seed",
@@ -50,6 +53,7 @@ what it saves.
   mprun recipe=fashion_mnist precision=bf16_mixed
   mprun recipe=mnist precision=fp32 seed=1 train.lr=2e-3
   mprun -m recipe=mnist precision=fp32,bf16_mixed seed=0,1,2       (a sweep)
+  mprun recipe=my.py                        (a model of your own)
   mprun recipe=mnist preset=smoke           (a check of under 30 seconds)
   mprun sweep recipe=mnist seeds=5          (every mode, then the comparison)
   mprun advise recipe=mnist                 (which mode to take here)
@@ -63,6 +67,11 @@ OTHER_NAMES = """\
   Lightning's names (bf16-mixed, 16-mixed, 32-true, ...) and Keras'
   (mixed_bfloat16, mixed_float16, float32, ...) are accepted for these.
 """
+
+OWN_RECIPE = (
+    "Your model, in a file (mprun recipe=my.py --help lists its parameters); my.py:NAME for one "
+    "of several classes"
+)
 
 OUTRO = """\
 Options: -m (run every combination of the values listed), --config-dir FOLDER
@@ -81,7 +90,8 @@ def show_help(commands: Sequence[tuple[str, str]]) -> None:
     print(INTRO)
     print(_section("Commands (the first argument; mprun COMMAND --help)", commands))
     for group in GROUPS:
-        print(_section(f"{group}=", list(options(group).items())))
+        own = [("path/to/my.py", OWN_RECIPE)] if group == "recipe" else []
+        print(_section(f"{group}=", [*options(group).items(), *own]))
         if group == "precision":
             print(OTHER_NAMES)
     fields = leaves()
@@ -98,6 +108,35 @@ def show_command(text: str, sections: Sequence[str]) -> None:
     if rows:
         print(_section("Settings and their defaults", rows))
     print("Overrides of a run: mprun --help", end="\n")
+
+
+def show_recipe(file: RecipeFile) -> None:
+    """Print the help of a recipe that is a file: its parameters and its defaults.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    recipe, fields = recipe_text(file), leaves()
+    print(f"{file.name}: {recipe.doc or 'a recipe in ' + str(file.path)}\n")
+    for name, parameters in recipe.classes.items():
+        rows = [
+            (
+                f"recipe.model.{p.name}" + ("" if p.default is None else f" = {p.default}"),
+                f"{p.doc} ({p.type})" if p.doc else f"({p.type})",
+            )
+            for p in parameters
+        ]
+        if rows:
+            print(_section(f"Parameters of {name} and their defaults", rows))
+        else:
+            print(f"{name} has no parameters\n")
+    if not recipe.classes:
+        shown = [name for name in recipe.functions if not name.startswith("_")]
+        print(f"Functions: {', '.join(shown)}; for parameters, make them a class\n")
+    defaults = [(f"{key} = {yaml_text(v)}", fields[key].doc) for key, v in recipe.defaults.items()]
+    if defaults:
+        print(_section("Defaults of this recipe", defaults))
+    print("Other overrides: mprun --help", end="\n")
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]]) -> str:

@@ -17,6 +17,7 @@ from mprun.cli.data_command import data_command
 from mprun.cli.doctor_command import doctor_command
 from mprun.cli.double_command import double_command
 from mprun.cli.memory_command import memory_command
+from mprun.cli.new_recipe_command import new_recipe_command
 from mprun.cli.numerics_command import numerics_command
 from mprun.cli.search_ops_command import search_ops_command
 from mprun.cli.standard_streams import patient_streams, reserve_descriptors
@@ -68,6 +69,7 @@ COMMANDS = (
     Command("numerics", numerics_command, ("numerics",)),
     Command("search-ops", search_ops_command, ("search_ops", "seeds")),
     Command("data", data_command),
+    Command("new-recipe", new_recipe_command),
 )
 BY_NAME = {command.name: command for command in COMMANDS}
 
@@ -100,7 +102,7 @@ def _status(args: list[str], started_at: float) -> int:
 def _dispatch(args: list[str], started_at: float) -> int:
     first = args[0] if args else ""
     if {"--help", "-h", "help"} & {*args}:
-        _help(first)
+        _help(args)
         return EXIT_OK
     if "--version" in args:
         from mprun import __version__
@@ -134,10 +136,16 @@ def _is_no_override(text: str) -> bool:
     return letters and text not in (*GROUPS, *leaves(), *sections())
 
 
-def _help(command: str) -> None:
-    from mprun.cli.help import show_command, show_help
+def _help(args: list[str]) -> None:
+    from mprun.cli.help import show_command, show_help, show_recipe
+    from mprun.config.recipe_file import named_file
 
-    if command in BY_NAME and command != "train":
+    command = args[0]
+    recipes = [text.removeprefix("recipe=") for text in args if text.startswith("recipe=")]
+    file = named_file(recipes[-1].strip("'\"")) if recipes else None
+    if file is not None:
+        show_recipe(file)
+    elif command in BY_NAME and command != "train":
         show_command(BY_NAME[command].text, BY_NAME[command].settings)
     else:
         show_help([(c.name, c.summary) for c in COMMANDS])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mprun.compare import measures
 from mprun.compare.comparison import KEEPS, Variant
-from mprun.compare.formatting import counted, substitution_label
+from mprun.compare.formatting import counted, readable, substitution_label
 from mprun.compare.measures import RunGroup
+from mprun.compare.mixing import MOST_KINDS
 from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
 from mprun.records.run_record import Summary
 
@@ -28,6 +30,7 @@ def comparison_notes(
     summaries = [summary for group in groups for summary in group.by_seed.values()]
     if any(summary.data.source == "generated" for summary in summaries):
         yield "generated data: accuracies do not carry over to real data"
+    yield from _changed_recipes(summaries)
     if by_default:
         yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
     if split == "train":
@@ -50,6 +53,21 @@ def comparison_notes(
             )
     if any((summary.git_commit or "").endswith("-dirty") for summary in summaries):
         yield "the code had uncommitted changes: runs may differ in them"
+
+
+def _changed_recipes(summaries: Sequence[Summary]) -> Iterator[str]:
+    """A sentence for each recipe whose runs were trained with different files."""
+    for name in dict.fromkeys(summary.recipe for summary in summaries):
+        files = Counter(s.recipe_sha256 for s in summaries if s.recipe == name)
+        if len(files) > 1:
+            kinds = "; ".join(
+                f"{sha256[:12] if sha256 else 'no file'} in {counted(n)}"
+                for sha256, n in files.most_common(MOST_KINDS)
+            )
+            yield (
+                f"the file of recipe {readable(name)} was changed between the runs (SHA-256 "
+                f"{readable(kinds)}): a difference may be the recipe's, not the precision's"
+            )
 
 
 REMEDIES = {

@@ -257,7 +257,8 @@ def _below(section: str) -> str:
 def for_hydra(override: Override) -> str:
     """The override without `+`, which has no meaning because every field exists.
 
-    A recipe's file becomes the option that has its values. In a mapping with the user's keys, Hydra has to add the key: `++` in front makes it do that.
+    A recipe's file becomes the option that has its values. In a mapping with the user's keys,
+    Hydra has to add the key: `++` in front makes it do that.
     """
     text = str(override.input_line).lstrip("+")
     if override.key_or_group == "recipe" and not override.is_sweep_override():

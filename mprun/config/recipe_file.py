@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,13 @@ from mprun.config.reference import leaves
 from mprun.config.schema import Config
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError, first_line, hint
+from mprun.records.reader import open_regular
 
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
 FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed")
 """Further fields that it may set; groups and seeds belong to a run, not to a recipe."""
-LARGEST_BYTES = 16 * 1024**2
+LARGEST_BYTES = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def named_file(value: object) -> RecipeFile | None:
     match = re.fullmatch(r"(.*\.py)(?::(\w*))?", str(value), re.DOTALL)
     if match is None:
         return None
-    return RecipeFile(Path(match[1]).expanduser().absolute(), match[2] or "")
+    path = os.path.abspath(os.path.expanduser(match[1]))  # noqa: PTH100, PTH111 (keeps links)
+    return RecipeFile(Path(path), match[2] or "")
 
 
 def with_absolute_paths(override: Override) -> str:
@@ -75,6 +78,7 @@ def with_absolute_paths(override: Override) -> str:
 
 
 def _values(override: Override) -> list[str]:
+    """The values that an override gives or lists."""
     if not override.is_sweep_override():
         return [str(override.value())]
     if not override.is_discrete_sweep():
@@ -92,7 +96,7 @@ def option_of(value: str) -> str:
     file = named_file(value)
     if file is None:
         return value
-    source = read_source(file)
+    source = read_source(file.path)
     defaults = defaults_of(file.path, parsed(file.path, source))
     node: dict[str, Any] = {
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
@@ -106,25 +110,22 @@ def option_of(value: str) -> str:
     return option
 
 
-def read_source(file: RecipeFile) -> bytes:
+def read_source(path: Path) -> bytes:
     """The content of a recipe's file.
 
     Raises:
         UsageError: there is none.
     """
-    path = file.path
+    if not path.is_file():
+        raise UsageError(
+            f"recipe={path}: there is no such file; write the path of a Python file with model "
+            f"and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
+        )
     try:
-        if not path.is_file():
-            raise UsageError(
-                f"recipe={path}: there is no such file; write the path of a Python file with "
-                f"model and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
-            )
-        if path.stat().st_size > LARGEST_BYTES:
-            raise UsageError(f"recipe={path}: it is too large for a Python file")
-        return path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+        with open_regular(path, LARGEST_BYTES) as stream:
+            return stream.read()
+    except OSError as error:
+        raise UsageError(f"recipe={path} cannot be read ({error.strerror})") from None
 
 
 def _as_name(stem: str) -> str:
@@ -175,11 +176,14 @@ def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
     """What the module assigns to a name, the last one."""
     found = None
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
             targets = [node.target]
+        else:
+            continue
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):
-            found = node.value  # type: ignore[union-attr]
+            found = node.value
     return found
 
 

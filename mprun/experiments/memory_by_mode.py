@@ -16,7 +16,7 @@ from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
-from mprun.errors import RunFailedError, UsageError, first_line
+from mprun.errors import MprunError, RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
@@ -104,6 +104,8 @@ def _counted(label: str, plan: Plan) -> StepMemory:
         return step_memory(plan)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
+    except MprunError:
+        raise
     except Exception as error:  # a user's model may read values, or refuse a batch
         raise RunFailedError(
             f"a step of {label} with {plan.batch.micro} samples cannot be planned on fake "

@@ -10,6 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from mprun.config.compose import parse
+from mprun.config.recipe_file import named_file
 from mprun.config.reference import GROUPS
 from mprun.records.files import write_atomic
 
@@ -19,7 +20,8 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
 
     Args:
         name: the preset's.
-        overrides: with one value each; another preset among them is left out.
+        overrides: with one value each; another preset among them, and a recipe's file, are left
+            out.
         comments: lines about its origin; the first is shown as the option's help.
     """
     groups: list[dict[str, str]] = []
@@ -27,8 +29,8 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
     for text in overrides:
         override = parse(text)
         key, value = override.key_or_group, override.value()
-        if key == "preset":
-            continue  # this file replaces it
+        if key == "preset" or text in recipe_files([text]):
+            continue  # this file replaces a preset, and is no place for the path of a recipe
         if key in GROUPS:
             groups.append({f"override /{key}": str(value)})
         else:
@@ -36,6 +38,12 @@ def preset_text(name: str, overrides: Sequence[str], comments: Sequence[str]) ->
     comment = "".join(f"# {' '.join(line.split())}\n" for line in comments)
     body = yaml.safe_dump({"defaults": groups, **fields}, sort_keys=False, allow_unicode=True)
     return f"# @package _global_\n{comment}{body}"
+
+
+def recipe_files(overrides: Sequence[str]) -> list[str]:
+    """The overrides that name a recipe's file; the command that takes the preset has them too."""
+    parsed = [(text, parse(text)) for text in overrides]
+    return [t for t, o in parsed if o.key_or_group == "recipe" and named_file(o.value())]
 
 
 def write_preset(folder: Path, name: str, text: str) -> Path:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from mprun.assemble import DataCache, make_plan, recipe_of
+from mprun.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.assemble.plan import data_request
 from mprun.assemble.recipe_origin import lies_in
-from mprun.config import Composed, compose
+from mprun.config import Composed, Config, compose
 from mprun.config.settings import Split
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import variants
@@ -27,6 +27,8 @@ from mprun.experiments.budget import BudgetSignals, TrialBudget
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
 from mprun.records.files import new_folder, refuse_links, remove_leftovers
+from mprun.records.run_folder import RECIPE
+from mprun.records.run_record import read_summary
 from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
 
 Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
@@ -97,6 +99,7 @@ class Study:
         budget = TrialBudget(stop.budget)
         with _locked(self.folder):
             first, config_dir = self.trials[0].overrides, self.config_dir
+            _check_recipe_file(self, compose(first, config_dir).config)
             load_samples(first, config_dir, self.load, self.untrusted)
             trials = Trials(self.folder, config_dir, stop, progress, self.load, self.untrusted)
             for seed in self.plan.seeds:
@@ -127,6 +130,29 @@ class Study:
                 f"continue with: {self.resume_command}"
             )
         raise RunFailedError(f"{self.baseline}, the baseline, failed in every run")
+
+
+def _check_recipe_file(study: Study, config: Config) -> None:
+    """Refuse to continue a study with another file of its recipe than that of its first runs.
+
+    Raises:
+        UsageError: the file was changed, or cannot be read.
+    """
+    source = source_of(config)
+    if source is None:
+        return
+    for trial in study.trials:
+        try:
+            summary = read_summary(study.folder / trial.name)
+        except UsageError:  # it has not begun
+            continue
+        is_same = summary.recipe_sha256 in (None, source.sha256)
+        if summary.recipe == config.recipe.name and not is_same:
+            raise UsageError(
+                f"run.resume={study.folder}: {source.path} was changed since the study began; put "
+                f"it back as it was ({study.folder / trial.name / RECIPE} is a copy), or begin a "
+                "new study with it"
+            )
 
 
 def _run_in_budget(

@@ -229,7 +229,7 @@ def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
         (OWN_RECIPE + "seed: ${nope}\n", ["seed is a whole number", "'nope' not found"]),
         ("# @package nope\nname: own\n", ["In 'recipe/own'", "'nope'", "see mprun --help"]),
         ("defaults:\n  - nope\n", ["In 'recipe/own'", "Could not load 'recipe/nope'"]),
-        ("name: own\ntarget: m.M\n", ["train.batch_size is a whole number", "Missing"]),
+        ("name: own\ntarget: m.M\n", ["the run would never end", "set train.epochs"]),
         ("", ["recipe.name is a text", "Missing"]),
     ],
 )

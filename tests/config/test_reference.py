@@ -64,7 +64,9 @@ def test_leaves_and_sections_are_what_a_config_holds() -> None:
     [
         ("seed", "a whole number", "0"),
         ("train.epochs", "a whole number, or null", "null"),
-        ("train.lr", "a number", "set by its group"),
+        ("train.lr", "a number", "0.001"),
+        ("train.eval_batch_size", "a whole number", "train.batch_size"),
+        ("precision.tf32", "true or false", "set by its group"),
         ("train.clip_norm", "a number, or null", "null"),
         ("train.optimizer.eps", "a number", "1e-08"),
         ("preset.loss_must_fall", "true or false", "false"),

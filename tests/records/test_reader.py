@@ -70,6 +70,7 @@ ADDED = (
         "time_budget_s",
         "conditions",
         "failed_by",
+        "recipe_sha256",
     ),
     "samples",
 )

@@ -20,7 +20,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -28,8 +28,9 @@ from typing import Any, ClassVar
 import torch
 
 from mprun.assemble.recipe_origin import announced_file
+from mprun.config.recipe_file import read_source
 from mprun.data import DataRequest, Splits
-from mprun.data.parts import as_splits
+from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
 
@@ -71,11 +72,7 @@ def file_source(path: Path) -> RecipeSource:
     """
     if path in _loaded:
         return _loaded[path].source
-    try:
-        return RecipeSource(path, path.read_bytes())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(f"recipe={path} cannot be read ({reason})") from None
+    return RecipeSource(path, read_source(path))
 
 
 def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
@@ -125,17 +122,17 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     sys.modules[module.__name__] = module
     try:
         with announced_file(path, untrusted):
-            exec(compile(source.content, str(path), "exec"), module.__dict__)
+            exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
     except MprunError:
         del sys.modules[module.__name__]
         raise
-    except Exception as error:  # it is the user's code: anything can be wrong with it
+    except (Exception, SystemExit) as error:  # it is the user's code: anything can be wrong
         del sys.modules[module.__name__]
         raise UsageError(
             f"recipe={path} cannot be loaded ({type(error).__name__}: {first_line(error)}"
             f"{_line_in(error, path)}); correct the file"
         ) from None
-    except BaseException:  # Ctrl-C, or sys.exit in the file
+    except BaseException:  # Ctrl-C
         del sys.modules[module.__name__]
         raise
     _loaded[path] = _Loaded(source, module)
@@ -194,19 +191,23 @@ def _as_dataclass(kind: type[Recipe], path: Path) -> type[Recipe]:
             f"{path}: {kind.__name__}.DEFAULTS is not read; write DEFAULTS = {{...}} outside of "
             "the class"
         )
-    if "__dataclass_fields__" not in vars(kind):
-        try:
-            kind = dataclass(frozen=True)(kind)
-        except (TypeError, ValueError) as error:
+    for base in reversed(kind.__mro__):  # a class inherits the fields of its bases
+        undecorated = "__dataclass_fields__" not in vars(base)
+        if undecorated and base.__module__ == kind.__module__:
+            try:
+                dataclass(frozen=True)(base)  # changes the class itself
+            except (TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{path}: {base.__name__} cannot have these fields ({first_line(error)})"
+                ) from None
+    for field in fields(kind):  # type: ignore[arg-type]
+        name = field.name
+        if hasattr(Recipe, name):
+            is_value = not callable(getattr(Recipe, name))
+            fix = f"write it without a type: {name} = ..." if is_value else "give it another name"
             raise UsageError(
-                f"{path}: {kind.__name__} cannot have these fields ({first_line(error)})"
-            ) from None
-    assert is_dataclass(kind)
-    for field in fields(kind):
-        if hasattr(Recipe, field.name):
-            raise UsageError(
-                f"{path}: the field {kind.__name__}.{field.name} has the name of a part of "
-                f"mprun.Recipe; give it another name, such as {field.name}_kind"
+                f"{path}: the parameter {kind.__name__}.{name} has the name of a part of "
+                f"mprun.Recipe; {fix}"
             )
     return kind
 
@@ -220,7 +221,9 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
     Raises:
         UsageError: one is missing, or is no function.
     """
-    functions = {name: vars(module)[name] for name in FUNCTIONS if name in vars(module)}
+    functions: dict[str, Any] = {
+        name: vars(module)[name] for name in FUNCTIONS if name in vars(module)
+    }
     for name in NEEDED:
         if name not in functions:
             near = hint(name, [n for n in vars(module) if not n.startswith("_")])
@@ -229,10 +232,10 @@ def _of_functions(module: ModuleType, path: Path) -> type[Recipe]:
                 "functions model() and data(), and loss(output, batch) unless the output brings "
                 "a loss, or a class that extends mprun.Recipe"
             )
-    for name, value in functions.items():
+    for name, value in functions.items():  # any object can have such a name
         if not callable(value) or isinstance(value, type):
             raise UsageError(
-                f"recipe={path}: {name} is a {type(value).__name__}; legal is a function {name}"
+                f"recipe={path}: {name} is {str(value)[:40]}; legal is a function {name}"
             )
     methods: dict[str, Any] = {name: _method(function) for name, function in functions.items()}
     methods["data"] = _data_method(functions["data"], path.stem)

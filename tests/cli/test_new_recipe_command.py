@@ -1,0 +1,99 @@
+"""`mprun new-recipe`: a recipe that works, and a test of it that can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.completion import completion_script
+from mprun.cli.main import COMMANDS, main
+from mprun.records.run_record import read_summary
+
+
+def pytest_of(file: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", "bf16"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_it_writes_a_recipe_that_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-recipe", "my_points"]) == 0
+    output = capsys.readouterr().out
+    assert output == (
+        "written: my_points.py, test_my_points.py\n"
+        "train it: mprun recipe=my_points.py precision=bf16_mixed\n"
+        "test it: pytest test_my_points.py\n"
+    )
+    assert sorted(p.name for p in Path.cwd().iterdir()) == ["my_points.py", "test_my_points.py"]
+    assert main(["recipe=my_points.py", "run.dir=r"]) == 0
+    summary = read_summary(Path("r"))
+    assert summary.metric.name == "accuracy"
+    assert summary.test.accuracy is not None
+    assert summary.test.accuracy > 0.8
+    assert "@" not in Path("my_points.py").read_text(encoding="utf-8")
+
+
+def test_its_test_passes_and_fails_where_nothing_is_learnt() -> None:
+    assert main(["new-recipe", "my_points.py"]) == 0
+    good = pytest_of("test_my_points.py")
+    assert good.returncode == 0, good.stdout
+    path = Path("my_points.py")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace('"train.lr": 1e-2', '"train.lr": 1e-9'), encoding="utf-8")
+    bad = pytest_of("test_my_points.py")
+    assert bad.returncode == 1
+    assert "assert" in bad.stdout
+
+
+@pytest.mark.parametrize("existing", ["mine.py", "test_mine.py"])
+def test_nothing_is_overwritten(existing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(existing).write_text("mine", encoding="utf-8")
+    assert main(["new-recipe", "mine"]) == 2
+    assert f"{existing} exists already" in capsys.readouterr().err
+    assert [p.name for p in Path.cwd().iterdir()] == [existing]
+    assert Path(existing).read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "fragment"),
+    [
+        ([], "takes one name, not no name"),
+        (["a", "b"], "takes one name, not 2 names"),
+        (["a-b"], "legal is the name of a Python module"),
+        (["../a"], "legal is the name of a Python module"),
+        (["class"], "legal is the name of a Python module"),
+        (["random"], "would hide; choose another one: my_random"),
+        (["torch"], "would hide; choose another one: my_torch"),
+        (["a", "--nope"], "mprun new-recipe has no option '--nope'; legal: --help"),
+    ],
+)
+def test_names_that_cannot_be_used(
+    args: list[str], fragment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new-recipe", *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mprun: ")
+    assert err.count("\n") == 1
+    assert fragment in err
+    assert not list(Path.cwd().iterdir())
+
+
+def test_help_and_completion_list_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "new-recipe" in capsys.readouterr().out
+    assert main(["new-recipe", "--help"]) == 0
+    assert "mprun new-recipe my_model" in capsys.readouterr().out
+    for shell in ("bash", "zsh", "fish"):
+        script = completion_script(shell, {c.name: c.settings for c in COMMANDS})
+        assert "new-recipe" in script
+
+
+def test_it_imports_no_torch() -> None:
+    code = (
+        "import sys; from mprun.cli.main import main; main(['new-recipe', 'mine']); "
+        "print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.stdout.endswith("False\n"), ended.stderr

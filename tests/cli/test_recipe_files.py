@@ -1,0 +1,367 @@
+"""A recipe in a file through every command, with real runs: `mprun recipe=my.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mprun.assemble import file_recipe
+from mprun.cli.main import main
+from mprun.records.run_record import Summary, read_lines, read_summary
+
+RECIPE = '''"""A tiny regression.
+
+Not shown.
+"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+DEFAULTS = {"train.lr": 1e-2, "train.batch_size": 8, "train.max_steps": 6}
+
+def model():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+def data():
+    x = torch.randn(60, 4)
+    return {"train": (x[:40], x[:40].sum(1)), "validation": (x[40:], x[40:].sum(1))}
+
+def forward(model, batch):
+    return model(batch[0]).squeeze(1)
+
+def loss(output, batch):
+    return F.mse_loss(output, batch[1])
+'''
+
+CLASSES = '''"""Two sizes."""
+import mprun
+from torch import nn
+import tiny
+
+DEFAULTS = {"train.max_steps": 3}
+
+class Small(mprun.Recipe):
+    METRIC = ("loss", "min")
+    units: int = 8
+    """Hidden units."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.units), nn.Tanh(), nn.Linear(self.units, 1))
+    def data(self, request):
+        return tiny.data()
+    def forward(self, model, batch):
+        return tiny.forward(model, batch)
+    def loss(self, output, batch):
+        return tiny.loss(output, batch)
+
+class Large(Small):
+    units: int = 32
+'''
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """The two recipes in the current folder; what a test imports is forgotten after it."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    new_process(monkeypatch)
+    write("tiny.py", RECIPE)
+    write("sizes.py", CLASSES)
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the files that were run, as a new process has run none."""
+    monkeypatch.setattr(file_recipe, "_loaded", {})
+
+
+def write(name: str, text: str) -> Path:
+    path = Path(name).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def mprun(*words: str) -> int:
+    return main([*words])
+
+
+def trained(folder: str, *words: str) -> Summary:
+    assert mprun(*words, f"run.dir={folder}") == 0
+    return read_summary(Path(folder))
+
+
+def test_a_file_is_trained_and_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = trained("r", "recipe=tiny.py")
+    assert (summary.recipe, summary.steps, summary.batch_size) == ("tiny", 6, 8)
+    row = summary.data
+    assert (row.name, row.source) == ("tiny", "recipe")
+    assert (row.train_samples, row.validation_samples, row.test_samples) == (40, 20, 0)
+    assert (summary.metric.name, summary.metric.higher_is_better) == ("loss", False)
+    assert summary.recipe_sha256 == hashlib.sha256(RECIPE.encode()).hexdigest()
+    assert Path("r/recipe.py").read_text(encoding="utf-8") == RECIPE
+    err = capsys.readouterr().err
+    assert err == f"note: recipe={Path('tiny.py').absolute()} runs the code of this file\n"
+
+
+def test_a_shipped_recipe_has_no_file() -> None:
+    summary = trained("r", "recipe=linear", "train.max_steps=2")
+    assert summary.recipe_sha256 is None
+    assert not Path("r/recipe.py").exists()
+
+
+def test_it_trains_as_a_raw_loop_does_bit_for_bit() -> None:
+    words = ["speed=plain", "precision=fp32", "seed=3", "train.max_steps=12"]
+    trained("r", "recipe=tiny.py", *words, "train.optimizer.name=sgd")
+    losses = [line["loss"] for line in read_lines(Path("r")) if line["kind"] == "step"]
+
+    generator = torch.Generator().manual_seed(0)  # data() draws from seed 0 in every run
+    x = torch.randn(60, 4, generator=generator)[:40]
+    y = x.sum(1)
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    order = torch.Generator().manual_seed(3)
+    expected: list[float] = []
+    while len(expected) < 12:
+        for index in torch.randperm(40, generator=order).split(8):
+            if len(expected) == 12:
+                break
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x[index]).squeeze(1), y[index])
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    assert losses == expected
+
+
+@pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"])
+def test_every_mode_trains_it(mode: str) -> None:
+    summary = trained("r", "recipe=tiny.py", f"precision={mode}")
+    assert summary.steps == 6
+    assert summary.train.loss is not None
+    assert 0 < float(summary.train.loss) < 100
+
+
+def test_a_class_of_several_with_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=sizes.py:Large", "recipe.model.units=5", "train.batch_size=8"]
+    summary = trained("r", *words)
+    assert (summary.recipe, summary.steps) == ("sizes", 3)
+    assert summary.memory_bytes.parameters == 4 * (4 * 5 + 5 + 5 + 1)
+    capsys.readouterr()
+    assert mprun("recipe=sizes.py") == 2
+    path = Path("sizes.py").absolute()
+    assert f"recipe={path}:Small, recipe={path}:Large" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("trace", "trace.json"),
+        ("memory", "memory.json"),
+        ("numerics numerics.warmup=1 numerics.steps=2 numerics.plots=false", "numerics.json"),
+        (
+            "search-ops search_ops.steps=0 search_ops.warmup_steps=1 search_ops.timed_steps=0 "
+            "search_ops.batches=1 search_ops.modules=false",
+            "search_ops.json",
+        ),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["tiny.py", "sizes.py:Small"])
+def test_commands_that_inspect_a_step(command: str, file: str, recipe: str) -> None:
+    assert mprun(*command.split(), f"recipe={recipe}", "run.dir=r") == 0
+    content = json.loads(Path("r", file).read_text(encoding="utf-8"))
+    assert content["recipe"] == recipe.partition(".")[0]
+
+
+def test_a_sweep_is_resumed_from_another_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", "recipe=tiny.py", "precision=fp32,bf16_mixed", "seeds=2", "run.dir=s"]
+    assert mprun(*words) == 0
+    for file in Path("s/fp32-seed1").rglob("*.*"):
+        file.unlink()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    new_process(monkeypatch)
+    assert mprun("sweep", "run.resume=../s") == 0
+    summaries = [read_summary(run.parent) for run in Path("../s").glob("*/summary.json")]
+    names = sorted((s.variant, s.seed) for s in summaries)
+    assert names == [("bf16_mixed", 0), ("bf16_mixed", 1), ("fp32", 0), ("fp32", 1)]
+    assert len({s.recipe_sha256 for s in summaries}) == 1
+    capsys.readouterr()
+    write("../tiny.py", f"{RECIPE}# changed\n")
+    new_process(monkeypatch)
+    assert mprun("sweep", "run.resume=../s") == 2
+    err = capsys.readouterr().err
+    assert "tiny.py was changed since the study began; put it back as it was (../s/" in err
+
+
+def test_advise_names_the_file_in_the_command_that_it_recommends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["advise", "recipe=tiny.py", "precision=fp32,bf16_mixed", "seeds=2", "run.dir=a"]
+    assert mprun(*words, "advise.max_steps=3") == 0
+    output = capsys.readouterr().out
+    (command,) = (
+        line.partition("use it: mprun ")[2] for line in output.splitlines() if "use it:" in line
+    )
+    assert trained("r", *shlex.split(command)).recipe == "tiny"
+
+
+def test_double(capsys: pytest.CaptureFixture[str]) -> None:
+    text = RECIPE.replace('"train.max_steps": 6', '"train.epochs": 1')
+    write("tiny.py", text)
+    assert mprun("double", "recipe=tiny.py", "seeds=2", "run.dir=d") == 0
+    batches = {read_summary(p.parent).batch_size for p in Path("d").glob("*/summary.json")}
+    assert batches == {8, 16}
+
+
+def test_a_multirun_over_files(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mprun("-m", "recipe=tiny.py,sizes.py:Small", "train.max_steps=2") == 0
+    folder = next(Path("outputs").glob("*/*"))
+    assert [read_summary(folder / n).recipe for n in "01"] == ["tiny", "sizes"]
+
+
+def test_a_run_is_resumed_with_its_file_from_another_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained("whole", "recipe=tiny.py", "train.max_steps=6")
+    trained("r", "recipe=tiny.py", "train.max_steps=3")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    new_process(monkeypatch)
+    assert mprun("run.resume=../r", "recipe=../tiny.py", "train.max_steps=6") == 0
+
+    def losses(run: str) -> list[Any]:
+        return [line["loss"] for line in read_lines(Path(run)) if line["kind"] == "step"]
+
+    assert losses("../r") == losses("../whole")
+
+
+def test_a_resumed_run_refuses_another_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained("r", "recipe=tiny.py", "train.max_steps=3")
+    before = Path("r/summary.json").read_bytes()
+    capsys.readouterr()
+    path = write("tiny.py", f"print('run')\n{RECIPE}")
+    new_process(monkeypatch)
+    assert mprun("run.resume=r", "train.max_steps=6") == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err == (
+        f"mprun: run.resume=r: {path} was changed since the run began; put it back as it was (the "
+        "run's copy is r/recipe.py), or begin a new run with it\n"
+    )
+    path.unlink()
+    assert mprun("run.resume=r", "train.max_steps=6") == 2
+    assert "put it back: the run's copy is r/recipe.py" in capsys.readouterr().err
+    assert mprun("run.resume=r", "recipe=sizes.py") == 2
+    assert "a resumed run keeps its configuration" in capsys.readouterr().err
+    assert Path("r/summary.json").read_bytes() == before
+    path.write_bytes(Path("r/recipe.py").read_bytes())
+    assert mprun("run.resume=r", "train.max_steps=6") == 0
+
+
+def test_a_file_in_the_resumed_folder_runs_only_with_trust(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained("r", "recipe=tiny.py", "train.max_steps=3")
+    config = Path("r/config.yaml")
+    text = config.read_text(encoding="utf-8")
+    inside = Path("r/recipe.py").absolute()
+    config.write_text(text.replace(str(Path("tiny.py").absolute()), str(inside)), encoding="utf-8")
+    new_process(monkeypatch)
+    capsys.readouterr()
+    assert mprun("run.resume=r", "train.max_steps=6") == 2
+    err = capsys.readouterr().err
+    assert f"would run {inside}, which is a part of r itself" in err
+    assert "add run.trust=true" in err
+    assert mprun("run.resume=r", "train.max_steps=6", "run.trust=true") == 0
+
+
+def test_compare_warns_of_runs_with_different_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for n, seed in enumerate(["0", "1"]):
+        trained(f"c/a{n}", "recipe=tiny.py", f"seed={seed}")
+        trained(f"c/b{n}", "recipe=tiny.py", f"seed={seed}", "precision=bf16_mixed")
+    capsys.readouterr()
+    assert mprun("compare", "c", "compare.report=false") == 0
+    assert "SHA-256" not in capsys.readouterr().out
+    old = hashlib.sha256(RECIPE.encode()).hexdigest()[:12]
+    changed = f"{RECIPE}# changed\n"
+    write("tiny.py", changed)
+    new = hashlib.sha256(changed.encode()).hexdigest()[:12]
+    new_process(monkeypatch)
+    trained("c/new", "recipe=tiny.py", "seed=1", "precision=bf16_mixed")
+    capsys.readouterr()
+    assert mprun("compare", "c", "compare.report=false") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the file of recipe tiny was changed between the runs" in out
+    assert f"{old} in 3 runs; {new} in 1 run" in out
+
+
+def test_help_of_a_file_imports_no_torch_and_runs_nothing() -> None:
+    write("tiny.py", f"{RECIPE}\nprint('run')\n")
+    code = (
+        "import sys; from mprun.cli.main import main; main(['recipe=FILE', '--help']); "
+        "print('torch' in sys.modules)"
+    )
+
+    def shown(file: str) -> str:
+        command = [sys.executable, "-c", code.replace("FILE", file)]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    text = shown("tiny.py")
+    assert text.startswith("tiny: A tiny regression.\n")
+    assert "Functions: model, data, forward, loss; for parameters, make them a class" in text
+    assert "train.lr = 0.01" in text
+    assert text.endswith("Other overrides: mprun --help\nFalse\n")
+    assert "run\n" not in text.splitlines()
+    text = shown("sizes.py:Large")
+    assert "Parameters of Large" in text
+    assert "recipe.model.units = 32" in text
+    assert "Parameters of Small" not in text
+
+
+def test_help_of_a_file_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mprun("recipe=nope.py", "--help") == 2
+    assert "there is no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "fragments"),
+    [
+        ("return torch.ones(3, 4), torch.ones(3)", ["tensors directly", '{"train": (inputs']),
+        ("return undefined", ["the data of tiny cannot be made", "NameError", "'undefined'"]),
+        ('return {"train": (torch.ones(0, 4), torch.ones(0))}', ["tiny has no training sample"]),
+    ],
+)
+def test_data_that_cannot_be_used_are_refused_in_a_line(
+    data: str, fragments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, _, tail = RECIPE.partition("def data():")
+    write(
+        "tiny.py", f"{head}def data():\n    {data}\ndef forward{tail.partition('def forward')[2]}"
+    )
+    assert mprun("recipe=tiny.py", "run.dir=r") == 2
+    _, error = capsys.readouterr().err.splitlines()
+    assert all(fragment in error for fragment in fragments), error
+    assert not Path("r").exists()
