@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import signal
@@ -439,3 +440,24 @@ def test_a_sweep_runs_modes_on_one_loader(capsys: pytest.CaptureFixture[str]) ->
     records = [read_summary(path.parent) for path in Path("outputs").rglob("summary.json")]
     assert len(records) == 4
     assert {r.status for r in records} == {"completed"}
+
+
+@pytest.mark.parametrize("train", [LOADER, "TensorDataset(*samples())"], ids=["loader", "set"])
+def test_the_largest_batch_is_planned_beyond_the_samples(train: str) -> None:
+    assert main(["memory", recipe(train), "device=cpu", "memory.fits=1MiB"]) == 0
+    (record,) = Path("outputs").rglob("memory.json")
+    fits = json.loads(record.read_text(encoding="utf-8"))["modes"][0]["fits"]
+    assert 22 < fits["batch_size"] < 2**20 / 32  # a sample takes 4 inputs and 8 activations or more
+    assert fits["peak_bytes"] <= 2**20 < fits["next_peak_bytes"]
+
+
+def test_a_checkpoint_without_the_newer_states_is_resumed() -> None:
+    whole = run(recipe("samples()"), "train.batch_size=12", "train.max_steps=5", name="whole")
+    part = run(recipe("samples()"), "train.batch_size=12", "train.max_steps=3", name="part")
+    path = checkpoint.path_in(part)
+    state = torch.load(path, weights_only=True)
+    for key in ("next_order", "host_rng"):  # what earlier versions did not save
+        del state["trainer"][key]
+    torch.save(state, path)
+    assert main([f"run.resume={part}", "train.max_steps=5"]) == 0
+    assert losses(part) == losses(whole)
