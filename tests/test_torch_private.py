@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,18 @@ def switches() -> None:
     finally:
         _torch.set_backend_switches(before)
     assert _torch.backend_switches() == before
+
+
+@interface("_MultiProcessingDataLoaderIter._shutdown_workers")
+def workers() -> None:
+    loader = torch.utils.data.DataLoader(range(8), num_workers=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    begun = multiprocessing.active_children()
+    assert begun
+    _torch.end_workers(batches)
+    assert not multiprocessing.active_children()
+    _torch.end_workers(batches)  # again: nothing is left to do
 
 
 @pytest.mark.parametrize("name", CHECKS)

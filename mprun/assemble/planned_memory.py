@@ -11,11 +11,10 @@ from torch import Tensor
 
 from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
-from mprun.assemble.recipe_loading import load_data
+from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
-from mprun.data.loader_batches import EVALUATION_SEED, batch_size
-from mprun.data.random_states import seeded
-from mprun.errors import first_line
+from mprun.data.loader_batches import batch_size
+from mprun.errors import UsageError, first_line
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
@@ -35,6 +34,7 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
 
     Raises:
         DtypeMismatchError: the step cannot run.
+        UsageError: a loader's batches cannot be resized to the plan's.
     """
     native = replace(
         plan,
@@ -44,7 +44,7 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     )
     try:
         return _on_fake_tensors(native)
-    except DtypeMismatchError:
+    except (DtypeMismatchError, UsageError):
         raise
     except Exception as error:
         if not real:
@@ -92,11 +92,16 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
     if isinstance(train, TensorSet):
         known = train.device.type != "meta"
         return _resized(train.content, min(rows, len(train)) if known else rows)
-    with seeded(EVALUATION_SEED):
-        content = train.example(plan.batch.micro)
+    known = plan.splits.source != NO_DATA
+    content = train.example(plan.batch.micro)
     size = batch_size(content)
     if all(x.dim() and len(x) == size for x in all_tensors(content)):
-        return _resized(content, min(rows, train.samples or rows))
+        return _resized(content, min(rows, (known and train.samples) or rows))
+    if train.own_batch_size not in (None, plan.batch.micro):
+        raise UsageError(
+            f"a batch of {plan.batch.micro} samples cannot be planned: the batches of the recipe's "
+            f"DataLoader have {train.own_batch_size} and tensors of other lengths"
+        )
     return MicroBatch(content, content, size, size)
 
 

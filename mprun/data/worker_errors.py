@@ -23,7 +23,8 @@ def explained() -> Iterator[None]:
     except Exception as error:
         text = str(error)
         if caught := _CAUGHT.match(text):
-            error.args = (f"{_message(text, caught[1])}{_place(text)}\n{text}",)
+            kind = type(error.args[0]) if error.args else str  # PyTorch's own for KeyError
+            error.args = (kind(f"{_message(text, caught[1])}{_place(text)}\n{text}"),)
         raise
 
 

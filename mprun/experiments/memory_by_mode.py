@@ -17,7 +17,7 @@ from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
-from mprun.errors import RunFailedError, UsageError, first_line
+from mprun.errors import MprunError, RunFailedError, UsageError, first_line
 from mprun.experiments.batch_search import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
@@ -108,6 +108,8 @@ def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
         return step_memory(plan, real)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
+    except MprunError:
+        raise
     except Exception as error:  # a user's model may read values, or refuse a batch
         raise RunFailedError(
             f"a step of {label} with {plan.batch.micro} samples cannot be "
