@@ -233,9 +233,21 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
 
 
 def _trains_alike(module: nn.Module) -> bool:
-    """Whether a module draws no random numbers in training and needs the training mode."""
+    """Whether a module draws no random numbers in training and needs the training mode.
+
+    One whose own code asks for the mode, and not for dropout, gives other outputs in training:
+    losses in a detector, auxiliary classifiers in an Inception.
+    """
     recurrent = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN's backward pass
-    return recurrent or isinstance(module, BATCH_STATISTICS)
+    return recurrent or isinstance(module, BATCH_STATISTICS) or _asks_for_mode(type(module))
+
+
+def _asks_for_mode(kind: type[nn.Module]) -> bool:
+    if kind.__module__.startswith("torch.nn."):
+        return False
+    code = getattr(kind.forward, "__code__", None)
+    names = set() if code is None else {*code.co_names, *code.co_freevars}
+    return "training" in names and not any("drop" in name for name in names)
 
 
 def _gradient(p: Tensor, scale: float) -> Tensor:
