@@ -486,6 +486,21 @@ def test_a_module_whose_code_asks_for_training_trains_and_dropout_drops_nothing(
     assert model.drop.training
 
 
+class DropsByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(x, 0.5, self.training))
+
+
+def test_a_module_that_drops_by_a_function_of_its_mode_does_not() -> None:
+    model, x = DropsByFunction(), torch.randn(8, 6)
+    with ready(model):
+        assert torch.equal(model(x), model.last(x))
+
+
 def test_a_model_in_evaluation_stays_in_it() -> None:
     model = Busy().eval()
     with ready(model):

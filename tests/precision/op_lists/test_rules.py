@@ -599,6 +599,8 @@ def test_arguments_by_name_are_cast_in_place_too() -> None:
 
 def test_an_assignment_by_indices_takes_the_dtype_of_what_it_writes_into() -> None:
     for one, other in PAIRS:
+        if other == FP64:  # never cast
+            continue
         target, source = tensor(one, 1), tensor(other, 2)
         expected = tensor(one, 1)
         expected[ROWS] = source.to(one)
