@@ -22,7 +22,6 @@ from mprun._torch import end_workers
 from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, rows
 from mprun.data.loader_sets import LoadedSet, Reading
 from mprun.data.random_states import seeded
-from mprun.data.worker_errors import explained
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
@@ -177,14 +176,14 @@ class LoaderBatches:
             generator = torch.Generator().manual_seed(EVALUATION_SEED)
             epoch = EpochSeed(EVALUATION_SEED, 0)
         loader = self.data.loader(self._reading, generator, epoch.number)
-        with seeded(epoch.seed), explained():
+        with seeded(epoch.seed):
             source = iter(loader)
         most = self.data.batches(self._reading.batch_size)
         try:
             for number in itertools.count(1):
                 if most is not None and number > most:
                     return
-                with seeded((epoch.seed + number) % LARGEST_SEED), explained():
+                with seeded((epoch.seed + number) % LARGEST_SEED):
                     try:
                         content = next(source)
                     except StopIteration:
