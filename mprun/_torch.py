@@ -239,11 +239,11 @@ def onednn_takes(dtype: torch.dtype) -> bool | None:
 @functools.cache
 def onednn_has_lstm(dtype: torch.dtype) -> bool:
     """Whether autocast on the CPU can train an LSTM in a dtype: tried on one of a single number."""
-    x, weights = torch.zeros(1, 1, 1), [torch.zeros(4, 1), torch.zeros(4, 1)]
-    weights += [torch.zeros(4), torch.zeros(4)]
     try:
         # With gradients on it is oneDNN's primitive for training, which exists for fewer dtypes.
         with outside_of_modes(), torch.enable_grad(), torch.autocast("cpu", dtype):
+            x, weights = torch.zeros(1, 1, 1), [torch.zeros(4, 1), torch.zeros(4, 1)]
+            weights += [torch.zeros(4), torch.zeros(4)]
             torch.lstm(x, (x, x), weights, True, 1, 0.0, True, False, False)
     except RuntimeError:
         return False

@@ -242,7 +242,10 @@ def _first_summary(
 
 def _footprint(plan: Plan, report: Callable[[str], None]) -> dict[str, int]:
     try:
-        return footprint(plan)
-    except Exception as error:  # a model may branch on data, which fake tensors do not have
+        counted, why_real = footprint(plan)
+    except Exception as error:  # the step may not run at all: the run itself will say so
         report(f"note: the memory of a step was not measured ({first_line(error)})")
         return {}
+    if why_real is not None:
+        report(f"note: the memory of a step was counted on a real step: {why_real}")
+    return counted

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import multiprocessing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,11 @@ def onednn() -> None:
     built = torch.backends.mkldnn.is_available()
     for dtype in (torch.bfloat16, torch.float16):
         assert (_torch.onednn_takes(dtype) is not None) is built
-        assert isinstance(_torch.onednn_has_lstm(dtype), bool)
+        has_lstm = _torch.onednn_has_lstm(dtype)
+        assert isinstance(has_lstm, bool)
+        _torch.onednn_has_lstm.cache_clear()
+        with _torch.FakeTensorMode():  # a step is planned there before it is taken
+            assert _torch.onednn_has_lstm(dtype) is has_lstm
 
 
 @interface("Module._compiled_call_impl, OptimizedModule._orig_mod")
@@ -293,6 +298,18 @@ def switches() -> None:
     finally:
         _torch.set_backend_switches(before)
     assert _torch.backend_switches() == before
+
+
+@interface("_MultiProcessingDataLoaderIter._shutdown_workers")
+def workers() -> None:
+    loader = torch.utils.data.DataLoader(range(8), num_workers=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    next(batches)
+    begun = multiprocessing.active_children()
+    assert begun
+    _torch.end_workers(batches)
+    assert not multiprocessing.active_children()
+    _torch.end_workers(batches)  # again: nothing is left to do
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -9,44 +10,77 @@ import torch
 from torch import Tensor
 
 from mprun.assemble.parts import batch_form, build_parts
-from mprun.assemble.plan import Plan, batch_sizes
+from mprun.assemble.plan import Plan, batch_sizes, data_request
+from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
-from mprun.data.loader_batches import EVALUATION_SEED, batch_size
-from mprun.data.random_states import seeded
+from mprun.data.loader_batches import batch_size
+from mprun.errors import UsageError, first_line
 from mprun.nested import all_tensors, map_tensors
-from mprun.numerics.memory_recorder import fake_tensors, memory
+from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
-from mprun.train.loop import Trainer
+from mprun.train.loop import Parts, Trainer
 
 
-def step_memory(plan: Plan) -> StepMemory:
+def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     """The tensors alive during one training step of this plan, on fake tensors.
 
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
+
+    Args:
+        plan: the plan.
+        real: take a real step where the model reads values, which fake tensors do not have. The
+            result then has `why_real`.
+
+    Raises:
+        DtypeMismatchError: the step cannot run.
+        UsageError: a loader's batches cannot be resized to the plan's.
     """
+    native = replace(
+        plan,
+        execution="native",  # what a mode needs, not what emulating it takes
+        policy=replace(plan.policy, partials_dtype="float32"),
+        fp32_fallback="none",
+    )
+    try:
+        return _on_fake_tensors(native)
+    except (DtypeMismatchError, UsageError):
+        raise
+    except Exception as error:
+        if not real:
+            raise
+        reason = f"it does not run on fake tensors ({type(error).__name__}: {first_line(error)})"
+        return replace(_on_real_tensors(native), why_real=reason)
+
+
+def _on_fake_tensors(plan: Plan) -> StepMemory:
     shapes = _shapes(plan)
     form = replace(batch_form(plan), count=None)  # fake tensors cannot be counted
     one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
+    splits = replace(plan.splits, train=one, validation=none, test=none)
     with fake_tensors():
-        parts = build_parts(
-            replace(
-                plan,
-                splits=replace(plan.splits, train=one, validation=none, test=none),
-                execution="native",  # what a mode needs, not what emulating it takes
-                policy=replace(plan.policy, partials_dtype="float32"),
-                fp32_fallback="none",
-                weights=DRAWN,  # fake tensors have no values to load into
-            ),
-        )
-        batch = _fake_batch(plan, shapes, form)
-        trainer = Trainer(parts, plan.limits)
-        return memory(
-            lambda: trainer.optimizer_step(batch),
-            parts.model,
-            parts.optimizer,
-            all_tensors([(part.content, part.inputs) for part in batch.parts]),
-        )
+        # Fake tensors have no values to load into.
+        parts = build_parts(replace(plan, splits=splits, weights=DRAWN))
+        return _of_step(plan, parts, _fake_batch(plan, shapes, form))
+
+
+def _on_real_tensors(plan: Plan) -> StepMemory:
+    if isinstance(plan.splits.train, TensorSet) and plan.splits.train.device.type == "meta":
+        plan = replace(plan, splits=load_data(plan.recipe, data_request(plan.config)))
+    with plan.backend_flags(), torch.random.fork_rng(devices=[]):
+        parts = build_parts(plan)
+        with closing(parts.train.epoch(parts.order.draw())) as batches:
+            return _of_step(plan, parts, next(batches).trained)
+
+
+def _of_step(plan: Plan, parts: Parts, batch: Batch) -> StepMemory:
+    trainer = Trainer(parts, plan.limits)
+    return memory(
+        lambda: trainer.optimizer_step(batch),
+        parts.model,
+        parts.optimizer,
+        all_tensors([(part.content, part.inputs) for part in batch.parts]),
+    )
 
 
 def _shapes(plan: Plan) -> TensorSet | MicroBatch:
@@ -58,11 +92,16 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
     if isinstance(train, TensorSet):
         known = train.device.type != "meta"
         return _resized(train.content, min(rows, len(train)) if known else rows)
-    with seeded(EVALUATION_SEED):
-        content = train.example(plan.batch.micro)
+    known = plan.splits.source != NO_DATA
+    content = train.example(plan.batch.micro)
     size = batch_size(content)
     if all(x.dim() and len(x) == size for x in all_tensors(content)):
-        return _resized(content, min(rows, train.samples or rows))
+        return _resized(content, min(rows, (known and train.samples) or rows))
+    if train.own_batch_size not in (None, plan.batch.micro):
+        raise UsageError(
+            f"a batch of {plan.batch.micro} samples cannot be planned: the batches of the recipe's "
+            f"DataLoader have {train.own_batch_size} and tensors of other lengths"
+        )
     return MicroBatch(content, content, size, size)
 
 
@@ -96,6 +135,10 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def footprint(plan: Plan) -> dict[str, int]:
-    """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`."""
-    return step_memory(plan).totals
+def footprint(plan: Plan) -> tuple[dict[str, int], str | None]:
+    """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
+
+    The second value is the reason why the step was a real one; None on fake tensors.
+    """
+    counted = step_memory(plan)
+    return counted.totals, counted.why_real

@@ -31,6 +31,8 @@ from mprun.train.user_code import described, explained
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
+NO_DATA = "none"
+"""The source of splits without samples, which only say what samples look like."""
 
 
 def recipe_of(config: Config, untrusted: Path | None = None) -> Recipe:
@@ -208,7 +210,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     assert train is not None
     if isinstance(train, TensorSet):
         train = train.map(one)
-    return Splits("no data", "none", train, NOTHING, NOTHING, notice=notice)
+    return Splits("no data", NO_DATA, train, NOTHING, NOTHING, notice=notice)
 
 
 class DataCache:

@@ -72,13 +72,23 @@ def _header(record: MemoryRecord) -> str:
     pieces = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
     return (
         f"recipe {record.recipe}, batch {batch.effective}{pieces}, "
-        f"{record.modes[0].optimizer.name}, {record.device}; counted on fake tensors"
+        f"{record.modes[0].optimizer.name}, {record.device}; counted on {_kind(record)}"
     )
+
+
+def _kind(record: MemoryRecord) -> str:
+    real = [mode.label for mode in record.modes if mode.why_real is not None]
+    if not real:
+        return "fake tensors"
+    return "a real step" if len(real) == len(record.modes) else "fake tensors or a real step"
 
 
 def _notes(record: MemoryRecord) -> Iterator[str]:
     from mprun.report.memory_tables import change_text
 
+    for mode in record.modes:
+        if mode.why_real is not None:
+            yield f"note: the step of {mode.label} is a real one: {mode.why_real}"
     published = record.published
     if published is not None:
         yield (

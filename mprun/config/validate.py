@@ -98,6 +98,7 @@ RANGES = {
     "data.validation_fraction": Range(0, 1, high_open=True),
     "data.train_limit": COUNT,
     "data.eval_limit": COUNT,
+    "data.workers": Range(0, 1024),
 }
 
 PATHS = {

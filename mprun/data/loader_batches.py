@@ -178,10 +178,11 @@ class LoaderBatches:
         loader = self.data.loader(self._reading, generator, epoch.number)
         with seeded(epoch.seed):
             source = iter(loader)
-        most = self.data.batches(self._reading.batch_size)
         try:
+            # One more is asked for than there are: then a sampler draws its last numbers, as in a
+            # raw loop.
             for number in itertools.count(1):
-                if most is not None and number > most:
+                if self.data.most is not None and number > self.data.most:
                     return
                 with seeded((epoch.seed + number) % LARGEST_SEED):
                     try:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.data import (
@@ -53,8 +53,10 @@ class Reading(NamedTuple):
 class LoadedSet(ABC):
     """Samples behind a `DataLoader`."""
 
-    nbytes = 0
+    nbytes: ClassVar[int] = 0
     """None of them are kept in memory."""
+    most: ClassVar[int | None] = None
+    """At most this many batches are read; None: all."""
 
     @property
     def own_batch_size(self) -> int | None:
@@ -183,8 +185,7 @@ class LoaderSet(LoadedSet):
     """A ready `DataLoader`."""
 
     given: Any = None
-    most: int | None = None
-    """At most this many batches."""
+    most: int | None = None  # type: ignore[misc]
 
     @cached_property
     def own_batch_size(self) -> int:

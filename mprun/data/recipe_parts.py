@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.batches import TensorSet
-from mprun.data.loader_sets import NOTHING, LoadedSet, loaded_set
+from mprun.data.loader_sets import LoadedSet, loaded_set
 from mprun.data.sources import DataRequest, Splits
 from mprun.errors import UsageError, hint
 from mprun.nested import leaves
@@ -47,7 +47,8 @@ def as_splits(parts: Any, name: str, request: DataRequest) -> Splits:
     if "train" not in given:
         raise UsageError(f"data() gives no training samples; {FORM}")
     train, notice = given["train"], None
-    validation, test = given.get("validation", NOTHING), given.get("test", NOTHING)
+    none = train.first(0)
+    validation, test = given.get("validation", none), given.get("test", none)
     if "validation" not in named:
         train, validation, notice = _held_out(train, request.validation_fraction)
     elif request.validation_fraction:
@@ -139,14 +140,18 @@ def _held_out(
     """The training samples without the held-out ones, those, and what the user has to know."""
     total = train.samples
     if total == 1:
-        return train, NOTHING, f"data() gives one training sample and {NOT_VALIDATED}"
+        return train, train.first(0), f"data() gives one training sample and {NOT_VALIDATED}"
     if total == 0:
-        return train, NOTHING, None
+        return train, train.first(0), None
     index = None if total is None else _order(total, share)
     kept, out = (None, None) if index is None else (_rows(train, i) for i in index)
     if kept is None or out is None:
         kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"
-        return train, NOTHING, f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}"
+        return (
+            train,
+            train.first(0),
+            f"data() gives {kind}, which cannot be divided, and {NOT_VALIDATED}",
+        )
     return kept, out, None
 
 

@@ -17,7 +17,7 @@ from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
-from mprun.errors import RunFailedError, UsageError
+from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.batch_search import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
@@ -99,25 +99,29 @@ def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
         modules=counted.module_rows(),
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
+        why_real=counted.why_real,
         fits=None if limit is None else _fit(label, plan, limit),
     )
 
 
-def _counted(label: str, plan: Plan) -> StepMemory:
+def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
     try:
-        return step_memory(plan)
+        return step_memory(plan, real)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
+    except MprunError:
+        raise
     except Exception as error:  # a user's model may read values, or refuse a batch
         raise RunFailedError(
-            f"a step of {label} with {plan.batch.micro} samples cannot be planned on fake "
-            f"tensors, which have no values: {described(error, plan.policy.name)}"
+            f"a step of {label} with {plan.batch.micro} samples cannot be "
+            f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
+            f"{described(error, plan.policy.name)}"
         ) from error
 
 
 def _fit(label: str, plan: Plan, limit: int) -> LargestBatch:
     def peak(size: int) -> int:
-        return _counted(label, with_batch_size(plan, size)).peak_bytes
+        return _counted(label, with_batch_size(plan, size), real=False).peak_bytes
 
     fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
     return LargestBatch(

@@ -59,6 +59,8 @@ class StepMemory:
     """All storages alive then, the largest first."""
     kinds: Mapping[str, str]
     """Owner to its class, in the model's order; empty for owners that are no module."""
+    why_real: str | None = None
+    """Why the step ran on real tensors; None for fake ones."""
 
     @classmethod
     def of(

@@ -109,6 +109,8 @@ class ModeMemory:
     timeline: MemoryTimeline
     fits: LargestBatch | None
     """None without a limit."""
+    why_real: str | None = None
+    """Why the step ran on real tensors; None for fake ones."""
     ratio: float | None = None
     """Peak over the first mode's peak."""
 

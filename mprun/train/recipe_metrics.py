@@ -290,7 +290,9 @@ def computed(metric: Any) -> Any:
         return metric.compute()
 
 
-def _number(name: str, value: Any) -> Number:
+def _number(name: str, value: Any) -> Number | None:
+    if value is None:  # no batch gave it anything
+        return None
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     try:

@@ -1,0 +1,463 @@
+"""Data sets, loaders, streams and Hugging Face data in recipe files, through real runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mprun.cli.main import main
+from mprun.records.run_record import read_lines, read_summary
+from mprun.train import checkpoint
+from tests.run.processes import Forking
+from tests.run.test_resume import assert_same_run, trained
+from tests.waiting import wait_for
+
+HEAD = """
+import random
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+def model(): return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+def loss(output, batch): return F.mse_loss(output, batch[1])
+METRIC = ("loss", "min")
+
+def samples(n=22):
+    x = torch.randn(n, 3, generator=torch.Generator().manual_seed(5))
+    return x, x.sum(1, keepdim=True)
+
+class Augmented(Dataset):
+    def __init__(self, n=22): self.x, self.y = samples(n)
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i):
+        noise = torch.randn(3) + np.random.normal() + random.gauss(0, 1)
+        with open("seen.txt", "a") as file: file.write(f"{i} {float(noise.sum()):.9f}\\n")
+        return self.x[i] + 0.1 * noise.float(), self.y[i]
+
+class Stream(IterableDataset):
+    def __init__(self, n=22): self.n = n
+    def __iter__(self): return iter(list(zip(*samples(self.n))))
+"""
+LOADER = "DataLoader(TensorDataset(*samples()), batch_size=4, shuffle=True)"
+WORKERS = "DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=2)"
+PLAIN = ["device=cpu", "speed=plain", "train.lr=0.1", "train.optimizer.name=sgd"]
+
+
+def recipe(train: str, rest: str = '"validation": None', more: str = "") -> str:
+    """The override of a recipe file whose training data are an expression.
+
+    Each text has a file of its own, because a process reads a file once.
+    """
+    text = f'{HEAD}\n{more}\ndef data(): return {{"train": {train}, {rest}}}\n'
+    path = Path.cwd() / f"my_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
+    path.write_text(text, encoding="utf-8")
+    return f"recipe={path}"
+
+
+def run(*words: str, name: str = "run") -> Path:
+    folder = Path.cwd() / name
+    assert main([*words, *PLAIN, f"run.dir={folder}"]) == 0
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_lines(folder) if line["kind"] == "step"]
+
+
+# ---- the same as a raw loop ----------------------------------------------------------------------
+
+
+def raw_loop(seed: int, epochs: int, batch: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(22, 3, generator=torch.Generator().manual_seed(5))
+    generator = torch.Generator().manual_seed(seed)
+    loader = DataLoader(
+        TensorDataset(x, x.sum(1, keepdim=True)), batch, shuffle=True, generator=generator
+    )
+    seen = []
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+    return seen, model.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("train", "more"),
+    [
+        (LOADER, []),
+        (LOADER.replace("4,", "4, num_workers=2,"), []),
+        ("TensorDataset(*samples())", ["train.batch_size=4"]),
+        ("TensorDataset(*samples())", ["train.batch_size=4", "data.workers=2"]),
+    ],
+    ids=["loader", "loader with workers", "data set", "data set with workers"],
+)
+def test_two_epochs_are_those_of_a_raw_loop_bit_for_bit(train: str, more: list[str]) -> None:
+    folder = run(recipe(train), "seed=3", "train.epochs=2", *more)
+    expected, weights = raw_loop(3, 2, 4)
+    assert losses(folder) == expected
+    found = trained(folder)["model"]
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_doubled_batch_accumulates_two_of_the_loader() -> None:
+    folder = run(recipe(LOADER), "batch=double", "train.epochs=1")
+    batch = read_summary(folder).batch
+    assert (batch.micro, batch.accumulate, batch.effective, batch.base) == (4, 2, 8, 4)
+    assert len(losses(folder)) == 3  # 22 samples: 8, 8 and 4 + 2
+
+
+def test_an_accumulated_step_is_one_step_on_all_its_samples() -> None:
+    loader = LOADER.replace("shuffle=True", "shuffle=False")
+    model = "def model(): return nn.Linear(3, 1)"
+    twice = run(recipe(loader, more=model), "train.accumulate=2", "train.epochs=1", name="twice")
+    large = loader.replace("batch_size=4", "batch_size=8")
+    once = run(recipe(large, more=model), "train.epochs=1", name="once")
+    # Sums in another order: equal to a few units of float32.
+    assert losses(twice) == pytest.approx(losses(once), rel=1e-5)
+
+
+def test_fields_that_the_loader_decides_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    run(recipe(LOADER), "train.batch_size=7", "data.workers=1", "train.epochs=1")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "train.batch_size has no effect: the recipe's DataLoader has its own" in shown
+    assert "data.workers has no effect" in shown
+
+
+# ---- the same samples in every mode --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_mode_sees_the_same_augmented_samples(workers: int) -> None:
+    seen = {}
+    name = recipe(WORKERS.replace("num_workers=2", f"num_workers={workers}"))
+    for mode in ("fp32", "bf16_mixed", "bf16_sr"):
+        Path("seen.txt").write_text("", encoding="utf-8")
+        run(name, f"precision={mode}", "train.epochs=2", name=mode)
+        seen[mode] = sorted(Path("seen.txt").read_text(encoding="utf-8").split("\n"))
+    assert len(seen["fp32"]) >= 44
+    assert seen["fp32"] == seen["bf16_mixed"] == seen["bf16_sr"]
+    numbers = {line.split()[1] for line in seen["fp32"] if line}
+    assert len(numbers) >= 44  # each epoch draws others
+
+
+def test_the_augmentation_does_not_change_what_the_model_draws() -> None:
+    plain = recipe("TensorDataset(*samples())")
+    first = run(plain, "train.batch_size=4", "train.epochs=1", name="plain")
+    drawing = "class Drawing(TensorDataset):\n    def __getitem__(self, i):\n"
+    drawing += "        torch.rand(7), np.random.rand(), random.random()\n"
+    drawing += "        return super().__getitem__(i)\n"
+    other = recipe("Drawing(*samples())", more=drawing)
+    second = run(other, "train.batch_size=4", "train.epochs=1", name="drawing")
+    assert losses(first) == losses(second)
+
+
+# ---- killed and resumed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("train", [WORKERS, WORKERS.replace("num_workers=2", "num_workers=0")])
+def test_a_killed_run_is_resumed_bit_for_bit(train: str, forking: Forking) -> None:
+    name = recipe(train)
+    words = [name, *PLAIN, "train.epochs=3", "train.checkpoint_every_steps=2", "precision=bf16_sr"]
+    folder, whole = Path.cwd() / "killed", Path.cwd() / "whole"
+    environment = {"SLOW_DISK": "yes"}
+    pid = forking.start([*words, f"run.dir={folder}"], Path.cwd(), environment)
+    wait_for(lambda: _saved_step(folder) >= 8)
+    os.kill(pid, signal.SIGKILL)
+    assert forking.wait() == -signal.SIGKILL
+    assert 8 <= _saved_step(folder) < 18
+    forking.start([f"run.resume={folder}"], Path.cwd(), environment)
+    assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
+    forking.start([*words, f"run.dir={whole}"], Path.cwd(), environment)
+    assert forking.wait() == 0
+    assert_same_run(folder, whole)
+
+
+def _saved_step(folder: Path) -> int:
+    return trained(folder)["step"] if checkpoint.path_in(folder).exists() else 0
+
+
+@pytest.mark.parametrize("steps", [3, 6, 8])
+@pytest.mark.parametrize("train", [WORKERS, LOADER, "Augmented()", "Stream()"])
+def test_a_run_in_two_parts_is_the_run_in_one(train: str, steps: int) -> None:
+    """An epoch of the loaders has six steps, that of the others two."""
+    words = [recipe(train, '"validation": TensorDataset(*samples(6))'), "train.batch_size=12"]
+    run(*words, "train.max_steps=10", name="whole")
+    parted = run(*words, f"train.max_steps={steps}", name="parted")
+    assert main([f"run.resume={parted}", "train.max_steps=10"]) == 0
+    assert losses(parted) == losses(Path("whole"))
+    a, b = trained(parted), trained(Path("whole"))
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert torch.equal(a["next_order"], b["next_order"])
+
+
+def test_a_resumed_stream_says_that_it_is_read_again(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run(recipe("Stream()"), "train.batch_size=4", "train.max_steps=3")
+    capsys.readouterr()
+    assert main([f"run.resume={folder}", "train.max_steps=5"]) == 0
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "the training data are a stream: the 3 batches" in shown
+
+
+def test_a_stream_that_became_shorter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAMPLES", "22")
+        name = recipe("Stream(int(os.environ['SAMPLES']))", more="import os")
+        folder = run(name, "train.batch_size=4", "train.max_steps=5")
+        patch.setenv("SAMPLES", "9")
+        assert main([f"run.resume={folder}", "train.max_steps=6"]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "the data gave 3 batches in this epoch, and the run that is resumed had taken 5" in error
+
+
+# ---- kinds of data -------------------------------------------------------------------------------
+
+
+def test_a_stream_ends_its_epochs_itself() -> None:
+    folder = run(
+        recipe("Stream()", '"validation": Stream(5), "test": Stream(7)'),
+        *("train.batch_size=4", "train.epochs=3"),
+    )
+    summary = read_summary(folder)
+    assert (summary.steps, summary.epochs, summary.data.train_samples) == (18, 3, None)
+    assert len(summary.history) == 3
+    assert all(epoch.validation.loss is not None for epoch in summary.history)
+    assert summary.test.loss is not None
+
+
+def test_a_schedule_over_an_unknown_number_of_steps_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = recipe("Stream()")
+    assert main([name, "train.epochs=1", "train.scheduler=cosine", *PLAIN]) == 2
+    assert "set train.max_steps" in " ".join(capsys.readouterr().err.split())
+    run(name, "train.max_steps=2", "train.scheduler=cosine")
+
+
+@pytest.mark.parametrize("train", ["TensorDataset(*samples())", LOADER])
+def test_a_tenth_is_held_out_where_nothing_validates(train: str) -> None:
+    validated = []
+    for seed in (0, 1):
+        name = recipe(train, '"test": None')
+        folder = run(name, f"seed={seed}", "train.epochs=1", "train.batch_size=4", name=f"s{seed}")
+        data = read_summary(folder).data
+        validated.append((data.train_samples, data.validation_samples))
+    assert validated == [(20, 2), (20, 2)]
+
+
+def test_a_loader_that_cannot_be_divided_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    sampler = "DataLoader(TensorDataset(*samples()), 4, sampler=list(range(22)))"
+    folder = run(recipe(sampler, '"test": None'), "train.epochs=1")
+    assert "which cannot be divided" in " ".join(capsys.readouterr().err.split())
+    assert read_summary(folder).data.validation_samples == 0
+
+
+@pytest.mark.parametrize("train", ["TensorDataset(*samples())", LOADER, "Stream()"])
+def test_limits_hold(train: str) -> None:
+    name = recipe(train, '"validation": TensorDataset(*samples(9))')
+    limits = ["data.train_limit=8", "data.eval_limit=3", "train.batch_size=4"]
+    folder = run(name, "train.epochs=1", *limits)
+    assert len(losses(folder)) == 2
+    assert read_summary(folder).data.validation_samples == 3
+
+
+def test_hugging_face_rows_are_dictionaries_of_tensors() -> None:
+    pytest.importorskip("datasets")
+    more = """
+from datasets import Dataset as Rows
+def loss(output, batch):
+    assert isinstance(batch, dict) and batch["text"][0].startswith("row")
+    return F.mse_loss(output, batch["y"])
+def forward(model, batch): return model(batch["x"])
+def rows(n):
+    x, y = samples(n)
+    text = [f"row {i}" for i in range(n)]
+    return Rows.from_dict({"x": x.tolist(), "y": y.tolist(), "text": text})
+"""
+    folder = run(recipe("rows(22)", more=more), "train.epochs=2", "train.batch_size=4", "seed=3")
+    expected, _ = raw_loop(3, 2, 4)
+    assert losses(folder) == expected
+
+
+def test_batches_of_a_detector_are_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    more = """
+class Images(Dataset):
+    def __len__(self): return 10
+    def __getitem__(self, i):
+        boxes = torch.ones(1 + i % 2, 4)
+        return torch.full((3, 4 + i % 3), float(i)), {"boxes": boxes, "id": str(i)}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, images): return torch.stack([(x * self.scale).mean() for x in images])
+def model(): return Net()
+def forward(model, batch): return model(batch[0])
+def loss(output, batch):
+    return F.mse_loss(output, torch.stack([t["boxes"].mean() for t in batch[1]]))
+def together(rows): return [list(x) for x in zip(*rows)]
+"""
+    train = "DataLoader(Images(), 4, shuffle=True, collate_fn=together)"
+    for mode in ("fp32", "bf16_mixed", "bf16_sr"):
+        folder = run(
+            recipe(train, more=more),
+            *("train.epochs=1", "train.lr=0.001", f"precision={mode}"),
+            name=mode,
+        )
+        epoch = read_summary(folder).history[-1]
+        assert epoch.train.loss is not None
+        assert read_summary(folder).data.train_samples == 10
+    assert main(["memory", recipe(train, more=more), "device=cpu"]) == 0
+    capsys.readouterr()
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+NO_LENGTH = "class NoLength(Dataset):\n    def __getitem__(self, i): return torch.ones(3)\n"
+ONCE = """class Once(IterableDataset):
+    def __iter__(self): return self
+    def __next__(self): raise StopIteration
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "more", "status", "text"),
+    [
+        ("TensorDataset(torch.empty(0, 3))", "", 2, "has no training sample"),
+        ("DataLoader(TensorDataset(*samples(3)), 4, drop_last=True)", "", 2, "no training sample"),
+        ("Stream(0)", "", 1, "the data gave no batch"),
+        ("NoLength()", NO_LENGTH, 2, "train is a NoLength without __len__; legal is a Dataset"),
+        ("Once()", ONCE, 2, "train is a Once, an iterator that gives its samples once"),
+    ],
+)
+def test_mistakes_are_one_line(
+    train: str, more: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe(train, more=more), "train.max_steps=3", *PLAIN]) == status
+    error = capsys.readouterr().err
+    assert text in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+BROKEN = """class Broken(Dataset):
+    def __len__(self): return 12
+    def __getitem__(self, i):
+        if i == 9:
+            raise ValueError("sample 9 is broken")
+        return torch.ones(3), torch.ones(1)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_a_data_set_is_named_and_ends_the_workers(
+    workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = recipe("Broken()", more=BROKEN)
+    words = ["train.batch_size=4", f"data.workers={workers}", "train.epochs=1"]
+    assert main([name, *words, *PLAIN]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "ValueError: sample 9 is broken" in error
+    if workers:
+        assert "/my_" in error
+    assert not multiprocessing.active_children()
+
+
+def test_batches_of_another_structure_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    more = "def odd(rows): return default_collate(rows) if len(rows) > 2 else {'x': rows[0][0]}"
+    train = "DataLoader(TensorDataset(*samples()), 4, collate_fn=odd)"
+    assert main([recipe(train, more=more), "train.epochs=1", *PLAIN]) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "the data gave a batch that is a dict of x, after one that was a list" in error
+
+
+def test_ctrl_c_ends_a_run_with_workers(forking: Forking) -> None:
+    words = [recipe(WORKERS), *PLAIN, "train.epochs=1000", "run.dir=stopped"]
+    pid = forking.start(words, Path.cwd(), {"SLOW_DISK": "yes"})
+    wait_for(lambda: len(_children(pid)) == 2 and Path("seen.txt").exists())
+    workers = _children(pid)
+    for one in (pid, *workers):  # as a terminal does
+        os.kill(one, signal.SIGINT)
+    assert forking.wait() == 130, Path("log.txt").read_text(encoding="utf-8")
+    assert read_summary(Path("stopped")).status == "interrupted"
+    wait_for(lambda: not any(Path(f"/proc/{one}").exists() for one in workers))
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8")
+    except OSError:
+        return []
+    return [int(one) for one in text.split()]
+
+
+# ---- the other commands --------------------------------------------------------------------------
+
+
+@pytest.mark.representative("*-set", "*-loader", "trace-stream", "memory-stream")
+@pytest.mark.parametrize(
+    "train", ["Augmented()", LOADER, "Stream()"], ids=["set", "loader", "stream"]
+)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trace"],
+        ["memory"],
+        ["numerics", "precision=fp16_mixed", "numerics.steps=2"],
+        ["search-ops", "precision=fp16_mixed"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_command_takes_them(
+    words: list[str], train: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *more = words
+    name = recipe(train, '"validation": TensorDataset(*samples(8))')
+    status = main([command, name, *more, "device=cpu", "train.batch_size=4", "train.max_steps=8"])
+    assert status == 0, capsys.readouterr().err
+
+
+def test_a_sweep_runs_modes_on_one_loader(capsys: pytest.CaptureFixture[str]) -> None:
+    name = recipe(LOADER, '"test": TensorDataset(*samples(8))')
+    words = ["sweep", name, "precision=fp32,bf16_mixed", "seeds=2", "train.max_steps=8", *PLAIN]
+    assert main(words) == 0, capsys.readouterr().err
+    records = [read_summary(path.parent) for path in Path("outputs").rglob("summary.json")]
+    assert len(records) == 4
+    assert {r.status for r in records} == {"completed"}
+
+
+@pytest.mark.parametrize("train", [LOADER, "TensorDataset(*samples())"], ids=["loader", "set"])
+def test_the_largest_batch_is_planned_beyond_the_samples(train: str) -> None:
+    assert main(["memory", recipe(train), "device=cpu", "memory.fits=1MiB"]) == 0
+    (record,) = Path("outputs").rglob("memory.json")
+    fits = json.loads(record.read_text(encoding="utf-8"))["modes"][0]["fits"]
+    assert 22 < fits["batch_size"] < 2**20 / 32  # a sample takes 4 inputs and 8 activations or more
+    assert fits["peak_bytes"] <= 2**20 < fits["next_peak_bytes"]
+
+
+def test_a_checkpoint_without_the_newer_states_is_resumed() -> None:
+    whole = run(recipe("samples()"), "train.batch_size=12", "train.max_steps=5", name="whole")
+    part = run(recipe("samples()"), "train.batch_size=12", "train.max_steps=3", name="part")
+    path = checkpoint.path_in(part)
+    state = torch.load(path, weights_only=True)
+    for key in ("next_order", "host_rng"):  # what earlier versions did not save
+        del state["trainer"][key]
+    torch.save(state, path)
+    assert main([f"run.resume={part}", "train.max_steps=5"]) == 0
+    assert losses(part) == losses(whole)
