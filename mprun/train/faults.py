@@ -8,13 +8,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
-
 from mprun.errors import MachineFailedError, MprunError, RunFailedError
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
 from mprun.train.checkpoint import CheckpointMisfitError
-from mprun.train.user_code import described
+from mprun.train.user_code import described, is_out_of_memory
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -40,7 +38,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)
-        elif _is_out_of_memory(error):
+        elif is_out_of_memory(error):
             reason = text = (
                 f"out of memory on {summary.hardware.device} with "
                 f"{summary.batch.micro} samples a micro-batch; try a smaller "
@@ -72,14 +70,6 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
         f"the record cannot be written ({error.strerror}): the run ended at step {summary.steps}; "
         f"what was recorded is in {folder.path}; make room, then: {command}"
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _write_traceback(folder: RunFolder) -> str:

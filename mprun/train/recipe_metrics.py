@@ -24,7 +24,7 @@ from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
 from mprun.train.metric_state import load_state, saved_state
-from mprun.train.user_code import described
+from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
 RESERVED = ("loss", "samples")
@@ -197,7 +197,7 @@ class MetricPass:
             for name, x in self._metrics.items()
         }
 
-    def _value(self, name: str, metric: RecipeMetric) -> Number:
+    def _value(self, name: str, metric: RecipeMetric) -> Number | None:
         with _failing(name, "compute"):
             value = computed(metric.metric)
         return _number(name, value)
@@ -280,6 +280,8 @@ def _failing(name: str, method: str) -> Iterator[None]:
     except MprunError:
         raise
     except Exception as error:  # it is the user's: anything can be wrong with it
+        if is_out_of_memory(error):
+            raise
         raise RunFailedError(f"metric {name!r}: {method} raised {described(error)}") from error
 
 

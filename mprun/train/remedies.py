@@ -64,7 +64,7 @@ _FORMS = (
     "a DataLoader with a collate_fn that does"
 )
 _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
-    (r"expected scalar type Long", _CLASSES),
+    (r"expected (scalar type|target dtype to be) Long", _CLASSES),
     (r"nll_loss\w* not implemented for", _CLASSES),
     (r"floating point type for target with class probabilities", _CLASSES),
     (r"^Target -?\d+ is out of bounds", _CLASSES),
@@ -84,6 +84,7 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),
+    (r"^Trying to resize storage that is not resizable", _FORMS),  # of shapes, in a worker
 )
 
 

@@ -7,11 +7,13 @@ there the place is found in that text.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from mprun.errors import MprunError, Place, UsageError, definition, first_line, is_users, place_of
@@ -23,7 +25,7 @@ _CAUGHT = re.compile(r"Caught (\S+) in DataLoader worker process")
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
-class Origin(NamedTuple):
+class Raised(NamedTuple):
     """What was raised, and where."""
 
     kind: str
@@ -37,18 +39,31 @@ class Origin(NamedTuple):
         return f"{self.kind}: {self.message}" + (f" ({', '.join(where)})" if where else "")
 
 
-def origin_of(error: BaseException) -> Origin:
+def raised_by(error: BaseException) -> Raised:
     """The error itself, or the one of a worker process that it passes on."""
     text = str(error)
     caught = _CAUGHT.match(text)
     if caught is None:
-        return Origin(type(error).__name__, first_line(error), place_of(error))
+        place = place_of(error) or _refusing(error)
+        return Raised(type(error).__name__, first_line(error), place)
     frames = list(_FRAME.finditer(text))
     after = text[frames[-1].end() if frames else caught.end() :].splitlines()
     lines = [line for line in after if line and not line.startswith(" ")]
     message = lines[0].partition(": ")[2] if lines else ""
     users = [Place(f[1], int(f[2]), f[3]) for f in frames if is_users(f[1])]
-    return Origin(caught[1], message or "no message", users[-1] if users else None, True)
+    return Raised(caught[1], message or "no message", users[-1] if users else None, True)
+
+
+def _refusing(error: BaseException) -> Place | None:
+    """The function of the user's that could not be called with these arguments."""
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    caller = trace.tb_frame.f_locals
+    module, function = caller.get("self"), caller.get("function")
+    return definition(type(module).forward if isinstance(module, nn.Module) else function)
 
 
 def described(error: BaseException, mode: str = "") -> str:
@@ -58,9 +73,18 @@ def described(error: BaseException, mode: str = "") -> str:
         error: what the user's code, or PyTorch called by it, raised.
         mode: the run's precision.
     """
-    origin = origin_of(error)
-    fix = remedy(error, origin.kind, origin.message, mode)
-    return str(origin) + (f"; {fix}" if fix else "")
+    raised = raised_by(error)
+    fix = remedy(error, raised.kind, raised.message, mode)
+    return str(raised) + (f"; {fix}" if fix else "")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the machine, not the code, is to blame for an error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 @contextmanager

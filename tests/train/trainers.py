@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.data import Batches, BatchForm, DataRequest, Order, Splits, TensorBatches, TensorSet
+from mprun.data import (
+    Batches,
+    BatchForm,
+    DataRequest,
+    Splits,
+    TensorBatches,
+    TensorOrder,
+    TensorSet,
+)
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Recipe
@@ -98,7 +106,7 @@ def trainer_of(
         scheduler=Schedule(),
         precision=precision,
         train=batches(train, batch, micro),
-        order=Order(len(train), 0, shuffle=shuffle),
+        order=TensorOrder(len(train), 0, shuffle=shuffle),
         validation=batches(held_out, 3),
         test=batches(train.first(0), 3),
         clock=HostClock(),
