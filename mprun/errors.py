@@ -1,13 +1,20 @@
 """The errors a user can cause, and their exit statuses.
 
 An error names the value received, the legal ones and a remedy, in one line. `cli.main` prints it
-and exits with `status`, without a traceback.
+and exits with `status`, without a traceback. One that the user's own code raised is named with the
+place in that code (`place_of`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import NamedTuple
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -69,3 +76,67 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return (str(error).strip() or "no message").splitlines()[0]
+
+
+# ---- the place in the user's code ----------------------------------------------------------------
+
+_INSTALLED = ("site-packages", "dist-packages")
+_STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
+_OWN = str(Path(__file__).resolve().parent)
+
+
+class Place(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str = ""
+    """The function that contains it; empty at a module's level."""
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{shown}:{self.line}" + (f", in {self.function}" if self.function else "")
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of code is the user's: not mprun's, Python's, PyTorch's or an installed one's.
+
+    The recipes that ship with mprun count as the user's, unless they are installed.
+    """
+    if file.startswith("<") or set(_INSTALLED) & set(Path(file).parts):
+        return False
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    libraries = (_OWN, *_STANDARD, *([str(Path(torch).parent)] if torch else []))
+    return not any(file.startswith(f"{folder}{os.sep}") for folder in libraries)
+
+
+def place_of(error: BaseException) -> Place | None:
+    """The innermost line of the user's code that an error came through; None without one."""
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        return Place(error.filename, error.lineno or 1)
+    users = [place for place in _places(error.__traceback__) if is_users(place.file)]
+    return users[-1] if users else None
+
+
+def _places(trace: TracebackType | None) -> Iterator[Place]:
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        yield Place(code.co_filename, trace.tb_lineno, _name(code))
+        trace = trace.tb_next
+
+
+def definition(function: object) -> Place | None:
+    """The first line of a function of the user's; None for any other."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or not is_users(code.co_filename):
+        return None
+    return Place(code.co_filename, code.co_firstlineno, _name(code))
+
+
+def _name(code: CodeType) -> str:
+    qualified: str = getattr(code, "co_qualname", code.co_name)  # new in Python 3.11
+    name = qualified.rpartition("<locals>.")[2]
+    return "" if name == "<module>" else name

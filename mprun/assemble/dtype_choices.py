@@ -20,6 +20,7 @@ from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.records.yaml_reader import NotYamlError, read_yaml
+from mprun.train.user_code import model_of
 
 
 def build_policy(config: Config) -> Policy:
@@ -46,7 +47,7 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
     if not asked:
         return {}
     with fake_tensors():
-        model = recipe.model()
+        model = model_of(recipe)
         try:
             layers = resolve(model, asked)
             check_rounding(layers, policy)

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -33,6 +34,7 @@ from mprun.data import DataRequest, Splits
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
+from mprun.train.user_code import described
 
 NEEDED = ("model", "data")
 FUNCTIONS = (
@@ -129,8 +131,7 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     except (Exception, SystemExit) as error:  # it is the user's code: anything can be wrong
         del sys.modules[module.__name__]
         raise UsageError(
-            f"recipe={path} cannot be loaded ({type(error).__name__}: {first_line(error)}"
-            f"{_line_in(error, path)}); correct the file"
+            f"recipe={path} cannot be loaded: {described(error)}; correct the file"
         ) from None
     except BaseException:  # Ctrl-C
         del sys.modules[module.__name__]
@@ -151,18 +152,6 @@ def _module_name(path: Path) -> str:
             return stem
     digest = hashlib.sha256(str(path).encode(errors="surrogateescape")).hexdigest()[:8]
     return f"_recipe_{stem if stem.isidentifier() else ''}_{digest}"
-
-
-def _line_in(error: BaseException, path: Path) -> str:
-    """`, line 3` of the file, where an error came through it."""
-    if isinstance(error, SyntaxError):
-        return f", line {error.lineno}"
-    trace, line = error.__traceback__, None
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return "" if line is None else f", line {line}"
 
 
 # ---- a class in it -------------------------------------------------------------------------------
@@ -257,6 +246,7 @@ def _default_metric(functions: dict[str, Any]) -> tuple[str, str]:
 
 
 def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
     def method(self: Recipe, *args: Any, **named: Any) -> Any:
         return function(*args, **named)
 

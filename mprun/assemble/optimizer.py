@@ -31,6 +31,7 @@ from mprun.precision.convert import convert
 from mprun.precision.layers import layer_precision, layer_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
+from mprun.train.user_code import model_of
 
 CLASSES: dict[OptimizerName, tuple[type[Optimizer], type[optim.LowPrecisionOptimizer]]] = {
     OptimizerName.sgd: (torch.optim.SGD, optim.SGD),
@@ -102,7 +103,7 @@ def check_optimizer(
     """
     try:
         with fake_tensors():
-            model = recipe.model()
+            model = model_of(recipe)
             stored = {n: row.stored for n, row in layer_precisions(layers, policy).items()}
             dtype = torch_dtype(policy.param_dtype)
             convert(model, torch.device("cpu"), dtype, layers=stored)

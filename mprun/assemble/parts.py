@@ -36,6 +36,7 @@ from mprun.train.clock import clock_for
 from mprun.train.loop import Parts
 from mprun.train.loss_terms import checked_count
 from mprun.train.metric_readback import readback_for
+from mprun.train.user_code import model_of
 
 
 def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExceptions]:
@@ -135,7 +136,7 @@ def build_model(plan: Plan, precision: Precision) -> tuple[nn.Module, Optimizer]
     """The model, drawn from the seed and prepared by `precision`, and its optimizer."""
     config = plan.config
     seed_all(config.seed)
-    model = plan.recipe.model()
+    model = model_of(plan.recipe)
     plan.weights.load_into(model)  # after drawing, so that later random numbers do not change
     model = precision.prepare(model, plan.device, plan.speed.torch_memory_format)
     optimizer = build_optimizer(

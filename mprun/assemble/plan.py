@@ -50,6 +50,7 @@ from mprun.records.run_record import BatchRow
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger
 from mprun.train.loop import Limits
+from mprun.train.user_code import explained
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Plan:
         return layer_rows(model, self.layers, self.policy) if self.layers else []
 
 
+@explained("the run cannot be planned", only_users=True)
 def make_plan(
     config: Config,
     given: Sequence[str],

@@ -14,12 +14,13 @@ from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
-from mprun.errors import UsageError, first_line
+from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
+from mprun.train.user_code import described
 
 
 def step_memory(plan: Plan, real: bool = True) -> StepMemory:
@@ -49,7 +50,7 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     except Exception as error:
         if not real:
             raise
-        reason = f"it does not run on fake tensors ({type(error).__name__}: {first_line(error)})"
+        reason = f"it does not run on fake tensors ({described(error, plan.policy.name)})"
         return replace(_on_real_tensors(native), why_real=reason)
 
 

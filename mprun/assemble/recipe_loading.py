@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -28,6 +27,7 @@ from mprun.recipe import Recipe
 from mprun.records.run_folder import RECIPE as COPY
 from mprun.records.run_record import read_summary
 from mprun.train.recipe_metrics import check_metric
+from mprun.train.user_code import described, explained
 
 Load = Callable[[Recipe, DataRequest], Splits]
 """Gives a recipe's samples."""
@@ -122,7 +122,8 @@ def load_recipe(
     except (OmegaConfBaseException, ValueError) as error:
         raise UsageError(f"recipe.model: {str(error).splitlines()[0]}") from None
     assert isinstance(recipe, Recipe)
-    _check_metric(recipe)
+    with explained(f"the metrics of {type(recipe).__name__} cannot be made"):
+        _check_metric(recipe)
     return recipe
 
 
@@ -158,8 +159,8 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
         raise
     except Exception as error:  # the module is the user's: anything can be wrong with it
         raise UsageError(
-            f"recipe.target={target} cannot be loaded ({type(error).__name__}: "
-            f"{first_line(error)}); write module.Class of a recipe that can be imported from here"
+            f"recipe.target={target} cannot be loaded ({described(error)}); write module.Class of "
+            "a recipe that can be imported from here"
         ) from None
     if isinstance(kind, type) and issubclass(kind, Recipe) and "__dataclass_fields__" in vars(kind):
         return kind
@@ -168,7 +169,7 @@ def _import_recipe(target: str, untrusted: Path | None) -> type[Recipe]:
 
 def load_data(recipe: Recipe, request: DataRequest) -> Splits:
     """The recipe's samples; an error in the recipe's own code becomes one line."""
-    with _explained("the data", recipe):
+    with explained(f"the data of {type(recipe).__name__} cannot be made"):
         parts = recipe.data(request) if _takes_request(recipe) else recipe.data()  # type: ignore[call-arg]
         return as_splits(parts, _name_of(recipe), request)
 
@@ -190,7 +191,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     It is the recipe's `sample`; without one, the data are loaded. The memory of a step of such a
     plan can be counted (`step_memory`), but the step cannot run.
     """
-    with _explained("a sample", recipe), torch.device("meta"):
+    with explained(f"a sample of {type(recipe).__name__} cannot be made"), torch.device("meta"):
         like = recipe.sample()
         if not isinstance(like, TensorSet | None):
             raise TypeError(f"sample gives a {type(like).__name__}; legal is a TensorSet or None")
@@ -210,19 +211,6 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     if isinstance(train, TensorSet):
         train = train.map(one)
     return Splits("no data", NO_DATA, train, NOTHING, NOTHING, notice=notice)
-
-
-@contextmanager
-def _explained(what: str, recipe: Recipe) -> Iterator[None]:
-    try:
-        yield
-    except MprunError:
-        raise
-    except Exception as error:  # it is the user's code: anything can be wrong with it
-        raise UsageError(
-            f"{what} of {type(recipe).__name__} cannot be made: "
-            f"{type(error).__name__}: {first_line(error)}"
-        ) from None
 
 
 class DataCache:

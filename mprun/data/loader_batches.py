@@ -22,7 +22,6 @@ from mprun._torch import end_workers
 from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, rows
 from mprun.data.loader_sets import LoadedSet, Reading
 from mprun.data.random_states import seeded
-from mprun.data.worker_errors import explained
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
@@ -177,7 +176,7 @@ class LoaderBatches:
             generator = torch.Generator().manual_seed(EVALUATION_SEED)
             epoch = EpochSeed(EVALUATION_SEED, 0)
         loader = self.data.loader(self._reading, generator, epoch.number)
-        with seeded(epoch.seed), explained():
+        with seeded(epoch.seed):
             source = iter(loader)
         try:
             # One more is asked for than there are: then a sampler draws its last numbers, as in a
@@ -185,7 +184,7 @@ class LoaderBatches:
             for number in itertools.count(1):
                 if self.data.most is not None and number > self.data.most:
                     return
-                with seeded((epoch.seed + number) % LARGEST_SEED), explained():
+                with seeded((epoch.seed + number) % LARGEST_SEED):
                     try:
                         content = next(source)
                     except StopIteration:

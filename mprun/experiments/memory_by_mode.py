@@ -17,7 +17,7 @@ from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
-from mprun.errors import MprunError, RunFailedError, UsageError, first_line
+from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.batch_search import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
@@ -31,6 +31,7 @@ from mprun.records.memory_record import (
 )
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.run_record import BatchRow
+from mprun.train.user_code import described
 
 SCHEMA_VERSION = 1
 
@@ -114,7 +115,7 @@ def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
         raise RunFailedError(
             f"a step of {label} with {plan.batch.micro} samples cannot be "
             f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
-            f"{type(error).__name__}: {first_line(error)}"
+            f"{described(error, plan.policy.name)}"
         ) from error
 
 

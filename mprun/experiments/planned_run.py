@@ -12,12 +12,13 @@ from typing import Any
 from mprun.assemble import Plan, make_plan
 from mprun.assemble.initial_summary import initial_summary
 from mprun.config import Composed
-from mprun.errors import MprunError, RunFailedError, UsageError, first_line
+from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.numerics.passes import NotMeasurableError
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.loop import StopRequestedError
 from mprun.train.signals import SignalReceivedError
+from mprun.train.user_code import described
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class PlannedRun:
         except NotMeasurableError as error:
             raise UsageError(f"the model cannot be measured: {error}") from None
         except Exception as error:
+            reason = described(error, self.plan.policy.name)
             raise RunFailedError(
-                f"mprun {self.command} cannot run the model's step: {type(error).__name__}: "
-                f"{first_line(error)}"
+                f"mprun {self.command} cannot run the model's step: {reason}"
             ) from error
 
 

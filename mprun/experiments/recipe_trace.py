@@ -17,7 +17,7 @@ from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
 from mprun.config.schema import OpListsConfig
 from mprun.data import Batch
-from mprun.errors import RunFailedError, first_line
+from mprun.errors import RunFailedError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.numerics.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
@@ -26,6 +26,7 @@ from mprun.precision.op_lists import OpLists, op_lists
 from mprun.records.op_list_files import KINDS
 from mprun.records.trace_record import TraceRecord
 from mprun.train.loop import Trainer
+from mprun.train.user_code import described
 
 SCHEMA_VERSION = 1
 WARMUP = 3
@@ -102,7 +103,7 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
         with recorder.following(parts.model, parts.optimizer), recorder:
             trainer.optimizer_step(batch)
     except Exception as error:
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = described(error, plan.policy.name)
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
         raise TraceFailedError(trace(ops, plan.layers), f"{where}{text}") from error
     times = [_timed(trainer, batch, plan.device) for _ in range(WARMUP + REPEATS)]

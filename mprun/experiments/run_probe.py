@@ -24,6 +24,7 @@ from mprun.precision.forward_backward import forward_backward
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
 from mprun.train.loss_terms import LossTerms
+from mprun.train.user_code import model_of
 
 EXACT = "fp32"
 """The policy of reference passes."""
@@ -79,7 +80,7 @@ class PolicyProbe:
             layers=self._plan.layers,
         )
         with own_random_numbers([self._scale.tensor]):
-            model = plan.recipe.model()
+            model = model_of(plan.recipe)
         self.model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
 
     def gradients(

@@ -8,12 +8,11 @@ import traceback
 from collections.abc import Iterator
 from typing import Literal
 
-import torch
-
-from mprun.errors import MachineFailedError, MprunError, RunFailedError, first_line
+from mprun.errors import MachineFailedError, MprunError, RunFailedError
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
 from mprun.train.checkpoint import CheckpointMisfitError
+from mprun.train.user_code import described, is_out_of_memory
 
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -23,7 +22,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     """Record an error that is raised inside, and replace it by one line for the user.
 
     Raises:
-        MprunError: the one raised inside.
+        MprunError: the one raised inside; with the traceback of its cause, if it has one.
         MachineFailedError: in place of an exception of a full disk or a lack of memory.
         RunFailedError: in place of any other, whose traceback is written to traceback.txt.
     """
@@ -33,22 +32,22 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         raise
     except MprunError as error:
         _record(summary, folder, str(error), "run")
-        raise
+        if error.__cause__ is None:
+            raise
+        raise RunFailedError(f"{error} ({_write_traceback(folder)})") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)
-        elif _is_out_of_memory(error):
+        elif is_out_of_memory(error):
             reason = text = (
                 f"out of memory on {summary.hardware.device} with "
                 f"{summary.batch.micro} samples a micro-batch; try a smaller "
                 "train.batch_size with train.accumulate"
             )
         else:
-            text = (
-                f"the run failed: {type(error).__name__}: {first_line(error)} "
-                f"({_write_traceback(folder)})"
-            )
-            _record(summary, folder, f"{type(error).__name__}: {error}", "run")
+            reason = described(error, summary.precision)
+            _record(summary, folder, reason, "run")
+            text = f"the run failed: {reason} ({_write_traceback(folder)})"
             raise RunFailedError(text) from None
         _record(summary, folder, reason, "machine")
         raise MachineFailedError(text) from None
@@ -71,14 +70,6 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
         f"the record cannot be written ({error.strerror}): the run ended at step {summary.steps}; "
         f"what was recorded is in {folder.path}; make room, then: {command}"
     )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _write_traceback(folder: RunFolder) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.errors import UsageError, first_line
+from mprun.errors import UsageError
 from mprun.precision import Policy
 from mprun.precision.convert import dtype_of
 from mprun.precision.float16_range import float16_range
@@ -31,6 +31,7 @@ from mprun.recipe import Recipe
 from mprun.records.torch_archive import DamagedArchiveError
 from mprun.train import checkpoint
 from mprun.train.torch_file import load_torch_file
+from mprun.train.user_code import explained, model_of
 from mprun.train.weights_file import (
     IN_FOLDER,
     DamagedSafetensorsError,
@@ -200,14 +201,9 @@ def _dtypes(state: Mapping[str, Tensor]) -> frozenset[str]:
 
 def _model_of(recipe: Recipe) -> nn.Module:
     """A model of the recipe to compare with; the run draws its own from its seed."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return recipe.model()
-    except Exception as error:  # the recipe is the user's: anything can be wrong with it
-        raise UsageError(
-            f"the model of {type(recipe).__name__} cannot be made: {type(error).__name__}: "
-            f"{first_line(error)}"
-        ) from None
+    what = f"the model of {type(recipe).__name__} cannot be made"
+    with explained(what), torch.random.fork_rng(devices=[]):
+        return model_of(recipe)
 
 
 def _misfits(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> list[str]:

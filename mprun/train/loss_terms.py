@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mprun.errors import RunFailedError
+from mprun.errors import RunFailedError, definition
 from mprun.recipe import Recipe
 
 PREFIX = "loss."
@@ -33,6 +33,7 @@ class LossTerms:
 
     def __init__(self, recipe: Recipe) -> None:
         self._loss = recipe.loss
+        self._recipe = recipe
         self._metric = recipe.METRIC[0]
         self._is_brought = type(recipe).loss is Recipe.loss
         self._parts: dict[str, Tensor] = {}
@@ -43,7 +44,12 @@ class LossTerms:
         Raises:
             RunFailedError: it is something else.
         """
-        value = self._loss(output, batch)
+        try:
+            value = self._loss(output, batch)
+        except Exception as error:
+            if output is None:  # the cause of whatever the loss says
+                raise RunFailedError(self._no_output) from error
+            raise
         if type(value) is Tensor and value.requires_grad and _is_scalar(value):
             return value  # at once: the clock of the step runs
         if isinstance(value, Mapping):
@@ -63,16 +69,29 @@ class LossTerms:
     def _is_judged(self) -> bool:
         return self._metric == "loss" or self._metric.startswith(PREFIX)
 
+    @property
+    def _no_output(self) -> str:
+        forward = type(self._recipe).forward
+        brought = "" if forward is Recipe.forward else _at(forward)
+        return (
+            f"the model returned None{brought}: legal is an output that loss reads; let forward "
+            "end with a return"
+        )
+
+    def _failed(self, text: str) -> RunFailedError:
+        """With the place of the user's loss."""
+        return RunFailedError(text + _at(type(self._recipe).loss))
+
     def _sum(self, parts: Mapping[Any, Any]) -> Tensor:
         if not parts:
-            raise RunFailedError(f"loss returned an empty dict; {_LEGAL}")
+            raise self._failed(f"loss returned an empty dict; {_LEGAL}")
         for name, part in parts.items():
             if not isinstance(name, str) or not name.isprintable():
-                raise RunFailedError(f"loss returned a dict with the key {name!r}; {_LEGAL}")
+                raise self._failed(f"loss returned a dict with the key {name!r}; {_LEGAL}")
             if reason := _refusal(part):
-                raise RunFailedError(f"loss returned {shown(part)} as {name!r}: {reason}; {_LEGAL}")
+                raise self._failed(f"loss returned {shown(part)} as {name!r}: {reason}; {_LEGAL}")
         if self._metric.startswith(PREFIX) and self._metric.removeprefix(PREFIX) not in parts:
-            raise RunFailedError(
+            raise self._failed(
                 f"METRIC names {self._metric!r}, but loss returned a dict with "
                 f"{', '.join(map(repr, parts))}; legal: a METRIC that names one of them"
             )
@@ -81,7 +100,7 @@ class LossTerms:
 
     def _checked(self, value: Any, output: Any) -> Tensor:
         if value is None:
-            raise RunFailedError(self._missing(output))
+            raise self._failed(self._missing(output))
         reason = _refusal(value)
         if not reason and torch.is_grad_enabled() and not value.requires_grad:
             reason = (
@@ -89,7 +108,7 @@ class LossTerms:
                 "detach, item, numpy or torch.no_grad, and leave a parameter to train"
             )
         if reason:
-            raise RunFailedError(f"loss returned {shown(value)}: {reason}; {_LEGAL}")
+            raise self._failed(f"loss returned {shown(value)}: {reason}; {_LEGAL}")
         return cast(Tensor, value.reshape(()) if value.dim() else value)
 
     def _missing(self, output: Any) -> str:
@@ -97,6 +116,8 @@ class LossTerms:
             when = ""
         else:
             when = f" in evaluation, and METRIC names {self._metric!r}; name one of metrics() there"
+        if output is None:
+            return self._no_output
         if self._is_brought:
             return (
                 "the recipe has no function loss, and the model's output, "
@@ -104,6 +125,11 @@ class LossTerms:
                 "output with output.loss or output['loss']"
             )
         return f"loss returned None{when}; {_LEGAL}"
+
+
+def _at(function: object) -> str:
+    place = definition(function)
+    return f" ({place})" if place else ""
 
 
 def _is_scalar(value: Tensor) -> bool:
@@ -138,15 +164,16 @@ def checked_count(recipe: Recipe) -> Callable[[Any], float] | None:
     """`count(batch)` of a recipe, checked; None for a recipe whose loss averages over samples."""
     if not recipe.counts:
         return None
+    where = _at(type(recipe).count)
 
     def count(batch: Any) -> float:
         value: Any = recipe.count(batch)  # a user's code may return anything
         is_scalar = isinstance(value, Tensor) and value.numel() == 1
         number = value.item() if is_scalar else value
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise RunFailedError(f"count returned {shown(value)}; {_LEGAL_COUNT}")
+            raise RunFailedError(f"count returned {shown(value)}; {_LEGAL_COUNT}{where}")
         if not 0 <= number < float("inf"):
-            raise RunFailedError(f"count returned {number}; {_LEGAL_COUNT}")
+            raise RunFailedError(f"count returned {number}; {_LEGAL_COUNT}{where}")
         return float(number)
 
     return count

@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mprun.data import Batch
-from mprun.errors import RunFailedError, UsageError, first_line, hint
+from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
 from mprun.train.metric_state import load_state, saved_state
+from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
 RESERVED = ("loss", "samples")
@@ -176,9 +178,10 @@ class MetricPass:
     def _update(self, outputs: Sequence[Any], contents: Sequence[Any]) -> None:
         self._updates += 1
         with torch.no_grad():
-            for metric in self._metrics.values():
-                for output, content in zip(outputs, contents, strict=True):
-                    metric.update(output, content)
+            for name, metric in self._metrics.items():
+                with _failing(name, "update"):
+                    for output, content in zip(outputs, contents, strict=True):
+                        metric.update(output, content)
 
     def compute(self) -> dict[str, Number | None]:
         """The value of each; None without a batch, and for those that are lost.
@@ -190,9 +193,14 @@ class MetricPass:
         if not self._updates:
             return dict.fromkeys(self._metrics)
         return {
-            name: None if name in self.lost else _number(name, computed(x.metric))
+            name: None if name in self.lost else self._value(name, x)
             for name, x in self._metrics.items()
         }
+
+    def _value(self, name: str, metric: RecipeMetric) -> Number | None:
+        with _failing(name, "compute"):
+            value = computed(metric.metric)
+        return _number(name, value)
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step as `metrics`; empty without one.
@@ -259,9 +267,22 @@ def _copied(name: str, metric: RecipeMetric, device: torch.device) -> RecipeMetr
         return metric.on(device)
     except Exception as error:  # it is the user's: anything can be wrong with it
         raise RunFailedError(
-            f"metric {name!r} cannot be copied to {device} ({type(error).__name__}: "
-            f"{first_line(error)}); each epoch and each evaluation starts with a copy"
+            f"metric {name!r} cannot be copied to {device} ({described(error)}); "
+            "each epoch and each evaluation starts with a copy"
         ) from None
+
+
+@contextmanager
+def _failing(name: str, method: str) -> Iterator[None]:
+    """An error of the metric's method that is raised inside names the metric."""
+    try:
+        yield
+    except MprunError:
+        raise
+    except Exception as error:  # it is the user's: anything can be wrong with it
+        if is_out_of_memory(error):
+            raise
+        raise RunFailedError(f"metric {name!r}: {method} raised {described(error)}") from error
 
 
 def computed(metric: Any) -> Any:

@@ -163,10 +163,13 @@ def test_a_cache_keeps_the_data_of_two_files_apart() -> None:
         ("def model(): ...", ["no function data()"]),
         ("def modle(): ...\ndef data(): ...", ["no function model()", "did you mean 'modle'?"]),
         ("model = 3\ndef data(): ...", ["model is 3; legal is a function model"]),
-        ("import nothere_at_all", ["ModuleNotFoundError", "'nothere_at_all', line 1"]),
-        ("x = 1\ny = x / 0", ["cannot be loaded (ZeroDivisionError", "line 2)"]),
-        ("import sys\nsys.exit('no')", ["cannot be loaded (SystemExit: no, line 2)"]),
-        ("def model(:", ["cannot be loaded (SyntaxError", "line 1)"]),
+        (
+            "import nothere_at_all",
+            ["ModuleNotFoundError", "'nothere_at_all' (mine.py:1); pip install nothere_at_all"],
+        ),
+        ("x = 1\ny = x / 0", ["cannot be loaded: ZeroDivisionError", "(mine.py:2); correct"]),
+        ("import sys\nsys.exit('no')", ["cannot be loaded: SystemExit: no (mine.py:2)"]),
+        ("def model(:", ["cannot be loaded: SyntaxError", "(mine.py:1)"]),
         (FUNCTIONS + "METRIC = 'f1'", ["mine.METRIC = 'f1'"]),
     ],
 )

@@ -1,0 +1,124 @@
+"""Mistakes in the user's code: one line with the error, its place and, where known, a remedy.
+
+Calls of that code are not wrapped: the place is found in the traceback, where the error is handled.
+An error in a worker process of a `DataLoader` arrives with the worker's traceback as its text;
+there the place is found in that text.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mprun.errors import MprunError, Place, UsageError, definition, first_line, is_users, place_of
+from mprun.recipe import Recipe
+from mprun.train.loss_terms import shown
+from mprun.train.remedies import remedy
+
+_CAUGHT = re.compile(r"Caught (\S+) in DataLoader worker process")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+class Raised(NamedTuple):
+    """What was raised, and where."""
+
+    kind: str
+    message: str
+    place: Place | None
+    in_worker: bool = False
+
+    def __str__(self) -> str:
+        where = [str(self.place)] if self.place is not None else []
+        where += ["in a DataLoader worker"] if self.in_worker else []
+        return f"{self.kind}: {self.message}" + (f" ({', '.join(where)})" if where else "")
+
+
+def raised_by(error: BaseException) -> Raised:
+    """The error itself, or the one of a worker process that it passes on."""
+    text = str(error)
+    caught = _CAUGHT.match(text)
+    if caught is None:
+        place = place_of(error) or _refusing(error)
+        return Raised(type(error).__name__, first_line(error), place)
+    frames = list(_FRAME.finditer(text))
+    after = text[frames[-1].end() if frames else caught.end() :].splitlines()
+    lines = [line for line in after if line and not line.startswith(" ")]
+    message = lines[0].partition(": ")[2] if lines else ""
+    users = [Place(f[1], int(f[2]), f[3]) for f in frames if is_users(f[1])]
+    return Raised(caught[1], message or "no message", users[-1] if users else None, True)
+
+
+def _refusing(error: BaseException) -> Place | None:
+    """The function of the user's that could not be called with these arguments."""
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    caller = trace.tb_frame.f_locals
+    module, function = caller.get("self"), caller.get("function")
+    return definition(type(module).forward if isinstance(module, nn.Module) else function)
+
+
+def described(error: BaseException, mode: str = "") -> str:
+    """`TYPE: text (file:line, in function); remedy`, in one line.
+
+    Args:
+        error: what the user's code, or PyTorch called by it, raised.
+        mode: the run's precision.
+    """
+    raised = raised_by(error)
+    fix = remedy(error, raised.kind, raised.message, mode)
+    return str(raised) + (f"; {fix}" if fix else "")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the machine, not the code, is to blame for an error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def explained(what: str, only_users: bool = False) -> Iterator[None]:
+    """An error of the user's code that is raised inside becomes one line, which begins with `what`.
+
+    Args:
+        what: cannot be done.
+        only_users: other errors pass: those that came through no line of the user's.
+
+    Raises:
+        UsageError: in place of it.
+    """
+    try:
+        yield
+    except MprunError:
+        raise
+    except Exception as error:
+        if only_users and place_of(error) is None:
+            raise
+        raise UsageError(f"{what}: {described(error)}") from error
+
+
+def model_of(recipe: Recipe) -> nn.Module:
+    """A new model of the recipe.
+
+    Raises:
+        UsageError: it gives something else.
+    """
+    model: object = recipe.model()
+    if isinstance(model, nn.Module):
+        return model
+    place = definition(type(recipe).model)
+    raise UsageError(
+        f"model() of {type(recipe).__name__} returned {shown(model)}"
+        f"{f' ({place})' if place else ''}; legal is a torch.nn.Module"
+    )
