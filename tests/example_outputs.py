@@ -270,12 +270,13 @@ def halted(example: Example) -> str:
 # ---- a recipe in a file --------------------------------------------------------------------------
 
 SPIRALS = "spirals.py"
+CONDITIONS = ("other_load", "steal", "clock_mhz", "clock_start_mhz", "clock_end_mhz", "drift")
 
 
 def own_sweep(_: Example) -> str:
     """The comparison of two modes, with each sentence on their times."""
     texts = []
-    drift = {"conditions__drift": 1.5}
+    drift = {"conditions": dict.fromkeys(CONDITIONS) | {"drift": 1.5}}
     for name, spread, more in (("even", 0.01, {}), ("busy", 0.6, {}), ("drift", 0.01, drift)):
         for mode, step_ms, changes in (("fp32", 130.0, {}), ("bf16_mixed", 65.0, more)):
             for seed in range(5):
