@@ -41,7 +41,7 @@ def data():
     images, samples = 0.1 * torch.rand(24, 3, 64, 64), []
     for image, (left, top) in zip(images, torch.randint(0, 40, (24, 2)).tolist(), strict=True):
         image[:, top : top + 20, left : left + 20] += 0.8
-        box = torch.tensor([[left, top, left + 20.0, top + 20.0]])
+        box = torch.tensor([[left, top, left + 20, top + 20]])
         samples.append((image, {"boxes": box, "labels": torch.tensor([1])}))
     options = {"batch_size": 2, "collate_fn": lambda x: tuple(zip(*x, strict=True))}
     return DataLoader(samples[:20], shuffle=True, **options), DataLoader(samples[20:], **options)
