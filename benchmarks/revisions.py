@@ -13,7 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import date
 
 import torch
@@ -40,7 +40,7 @@ with backend_flags(plan.policy):
 """
 
 
-def blocks(folder: str, case: str, precision: str, speed: str) -> Iterator[float]:
+def blocks(folder: str, case: str, precision: str, speed: str) -> Generator[float]:
     """Seconds per step of a checkout, block after block."""
     environment = {**os.environ, **HEAPS["steady"], "PYTHONPATH": folder}
     with subprocess.Popen(
@@ -77,10 +77,11 @@ def main() -> None:
         for precision in ("fp32", "bf16_mixed", "half_sr"):
             if precision == "half_sr" and case.endswith("256"):
                 continue
-            pair = [blocks(folder, case, precision, args.speed) for folder in (args.old, args.new)]
-            print(f"{case:17} {precision:11} {alternate(*pair, blocks=args.blocks)}", flush=True)
-            for each in pair:
-                each.close()  # type: ignore[attr-defined]
+            old = blocks(args.old, case, precision, args.speed)
+            new = blocks(args.new, case, precision, args.speed)
+            print(f"{case:17} {precision:11} {alternate(old, new, args.blocks)}", flush=True)
+            old.close()
+            new.close()
 
 
 if __name__ == "__main__":

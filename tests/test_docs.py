@@ -153,3 +153,9 @@ def test_the_public_names_exist(module: ModuleType) -> None:
     names = set(re.findall(r"`([A-Za-z_]+)`", entry))
     assert names
     assert names <= set(module.__all__)
+
+
+def test_the_recipe_of_the_page_about_your_model_is_the_one_that_its_outputs_are_of() -> None:
+    page = (ROOT / "docs" / "your_model.md").read_text(encoding="utf-8")
+    recipe = (ROOT / "docs" / "recipes" / "spirals.py").read_text(encoding="utf-8")
+    assert f"```python\n{recipe}```\n" in page
