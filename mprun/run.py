@@ -7,6 +7,7 @@ Ctrl-C, SIGTERM or SIGHUP), and earlier records stay readable.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -242,7 +243,9 @@ def _first_summary(
 
 def _footprint(plan: Plan, report: Callable[[str], None]) -> dict[str, int]:
     try:
-        counted, why_real = footprint(plan)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            counted, why_real = footprint(plan)
     except Exception as error:  # the step may not run at all: the run itself will say so
         report(f"note: the memory of a step was not measured ({first_line(error)})")
         return {}

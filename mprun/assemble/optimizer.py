@@ -7,6 +7,7 @@ import path, or made by the recipe, any other: one that computes in its paramete
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -103,6 +104,7 @@ def check_optimizer(
     """
     try:
         with fake_tensors():
+            warnings.simplefilter("ignore")  # the run itself shows them
             model = model_of(recipe)
             stored = {n: row.stored for n, row in layer_precisions(layers, policy).items()}
             dtype = torch_dtype(policy.param_dtype)

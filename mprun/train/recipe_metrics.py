@@ -145,6 +145,7 @@ class MetricPass:
         self._device = device
         self._held: list[_HeldStep] = []
         self._updates = 0
+        self._is_resumed = False
         self.lost: set[str] = set()
         """Metrics whose state before the run was resumed is not known."""
 
@@ -199,7 +200,7 @@ class MetricPass:
 
     def _value(self, name: str, metric: RecipeMetric) -> Number | None:
         with _failing(name, "compute"):
-            value = computed(metric.metric)
+            value = computed(metric.metric) if self._is_resumed else _computed(metric.metric)
         return _number(name, value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -235,7 +236,7 @@ class MetricPass:
         saved = state.get("metrics")
         if saved is None:
             return
-        self._updates = saved["updates"]
+        self._updates, self._is_resumed = saved["updates"], True
         for name, entry in self._metrics.items():
             if saved["states"].get(name) is None:
                 self.lost.add(name)
@@ -286,9 +287,17 @@ def _failing(name: str, method: str) -> Iterator[None]:
 
 
 def computed(metric: Any) -> Any:
-    """The result of `compute`, without what torchmetrics warns of after a state was loaded."""
-    with warnings.catch_warnings(), torch.no_grad():
+    """The result of `compute`, without what torchmetrics warns of after a state was loaded.
+
+    Python forgets which warnings it has shown wherever some are ignored for a while.
+    """
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+        return _computed(metric)
+
+
+def _computed(metric: Any) -> Any:
+    with torch.no_grad():
         return metric.compute()
 
 
