@@ -170,22 +170,6 @@ def advice() -> tuple[str, str]:
     return "\n".join([real, *lines]), path.read_text(encoding="utf-8").replace("linear", "mnist")
 
 
-def page_faults(_: Example) -> str:
-    for name, step_ms, faults in (("fp32", 40.0, 30_000), ("bf16_mixed", 20.0, 0)):
-        for seed in range(3):
-            changes = {"page_faults_per_step": faults, "hardware__page_fault_us": 0.6}
-            folder = Path("faults", f"{name}-{seed}")
-            write_run(folder, name, seed, accuracy=0.95, step_ms=step_ms + 0.01 * seed, **changes)
-    return printed("compare", "faults", "compare.report=false")
-
-
-def mixed_hardware(_: Example) -> str:
-    for number in range(10):
-        threads = {"backend__threads": 1 if number else 2}
-        write_run(Path("mixed", str(number)), "fp32", number, **threads)
-    return printed("compare", "mixed", status=2)
-
-
 def doubling(_: Example) -> str:
     worse = [variant(f"{n}", "worse", throughput=(0.81, 0.70, 0.93)) for n in range(3)]
     found = double(comparison(*worse))
@@ -283,15 +267,49 @@ def halted(example: Example) -> str:
     return printed(*shlex.split(run)[1:], *SMALL, "train.max_steps=20", "train.lr=0.1", status=1)
 
 
+# ---- a recipe in a file --------------------------------------------------------------------------
+
+SPIRALS = "spirals.py"
+CONDITIONS = ("other_load", "steal", "clock_mhz", "clock_start_mhz", "clock_end_mhz", "drift")
+
+
+def own_sweep(_: Example) -> str:
+    """The comparison of two modes, with each sentence on their times."""
+    texts = []
+    drift = {"conditions": dict.fromkeys(CONDITIONS) | {"drift": 4.0}}
+    for name, spread, more in (("even", 0.01, {}), ("busy", 0.6, {}), ("drift", 0.01, drift)):
+        for mode, step_ms, changes in (("fp32", 130.0, more), ("bf16_mixed", 65.0, {})):
+            for seed in range(5):
+                time_ms = step_ms * (1 + spread * (seed % 3 if mode == "fp32" else -seed % 3))
+                write_run(
+                    Path(name, f"{mode}-{seed}"),
+                    mode,
+                    seed,
+                    accuracy=0.96 + 0.001 * seed + 0.0001 * (seed % 2) * len(mode),
+                    step_ms=time_ms,
+                    memory_bytes={"peak": PEAKS_MIB[mode] * 2**20},
+                    recipe="spirals",
+                    **changes,
+                )
+        for columns in ("100", "1000"):
+            with patch.dict(os.environ, COLUMNS=columns):
+                texts.append(printed("compare", name, "compare.report=false"))
+    return "".join(texts)
+
+
+def own_mistake(example: Example) -> str:
+    """The page's recipe with its mistake."""
+    text = (RECIPES / SPIRALS).read_text(encoding="utf-8")
+    mistake = text.replace("batch[1])\n\n\ndef correct", "batch[2])\n\n\ndef correct")
+    assert mistake != text
+    Path(SPIRALS).write_text(mistake, encoding="utf-8")
+    return printed(f"recipe={SPIRALS}", "device=cpu", status=int(example.status))
+
+
 OUTPUTS: dict[str, Callable[[Example], str]] = {
     "sweep": lambda _: study(),
-    "sweep-reasons": lambda _: study(),
     "advise": lambda _: advice()[0],
     "advise-answer": lambda _: advice()[0],
-    "advise-limited": lambda _: advice()[0],
-    "advise-preset": lambda _: advice()[1],
-    "page-faults": page_faults,
-    "mixed-hardware": mixed_hardware,
     "double": doubling,
     "doctor": doctor,
     "time": time_line,
@@ -299,10 +317,8 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "numerics": numerics,
     "trace": lambda example: in_small(example, *LINEAR),
     "search-ops": search_ops,
-    "search-ops-use": lambda example: in_small(
-        example, *SMALL, "search_ops.timed_steps=0", "search_ops.batches=2",
-        "search_ops.warmup_steps=2",
-    ),
+    "your-model-sweep": own_sweep,
+    "your-model-mistake": own_mistake,
     "halt": halted,
 }  # fmt: skip
 """An example's name to its output; programs are run as they are."""

@@ -26,7 +26,15 @@ PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     + [ROOT / folder / "README.md" for folder in ("recipes", "benchmarks", "outputs")]
 )
-ELSEWHERE = ("run.resume=", "--config-dir", "_file=", "preset=advised", "--help", "new-recipe")
+ELSEWHERE = (
+    "run.resume=",
+    "--config-dir",
+    "_file=",
+    "preset=advised",
+    "--help",
+    "new-recipe",
+    "my.py",
+)
 """What makes a line need files that only exist in the example."""
 
 
@@ -110,7 +118,10 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
-def test_commands_have_legal_overrides(page: str, line: str) -> None:
+def test_commands_have_legal_overrides(
+    page: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / "docs/recipes")
     args = shlex.split(line, comments=True)[1:]
     by_name = {command.name: command for command in COMMANDS}
     command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]

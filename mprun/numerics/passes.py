@@ -7,12 +7,14 @@ gradients are restored after each pass, so that passes are comparable and leave 
 
 from __future__ import annotations
 
+import dis
 import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -233,9 +235,27 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
 
 
 def _trains_alike(module: nn.Module) -> bool:
-    """Whether a module draws no random numbers in training and needs the training mode."""
+    """Whether a module draws no random numbers in training and needs the training mode.
+
+    One whose own code asks for the mode, and not for dropout, gives other outputs in training:
+    losses in a detector, auxiliary classifiers in an Inception.
+    """
     recurrent = isinstance(module, nn.RNNBase) and not module.dropout  # cuDNN's backward pass
-    return recurrent or isinstance(module, BATCH_STATISTICS)
+    return recurrent or isinstance(module, BATCH_STATISTICS) or _asks_for_mode(type(module))
+
+
+def _asks_for_mode(kind: type[nn.Module]) -> bool:
+    """Whether the code of `forward` reads `training`, and calls no dropout function with it."""
+    code = getattr(kind.forward, "__code__", None)
+    if kind.__module__.startswith("torch.nn.") or code is None or "training" not in code.co_names:
+        return False
+    steps = list(dis.get_instructions(code))
+    # `self.dropout` is a module, and has a mode of its own; `F.dropout` is a function.
+    return not any(
+        "drop" in str(step.argval) and not before.opname.startswith("LOAD_FAST")
+        for before, step in pairwise(steps)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
+    )
 
 
 def _gradient(p: Tensor, scale: float) -> Tensor:

@@ -52,7 +52,7 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
         train.pop(key, None)
     for section, later in ((train, LATER_TRAIN), (train.get("optimizer", {}), LATER_OPTIMIZER)):
         for key, default in later.items():
-            if section.get(key) == default:
+            if key in section and section[key] == default:
                 del section[key]
     if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps
         config["debug"] = {"fp_exceptions": "skip"}

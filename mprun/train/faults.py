@@ -34,7 +34,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         _record(summary, folder, str(error), "run")
         if error.__cause__ is None or type(error) is not RunFailedError:
             raise
-        raise RunFailedError(f"{error} ({_write_traceback(folder)})") from None
+        raise RunFailedError(f"{error} {_write_traceback(folder)}") from None
     except Exception as error:
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)
@@ -47,7 +47,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         else:
             reason = described(error, summary.precision)
             _record(summary, folder, reason, "run")
-            text = f"the run failed: {reason} ({_write_traceback(folder)})"
+            text = f"the run failed: {reason} {_write_traceback(folder)}"
             raise RunFailedError(text) from None
         _record(summary, folder, reason, "machine")
         raise MachineFailedError(text) from None
@@ -77,5 +77,5 @@ def _write_traceback(folder: RunFolder) -> str:
     try:
         path = folder.traceback(traceback.format_exc())
     except OSError:
-        return "its traceback could not be written"
-    return f"the traceback is in {path}"
+        return "(its traceback could not be written)"
+    return f"(the traceback is in {path})"

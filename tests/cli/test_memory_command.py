@@ -280,10 +280,33 @@ def test_a_recipe_that_does_not_is(own: list[str], capsys: pytest.CaptureFixture
     assert found["activations"] == 30 * (6 + 3 + 3) * 4 + 2 * 4
 
 
+READS = "nn.Sequential(Reads(), nn.Linear(6, 3))"
+READER = """
+class Reads(nn.Module):
+    def forward(self, x):
+        return x if x.mean().item() < 1e9 else -x
+"""
+
+
+@pytest.mark.parametrize("own", [(READS, SAMPLE)], indirect=True)
+def test_a_model_that_reads_values_is_counted_on_a_real_step(
+    own: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (module,) = Path().glob("own_*.py")
+    module.write_text(module.read_text() + READER, encoding="utf-8")
+    (mode,) = planned(*own)["modes"]
+    out = capsys.readouterr().out
+    assert "counted on a real step" in out
+    assert "note: the step of fp32 is a real one: it does not run on fake tensors" in out
+    assert "_local_scalar_dense" in mode["why_real"]
+    assert mode["bytes"]["parameters"] == mode["bytes"]["gradients"] == (6 * 3 + 3) * 4
+    assert mode["bytes"]["activations"] >= 20 * (6 + 3) * 4  # all 20 samples there are
+
+
 @pytest.mark.parametrize(
     ("own", "status", "told"),
     [
-        (("nn.Linear(7, 3)", SAMPLE), 1, "a step of fp32 with 30 samples cannot be planned"),
+        (("nn.Linear(7, 3)", SAMPLE), 1, "a step of fp32 with 30 samples cannot be taken"),
         (("nn.Linear(6, 3)", "def sample(self): return 3"), 2, "sample gives a int; legal is a"),
         (("nn.Linear(6, 3)", "def sample(self): return 1 / 0"), 2, "a sample of Own cannot be"),
     ],

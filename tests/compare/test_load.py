@@ -122,7 +122,7 @@ def test_the_folder_of_an_earlier_comparison_is_no_news() -> None:
         ({"seed": None}, "summary.json is damaged: Expected `int`, got `null` - at `$.seed`"),
         (
             {"data__test_samples": "1"},
-            "summary.json is damaged: Expected `int`, got `str` - at `$.data.test_samples`",
+            "summary.json is damaged: Expected `int | null`, got `str` - at `$.data.test_samples`",
         ),
     ],
     ids=str,

@@ -466,6 +466,41 @@ def test_batch_normalisation_takes_the_batch_s_statistics_and_dropout_drops_noth
     torch.testing.assert_close(output, expected)
 
 
+class GivesLossesInTraining(nn.Module):
+    """As a detector does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        output = self.last(self.drop(x))
+        return {"loss": output.square().mean()} if self.training else [output]
+
+
+def test_a_module_whose_code_asks_for_training_trains_and_dropout_drops_nothing() -> None:
+    model, x = GivesLossesInTraining(), torch.randn(8, 6)
+    with ready(model):
+        output = model(x)
+    assert torch.equal(output["loss"], model.last(x).square().mean())
+    assert model.drop.training
+
+
+class DropsByFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.dropout(x, 0.5, self.training))
+
+
+def test_a_module_that_drops_by_a_function_of_its_mode_does_not() -> None:
+    model, x = DropsByFunction(), torch.randn(8, 6)
+    with ready(model):
+        assert torch.equal(model(x), model.last(x))
+
+
 def test_a_model_in_evaluation_stays_in_it() -> None:
     model = Busy().eval()
     with ready(model):

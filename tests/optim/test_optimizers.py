@@ -1227,6 +1227,15 @@ def test_importing_it_brings_torch_and_the_numerics_only() -> None:
     assert done.returncode == 0, done.stderr
     names = done.stdout.split()
     parts = {n.split(".")[1] for n in names if n.startswith("mprun.")}
-    assert parts == {"conf", "errors", "optim", "precision", "kernels", "records", "_torch"}
+    assert parts == {
+        "conf",
+        "errors",
+        "optim",
+        "precision",
+        "kernels",
+        "records",
+        "_torch",
+        "nested",
+    }
     assert "torch" in names
     assert not {"hydra", "omegaconf", "rich", "torchvision"} & set(names)

@@ -120,7 +120,7 @@ def test_fp16_mixed_equals_autocast_with_grad_scaler(
     words += ["train.batch_size=64", "train.max_steps=20", "data.source=generated"]
     words += ["data.eval_limit=64", "loss_scale.growth_interval=4", "loss_scale.value=1024"]
     # The footprint runs the step twice on fake tensors; those calls are not the run's.
-    monkeypatch.setattr("mprun.run.footprint", lambda plan: {})
+    monkeypatch.setattr("mprun.run.footprint", lambda plan: ({}, None))
     target = f"recipe.target={__name__}.Planted"
     assert main([*words, "loss_scale=dynamic", target]) == 0
     state = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]

@@ -261,10 +261,10 @@ def test_a_signal_while_the_step_is_measured_waits_until_it_was(
     """An exception out of PyTorch's C++ code that calls Python ends the process."""
     measured = []
 
-    def footprint(chosen: object) -> dict[str, int]:
+    def footprint(chosen: object) -> tuple[dict[str, int], None]:
         signal.raise_signal(signal.SIGINT)
         measured.append(chosen)
-        return {}
+        return {}, None
 
     monkeypatch.setattr(session, "footprint", footprint)
     assert main(QUICK) == 130

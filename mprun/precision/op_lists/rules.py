@@ -98,7 +98,7 @@ UNCAST = frozenset(
         *("copy_", "set_", "_to_copy", "_foreach_copy_", "clone"),
         *("view_as", "reshape_as", "expand_as", "resize_as_", "resize_as_sparse_"),
         *("result_type", "promote_types", "can_cast", "is_same_size", "_assert"),
-        *("equal", "allclose", "isclose", "data_ptr", "getitem", "setitem"),
+        *("equal", "allclose", "isclose", "data_ptr", "getitem"),
         *("backward", "detach", "detach_", "requires_grad_", "retain_grad", "register_hook"),
     )
 )
@@ -172,6 +172,18 @@ def mutated(cast: Cast) -> Handler:
         if kwargs:
             kwargs = {k: v if v is target else _cast(v, dtype, cast) for k, v in kwargs.items()}
         return function(*args[:1], *rest, **kwargs)
+
+    return handler
+
+
+def indexed(writes: Handler) -> Handler:
+    """`writes` where the index of `x[index] = y` holds tensors: `y` must then have `x`'s dtype."""
+
+    def handler(function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if any(isinstance(x, Tensor) for x in index):
+            return writes(function, args, kwargs)
+        return function(*args, **kwargs)
 
     return handler
 

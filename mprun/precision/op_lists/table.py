@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
-from mprun._torch import OpOverload, calling_frames
+from mprun._torch import OpOverload, OpOverloadPacket, calling_frames
 from mprun.precision.op_lists import rules
 from mprun.precision.op_lists.lists import OpLists
 from mprun.precision.op_lists.names import INNER, name_of, spelled
@@ -146,8 +146,16 @@ class Table:
             return OpenedFunction(function, rules.plain)  # so that recomputation is seen
         if name is None or name in rules.UNCAST or name.startswith(("_foreach_", "is_", "sym_")):
             return rules.plain
+        if name == "setitem":
+            return self._watched(name, "in-place", rules.indexed(self._mutated))
         if name.endswith("_") and not name.startswith("_"):
             return self._watched(name, "in-place", self._mutated)
+        return self._by_list(function, name)
+
+    def _by_list(self, function: Function, name: str) -> Handler | OpenedFunction:
+        """The handler of a function that no rule of its own decides."""
+        if _is_of_torchvision(function):  # its kernels know float32; autocast casts them so too
+            return self._watched(name, "fp32", self._by_rule["fp32"])
         rule = self.rule(name)
         in_python = isinstance(function, FunctionType)
         handler = self._norm(name, rule) if name in rules.NORMS else self._by_rule[rule]
@@ -222,6 +230,13 @@ def _reporting(casts: Casts, watcher: Watcher) -> Callable[..., Any]:
         return result
 
     return cast
+
+
+def _is_of_torchvision(function: Function) -> bool:
+    if not isinstance(function, OpOverloadPacket):
+        return False
+    first: OpOverload = getattr(function, function.overloads()[0])
+    return bool(first.namespace == "torchvision")
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchvision.ops import nms
 
 from mprun.precision.op_lists import OpLists, rules
 from tests.precision.op_lists import (
@@ -594,6 +595,26 @@ def test_arguments_by_name_are_cast_in_place_too() -> None:
     with caster().region():
         ours.index_add_(dim=0, index=ROWS, source=source)
     assert same(ours, theirs.index_add_(dim=0, index=ROWS, source=source.float()))
+
+
+def test_an_assignment_by_indices_takes_the_dtype_of_what_it_writes_into() -> None:
+    for one, other in PAIRS:
+        if other == FP64:  # never cast
+            continue
+        target, source = tensor(one, 1), tensor(other, 2)
+        expected = tensor(one, 1)
+        expected[ROWS] = source.to(one)
+        with caster().region():
+            target[ROWS] = source
+        assert same(target, expected)
+
+
+def test_ops_of_torchvision_get_float32_as_in_autocast() -> None:
+    boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [9, 9, 12, 12]])
+    scores = torch.tensor([0.9, 0.8, 0.7])
+    with caster().region():
+        kept = nms(boxes.bfloat16(), scores.bfloat16(), 0.5)  # it has no kernel for bfloat16
+    assert kept.tolist() == nms(boxes, scores, 0.5).tolist() == [0, 2]
 
 
 INPLACE_RELUS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,0 +1,87 @@
+"""Two checkouts of mprun in turns: is a step of the shipped recipes slower than it was?
+
+    python -m benchmarks.revisions OLD NEW          folders of two checkouts
+
+Each trains in a process of its own, from its own folder, with the loop of its `raw_loop.py`; the
+processes take turns, block by block, and sleep while the other works. The time is that of the whole
+loop over the steps of a block: data, step and bookkeeping. glibc keeps its memory in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import date
+
+import torch
+
+from benchmarks.alternate import HEAPS, alternate
+from benchmarks.raw_loop import CASES
+from mprun.doctor.environment import cpu_name, usable_cores
+
+CHILD = """
+import sys
+import torch
+from benchmarks.raw_loop import CASES, mprun_blocks
+from mprun.assemble import make_plan
+from mprun.config.compose import compose
+from mprun.precision import backend_flags
+
+case, precision, speed = sys.argv[1:]
+args = [*CASES[case].overrides, f"precision={precision}", f"speed={speed}", "device=cpu"]
+plan = make_plan(compose(args).config, ())
+with backend_flags(plan.policy):
+    blocks = mprun_blocks(plan, CASES[case].steps)
+    for _ in sys.stdin:
+        print(next(blocks), flush=True)
+"""
+
+
+def blocks(folder: str, case: str, precision: str, speed: str) -> Iterator[float]:
+    """Seconds per step of a checkout, block after block."""
+    environment = {**os.environ, **HEAPS["steady"], "PYTHONPATH": folder}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, case, precision, speed],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        while True:
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            yield float(child.stdout.readline())
+
+
+def main() -> None:
+    """Print a line per recipe and mode."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--speed", choices=("plain", "auto"), default="plain")
+    args = parser.parse_args()
+    print(
+        f"{date.today()}  {cpu_name()}, {usable_cores()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}; {args.blocks} alternating blocks, speed={args.speed}; "
+        "old ms, new ms, new over old with its 95 % interval",
+        flush=True,
+    )
+    for case in CASES:
+        for precision in ("fp32", "bf16_mixed", "half_sr"):
+            if precision == "half_sr" and case.endswith("256"):
+                continue
+            pair = [blocks(folder, case, precision, args.speed) for folder in (args.old, args.new)]
+            print(f"{case:17} {precision:11} {alternate(*pair, blocks=args.blocks)}", flush=True)
+            for each in pair:
+                each.close()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()
