@@ -32,7 +32,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         raise
     except MprunError as error:
         _record(summary, folder, str(error), "run")
-        if error.__cause__ is None:
+        if error.__cause__ is None or type(error) is not RunFailedError:
             raise
         raise RunFailedError(f"{error} {_write_traceback(folder)}") from None
     except Exception as error:

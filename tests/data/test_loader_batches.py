@@ -27,6 +27,7 @@ from mprun.data.loader_batches import EpochSeed, batch_size, structure
 from mprun.data.loader_sets import Reading
 from mprun.data.random_states import restore_states, saved_states, seeded
 from mprun.errors import RunFailedError, UsageError
+from mprun.train.user_code import described
 
 CPU = torch.device("cpu")
 NUMBERS = TensorDataset(torch.arange(10))
@@ -350,13 +351,14 @@ class Faulty(Dataset[int]):
         raise KeyError("no column 'x'")
 
 
-def test_an_error_in_a_worker_begins_with_its_own_message() -> None:
+def test_an_error_in_a_worker_is_shown_by_its_own_message() -> None:
     batches, order = batches_of(Faulty(), reading=Reading(2, workers=1))
     with pytest.raises(KeyError) as caught:
         list(batches.epoch(order.draw()))
-    first = str(caught.value).strip("\"'").splitlines()[0]
-    assert "no column 'x'" in first
-    assert "test_loader_batches.py:" in first
+    text = described(caught.value)
+    assert text.startswith("KeyError: \"no column 'x'\" (")
+    assert "test_loader_batches.py:" in text
+    assert text.endswith(", in a DataLoader worker)")
     assert not multiprocessing.active_children()
 
 
