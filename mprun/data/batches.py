@@ -348,26 +348,6 @@ def rows(value: Any, start: int, size: int) -> Any:
     return map_tensors(lambda x: x[start : start + size], value)
 
 
-def halves(batch: Batch) -> tuple[Batch, Batch] | None:
-    """The two halves of a batch, of equal size; None for what cannot be cut.
-
-    Several parts are divided among the halves; the tensors of one are cut along dimension 0.
-    """
-    parts, half = batch.parts, len(batch.parts) // 2
-    if half:
-        return Batch(parts[:half]), Batch(parts[half : 2 * half])
-    part, size = parts[0], parts[0].size // 2
-    values = all_tensors((part.content, part.inputs))
-    if not size or any(not x.dim() or len(x) != part.size for x in values):
-        return None
-
-    def cut(start: int) -> Batch:
-        content, inputs = rows(part.content, start, size), rows(part.inputs, start, size)
-        return Batch((MicroBatch(content, inputs, size, size),))
-
-    return cut(0), cut(size)
-
-
 def place(data: TensorSet, device: torch.device) -> TensorSet:
     """`data`, on `device` if it takes at most half of the free memory there."""
     if device.type != "cuda" or data.device == device:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from mprun._torch import end_workers
-from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, rows
+from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream
+from mprun.data.cutting import first_samples
 from mprun.data.loader_sets import LoadedSet, Reading
 from mprun.data.random_states import seeded
 from mprun.errors import RunFailedError
-from mprun.nested import all_tensors, map_tensors
+from mprun.nested import map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""
@@ -155,7 +156,7 @@ class LoaderBatches:
             parts = [batch.parts[0] for batch in itertools.islice(stream, wanted)]
         finally:
             stream.close()
-        return [_cut(part, at_most) for part in parts]
+        return [first_samples(part, at_most) for part in parts]
 
     def _drop(self, contents: Iterator[Any], wanted: int) -> None:
         dropped = sum(1 for _ in itertools.islice(contents, wanted))
@@ -258,12 +259,3 @@ def _are_samples(items: list[Any]) -> bool:
     if not items or not all(isinstance(x, Mapping) for x in items):
         return False
     return all(set(x) == set(items[0]) for x in items)
-
-
-def _cut(part: MicroBatch, at_most: int) -> MicroBatch:
-    """At most that many samples of a micro-batch, where its tensors say which they are."""
-    values = all_tensors((part.content, part.inputs))
-    if part.size <= at_most or any(not x.dim() or len(x) != part.size for x in values):
-        return part
-    content, inputs = rows(part.content, 0, at_most), rows(part.inputs, 0, at_most)
-    return MicroBatch(content, inputs, at_most, part.weight * at_most / part.size)

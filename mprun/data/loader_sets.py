@@ -91,6 +91,11 @@ class LoadedSet(ABC):
         """The samples at these positions; None where they cannot be told apart."""
         return None
 
+    @property
+    def places(self) -> int | None:
+        """How many positions `select` takes: also of samples that no batch of an epoch has."""
+        return self.samples
+
     def with_inputs(self, convert: Callable[[Any], Any]) -> LoadedSet:
         """The same: samples are not in memory yet."""
         return self
@@ -238,10 +243,18 @@ class LoaderSet(LoadedSet):
             return NOTHING
         return self.select(range(n)) or replace(self, most=-(-n // self.own_batch_size))
 
+    @property
+    def places(self) -> int | None:
+        return None if self.is_stream else _length(self.given.dataset)
+
     def select(self, index: Sequence[int]) -> LoadedSet | None:
         loader = self.given
         sampler = loader.sampler
-        shuffles = type(sampler) is RandomSampler and not sampler.replacement
+        shuffles = (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == _length(loader.dataset)  # it does not draw some of them
+        )
         if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
             return None
         if self.most is not None or not (shuffles or type(sampler) is SequentialSampler):

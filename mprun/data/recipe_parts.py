@@ -143,7 +143,8 @@ def _held_out(
         return train, train.first(0), f"data() gives one training sample and {NOT_VALIDATED}"
     if total == 0:
         return train, train.first(0), None
-    index = None if total is None else _order(total, share)
+    places = train.samples if isinstance(train, TensorSet) else train.places
+    index = None if places is None else _order(places, share)
     kept, out = (None, None) if index is None else (_rows(train, i) for i in index)
     if kept is None or out is None:
         kind = "a stream" if train.is_stream else "a DataLoader with a sampler of its own"

@@ -28,7 +28,7 @@ from mprun.assemble.plan import Plan
 from mprun.config.settings import NumericsSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
-from mprun.data.batches import halves
+from mprun.data.cutting import halves
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in

@@ -38,6 +38,8 @@ def saved_state(metric: Any) -> Any:
         return _copied(dict(metric.state_dict()))
     if _has_own(metric):
         return _copied(metric.state_dict())
+    if isinstance(metric, dict | list | tuple | set | frozenset):  # has more than attributes
+        raise UnsavableError
     if not hasattr(metric, "__dict__") or any(map(_has_slots, type(metric).__mro__)):
         raise UnsavableError
     changing = {k: v for k, v in vars(metric).items() if not isinstance(v, _CONSTANT)}

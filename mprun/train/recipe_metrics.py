@@ -224,7 +224,7 @@ class MetricPass:
             # A state that gives another value is none: the metric keeps more elsewhere.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the end of the epoch shows them
-                return state if _same(computed(again), computed(metric)) else None
+                return state if _same(computed(again), computed(copy.deepcopy(metric))) else None
         except Exception:  # it is the user's code, and it need not have a state
             return None
 

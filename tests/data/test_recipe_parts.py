@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from mprun.data import DataRequest, Splits, TensorSet
+from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import UsageError
 
@@ -151,3 +152,21 @@ def test_other_forms_are_refused_with_the_one_that_works(parts: Any, fragments: 
 def test_all_samples_held_out_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data.validation_fraction=0.9 leaves no training"):
         splits((samples(2),), DataRequest(validation_fraction=0.9))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_samples_that_drop_last_leaves_out_of_an_epoch_are_divided_too(shuffle: bool) -> None:
+    loader = DataLoader(TensorDataset(*samples(46)), 4, shuffle=shuffle, drop_last=True)
+    found = splits({"train": loader})
+    assert isinstance(found.train, LoadedSet)
+    train, validation = (part.given.dataset for part in (found.train, found.validation))
+    assert sorted([*train.indices, *validation.indices]) == list(range(46))
+
+
+def test_a_loader_that_draws_some_of_its_samples_is_not_divided() -> None:
+    data = TensorDataset(*samples(40))
+    loader = DataLoader(data, 4, sampler=RandomSampler(data, num_samples=8))
+    found = splits({"train": loader})
+    assert found.train.samples == 8
+    assert found.validation.is_empty
+    assert "cannot be divided" in str(found.notice)

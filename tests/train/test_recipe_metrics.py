@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
+from mprun.train.metric_state import UnsavableError, saved_state
 from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of
 from tests.train.test_loop import CPU
 from tests.train.trainers import Base, SavingLog, samples, trainer_of
@@ -197,6 +199,39 @@ def test_a_resumed_epoch_has_the_metrics_of_the_whole_epoch(step: int) -> None:
     assert resumed.epochs
     assert [values(x.train) for x in resumed.epochs] == [values(x.train) for x in after]
     assert not resumed.events
+
+
+class ResetsItself(Largest):
+    """A metric that begins again when it was computed, as some do."""
+
+    def compute(self) -> float:
+        value = super().compute()
+        self.__init__()  # type: ignore[misc]
+        return value
+
+
+def test_a_checkpoint_does_not_compute_the_metric_of_the_epoch() -> None:
+    metrics = {"x": ResetsItself()}
+    plain, log = trainer_of(with_metrics(metrics), samples(20), batch=8)
+    plain.fit()
+    saving, saved = trainer_of(
+        with_metrics(metrics), samples(20), batch=8, checkpoint_every_steps=1
+    )
+    saving.fit()
+    assert values(saved.epochs[0].train) == values(log.epochs[0].train)
+
+
+class Letters(Counter[str]):
+    """A metric that is a container, with an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+
+
+def test_a_container_has_no_state_that_a_checkpoint_could_lose() -> None:
+    with pytest.raises(UnsavableError):
+        saved_state(Letters())
 
 
 class Generator:
