@@ -89,7 +89,7 @@ def convert(
             if new.dim() == 4:
                 new = new.contiguous(memory_format=memory_format)
             if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                new = _with_hooks_of(tensor, nn.Parameter(new, requires_grad=tensor.requires_grad))
             converted[id(tensor)] = new
         elif converted[id(tensor)].dtype != target:
             raise ValueError(f"precision.layers: '{name}' is tied to a parameter of another dtype")
@@ -108,6 +108,19 @@ def convert(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return model
+
+
+def _with_hooks_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
+    """`new` with the attributes and the gradient hooks of `old`, as `model.to` keeps them.
+
+    Both share the hooks: the handle that `register_hook` gave removes them.
+    """
+    vars(new).update(vars(old))
+    if old._backward_hooks:
+        new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks:
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
+    return new
 
 
 def keeps_wide_statistics(module: nn.Module) -> bool:
