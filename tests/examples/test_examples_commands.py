@@ -25,7 +25,7 @@ def record(name: str) -> dict[str, Any]:
 
 
 def check_trace() -> None:
-    dtypes = {dtype for op in record("trace.json")["ops"] for dtype in op["dtypes_in"]}
+    dtypes = {dtype for op in record("trace.json")["rows"] for dtype in op["dtypes_in"]}
     assert "bfloat16" in dtypes
 
 

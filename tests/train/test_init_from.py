@@ -431,7 +431,7 @@ def test_a_file_with_code_is_not_run(capsys: pytest.CaptureFixture[str]) -> None
         torch.zeros(4, 8),
         {"weight": 1.0},
         {0: torch.zeros(1)},
-        {"model": {"weight": torch.zeros(4, 8)}},
+        {"model": {"weight": 1.0}},
         {"weight": torch.zeros(4, 8, device="meta"), "bias": torch.zeros(4)},
         {"weight": torch.zeros(4, 8).to_sparse(), "bias": torch.zeros(4)},
         {"format_version": 1, "trainer": {}, "journal": {}, "choices": {}},

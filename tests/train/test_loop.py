@@ -86,7 +86,7 @@ def trainer(
     recipe, data = Tiny(), samples(n)
     model = recipe.model()
 
-    def batches(part: TensorSet, size: int) -> Batches:
+    def batches(part: TensorSet, size: int, micro: int | None = None) -> Batches:
         return TensorBatches(part, size, BatchForm(recipe.prepare), CPU, micro)
 
     parts = Parts(
@@ -95,7 +95,7 @@ def trainer(
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
         scheduler=Schedule(),
         precision=Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()),
-        train=batches(data, batch),
+        train=batches(data, batch, micro),
         order=TensorOrder(n, 0, shuffle=True),
         validation=batches(samples(10), 4),
         test=batches(samples(10), 4),
