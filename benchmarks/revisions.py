@@ -1,6 +1,6 @@
 """Two checkouts of mprun in turns: is a step of the shipped recipes slower than it was?
 
-    python -m benchmarks.revisions OLD NEW          folders of two checkouts
+    python -m benchmarks.revisions OLD NEW     folders of two checkouts, after `make test` in each
 
 Each trains in a process of its own, from its own folder, with the loop of its `raw_loop.py`; the
 processes take turns, block by block, and sleep while the other works. The time is that of the whole
@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 from collections.abc import Generator
 from datetime import date
+from pathlib import Path
 
 import torch
 
@@ -42,9 +42,10 @@ with backend_flags(plan.policy):
 
 def blocks(folder: str, case: str, precision: str, speed: str) -> Generator[float]:
     """Seconds per step of a checkout, block after block."""
-    environment = {**os.environ, **HEAPS["steady"], "PYTHONPATH": folder}
+    environment = {**os.environ, **HEAPS["steady"]}
+    own = Path(folder).resolve() / ".venv/bin/python"  # each has its own configuration files
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, case, precision, speed],
+        [own, "-c", CHILD, case, precision, speed],
         cwd=folder,
         env=environment,
         stdin=subprocess.PIPE,
