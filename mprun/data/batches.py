@@ -282,27 +282,26 @@ class TensorBatches:
         self.data = data
         self.batch_size = batch_size
         self.device = device
+        self.samples = len(data)
         self._form = form
         self._micro_batch = micro_batch or batch_size
-
-    @property
-    def samples(self) -> int:
-        return len(self.data)
+        self._is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
+        self._moves = data.device != device
 
     @property
     def is_empty(self) -> bool:
-        return self.data.is_empty
+        return not self.samples
 
     @property
     def length(self) -> int:
-        return self.data.batches(self.batch_size)
+        return -(-self.samples // self.batch_size)
 
     def __iter__(self) -> Stream:
         return self.epoch(None)
 
     def epoch(self, order: Tensor | None, skip: int = 0) -> Stream:
         """Batches in the given order ([N] of indices, or None for the stored one), less `skip`."""
-        size, total = self.batch_size, len(self.data)
+        size, total = self.batch_size, self.samples
         if order is not None:
             order = order.to(self.data.device)
         for start in range(skip * size, total, size):
@@ -322,10 +321,11 @@ class TensorBatches:
         else:
             index = order[start:stop]
             content = map_tensors(lambda x: x.index_select(0, index), self.data.content)
-        return _to(_with_inputs(content, self._prepared), self.device)
+        content = _with_inputs(content, self._prepared)
+        return _to(content, self.device) if self._moves else content
 
     def _prepared(self, inputs: Any) -> Any:
-        if any(x.is_floating_point() for x in all_tensors(inputs)):
+        if self._is_floating or not self._moves:
             return self._form.prepare(inputs)
         return self._form.prepare(_to(inputs, self.device))
 
