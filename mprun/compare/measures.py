@@ -155,7 +155,7 @@ def ratio(
     ratios = []
     for own, other in pairs:
         value, base = figure(own) or 0.0, figure(other) or 0.0
-        if value > 0 and base > 0:
+        if value > 0 and base > 0 and 0 < value / base < math.inf:
             ratios.append(value / base)
     if not ratios:
         return None
