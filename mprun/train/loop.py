@@ -215,7 +215,10 @@ class Trainer:
         if not self.parts.validation.is_empty or self._metrics:
             self._flush()
             self.parts.clock.pause()
-            self._end_epoch(self._validate())
+            scores = self._validate()
+            if scores.samples is not None:  # time ran out: a resumed run evaluates all samples
+                self._save_once()
+            self._end_epoch(scores)
         self._in_epoch = False
 
     def _validate(self) -> Scores:
