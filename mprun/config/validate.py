@@ -291,6 +291,10 @@ def without_inert(
     return normalized
 
 
+LISTS = ("lower", "fp32", "promote", "cuda_lower", "cuda_fp32", "cuda_promote")
+"""Fields of `op_lists` that name ops."""
+
+
 def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.run.resume is None:
         yield "run.trust", "it is about the folder of run.resume"
@@ -303,7 +307,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "data.fallback", "data.source=real never falls back"
     yield from _precision_reasons(config)
     if config.op_lists.name == "none":
-        for key in ("strict", "verbose", "unlisted"):
+        for key in (*LISTS, "strict", "verbose", "unlisted"):
             yield f"op_lists.{key}", "op_lists=none casts no op by name"
     yield from _debug_reasons(config)
     if config.batch.factor == 1:

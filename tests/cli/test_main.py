@@ -285,6 +285,10 @@ def bad_values(field: Field) -> list[str]:
     found = [] if "null" in field.legal else ["null"]
     if field.key == "recipe.model":
         return [*found, "1", "xyz", "[1]", "true"]
+    if field.legal.startswith("a list"):  # a number is a text, too
+        return [*found, "1", "xyz", "{a: 1}"]
+    if field.legal.startswith("a mapping"):
+        return [*found, "1", "xyz", "[1]"]
     found += ["[1]", "{a: 1}"]
     if field.legal.startswith("a text"):
         return found

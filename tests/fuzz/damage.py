@@ -199,7 +199,7 @@ def wrong_line(chance: Random) -> bytes:
 
 # ---- YAML ----------------------------------------------------------------------------------------
 
-FREE = (("recipe", "model"), ("run",), ("precision", "layers"))
+FREE = (("recipe", "model"), ("run",), ("precision", "layers"), ("train", "optimizer", "args"))
 """Places of a configuration that may have any content, or that resuming replaces."""
 
 

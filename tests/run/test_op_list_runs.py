@@ -205,8 +205,10 @@ def test_other_mistakes_are_refused_with_what_is_legal(
 
 
 def test_fields_of_lists_have_no_effect_without_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    run("run", "precision=bf16_mixed", "op_lists.strict=true")
-    assert "op_lists.strict has no effect" in capsys.readouterr().err
+    run("run", "precision=bf16_mixed", "op_lists.strict=true", "op_lists.fp32=[softmax]")
+    warnings = capsys.readouterr().err
+    assert "op_lists.strict has no effect" in warnings
+    assert "op_lists.fp32 has no effect" in warnings
 
 
 # ---- files ---------------------------------------------------------------------------------------
