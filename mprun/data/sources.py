@@ -162,7 +162,7 @@ def download(name: str, root: Path) -> str:
     raw = raw_folder(name, root)
     try:
         raw.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), _timeout():
+        with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), connection_timeout():
             missing = [f.path.name for f in check(name, root) if f.state != "ok"]
             for left in raw.glob(f"{DOWNLOAD}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
@@ -174,9 +174,9 @@ def download(name: str, root: Path) -> str:
     except Timeout:
         raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
     except (OSError, RuntimeError) as error:
-        raise DownloadError(_reason(error)) from None
+        raise DownloadError(reason(error)) from None
     except HTTPException as error:
-        raise DownloadError(f"the server's answer is broken: {_reason(error)}") from None
+        raise DownloadError(f"the server's answer is broken: {reason(error)}") from None
 
 
 def _obtain(name: str, file: str, raw: Path, folder: Path) -> bool:
@@ -231,7 +231,7 @@ def _download_packed(name: str, file: str, folder: Path) -> None:
     raise failure
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The last line of a message, without urllib's wrapping."""
     line = (str(error).strip() or type(error).__name__).splitlines()[-1]
     reason = re.sub(r"^<urlopen error (.*)>$", r"\1", line)
@@ -240,7 +240,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _timeout() -> Iterator[None]:
+def connection_timeout() -> Iterator[None]:
     """A timeout for torchvision's connections, by the process's default: they have none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_S)
