@@ -188,8 +188,8 @@ def _is_published(path: Path) -> bool:
         return False
     if actual != SHA256:
         raise UsageError(
-            f"{path} is not the published tiny-shakespeare: it has {path.stat().st_size} bytes with "
-            f"SHA-256 {actual}, expected {SIZE_BYTES} with {SHA256}; delete it, and it is "
+            f"{path} is not the published tiny-shakespeare: it has {path.stat().st_size} bytes "
+            f"with SHA-256 {actual}, expected {SIZE_BYTES} with {SHA256}; delete it, and it is "
             "downloaded again, or give a text of your own by recipe.model.text=FILE"
         )
     return True
@@ -229,6 +229,6 @@ def python_library() -> str:
         if len(text) >= SIZE_BYTES:
             return text[:SIZE_BYTES]
     raise UsageError(
-        f"{folder} has {len(text)} characters of Python's standard library, too few of {SIZE_BYTES}; "
-        "give a text by recipe.model.text=FILE"
+        f"{folder} has {len(text)} characters of Python's standard library, too few of "
+        f"{SIZE_BYTES}; give a text by recipe.model.text=FILE"
     )
