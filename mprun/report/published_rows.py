@@ -53,7 +53,8 @@ def lines(comparison: Comparison) -> list[str]:
 def _all(comparison: Comparison) -> list[Figure]:
     summaries = [run.summary for v in comparison.variants for run in (*v.runs, *v.failed)]
     precisions = {variant.precision for variant in comparison.variants}
-    return figures({summary.recipe for summary in summaries}, precisions)
+    recipes = {summary.recipe for summary in summaries}
+    return figures(recipes, precisions, {summary.data.name for summary in summaries})
 
 
 def _here(comparison: Comparison, figure: Figure) -> str:
@@ -67,7 +68,8 @@ def _here(comparison: Comparison, figure: Figure) -> str:
 
 def _is_of(summary: Summary, figure: Figure) -> bool:
     is_recipe = figure.recipe in (None, summary.recipe)
-    return is_recipe and summary.precision in figure.precisions
+    is_data = figure.data in (None, summary.data.name)
+    return is_recipe and is_data and summary.precision in figure.precisions
 
 
 def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
@@ -78,6 +80,8 @@ def _settings(summaries: Iterable[Summary], figure: Figure) -> str:
         epochs = summary.epochs
         if epochs is not None and figure.epochs not in (None, epochs):
             settings[counted(epochs, "epoch")] = None
+        if figure.steps not in (None, summary.steps):
+            settings[counted(summary.steps, "step")] = None
         if summary.data.source == "generated":
             settings["generated data"] = None
     return f" ({', '.join(settings)})" if settings else ""
@@ -132,7 +136,13 @@ def _mark(variant: Variant) -> str:
     return f" {cells.plain(variant.substituted)}" if variant.substituted else ""
 
 
-_SCORES = ("train_accuracy", "validation_accuracy", "test_accuracy", "test_loss")
+_SCORES = (
+    "train_accuracy",
+    "validation_accuracy",
+    "validation_loss",
+    "test_accuracy",
+    "test_loss",
+)
 
 
 def _score(summary: Summary, figure: Figure) -> float | None:
@@ -140,7 +150,9 @@ def _score(summary: Summary, figure: Figure) -> float | None:
     split, _, name = figure.kind.partition("_")
     scores: Scores | None = summary.test
     if split != "test":
-        epoch = next((e for e in summary.history if e.epoch == figure.epoch), None)
+        epoch = next(
+            (e for e in reversed(summary.history) if figure.epoch in (None, e.epoch)), None
+        )
         scores = getattr(epoch, split, None)
     value: Number | None = None if scores is None else scores.value(name)
     return None if value is None else number(value)

@@ -18,7 +18,7 @@ from mprun.report import published_rows as published
 from mprun.report.comparison_report import footer
 from mprun.report.html import page
 from mprun.report.plots import draw
-from tests.compare.folders import runs_of
+from tests.compare.folders import run_of, runs_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED_RUN = {"batch_size": 8192, "epochs": 5}
@@ -83,6 +83,20 @@ def test_half_with_stochastic_rounding_on_the_ipu() -> None:
     assert {r.hardware for r in published.rows(found)} == {"IPU"}
 
 
+def test_a_figure_of_one_text_is_shown_beside_that_text_alone() -> None:
+    same = {"recipe": "char_gpt", "batch_size": 12, "data__name": "TinyShakespeare"}
+    runs = [run_of("fp32", seed, steps=2000, **same) for seed in range(3)]
+    for run in runs:
+        run.summary.history[-1].validation.loss = 1.9
+    found = compare(runs, margin=0.005, relative_margin=0.02)
+    loss = row(found, "validation loss")
+    assert (loss.published, loss.here) == ("1.88", "fp32 1.9000")
+    for run in runs:
+        run.summary.data.name = "Python 3.11.7 standard library"
+    other = compare(runs, margin=0.005, relative_margin=0.02)
+    assert "1.88" not in {r.published for r in published.rows(other)}
+
+
 def test_a_recipe_of_ones_own_has_the_rows_of_its_modes_alone() -> None:
     assert published.rows(study("own", "bf16_true")) == []
     assert published.lines(study("own", "bf16_true")) == []
@@ -107,8 +121,10 @@ def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
 
 def test_no_verdict_depends_on_them() -> None:
     """The comparison's modules cannot see them, and its result has none of them."""
-    for path in (ROOT / "mprun/comparison").glob("*.py"):
-        assert "published" not in path.read_text(encoding="utf-8")
+    modules = list((ROOT / "mprun/compare").glob("*.py"))
+    assert modules
+    for path in modules:
+        assert "published_" not in path.read_text(encoding="utf-8")
     found = study()
     assert replace(found, recipe="x").variants == found.variants
     assert not [name for name in vars(found) if "published" in name]
@@ -121,7 +137,7 @@ def test_the_page_on_recipes_has_the_same_figures() -> None:
     rows = re.findall(r"^\| (.*?) \| (.*?) \|", section, re.MULTILINE)
     table = [published_text for _, published_text in rows]
     for kind in ("train_accuracy", "validation_accuracy", "test_accuracy", "test_loss"):
-        wanted = [f.text for f in figures({"mnist"}, ()) if f.kind == kind]
+        wanted = [f.text for f in figures({"mnist"}, (), ()) if f.kind == kind]
         places = [table.index(x) for x in wanted]
         assert places == list(range(places[0], places[0] + len(wanted))), kind
     for figure in FIGURES:
