@@ -119,7 +119,7 @@ def test_the_published_text_is_taken_from_the_data_folder(play: Path) -> None:
 def test_another_file_in_its_place_is_refused(play: Path) -> None:
     file = play / text.TINY_SHAKESPEARE / text.FILE
     file.write_text(PLAY + "!", encoding="utf-8")
-    with pytest.raises(UsageError, match="is not the published tiny-shakespeare.*delete it"):
+    with pytest.raises(UsageError, match=r"is not the published tiny-shakespeare.*delete it"):
         text_splits(None, 8, 65, DataRequest(root=str(play)))
 
 
