@@ -61,7 +61,11 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Groups
     (
         "recipe=mnits",
-        ["'recipe=mnits'", "one of fashion_mnist, linear, mnist", "did you mean 'mnist'?"],
+        [
+            "'recipe=mnits'",
+            "one of char_gpt, fashion_mnist, linear, mnist",
+            "did you mean 'mnist'?",
+        ],
     ),
     ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
     ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
@@ -88,7 +92,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
             "did you mean 'fp32'?",
         ],
     ),
-    ("recipe=../recipe/mnist", ["recipe is one of fashion_mnist, linear, mnist"]),
+    ("recipe=../recipe/mnist", ["recipe is one of char_gpt, fashion_mnist, linear, mnist"]),
     ("recipe@x=mnist", ["'recipe@x=mnist'", "cannot be moved to a package; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields

@@ -27,6 +27,7 @@ SHIPPED = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 # As published: epochs, batch, evaluation batch, optimizer.
 RECIPES = {
+    "char_gpt": (None, 12, 64, OptimizerName.adamw),
     "linear": (500, 64, 64, OptimizerName.sgd),
     "mnist": (5, 8192, 8192, OptimizerName.rmsprop),
     "fashion_mnist": (10, 12, 32, OptimizerName.adamw),
@@ -115,7 +116,8 @@ def test_of_two_values_the_later_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "lr"), [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3)]
+    ("recipe", "lr"),
+    [("linear", 1.0), ("mnist", 1e-3), ("fashion_mnist", 1e-3), ("char_gpt", 1e-3)],
 )
 def test_the_smoke_preset_shortens_each_recipe(recipe: str, lr: float) -> None:
     config = composed("preset=smoke", f"recipe={recipe}")
@@ -158,13 +160,15 @@ def test_a_recipes_parameters_are_left_to_its_class() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=str)
 def test_every_shipped_file_composes(path: Path) -> None:
     group, option = path.parent.name, path.stem
+    text = yaml.safe_load((CONF / path).read_text(encoding="utf-8"))
     if group == "preset_recipe":
         preset, _, recipe = option.partition("_")
-        config = composed(f"preset={preset}", f"recipe={recipe}")
-        assert config != composed(f"preset={preset}", f"recipe={recipe}", "train.lr=0.001")
+        found = compose([f"preset={preset}", f"recipe={recipe}"]).resolved["train"]
+        without = compose([f"recipe={recipe}"]).resolved["train"]
+        assert found == found | text["train"]
+        assert without != without | text["train"]
     else:
         found = compose([f"{group}={option}"]).resolved[group]
-        text = yaml.safe_load((CONF / path).read_text(encoding="utf-8"))
         assert found == found | text.get(group, text)
 
 
@@ -211,8 +215,13 @@ def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
 
 def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
     message = refusal("recipe=onw", config_dir=own)
-    assert "recipe is one of fashion_mnist, linear, mnist, own; did you mean 'own'?" in message
-    assert "'recipe=own': recipe is one of fashion_mnist, linear, mnist" in refusal("recipe=own")
+    assert (
+        "recipe is one of char_gpt, fashion_mnist, linear, mnist, own; did you mean 'own'?"
+        in message
+    )
+    assert "'recipe=own': recipe is one of char_gpt, fashion_mnist, linear, mnist" in refusal(
+        "recipe=own"
+    )
 
 
 @pytest.mark.parametrize(

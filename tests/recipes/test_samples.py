@@ -11,7 +11,7 @@ from mprun.data import DataRequest, generated, sources
 
 
 @pytest.mark.representative("linear", "fashion_mnist")
-@pytest.mark.parametrize("name", ["linear", "mnist", "fashion_mnist"])
+@pytest.mark.parametrize("name", ["linear", "mnist", "fashion_mnist", "char_gpt"])
 def test_a_sample_has_the_shape_and_dtype_of_the_data(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
