@@ -63,7 +63,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "recipe=mnits",
         [
             "'recipe=mnits'",
-            "one of char_gpt, fashion_mnist, linear, mnist",
+            "one of char_gpt, fashion_mnist, linear, mnist, resnet, torchvision_model",
             "did you mean 'mnist'?",
         ],
     ),

@@ -1,0 +1,82 @@
+"""Images in folders, one folder for each class, as torchvision's `ImageFolder` reads them.
+
+    folder/train/CLASS/*.jpg    folder/val/CLASS/*.jpg    folder/test/CLASS/*.jpg (optional)
+
+or only folder/CLASS/*.jpg, of which a part is held out for validation. Images are resized so that
+their shorter side is the wanted one, cropped in the middle, and stay bytes: there is no
+augmentation, so that runs of different precisions see the same samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mprun.data.recipe_parts import as_splits
+from mprun.data.sources import DataRequest, Splits
+from mprun.errors import UsageError
+
+PARTS = {"train": "train", "validation": "val", "test": "test"}
+
+
+def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
+    """The images as bytes [3, image_size, image_size], and their class indices.
+
+    Raises:
+        UsageError: the folder has no images in folders of classes, or its parts differ in classes.
+    """
+    from torchvision import transforms
+
+    steps = [transforms.Resize(image_size), transforms.CenterCrop(image_size)]
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    sets = {name: _images(path, transform) for name, path in _parts(Path(folder)).items()}
+    classes = sets["train"].classes
+    for name, images in sets.items():
+        if images.classes != classes:
+            raise UsageError(
+                f"{Path(folder) / PARTS[name]} has the classes {', '.join(images.classes)}; "
+                f"legal are those of {PARTS['train']}: {', '.join(classes)}"
+            )
+    if "validation" in sets:
+        request = replace(request, validation_fraction=0.0)
+    return replace(as_splits(sets, Path(folder).name, request), source="local")
+
+
+def class_names(folder: str) -> list[str]:
+    """The classes: the names of the folders with images.
+
+    Raises:
+        UsageError: there are none.
+    """
+    from torchvision.datasets.folder import find_classes
+
+    path = _parts(Path(folder))["train"]
+    try:
+        return list(find_classes(str(path))[0])
+    except OSError:
+        raise UsageError(_form(path)) from None
+
+
+def _parts(folder: Path) -> dict[str, Path]:
+    """The folders of the parts; the folder itself trains where it has no parts."""
+    if not (folder / PARTS["train"]).is_dir():
+        return {"train": folder}
+    named = {name: folder / part for name, part in PARTS.items()}
+    return {name: path for name, path in named.items() if path.is_dir()}
+
+
+def _images(path: Path, transform: Any) -> Any:
+    from torchvision.datasets import ImageFolder
+
+    try:
+        return ImageFolder(str(path), transform)
+    except OSError:
+        raise UsageError(_form(path)) from None
+
+
+def _form(path: Path) -> str:
+    return (
+        f"{path} has no images in folders of classes; legal is FOLDER/CLASS/*.jpg, or "
+        "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg (jpg, png, webp, ...)"
+    )
