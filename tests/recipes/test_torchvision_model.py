@@ -1,0 +1,153 @@
+"""resnet and torchvision_model: classifiers by name, on FashionMNIST or on folders of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from mprun.cli.main import main
+from mprun.data import DataRequest
+from mprun.errors import UsageError
+from mprun.recipes.resnet import ResNet
+from mprun.recipes.torchvision_model import TorchvisionModel
+from mprun.records.run_record import read_lines, read_summary
+
+COLOURS = {"blue": (20, 30, 200), "green": (30, 200, 20), "red": (200, 20, 30)}
+
+
+def images(folder: Path, classes: tuple[str, ...] = tuple(COLOURS), count: int = 8) -> Path:
+    """A folder for each class, with images of its colour, each a little different."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for n in range(count):
+            colour = tuple(min(255, value + 3 * n) for value in COLOURS[name])
+            Image.new("RGB", (48, 40), colour).save(folder / name / f"{n}.png")
+    return folder
+
+
+def resnet(**changes: Any) -> ResNet:
+    return ResNet(**{"name": "resnet18", "image_size": None, "folder": None, **changes})
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "millions"), [("resnet18", 11.18), ("resnet50", 23.53)])
+def test_a_resnet_by_name(name: str, millions: float) -> None:
+    model = resnet(name=name).model()
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 2) == millions
+    assert model.eval()(torch.zeros(2, 3, 28, 28)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("mobilenet_v3_small", 28), ("vit_b_32", 32), ("googlenet", 64), ("squeezenet1_1", 28)],
+)
+def test_other_classifiers_have_one_output(name: str, size: int) -> None:
+    model = TorchvisionModel(name, size, None).model()
+    assert model.train()(torch.randn(2, 3, size, size)).shape == (2, 10)
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"resnet18 or resnet50.*torchvision_model"):
+        resnet(name="resnet34")
+    with pytest.raises(ValueError, match=r"torchvision.models.*did you mean 'vgg16'"):
+        TorchvisionModel("vg16", None, None)
+    with pytest.raises(ValueError, match="a classifier"):
+        TorchvisionModel("maskrcnn_resnet50_fpn", None, None)
+    with pytest.raises(ValueError, match="image_size=0: legal is 1 or more"):
+        resnet(image_size=0)
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+def test_grey_images_are_normalised_and_repeated() -> None:
+    grey = torch.randint(0, 256, (4, 1, 28, 28), dtype=torch.uint8)
+    found = resnet().prepare(grey)
+    assert found.shape == (4, 3, 28, 28)
+    expected = (grey.double() / 255 - 0.2860) / 0.3530
+    for channel in range(3):  # float32 against float64: a few roundings
+        torch.testing.assert_close(
+            found[:, channel : channel + 1].double(), expected, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_images_are_resized_where_asked() -> None:
+    grey = torch.full((2, 1, 28, 28), 51, dtype=torch.uint8)
+    found = resnet(image_size=40).prepare(grey)
+    assert found.shape == (2, 3, 40, 40)
+    torch.testing.assert_close(found, torch.full_like(found, (0.2 - 0.2860) / 0.3530))
+
+
+def test_a_folder_with_its_own_validation(tmp_path: Path) -> None:
+    images(tmp_path / "train")
+    images(tmp_path / "val", count=2)
+    recipe = resnet(folder=str(tmp_path), image_size=32)
+    assert recipe.model().fc.out_features == 3  # type: ignore[union-attr]
+    splits = recipe.data(DataRequest(validation_fraction=0.1))
+    assert (splits.train.samples, splits.validation.samples, splits.test.samples) == (24, 6, 0)
+    assert (splits.name, splits.source, splits.notice) == (tmp_path.name, "local", None)
+
+
+def test_a_part_of_a_folder_is_held_out(tmp_path: Path) -> None:
+    splits = resnet(folder=str(images(tmp_path / "all"))).data(
+        DataRequest(validation_fraction=0.25)
+    )
+    assert (splits.train.samples, splits.validation.samples) == (18, 6)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: None, lambda p: p.mkdir(), lambda p: (p / "a").mkdir(parents=True)]
+)
+def test_a_folder_without_images_is_refused(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "none")
+    recipe = resnet(folder=str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"no images in folders of classes; legal is FOLDER/CLASS"):
+        recipe.data(DataRequest())
+
+
+def test_parts_with_other_classes_are_refused(tmp_path: Path) -> None:
+    images(tmp_path / "train")
+    images(tmp_path / "val", ("red", "green"))
+    with pytest.raises(
+        UsageError, match=r"val has the classes green, red; legal are those of train"
+    ):
+        resnet(folder=str(tmp_path)).data(DataRequest())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+def test_a_folder_of_images_trains(precision: str) -> None:
+    images(Path("photos/train"), count=16)
+    images(Path("photos/val"), count=4)
+    words = ["recipe=resnet", "recipe.model.folder=photos", "recipe.model.image_size=32"]
+    words += ["train.max_steps=20", "train.batch_size=12", f"precision={precision}", "run.dir=run"]
+    assert main(words) == 0
+    summary = read_summary(Path("run"))
+    assert (summary.data.name, summary.data.train_samples) == ("photos", 48)
+    losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert sum(losses[-3:]) < sum(losses[:3]), "the colours tell the classes apart"
+
+
+# ---- modes ---------------------------------------------------------------------------------------
+
+
+def test_habanas_lists_train_it() -> None:
+    words = ["recipe=resnet", "op_lists=hmp_resnet50", "preset=smoke", "data.source=generated"]
+    assert main([*words, "train.max_time_s=600", "run.dir=run"]) == 0
+    assert read_summary(Path("run")).effective.compute_dtype == "bfloat16"
+
+
+def test_habanas_lists_cast_convolutions_and_not_the_softmax(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["trace", "recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
+    assert main([*words, "train.batch_size=4"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    dtypes = {row[1]: row[2:] for row in rows if row[:1] == ["forward"]}
+    assert "bf16" in dtypes["conv2d"]
+    assert "fp32" in dtypes["cross_entropy"] or "fp32" in dtypes["log_softmax"]
