@@ -22,12 +22,13 @@ from mprun.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.config.reference import GROUPS, Field, leaves
+from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError
 from mprun.records.run_record import read_lines, read_summary
 
 LINEAR = ["recipe=linear", "train.max_steps=2"]
+RECIPES = ", ".join(options("recipe"))
 
 
 def mprun(*words: str) -> subprocess.CompletedProcess[str]:
@@ -59,14 +60,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # What is typed, one word or several; what the answer holds: the word, what is legal, the nearest.
 MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Groups
-    (
-        "recipe=mnits",
-        [
-            "'recipe=mnits'",
-            "one of char_gpt, fashion_mnist, linear, mnist, resnet, torchvision_model",
-            "did you mean 'mnist'?",
-        ],
-    ),
+    ("recipe=mnits", ["'recipe=mnits'", f"one of {RECIPES}", "did you mean 'mnist'?"]),
     ("precision=bf16", ["'precision=bf16'", "one of bf16_mixed, bf16_sr"]),
     ("precision=bf16_mxed", ["did you mean 'bf16_mixed'?"]),
     ("recip=mnist", ["no field 'recip'", "did you mean 'recipe'?"]),
@@ -92,7 +86,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
             "did you mean 'fp32'?",
         ],
     ),
-    ("recipe=../recipe/mnist", ["recipe is one of char_gpt, fashion_mnist, linear, mnist"]),
+    ("recipe=../recipe/mnist", [f"recipe is one of {RECIPES}"]),
     ("recipe@x=mnist", ["'recipe@x=mnist'", "cannot be moved to a package; write recipe=..."]),
     ("preset_recipe=smoke_linear", ["no field 'preset_recipe'"]),
     # Names of fields

@@ -23,15 +23,22 @@ from mprun.config.schema import (
 from mprun.errors import UsageError
 
 CONF = Path(str(files("mprun.conf")))
+SHIPPED_RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 SHIPPED = sorted(path.relative_to(CONF) for path in CONF.glob("*/*.yaml"))
 
 # As published: epochs, batch, evaluation batch, optimizer.
 RECIPES = {
     "char_gpt": (None, 12, 64, OptimizerName.adamw),
+    "transformer": (None, 12, 64, OptimizerName.adamw),
+    "tabular": (20, 32, 512, OptimizerName.adamw),
+    "resnet": (10, 64, 256, OptimizerName.sgd),
+    "torchvision_model": (10, 64, 256, OptimizerName.sgd),
     "linear": (500, 64, 64, OptimizerName.sgd),
     "mnist": (5, 8192, 8192, OptimizerName.rmsprop),
     "fashion_mnist": (10, 12, 32, OptimizerName.adamw),
 }
+RATES = {"tabular": 3e-3, "resnet": 0.05, "torchvision_model": 0.05}
+"""Learning rates other than 1e-3."""
 PRECISIONS = {
     "fp32": (DType.float32, Casting.none),
     "bf16_mixed": (DType.bfloat16, Casting.autocast),
@@ -58,7 +65,7 @@ def test_a_recipe_in_a_precision_is_a_typed_config(recipe: str, precision: str) 
     train, row = config.train, config.precision
     found = (train.epochs, train.batch_size, train.eval_batch_size, train.optimizer.name)
     assert found == RECIPES[recipe]
-    assert train.lr == 1e-3
+    assert train.lr == RATES.get(recipe, 1e-3)
     assert (row.compute_dtype, row.casting) == PRECISIONS[precision]
     assert row.param_dtype is DType.float32
     assert row.tf32 is False
@@ -215,13 +222,10 @@ def test_an_own_recipe_stands_beside_the_shipped_ones(own: Path) -> None:
 
 def test_a_misspelt_own_recipe_is_told_the_nearest(own: Path) -> None:
     message = refusal("recipe=onw", config_dir=own)
-    assert (
-        "recipe is one of char_gpt, fashion_mnist, linear, mnist, own; did you mean 'own'?"
-        in message
-    )
-    assert "'recipe=own': recipe is one of char_gpt, fashion_mnist, linear, mnist" in refusal(
-        "recipe=own"
-    )
+    known = ", ".join(sorted([*SHIPPED_RECIPES, "own"]))
+    assert f"recipe is one of {known}; did you mean 'own'?" in message
+    shipped = ", ".join(SHIPPED_RECIPES)
+    assert f"'recipe=own': recipe is one of {shipped}" in refusal("recipe=own")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ import torch
 
 from mprun.assemble import load_recipe
 from mprun.config import compose
+from mprun.config.reference import options
 from mprun.data import DataRequest, generated, sources
+from mprun.nested import all_tensors
+
+RECIPES = sorted(options("recipe"))
 
 
 @pytest.mark.representative("linear", "fashion_mnist")
-@pytest.mark.parametrize("name", ["linear", "mnist", "fashion_mnist", "char_gpt"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_sample_has_the_shape_and_dtype_of_the_data(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -23,7 +27,8 @@ def test_a_sample_has_the_shape_and_dtype_of_the_data(
     with torch.device("meta"):
         sample = recipe.sample()
     assert sample is not None
-    for have, want in ((sample.inputs, data.inputs), (sample.targets, data.targets)):
+    pairs = zip(all_tensors(sample.content), all_tensors(data.content), strict=True)
+    for have, want in pairs:
         assert have.shape[1:] == want.shape[1:]
         assert have.dtype == want.dtype
         assert have.is_meta

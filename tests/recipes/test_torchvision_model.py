@@ -142,12 +142,13 @@ def test_habanas_lists_train_it() -> None:
     assert read_summary(Path("run")).effective.compute_dtype == "bfloat16"
 
 
-def test_habanas_lists_cast_convolutions_and_not_the_softmax(
+def test_habanas_lists_cast_convolutions_and_not_the_loss(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["trace", "recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
     assert main([*words, "train.batch_size=4"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    dtypes = {row[1]: row[2:] for row in rows if row[:1] == ["forward"]}
-    assert "bf16" in dtypes["conv2d"]
-    assert "fp32" in dtypes["cross_entropy"] or "fp32" in dtypes["log_softmax"]
+    found = {row[1]: row[2:5] for row in rows if row[:1] in (["forward"], ["backward"])}
+    assert found["conv2d"] == ["bf16", "listed", "lower"]
+    assert found["batch_norm"] == ["bf16", "fp32", "first"], "statistics stay in float32"
+    assert found["nll_loss_backward"][0] == "fp32"

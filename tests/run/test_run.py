@@ -14,6 +14,7 @@ import torch
 
 from mprun import run as session
 from mprun.cli.main import main
+from mprun.config.reference import options
 from mprun.errors import RunFailedError
 from mprun.records.run_record import Metric, Summary, read_lines, read_summary
 from tests.schema import conforms
@@ -27,13 +28,20 @@ def run(*words: str) -> Summary:
     return read_summary(Path("run"))
 
 
-@pytest.mark.representative("fashion_mnist-fp32", "linear-bf16_mixed")
+@pytest.mark.representative(
+    "fashion_mnist-fp32",
+    "linear-bf16_mixed",
+    "char_gpt-bf16_mixed",
+    "resnet-bf16_mixed",
+    "tabular-bf16_mixed",
+    "transformer-fp32",
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
-@pytest.mark.parametrize("recipe", ["linear", "mnist", "fashion_mnist"])
+@pytest.mark.parametrize("recipe", options("recipe"))
 def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -> None:
     words = [f"recipe={recipe}", f"precision={precision}", "preset=smoke", "run.dir=run"]
     words.append("train.max_time_s=600")  # the preset's own limit may leave fewer steps
-    if recipe != "linear":
+    if recipe not in ("linear", "tabular"):
         words.append("data.source=generated")
     assert main(words) == 0
     summary = read_summary(Path("run"))
@@ -43,7 +51,8 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     assert summary.effective == summary.requested
     assert summary.effective.compute_dtype == ("float32" if precision == "fp32" else "bfloat16")
     assert summary.execution == "native"
-    assert summary.data.source == "generated"
+    is_local = recipe in ("char_gpt", "tabular", "transformer")  # real samples of this machine
+    assert summary.data.source == ("local" if is_local else "generated")
     assert summary.steps == 36
     times = summary.step_time_ms
     # Full-size steps only: mnist's 4,096 samples make 128 batches of 32, all full.
@@ -51,7 +60,7 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     memory = summary.memory_bytes
     parts = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "temporary")
     assert memory.peak == sum(getattr(memory, k) for k in parts)
-    if recipe == "linear":
+    if recipe in ("linear", "char_gpt", "transformer"):
         assert summary.test.accuracy is None
         assert summary.metric == Metric(name="loss", higher_is_better=False)
     else:
