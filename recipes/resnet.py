@@ -2,7 +2,7 @@
 
 The stem halves the side twice before the first block, so FashionMNIST's 28x28 pixels are 7x7 there
 and 1x1 at the end: small, and fast on a CPU. SGD with momentum 0.9, weight decay 5e-4 and a cosine
-from 0.05 to 0, batches of 64, ten epochs. Zalando's table of FashionMNIST has a ResNet-18 at 0.949
+from 0.01 to 0, batches of 64, ten epochs. Zalando's table of FashionMNIST has a ResNet-18 at 0.949
 on the test set, with random flips, translations and rotations of the images; there are none here.
 
 `op_lists=hmp_resnet50` takes Habana's lists for its ResNet-50 example.

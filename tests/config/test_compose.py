@@ -37,7 +37,7 @@ RECIPES = {
     "mnist": (5, 8192, 8192, OptimizerName.rmsprop),
     "fashion_mnist": (10, 12, 32, OptimizerName.adamw),
 }
-RATES = {"tabular": 3e-3, "resnet": 0.05, "torchvision_model": 0.05}
+RATES = {"tabular": 3e-3, "resnet": 0.01, "torchvision_model": 0.01}
 """Learning rates other than 1e-3."""
 PRECISIONS = {
     "fp32": (DType.float32, Casting.none),

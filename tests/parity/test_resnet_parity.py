@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from mprun.cli.main import main
 from mprun.data import DataRequest, image_splits
 
-STEPS, BATCH, RATE = 5, 16, 0.05
+STEPS, BATCH, RATE = 5, 16, 0.01
 
 
 def raw_loop(bf16: bool) -> torch.nn.Module:
