@@ -32,6 +32,7 @@ FIELDS = {
     "num_hidden_layers": "recipe.model.layers",
     "num_attention_heads": "recipe.model.heads",
     "dtype": "precision",
+    "torch_dtype": "precision",
 }
 """Arguments of a config class that are set elsewhere, and where."""
 
