@@ -183,6 +183,13 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
     assert "share one number" in splits.notice
 
 
+def test_a_text_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.txt").write_text(PLAY, encoding="utf-8")
+    splits = text_splits("~/own.txt", 8, 65, DataRequest(validation_fraction=0.1))
+    assert splits.name == "own.txt"
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [(None, "cannot be read"), (b"\xff\xfe", "is not UTF-8"), (b"short", "has 5 characters")],
