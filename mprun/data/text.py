@@ -16,6 +16,7 @@ text as long, of another kind, whose losses compare with no published figure.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sysconfig
 from functools import cache
@@ -121,7 +122,9 @@ def encode(text: str, vocabulary: int) -> tuple[Tensor, int]:
 def _text(path: str | None, request: DataRequest) -> tuple[str, str, str, str | None]:
     """The text, its name, its source, and a sentence that the user must see, or None."""
     if path is not None:
-        return _read(Path(path).expanduser()), Path(path).name, "local", None
+        text = _read(Path(path).expanduser())
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return text, f"{Path(path).name} {digest}", "local", None  # another text is other data
     if request.source == "generated":
         return python_library(), _library_name(), "local", None
     root = find_root(request.root)
