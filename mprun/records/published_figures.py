@@ -30,6 +30,7 @@ PYTORCH = "PyTorch's blog on mixed precision"
 KERAS = "Keras' mixed-precision guide"
 GRAPHCORE = "Graphcore's tutorial on half and mixed precision"
 NANOGPT = "nanoGPT's README"
+ZALANDO = "Zalando's table of FashionMNIST"
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,17 @@ FIGURES = (
         batch_size=12,
         steps=2000,
         data="TinyShakespeare",
+    ),
+    Figure(
+        "test_accuracy",
+        "test accuracy of ResNet-18 with augmented images",
+        "0.949",
+        precisions=("fp32",),
+        hardware=UNNAMED,
+        source=ZALANDO,
+        recipe="resnet",
+        value=0.949,
+        data="FashionMNIST",
     ),
     _amp("speed", "speed over fp32", "1.5 to 5.5 times", hardware="V100"),
     _amp("other", "speed over AMP on a V100", "a further 1.3 to 2.5 times", hardware="A100"),
