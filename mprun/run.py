@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from mprun.assemble import Plan, build_run, footprint
 from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
-from mprun.errors import MprunError, first_line
+from mprun.errors import MprunError, UsageError, first_line
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Status, Summary, read_summary
@@ -80,10 +80,12 @@ def run(
         watch: counts the run's seconds since its start-up began; None: it begins now.
 
     Raises:
-        UsageError: the run's folder cannot be used; nothing was started.
+        UsageError: the run's folder cannot be used, or it was trained on other data; nothing was
+            started.
         RunFailedError: the run failed; the reason is in its record.
     """
     watch = watch or Stopwatch()
+    _check_data(plan)
     with contextlib.closing(_open_folder(plan, saved)) as folder:
         earlier = _earlier_summary(plan, folder)
         summary = _first_summary(plan, resolved, earlier, watch)
@@ -203,6 +205,20 @@ def _ending(callbacks: Sequence[Callback], watch: Stopwatch) -> Iterator[None]:
         with contextlib.ExitStack() as stack:  # calls all of them, even where one raises
             for callback in reversed(callbacks):
                 stack.callback(callback.on_end, status)
+
+
+def _check_data(plan: Plan) -> None:
+    """Raise `UsageError` where a run would be resumed on another data set."""
+    resume, name = plan.config.run.resume, plan.splits.name
+    before = name
+    if resume is not None:
+        with contextlib.suppress(MprunError):  # a run killed at once has no summary
+            before = read_summary(Path(resume)).data.name
+    if name != before:
+        raise UsageError(
+            f"run.resume={resume}: the run was trained on {before}, and now there is {name}; put "
+            "the data back, or begin a new run"
+        )
 
 
 def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:

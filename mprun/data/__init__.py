@@ -1,7 +1,8 @@
 """Data sets as tensors: where they come from, and how batches are made of them.
 
 `image_files.py` checks the published files; `sources.py` locates, downloads and reads them;
-`generated.py` draws a set as a substitute; `batches.py` has decoded samples in memory and batches
+`generated.py` draws a set as a substitute; `text.py` cuts a text into windows; `image_folder.py`
+reads folders of images; `batches.py` has decoded samples in memory and batches
 them there; `loader_sets.py` and `loader_batches.py` read samples one by one, by PyTorch's loader.
 """
 

@@ -16,6 +16,7 @@ text as long, of another kind, whose losses compare with no published figure.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import sysconfig
 from functools import cache
@@ -107,22 +108,23 @@ def windows(ids: Tensor, context: int, stride: int, targets: bool) -> TensorSet:
 def encode(text: str, vocabulary: int) -> tuple[Tensor, int]:
     """The number of each character as a byte [N], and how many characters share the last number."""
     codes = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    found, places, counts = np.unique(codes, return_inverse=True, return_counts=True)
-    numbers = np.arange(len(found))
-    replaced = 0
+    counts = np.bincount(codes)
+    found = np.flatnonzero(counts)
+    kept = found
     if len(found) > vocabulary:
-        by_count = np.argsort(-counts, kind="stable")
-        kept = np.sort(by_count[: vocabulary - 1])
-        numbers = np.full(len(found), vocabulary - 1)
-        numbers[kept] = np.arange(len(kept))
-        replaced = int(len(codes) - counts[kept].sum())
-    return torch.from_numpy(numbers[places].astype(np.uint8)), replaced
+        by_count = np.argsort(-counts[found], kind="stable")
+        kept = np.sort(found[by_count[: vocabulary - 1]])
+    numbers = np.full(len(counts), vocabulary - 1, dtype=np.uint8)
+    numbers[kept] = np.arange(len(kept))
+    return torch.from_numpy(numbers[codes]), int(len(codes) - counts[kept].sum())
 
 
 def _text(path: str | None, request: DataRequest) -> tuple[str, str, str, str | None]:
     """The text, its name, its source, and a sentence that the user must see, or None."""
     if path is not None:
-        return _read(Path(path)), Path(path).name, "local", None
+        text = _read(Path(path).expanduser())
+        digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+        return text, f"{Path(path).name} {digest}", "local", None  # another text is other data
     if request.source == "generated":
         return python_library(), _library_name(), "local", None
     root = find_root(request.root)

@@ -178,9 +178,17 @@ def test_a_text_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text("Grüße aus Köln, " * 20, encoding="utf-8")
     splits = text_splits(str(path), 8, 8, DataRequest(validation_fraction=0.1))
-    assert (splits.name, splits.source) == ("own.txt", "local")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (splits.name, splits.source) == (f"own.txt {digest[:8]}", "local")
     assert splits.notice is not None
     assert "share one number" in splits.notice
+
+
+def test_a_text_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "own.txt").write_text(PLAY, encoding="utf-8")
+    splits = text_splits("~/own.txt", 8, 65, DataRequest(validation_fraction=0.1))
+    assert splits.name.startswith("own.txt ")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,24 @@ def test_a_text_of_ones_own_trains(capsys: pytest.CaptureFixture[str]) -> None:
     words += ["train.max_steps=40", "train.warmup_steps=5", "train.lr=0.01", "run.dir=run"]
     assert main([*words, "recipe.model.width=32", "recipe.model.layers=1"]) == 0
     summary = read_summary(Path("run"))
-    assert (summary.data.name, summary.data.source) == ("own.txt", "local")
+    assert (summary.data.name[:8], summary.data.source) == ("own.txt ", "local")
     assert summary.history[-1].validation.loss < 0.7 * math.log(12), "the text repeats itself"
-    assert "own.txt (local)" in capsys.readouterr().out
+    assert f"{summary.data.name} (local)" in capsys.readouterr().out
+
+
+def test_a_text_that_was_changed_is_not_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.txt").write_text("to be or not to be, " * 50, encoding="utf-8")
+    words = ["recipe=char_gpt", "recipe.model.text=own.txt", "recipe.model.context=8"]
+    words += ["recipe.model.width=8", "recipe.model.layers=1", "train.warmup_steps=0"]
+    words += ["train.scheduler=none", "train.min_lr=0"]
+    assert main([*words, "train.max_steps=4", "run.dir=run"]) == 0
+    before = (Path("run") / "metrics.jsonl").read_bytes()
+    Path("own.txt").write_text("to be or not to go, " * 50, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["run.resume=run", "train.max_steps=8"]) == 2
+    error = capsys.readouterr().err
+    assert "the run was trained on own.txt " in error
+    assert "put the data back, or begin a new run" in error
+    assert (Path("run") / "metrics.jsonl").read_bytes() == before
+    Path("own.txt").write_text("to be or not to be, " * 50, encoding="utf-8")
+    assert main(["run.resume=run", "train.max_steps=8"]) == 0

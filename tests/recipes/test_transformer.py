@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mprun.cli.main import main
 from mprun.data import DataRequest
@@ -19,6 +20,7 @@ from mprun.records.run_record import read_summary
 pytest.importorskip("transformers", reason="transformers is not installed: mprun[transformer]")
 
 SIZES: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 65}
+FEW_EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 SMALL = [f"recipe.model.{name}={value}" for name, value in SIZES.items()]
 
 
@@ -38,6 +40,27 @@ def test_an_architecture_has_the_sizes(architecture: str) -> None:
     assert abs(loss - math.log(65)) < 0.5, "small random weights guess"
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bert", "gptj", "deepseek_v3"])
+def test_a_prediction_sees_no_later_character(architecture: str) -> None:
+    torch.manual_seed(0)
+    made = recipe(architecture, config=FEW_EXPERTS if architecture == "deepseek_v3" else {})
+    model = made.model().eval()
+    ids = torch.randint(0, 65, (2, 16))
+    changed = ids.clone()
+    changed[:, 12:] = (changed[:, 12:] + 1) % 65
+    one, two = (made.forward(model, x) for x in (ids, changed))
+    # The order of float32 sums may differ: logits are below 1.
+    torch.testing.assert_close(one.logits[:, :12], two.logits[:, :12], rtol=0, atol=1e-5)
+    assert not torch.equal(one.logits[:, 12:], two.logits[:, 12:])
+    shifted = F.cross_entropy(one.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(one.loss, shifted)
+
+
+def test_the_attention_can_be_chosen() -> None:
+    config: Any = recipe(config={"attn_implementation": "eager"}).model().config
+    assert config._attn_implementation == "eager"
+
+
 def test_the_mlp_and_the_heads_are_the_usual_ones_unless_set() -> None:
     usual: Any = recipe().model().config
     assert (usual.intermediate_size, usual.num_key_value_heads, usual.head_dim) == (128, 2, 16)
@@ -51,6 +74,12 @@ def test_the_mlp_and_the_heads_are_the_usual_ones_unless_set() -> None:
         ({"architecture": "lama"}, "legal is the model_type.*did you mean 'llama'"),
         ({"architecture": "vit"}, "legal is the model_type of a causal language model"),
         ({"config": {"intermediat_size": 3}}, "no such argument.*did you mean 'intermediate_size'"),
+        ({"config": {"hidden_size": 8}}, "legal is to set recipe.model.width instead"),
+        ({"architecture": "gpt2", "config": {"n_embd": 8}}, "to set recipe.model.width instead"),
+        ({"config": {"dtype": "bfloat16"}}, "legal is to set precision instead"),
+        ({"config": {"intermediate_size": "a"}}, "LlamaConfig refuses these sizes: .*expected int"),
+        ({"architecture": "gemma3"}, "parts with sizes of their own; .* such as gemma3_text"),
+        ({"architecture": "bart"}, "parts with sizes of their own; .* such as llama"),
         ({"layers": 0}, "layers=0: legal is 1 or more"),
         ({"context": 1}, "context=1: legal is 2 or more"),
         ({"heads": 3}, "width=32: legal is a multiple of heads=3"),
@@ -58,8 +87,9 @@ def test_the_mlp_and_the_heads_are_the_usual_ones_unless_set() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
+    with pytest.raises(ValueError, match=problem) as raised:
         recipe(**wrong)
+    assert "\n" not in str(raised.value)
 
 
 def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
