@@ -25,6 +25,8 @@ FASHION = (0.2860, 0.3530)
 """Mean and deviation of the training images' pixels, from 0 to 1."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 FOLDER_SIZE = 224
+MAXVIT_STEP = 224
+"""A MaxViT halves the side five times, and its windows are 7 wide."""
 ONE_OUTPUT = {"aux_logits": False, "init_weights": False}
 """Without the second classifier of training; its weights would take minutes to draw."""
 
@@ -36,7 +38,8 @@ class TorchvisionModel(Classification):
     name: str
     """Name in torchvision.models: mobilenet_v3_small, vit_b_16, ..."""
     image_size: int | None
-    """Side of the images in pixels; null: 28 for FashionMNIST, 224 for a folder."""
+    """Side of the images in pixels; null: 28 for FashionMNIST, 224 for a folder, or the next that
+    the model takes."""
     folder: str | None
     """Folder of train/CLASS/*.jpg and val/CLASS/*.jpg, or of CLASS/*.jpg; null: FashionMNIST."""
 
@@ -49,15 +52,33 @@ class TorchvisionModel(Classification):
             raise ValueError(f"name={self.name}: legal is {self._legal_names()}{near}")
         if self.image_size is not None and self.image_size < 1:
             raise ValueError(f"image_size={self.image_size}: legal is 1 or more")
+        if self.image_size not in (None, self.side):
+            least, step = self._sides()
+            legal = f"a multiple of {step}" if step > 1 else f"{least} or more"
+            raise ValueError(f"image_size={self.image_size}: legal with {self.name} is {legal}")
 
     def _legal_names(self) -> str:
         return "a classifier of torchvision.models"
 
     @property
     def side(self) -> int:
-        """Side of the model's images in pixels."""
+        """Side of the model's images in pixels: what is asked for, or the next legal one."""
         default = FASHION_SIZE if self.folder is None else FOLDER_SIZE
-        return default if self.image_size is None else self.image_size
+        least, step = self._sides()
+        wanted = max(least, default if self.image_size is None else self.image_size)
+        return -(-wanted // step) * step
+
+    def _sides(self) -> tuple[int, int]:
+        """The least side that the model takes, and the step from one to the next."""
+        if self.name.startswith("vit_"):
+            patch = int(self.name.rpartition("_")[2])
+            return patch, patch
+        if self.name.startswith("maxvit_"):
+            return MAXVIT_STEP, MAXVIT_STEP
+        if self.name.startswith("swin_"):
+            return 1, 1
+        least: int = models.get_model_weights(self.name).DEFAULT.meta["min_size"][0]
+        return least, 1
 
     def model(self) -> nn.Module:
         classes = FASHION_CLASSES if self.folder is None else len(class_names(self.folder))

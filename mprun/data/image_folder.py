@@ -18,6 +18,8 @@ from mprun.data.sources import DataRequest, Splits
 from mprun.errors import UsageError
 
 PARTS = {"train": "train", "validation": "val", "test": "test"}
+NO_CLASSES = {"training", "val", "valid", "validation", "test", "testing"}
+"""Folders of parts by other names, or without `train`; as classes they would train nonsense."""
 
 
 def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
@@ -31,7 +33,7 @@ def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
     steps = [transforms.Resize(image_size), transforms.CenterCrop(image_size)]
     transform = transforms.Compose([*steps, transforms.PILToTensor()])
     sets = {name: _images(path, transform) for name, path in _parts(Path(folder)).items()}
-    classes = sets["train"].classes
+    classes = class_names(folder)
     for name, images in sets.items():
         if images.classes != classes:
             raise UsageError(
@@ -47,15 +49,23 @@ def class_names(folder: str) -> list[str]:
     """The classes: the names of the folders with images.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are fewer than two, or they are parts of a data set, not classes.
     """
     from torchvision.datasets.folder import find_classes
 
     path = _parts(Path(folder))["train"]
     try:
-        return list(find_classes(str(path))[0])
+        classes = list(find_classes(str(path))[0])
     except OSError:
         raise UsageError(_form(path)) from None
+    if parts := [name for name in classes if name.lower() in NO_CLASSES]:
+        raise UsageError(
+            f"{path} has a folder {parts[0]} but none named train; legal is train, val and, if you "
+            "like, test, each with a folder for each class"
+        )
+    if len(classes) < 2:
+        raise UsageError(f"{path} has one class, {classes[0]}; legal is two or more")
+    return classes
 
 
 def _parts(folder: Path) -> dict[str, Path]:
@@ -70,9 +80,27 @@ def _images(path: Path, transform: Any) -> Any:
     from torchvision.datasets import ImageFolder
 
     try:
-        return ImageFolder(str(path), transform)
+        images = ImageFolder(str(path), transform, loader=_image, allow_empty=True)
     except OSError:
         raise UsageError(_form(path)) from None
+    if not images.samples:
+        raise UsageError(_form(path))
+    found = set(images.targets)
+    if empty := [name for name, index in images.class_to_idx.items() if index not in found]:
+        raise UsageError(f"{path / empty[0]} has no image; put some there, or delete the folder")
+    return images
+
+
+def _image(path: str) -> Any:
+    """An image as RGB; raises `UsageError` for a file that is none."""
+    from torchvision.datasets.folder import pil_loader
+
+    try:
+        return pil_loader(path)
+    except (OSError, SyntaxError) as error:  # the latter: a damaged PNG
+        raise UsageError(
+            f"the image {path} cannot be read ({error}); replace or delete it"
+        ) from None
 
 
 def _form(path: Path) -> str:

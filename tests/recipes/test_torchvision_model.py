@@ -11,6 +11,7 @@ from PIL import Image
 
 from mprun.cli.main import main
 from mprun.data import DataRequest
+from mprun.data.loader_sets import LoadedSet
 from mprun.errors import UsageError
 from mprun.recipes.resnet import ResNet
 from mprun.recipes.torchvision_model import TorchvisionModel
@@ -61,6 +62,28 @@ def test_names_are_checked() -> None:
         TorchvisionModel("maskrcnn_resnet50_fpn", None, None)
     with pytest.raises(ValueError, match="image_size=0: legal is 1 or more"):
         resnet(image_size=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [("vit_b_16", 32), ("vgg11", 32), ("inception_v3", 75), ("resnet18", 28)]
+)
+def test_the_side_is_one_that_the_model_takes(name: str, side: int) -> None:
+    recipe = TorchvisionModel(name, None, None)
+    assert recipe.side == side
+    assert recipe.prepare(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape[2:] == (side, side)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "legal"),
+    [
+        ("vit_b_16", 40, "a multiple of 16"),
+        ("vgg11", 28, "32 or more"),
+        ("maxvit_t", 64, "a multiple of 224"),
+    ],
+)
+def test_a_side_that_the_model_cannot_take_is_refused(name: str, size: int, legal: str) -> None:
+    with pytest.raises(ValueError, match=f"image_size={size}: legal with {name} is {legal}"):
+        TorchvisionModel(name, size, None)
 
 
 # ---- images --------------------------------------------------------------------------------------
@@ -120,6 +143,44 @@ def test_parts_with_other_classes_are_refused(tmp_path: Path) -> None:
         resnet(folder=str(tmp_path)).data(DataRequest())
 
 
+def test_parts_are_no_classes(tmp_path: Path) -> None:
+    images(tmp_path / "photos" / "Val")
+    recipe = resnet(folder=str(tmp_path / "photos"))
+    for ask in (recipe.model, lambda: recipe.data(DataRequest())):
+        with pytest.raises(UsageError, match="has a folder Val but none named train; legal is"):
+            ask()
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    recipe = resnet(folder=str(images(tmp_path / "train", ("red",)).parent))
+    with pytest.raises(UsageError, match="train has one class, red; legal is two or more"):
+        recipe.data(DataRequest())
+
+
+def test_a_class_without_images_is_named(tmp_path: Path) -> None:
+    folder = images(tmp_path / "all")
+    (folder / ".ipynb_checkpoints").mkdir()
+    with pytest.raises(UsageError, match=r"ipynb_checkpoints has no image; put some there, or"):
+        resnet(folder=str(folder)).data(DataRequest())
+
+
+def test_a_damaged_image_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    png = images(Path("photos")) / "red" / "3.png"
+    png.write_bytes(png.read_bytes()[:60])
+    words = ["recipe=resnet", "recipe.model.folder=photos", "recipe.model.image_size=32"]
+    assert main([*words, "train.max_steps=3", "train.batch_size=24"]) != 0
+    assert "the image photos/red/3.png cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "I;16"])
+def test_images_of_any_kind_become_rgb(mode: str, tmp_path: Path) -> None:
+    for name in images(tmp_path / "all").glob("*/*.png"):
+        Image.new(mode, (40, 48)).save(name)
+    train = resnet(folder=str(tmp_path / "all"), image_size=32).data(DataRequest()).train
+    assert isinstance(train, LoadedSet)
+    assert train.example(4)[0].shape == (4, 3, 32, 32)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 def test_a_folder_of_images_trains(precision: str) -> None:
     images(Path("photos/train"), count=16)
@@ -131,6 +192,12 @@ def test_a_folder_of_images_trains(precision: str) -> None:
     assert (summary.data.name, summary.data.train_samples) == ("photos", 48)
     losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
     assert sum(losses[-3:]) < sum(losses[:3]), "the colours tell the classes apart"
+
+
+def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["recipe=resnet", "data.source=generated", "data.train_limit=9", "train.batch_size=8"]
+    assert main([*words, "data.eval_limit=8", "train.epochs=1"]) != 0
+    assert "does not leave one sample for an epoch's last batch" in capsys.readouterr().err
 
 
 # ---- modes ---------------------------------------------------------------------------------------
