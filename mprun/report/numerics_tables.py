@@ -147,7 +147,20 @@ def sentences(result: NumericsResult) -> list[str]:
     lines.append(f"{label}: {scale.reason}")
     if scale.best_tried is not None:
         lines.append(_best_tried(scale, scale.best_tried))
-    return lines
+    return [*lines, *_lost(result.lost_updates.all)]
+
+
+def _lost(lost: LostShares) -> list[str]:
+    """What rounding to nearest would do to weights in 16 bits; nothing where none was updated."""
+    shares = (lost.bf16["nearest"], lost.fp16["nearest"])
+    if None in shares:
+        return []
+    bf16, fp16 = map(share_text, shares)
+    return [
+        f"weights in 16 bits: rounded to nearest, bfloat16 loses {bf16} of the updates and float16 "
+        f"{fp16} (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each"
+    ]
 
 
 def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Reference) -> list[str]:

@@ -216,6 +216,9 @@ def test_sentences() -> None:
         "recommended loss scale: 2^17 = 131,072: fits",
         "of 4 powers of two tried, 65,536 to 524,288, the best is 131,072 (60.25 dB); "
         "the recommended has 60.25 dB",
+        "weights in 16 bits: rounded to nearest, bfloat16 loses 50.0% of the updates and float16 "
+        "50.0% (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each",
     ]
     assert sentences(RESULT) == expected
     free = {**CONTENT["loss_scale"], "needed": False, "need": "none is needed: all is well"}
