@@ -208,10 +208,13 @@ def _ending(callbacks: Sequence[Callback], watch: Stopwatch) -> Iterator[None]:
 
 
 def _check_data(plan: Plan) -> None:
-    """Raise `UsageError` where a run would be resumed on another data set."""
+    """Raise `UsageError` where a run would be resumed on another data set.
+
+    Data of a recipe's file have its name; its SHA-256 was compared.
+    """
     resume, name = plan.config.run.resume, plan.splits.name
     before = name
-    if resume is not None:
+    if resume is not None and plan.recipe_source is None:
         with contextlib.suppress(MprunError):  # a run killed at once has no summary
             before = read_summary(Path(resume)).data.name
     if name != before:
