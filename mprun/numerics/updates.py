@@ -205,3 +205,20 @@ def _compensated_stays(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> 
     before = merge(rounded, remainder)
     after = split((before.double() + updates).float(), dtype)
     return (after[0] == rounded) & (after[1] == remainder)
+
+
+def lr_factors(weights: Tensor, updates: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the learning rate is multiplied by until a weight moves, for each one updated; float64.
+
+    An update is proportional to the learning rate, so a weight that is rounded to nearest moves
+    where the factor is above half its gap over the size of its update.
+
+    Args:
+        weights: before the step.
+        updates: the exact change by the step, of the same shape.
+        dtype: float16 or bfloat16.
+    """
+    weights, updates = weights.detach().double(), updates.detach().double()
+    w16 = weights.float().to(dtype)
+    moves = (updates != 0) & torch.isfinite(updates) & torch.isfinite(w16)
+    return _gap(w16, updates > 0)[moves] / (2 * updates[moves].abs())

@@ -1,0 +1,252 @@
+"""Which dtypes a model trains in, and where they keep it from learning.
+
+    print(mprun.audit(model, optimizer))         # after a backward pass, before optimizer.step()
+
+A checkpoint that was loaded in bfloat16, or a `model.to(torch.bfloat16)`, trains without an error
+and hardly learns: a weight of 1 has neighbours at a distance of 2^-7 above and 2^-8 below, so an
+update of 6e-4 is rounded away, at this step and at every later one. The audit looks for such
+parameters, for state that 16 bits cannot hold, and for switches that change float32 arithmetic.
+
+Parameters in 16 bits are safe with an optimizer of `mprun.optim` that rounds stochastically or
+keeps Kahan's remainder, or with float32 masters (`mprun.optim.MasterWeights`): about these, nothing
+is reported. Lost updates need gradients; they are computed exactly, in float64, and no step is
+taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.numerics.updates import ExactUpdate, exact_updates, lost_updates, lr_factors
+from mprun.precision.products import LOW
+from mprun.precision.switches import tf32_is_on
+from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
+
+KINDS = {
+    "lost_update": "a step leaves most of a module's weights, or of its biases, unchanged",
+    "loaded_in_16_bits": "16-bit parameters whose optimizer loses small updates",
+    "norm_in_16_bits": "the weights of a normalization are among them",
+    "embedding_in_16_bits": "the weights of an embedding are among them",
+    "state_in_16_bits": "an optimizer keeps its moments in 16 bits and rounds them to nearest",
+    "tf32": "float32 matmuls are computed in TensorFloat-32",
+}
+"""Every kind of finding, and what it means."""
+
+MOST_LOST = 0.5
+"""Share of updates that may be lost; above it, most of a module stands still at each step."""
+KEEP = (
+    "load or make the model in float32 and use torch.autocast, or take mprun.optim.AdamW(..., "
+    "rounding='stochastic')"
+)
+RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
+"""Of the counts of `lost_updates`."""
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """One thing that is wrong."""
+
+    kind: str
+    """One of `KINDS`."""
+    module: str
+    """A name of `named_modules()`; empty for the model itself."""
+    text: str
+    """What is wrong."""
+    fix: str
+    """What to do, in one line."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found; printed, it is a table."""
+
+    findings: tuple[AuditFinding, ...]
+    dtypes: dict[str, dict[str, int]]
+    """By role (parameters, gradients, buffers, optimizer state): dtype to how many numbers."""
+    notes: tuple[str, ...] = ()
+    """What could not be looked at, and what that needs."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{role}: {', '.join(f'{dtype} {count:,}' for dtype, count in row.items())}"
+            for role, row in self.dtypes.items()
+        ]
+        for finding in self.findings:
+            where = finding.module or "the model"
+            lines += [f"{finding.kind}  {where}: {finding.text}", f"    fix: {finding.fix}"]
+        if not self.findings:
+            lines.append("nothing found")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def audit(model: nn.Module, optimizer: Optimizer | None = None) -> Audit:
+    """Look at a model's dtypes; nothing is changed.
+
+    Args:
+        model: on any device.
+        optimizer: the one that trains it; without it, parameters in 16 bits count as unsafe.
+
+    Returns:
+        The findings: `lost_update` only where parameters have gradients.
+    """
+    unsafe = {p for p in model.parameters() if p.requires_grad and p.dtype in LOW}
+    unsafe -= _kept_safe(optimizer)
+    notes = []
+    findings = [*_loaded(model, unsafe), *_layers(model, unsafe), *_tf32(model)]
+    if optimizer is not None:
+        findings += _state(model, optimizer)
+    if unsafe and optimizer is None:
+        notes.append("lost updates need the optimizer: mprun.audit(model, optimizer)")
+    elif unsafe and not any(p.grad is not None for p in unsafe):
+        notes.append("lost updates need gradients: call it after loss.backward()")
+    elif unsafe and optimizer is not None:
+        findings = [*_lost(model, optimizer, unsafe), *findings]
+    return Audit(tuple(findings), _dtypes(model, optimizer), tuple(notes))
+
+
+def _kept_safe(optimizer: Optimizer | None) -> set[nn.Parameter]:
+    """The parameters whose small updates the optimizer does not lose."""
+    if optimizer is None:
+        return set()
+    is_mastered = isinstance(optimizer, MasteredOptimizer)
+    safe = set()
+    for group in optimizer.param_groups:
+        rounds = isinstance(optimizer, ScaledOptimizer) and group.get("rounding") != "nearest"
+        if is_mastered or rounds:
+            safe.update(group["params"])
+    return safe
+
+
+def _modules(model: nn.Module, wanted: set[nn.Parameter], prefix: str = "") -> Iterator[str]:
+    """The fewest modules that have all `wanted` parameters, and no other trainable ones."""
+    trained = {p for p in model.parameters() if p.requires_grad}
+    if not trained & wanted:
+        return
+    own = {p for p in model.parameters(recurse=False) if p.requires_grad}
+    if trained <= wanted or own & wanted:
+        yield prefix
+        return
+    for name, child in model.named_children():
+        yield from _modules(child, wanted, f"{prefix}.{name}" if prefix else name)
+
+
+def _loaded(model: nn.Module, unsafe: set[nn.Parameter]) -> Iterator[AuditFinding]:
+    parts = dict(model.named_modules())
+    for name in _modules(model, unsafe):
+        held = [p for p in parts[name].parameters() if p in unsafe]
+        kinds = " and ".join(sorted({_word(p.dtype) for p in held}))
+        text = f"{sum(p.numel() for p in held):,} trainable numbers in {kinds}, updated by rounding"
+        yield AuditFinding("loaded_in_16_bits", name, f"{text} to nearest", KEEP)
+
+
+def _layers(model: nn.Module, unsafe: set[nn.Parameter]) -> Iterator[AuditFinding]:
+    for name, module in model.named_modules():
+        held = [p for p in module.parameters(recurse=False) if p in unsafe]
+        if not held:
+            continue
+        dtype = _word(held[0].dtype)
+        if "norm" in type(module).__name__.lower():
+            text = f"its weights are near 1, where {dtype} is coarsest for an update"
+            yield AuditFinding("norm_in_16_bits", name, text, f"keep it in float32: {_to(name)}")
+        elif isinstance(module, nn.Embedding):
+            text = f"rare rows get few updates, and {dtype} loses the small ones"
+            yield AuditFinding(
+                "embedding_in_16_bits", name, text, f"keep it in float32: {_to(name)}"
+            )
+
+
+def _to(name: str) -> str:
+    return f"model.get_submodule({name!r}).float(), under torch.autocast"
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[AuditFinding]:
+    """Moments in 16 bits of an optimizer that rounds them to nearest."""
+    if isinstance(optimizer, ScaledOptimizer):  # mprun's own round stochastically, or hold float32
+        return
+    low = {
+        p
+        for p in model.parameters()
+        if any(isinstance(x, Tensor) and x.dtype in LOW for x in _state_of(optimizer, p).values())
+    }
+    for name in _modules(model, low):
+        text = (
+            "moments in 16 bits, rounded to nearest: a change below 0.4 % is lost in bfloat16, so "
+            "averages over more than some 250 steps stand still"
+        )
+        yield AuditFinding("state_in_16_bits", name, text, KEEP)
+
+
+def _state_of(optimizer: Optimizer, p: nn.Parameter) -> dict[str, Any]:
+    state: dict[str, Any] = optimizer.state.get(p, {})  # indexing would add an entry
+    return state
+
+
+def _lost(
+    model: nn.Module, optimizer: Optimizer, unsafe: set[nn.Parameter]
+) -> Iterator[AuditFinding]:
+    """Modules with a parameter of which a step would leave most weights unchanged."""
+    updates = exact_updates(optimizer)
+    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+    rate = max(rates, default=math.nan)
+    for name, module in model.named_modules():
+        own = {key: p for key, p in module.named_parameters(recurse=False) if p in unsafe}
+        held = {key: p for key, p in own.items() if p in updates and _is_lost(updates[p], p.dtype)}
+        if not held:
+            continue
+        factors = torch.cat([lr_factors(*updates[p], p.dtype) for p in held.values()])
+        counts = [lost_updates(*updates[p]) for p in held.values()]
+        rules = [RULE[p.dtype] for p in held.values()]
+        stay = sum(count.unchanged[rule] for count, rule in zip(counts, rules, strict=True))
+        updated = sum(count.updated for count in counts)
+        text = (
+            f"this step leaves {stay / updated:.0%} of {updated:,} updated numbers of "
+            f"{' and '.join(held)} unchanged; half of them would move from a learning rate of "
+            f"{rate * float(factors.median()):.1e} (now {rate:.1e})"
+        )
+        yield AuditFinding("lost_update", name, text, KEEP)
+
+
+def _is_lost(update: ExactUpdate, dtype: torch.dtype) -> bool:
+    """Whether more updates than `MOST_LOST` would be lost."""
+    return (lost_updates(*update).share(*RULE[dtype].split(".")) or 0.0) > MOST_LOST
+
+
+def _tf32(model: nn.Module) -> Iterator[AuditFinding]:
+    devices = {p.device for p in model.parameters() if p.dtype is torch.float32}
+    if any(map(tf32_is_on, devices)):
+        fix = "torch.backends.cuda.matmul.fp32_precision = 'ieee', if you did not mean it"
+        yield AuditFinding(
+            "tf32", "", "float32 matmuls have 10 bits of precision instead of 23", fix
+        )
+
+
+def _dtypes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
+    states = [] if optimizer is None else optimizer.state.values()
+    content: dict[str, list[Tensor]] = {
+        "parameters": [*model.parameters()],
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "buffers": [*model.buffers()],
+        "optimizer state": [
+            x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()
+        ],
+    }
+    return {role: _counted(tensors) for role, tensors in content.items() if tensors}
+
+
+def _counted(tensors: Sequence[Tensor]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for x in tensors:
+        counts[_word(x.dtype)] += x.numel()
+    return dict(counts.most_common())
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,211 @@
+"""The audit names what 16 bits keep from learning, and finds nothing where all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.numerics.audit import KINDS, Audit
+from mprun.numerics.updates import lr_factors
+from mprun.optim import AdamW, MasterWeights, float32_masters
+
+
+class Small(nn.Module):
+    """An embedding, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 16, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(ids)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.arange(16)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> Audit:
+    """An audit in the middle of the second step."""
+    for step in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(ids).float(), ids).backward()
+        if step == 0:
+            optimizer.step()
+    return mprun.audit(model, optimizer)
+
+
+def kinds(found: Audit) -> set[tuple[str, str]]:
+    return {(finding.kind, finding.module) for finding in found.findings}
+
+
+# ---- healthy models ------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_in_float32(ids: torch.Tensor) -> None:
+    model = Small()
+    found = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-6), ids)
+    assert (found.findings, found.notes) == ((), ())
+    assert "nothing found" in str(found)
+
+
+def test_nothing_is_found_under_autocast(ids: torch.Tensor) -> None:
+    model = Small()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-6), ids)
+    assert found.findings == ()
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_nothing_is_found_with_an_optimizer_that_keeps_updates(
+    rounding: str, ids: torch.Tensor
+) -> None:
+    model = Small().bfloat16()
+    found = trained(model, AdamW(model.parameters(), lr=1e-6, rounding=rounding), ids)
+    assert found.findings == ()
+    assert found.dtypes["parameters"] == {"bfloat16": sum(p.numel() for p in model.parameters())}
+
+
+def test_nothing_is_found_with_float32_masters(ids: torch.Tensor) -> None:
+    model = Small().bfloat16()
+    with float32_masters(model) as masters:
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    assert trained(model, MasterWeights(inner, masters), ids).findings == ()
+
+
+def test_frozen_parameters_may_have_16_bits(ids: torch.Tensor) -> None:
+    model = Small()
+    model.embedding.bfloat16().requires_grad_(False)
+    model.norm.bfloat16().requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.head.parameters(), lr=1e-3)
+    assert mprun.audit(model, optimizer).findings == ()
+
+
+# ---- what is wrong -------------------------------------------------------------------------------
+
+
+def test_a_model_in_bfloat16_at_a_small_learning_rate(ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    found = trained(model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0), ids)
+    assert ("loaded_in_16_bits", "") in kinds(found)
+    assert ("norm_in_16_bits", "norm") in kinds(found)
+    assert ("embedding_in_16_bits", "embedding") in kinds(found)
+    assert ("state_in_16_bits", "") in kinds(found)
+    assert {m for kind, m in kinds(found) if kind == "lost_update"} == {"embedding", "norm", "head"}
+    assert all(f.kind in KINDS and f.text and f.fix for f in found.findings)
+    names = dict(model.named_modules())
+    assert all(f.module in names for f in found.findings)
+    lines = str(found).splitlines()
+    assert any(
+        line.startswith("lost_update  norm: this step leaves 100% of 32 updated numbers of weight")
+        for line in lines
+    )
+
+
+def test_what_is_lost_is_what_a_step_leaves(ids: torch.Tensor) -> None:
+    """The share in the text is that of the weights that the optimizer's own step does not move."""
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found = trained(model, optimizer, ids)
+    before = model.head.weight.detach().clone()
+    optimizer.step()
+    still = (model.head.weight == before).double().mean()
+    text = next(f.text for f in found.findings if (f.kind, f.module) == ("lost_update", "head"))
+    assert f"leaves {still:.0%} of {before.numel():,} updated numbers of weight unchanged" in text
+
+
+def test_from_the_named_learning_rate_half_of_the_weights_move() -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(10_000).bfloat16()
+    updates = torch.randn(10_000, dtype=torch.float64) * 1e-5
+    factor = lr_factors(weights, updates, torch.bfloat16).median().item()
+    for scale, moved in ((0.999, False), (1.001, True)):
+        after = (weights.double() + updates * factor * scale).to(torch.bfloat16)
+        assert ((after != weights).double().mean() >= 0.5) == moved
+
+
+def test_a_part_in_16_bits_is_named() -> None:
+    model = nn.ModuleDict({"body": Small().bfloat16(), "head": nn.Linear(4, 4)})
+    found = mprun.audit(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert ("loaded_in_16_bits", "body") in kinds(found)
+    assert found.notes == ("lost updates need gradients: call it after loss.backward()",)
+    without = mprun.audit(model)
+    assert without.notes == ("lost updates need the optimizer: mprun.audit(model, optimizer)",)
+
+
+def test_the_audit_changes_nothing(ids: torch.Tensor) -> None:
+    torch.manual_seed(0)
+    model = Small().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    trained(model, optimizer, ids)
+    state = [x.clone() for x in tensors(model, optimizer)]
+    random = torch.get_rng_state()
+    mprun.audit(model, optimizer)
+    assert all(map(torch.equal, state, tensors(model, optimizer)))
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for p in model.parameters():
+        yield p.detach()
+        assert p.grad is not None
+        yield p.grad
+        yield from optimizer.state[p].values()
+
+
+# ---- a model of Hugging Face in its own trainer --------------------------------------------------
+
+
+def llama(dtype: torch.dtype) -> Any:
+    transformers = pytest.importorskip("transformers", reason="mprun[transformer]")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def moved(model: Any, optimizer: torch.optim.Optimizer, steps: int = 20) -> dict[str, float]:
+    """Share of the weights of each norm that moved."""
+    norms = {n: p for n, p in model.named_parameters() if "norm" in n}
+    before = {name: p.detach().clone() for name, p in norms.items()}
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: (p != before[name]).double().mean().item() for name, p in norms.items()}
+
+
+def test_a_frozen_llama_and_its_cure() -> None:
+    """At 1e-4 no weight of a norm (all near 1) moves in bfloat16; with the cure they do."""
+    model = llama(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0)
+    shares = moved(model, optimizer)
+    assert set(shares.values()) == {0.0}
+    found = mprun.audit(model, optimizer)
+    frozen = {f.module for f in found.findings if f.kind == "lost_update"}
+    assert {name.removesuffix(".weight") for name in shares} <= frozen
+    assert "rounding='stochastic'" in found.findings[0].fix
+
+    cured = llama(torch.bfloat16)
+    own = AdamW(cured.parameters(), lr=1e-4, rounding="stochastic")
+    assert min(moved(cured, own).values()) > 0
+    assert mprun.audit(cured, own).findings == ()
