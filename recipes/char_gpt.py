@@ -21,9 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, TensorSet
-from mprun.data.text import LARGEST_VOCABULARY, text_sample, text_splits
-from mprun.recipe import Recipe
+from .text_recipe import TextRecipe
 
 
 class Attention(nn.Module):
@@ -82,48 +80,13 @@ class Gpt(nn.Module):
 
 
 @dataclass(frozen=True)
-class CharGpt(Recipe):
+class CharGpt(TextRecipe):
     """nanoGPT's character model for a CPU."""
 
-    layers: int
-    """Transformer blocks."""
-    heads: int
-    """Attention heads; the width is a multiple of it."""
-    width: int
-    """Features of each character, C."""
-    context: int
-    """Characters that a prediction can see, T."""
-    vocabulary: int
-    """Numbers that a character can have, V; tiny-shakespeare has 65."""
-    text: str | None
-    """A text file in UTF-8; null: tiny-shakespeare."""
-
-    METRIC: ClassVar[tuple[str, str]] = ("loss", "min")
-    draws_data: ClassVar[bool] = False
     loss_reads_inputs: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: legal is 1 or more")
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width}: legal is a multiple of heads={self.heads}")
-        if not 2 <= self.vocabulary <= LARGEST_VOCABULARY:
-            legal = f"legal is from 2 to {LARGEST_VOCABULARY}"
-            raise ValueError(f"vocabulary={self.vocabulary}: {legal}")
 
     def model(self) -> nn.Module:
         return Gpt(self.vocabulary, self.context, self.layers, self.heads, self.width)
-
-    def data(self, request: DataRequest) -> Splits:
-        return text_splits(self.text, self.context, self.vocabulary, request)
-
-    def sample(self) -> TensorSet:
-        return text_sample(self.context)
-
-    def prepare(self, inputs: Tensor) -> Tensor:
-        """Characters [B, T] of bytes as indices."""
-        return inputs.long()
 
     def loss(self, output: Tensor, batch: tuple[Any, Tensor]) -> Tensor:
         """Mean cross-entropy of the next characters, in nats."""

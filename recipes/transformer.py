@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mprun.data import DataRequest, Splits, TensorSet
-from mprun.data.text import LARGEST_VOCABULARY, text_sample, text_splits
 from mprun.errors import UsageError, hint
-from mprun.recipe import Recipe
+
+from .text_recipe import TextRecipe
 
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Tokens that a text of characters does not have."""
@@ -38,40 +37,18 @@ FIELDS = {
 
 
 @dataclass(frozen=True)
-class Transformer(Recipe):
-    """A causal language model of transformers."""
+class Transformer(TextRecipe):
+    """A causal language model of transformers; `width` is its hidden_size."""
 
     architecture: str
     """The config's model_type: llama, gpt2, qwen2, ..."""
-    layers: int
-    """Transformer blocks."""
-    heads: int
-    """Attention heads; the width is a multiple of it."""
-    width: int
-    """Features of each character (hidden_size)."""
-    context: int
-    """Characters in a window."""
-    vocabulary: int
-    """Numbers that a character can have; tiny-shakespeare has 65."""
-    text: str | None
-    """A text file in UTF-8; null: tiny-shakespeare."""
     config: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the config class: {num_key_value_heads: 2}."""
 
-    METRIC: ClassVar[tuple[str, str]] = ("loss", "min")
-    draws_data: ClassVar[bool] = False
+    TARGETS: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name in ("layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: legal is 1 or more")
-        if self.context < 2:
-            raise ValueError(f"context={self.context}: legal is 2 or more")
-        if self.width % self.heads:
-            raise ValueError(f"width={self.width}: legal is a multiple of heads={self.heads}")
-        if not 2 <= self.vocabulary <= LARGEST_VOCABULARY:
-            legal = f"legal is from 2 to {LARGEST_VOCABULARY}"
-            raise ValueError(f"vocabulary={self.vocabulary}: {legal}")
+        super().__post_init__()
         _check_is_language_model(self._config())
 
     def model(self) -> nn.Module:
@@ -125,16 +102,6 @@ class Transformer(Recipe):
         if "qk_rope_head_dim" not in known:  # else the head has parts with sizes of their own
             usual |= dict.fromkeys(("head_dim", "rotary_dim"), self.width // self.heads)
         return usual
-
-    def data(self, request: DataRequest) -> Splits:
-        return text_splits(self.text, self.context, self.vocabulary, request, targets=False)
-
-    def sample(self) -> TensorSet:
-        return text_sample(self.context, targets=False)
-
-    def prepare(self, inputs: Tensor) -> Tensor:
-        """Characters [B, T] of bytes as indices."""
-        return inputs.long()
 
     def forward(self, model: nn.Module, batch: Tensor) -> Any:
         """The model's output, with the loss of predicting each next character."""

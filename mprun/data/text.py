@@ -66,7 +66,7 @@ def text_splits(
             later; else windows [N, T].
 
     Raises:
-        UsageError: the text is not available, no UTF-8 or too short, or the file is damaged.
+        UsageError: the text is not available, not UTF-8, too short, or not the published one.
     """
     text, name, source, notice = _text(path, request)
     ids, replaced = encode(text, vocabulary)

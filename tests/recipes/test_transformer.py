@@ -25,7 +25,7 @@ SMALL = [f"recipe.model.{name}={value}" for name, value in SIZES.items()]
 
 
 def recipe(architecture: str = "llama", **changes: Any) -> Transformer:
-    return Transformer(architecture, **{**SIZES, "text": None, **changes})
+    return Transformer(architecture=architecture, **{**SIZES, "text": None, **changes})
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "gpt_neox"])
