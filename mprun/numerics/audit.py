@@ -19,7 +19,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +45,8 @@ KEEP = (
     "load or make the model in float32 and use torch.autocast, or take mprun.optim.AdamW(..., "
     "rounding='stochastic')"
 )
+Parameters = set[nn.Parameter]
+Updates = dict[nn.Parameter, ExactUpdate]
 RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
 """Of the counts of `lost_updates`."""
 
@@ -97,22 +98,36 @@ def audit(model: nn.Module, optimizer: Optimizer | None = None) -> Audit:
     Returns:
         The findings: `lost_update` only where parameters have gradients.
     """
-    unsafe = {p for p in model.parameters() if p.requires_grad and p.dtype in LOW}
-    unsafe -= _kept_safe(optimizer)
-    notes = []
-    findings = [*_loaded(model, unsafe), *_layers(model, unsafe), *_tf32(model)]
-    if optimizer is not None:
-        findings += _state(model, optimizer)
-    if unsafe and optimizer is None:
-        notes.append("lost updates need the optimizer: mprun.audit(model, optimizer)")
-    elif unsafe and not any(p.grad is not None for p in unsafe):
-        notes.append("lost updates need gradients: call it after loss.backward()")
-    elif unsafe and optimizer is not None:
-        findings = [*_lost(model, optimizer, unsafe), *findings]
-    return Audit(tuple(findings), _dtypes(model, optimizer), tuple(notes))
+    safe = _kept_safe(optimizer)
+    unsafe = {p for p in model.parameters() if p.requires_grad and p.dtype in LOW} - safe
+    updates, notes = _updates(optimizer, unsafe)
+    findings = (
+        *_lost(model, optimizer, updates),
+        *_loaded(model, unsafe),
+        *_layers(model, unsafe),
+        *_state(model, optimizer, safe),
+        *_tf32(model),
+    )
+    return Audit(findings, _dtypes(model, optimizer), notes)
 
 
-def _kept_safe(optimizer: Optimizer | None) -> set[nn.Parameter]:
+def _updates(optimizer: Optimizer | None, unsafe: Parameters) -> tuple[Updates, tuple[str, ...]]:
+    """The exact updates of these parameters, and what they need where there are none."""
+    if not unsafe:
+        return {}, ()
+    if optimizer is None:
+        return {}, ("lost updates need the optimizer: mprun.audit(model, optimizer)",)
+    if not any(p.grad is not None for p in unsafe):
+        return {}, ("lost updates need gradients: call it after loss.backward()",)
+    try:
+        updates = exact_updates(optimizer)
+    except TypeError:
+        name = type(optimizer).__name__
+        return {}, (f"lost updates are not known: a step of {name} needs a closure",)
+    return {p: update for p, update in updates.items() if p in unsafe}, ()
+
+
+def _kept_safe(optimizer: Optimizer | None) -> Parameters:
     """The parameters whose small updates the optimizer does not lose."""
     if optimizer is None:
         return set()
@@ -125,7 +140,7 @@ def _kept_safe(optimizer: Optimizer | None) -> set[nn.Parameter]:
     return safe
 
 
-def _modules(model: nn.Module, wanted: set[nn.Parameter], prefix: str = "") -> Iterator[str]:
+def _modules(model: nn.Module, wanted: Parameters, prefix: str = "") -> Iterator[str]:
     """The fewest modules that have all `wanted` parameters, and no other trainable ones."""
     trained = {p for p in model.parameters() if p.requires_grad}
     if not trained & wanted:
@@ -138,7 +153,7 @@ def _modules(model: nn.Module, wanted: set[nn.Parameter], prefix: str = "") -> I
         yield from _modules(child, wanted, f"{prefix}.{name}" if prefix else name)
 
 
-def _loaded(model: nn.Module, unsafe: set[nn.Parameter]) -> Iterator[AuditFinding]:
+def _loaded(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
     parts = dict(model.named_modules())
     for name in _modules(model, unsafe):
         held = [p for p in parts[name].parameters() if p in unsafe]
@@ -147,14 +162,14 @@ def _loaded(model: nn.Module, unsafe: set[nn.Parameter]) -> Iterator[AuditFindin
         yield AuditFinding("loaded_in_16_bits", name, f"{text} to nearest", KEEP)
 
 
-def _layers(model: nn.Module, unsafe: set[nn.Parameter]) -> Iterator[AuditFinding]:
+def _layers(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
     for name, module in model.named_modules():
         held = [p for p in module.parameters(recurse=False) if p in unsafe]
         if not held:
             continue
         dtype = _word(held[0].dtype)
         if "norm" in type(module).__name__.lower():
-            text = f"its weights are near 1, where {dtype} is coarsest for an update"
+            text = f"its weights start at 1, of which {dtype} loses small updates"
             yield AuditFinding("norm_in_16_bits", name, text, f"keep it in float32: {_to(name)}")
         elif isinstance(module, nn.Embedding):
             text = f"rare rows get few updates, and {dtype} loses the small ones"
@@ -167,14 +182,15 @@ def _to(name: str) -> str:
     return f"model.get_submodule({name!r}).float(), under torch.autocast"
 
 
-def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[AuditFinding]:
+def _state(
+    model: nn.Module, optimizer: Optimizer | None, safe: Parameters
+) -> Iterator[AuditFinding]:
     """Moments in 16 bits of an optimizer that rounds them to nearest."""
-    if isinstance(optimizer, ScaledOptimizer):  # mprun's own round stochastically, or hold float32
-        return
+    states = {} if optimizer is None else optimizer.state
     low = {
         p
-        for p in model.parameters()
-        if any(isinstance(x, Tensor) and x.dtype in LOW for x in _state_of(optimizer, p).values())
+        for p in {*model.parameters()} - safe
+        if any(isinstance(x, Tensor) and x.dtype in LOW for x in states.get(p, {}).values())
     }
     for name in _modules(model, low):
         text = (
@@ -184,39 +200,28 @@ def _state(model: nn.Module, optimizer: Optimizer) -> Iterator[AuditFinding]:
         yield AuditFinding("state_in_16_bits", name, text, KEEP)
 
 
-def _state_of(optimizer: Optimizer, p: nn.Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = optimizer.state.get(p, {})  # indexing would add an entry
-    return state
-
-
 def _lost(
-    model: nn.Module, optimizer: Optimizer, unsafe: set[nn.Parameter]
+    model: nn.Module, optimizer: Optimizer | None, updates: Updates
 ) -> Iterator[AuditFinding]:
-    """Modules with a parameter of which a step would leave most weights unchanged."""
-    updates = exact_updates(optimizer)
-    rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-    rate = max(rates, default=math.nan)
+    """Modules with a parameter of which a step would leave most numbers unchanged."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    rate = max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+    counts = {p: lost_updates(*update) for p, update in updates.items()}
+    stay = {p: count.unchanged[RULE[p.dtype]] for p, count in counts.items()}
+    lost = {p for p, count in counts.items() if stay[p] > MOST_LOST * count.updated}
     for name, module in model.named_modules():
-        own = {key: p for key, p in module.named_parameters(recurse=False) if p in unsafe}
-        held = {key: p for key, p in own.items() if p in updates and _is_lost(updates[p], p.dtype)}
+        held = {key: p for key, p in module.named_parameters(recurse=False) if p in lost}
         if not held:
             continue
         factors = torch.cat([lr_factors(*updates[p], p.dtype) for p in held.values()])
-        counts = [lost_updates(*updates[p]) for p in held.values()]
-        rules = [RULE[p.dtype] for p in held.values()]
-        stay = sum(count.unchanged[rule] for count, rule in zip(counts, rules, strict=True))
-        updated = sum(count.updated for count in counts)
+        updated = sum(counts[p].updated for p in held.values())
+        share = sum(stay[p] for p in held.values()) / updated
         text = (
-            f"this step leaves {stay / updated:.0%} of {updated:,} updated numbers of "
+            f"this step leaves {share:.0%} of {updated:,} updated numbers of "
             f"{' and '.join(held)} unchanged; half of them would move from a learning rate of "
             f"{rate * float(factors.median()):.1e} (now {rate:.1e})"
         )
         yield AuditFinding("lost_update", name, text, KEEP)
-
-
-def _is_lost(update: ExactUpdate, dtype: torch.dtype) -> bool:
-    """Whether more updates than `MOST_LOST` would be lost."""
-    return (lost_updates(*update).share(*RULE[dtype].split(".")) or 0.0) > MOST_LOST
 
 
 def _tf32(model: nn.Module) -> Iterator[AuditFinding]:

@@ -143,6 +143,21 @@ def test_a_part_in_16_bits_is_named() -> None:
     assert without.notes == ("lost updates need the optimizer: mprun.audit(model, optimizer)",)
 
 
+def test_mpruns_own_optimizer_that_rounds_to_nearest_is_no_cure(ids: torch.Tensor) -> None:
+    model = Small().bfloat16()
+    low = {"momentum_dtype": torch.bfloat16, "rounding": "nearest"}
+    found = trained(model, AdamW(model.parameters(), lr=1e-5, weight_decay=0, **low), ids)
+    assert {"lost_update", "loaded_in_16_bits", "state_in_16_bits"} <= {k for k, _ in kinds(found)}
+
+
+def test_a_step_that_needs_a_closure_is_named(ids: torch.Tensor) -> None:
+    model = Small().bfloat16()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    model(ids).float().sum().backward()
+    found = mprun.audit(model, optimizer)
+    assert found.notes == ("lost updates are not known: a step of LBFGS needs a closure",)
+
+
 def test_the_audit_changes_nothing(ids: torch.Tensor) -> None:
     torch.manual_seed(0)
     model = Small().bfloat16()
