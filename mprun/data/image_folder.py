@@ -37,7 +37,7 @@ def folder_splits(folder: str, image_size: int, request: DataRequest) -> Splits:
     for name, images in sets.items():
         if images.classes != classes:
             raise UsageError(
-                f"{Path(folder) / PARTS[name]} has the classes {', '.join(images.classes)}; "
+                f"{PARTS[name]} of {folder} has the classes {', '.join(images.classes)}; "
                 f"legal are those of {PARTS['train']}: {', '.join(classes)}"
             )
     if "validation" in sets:
@@ -70,6 +70,7 @@ def class_names(folder: str) -> list[str]:
 
 def _parts(folder: Path) -> dict[str, Path]:
     """The folders of the parts; the folder itself trains where it has no parts."""
+    folder = folder.expanduser()
     if not (folder / PARTS["train"]).is_dir():
         return {"train": folder}
     named = {name: folder / part for name, part in PARTS.items()}
