@@ -20,6 +20,7 @@ from mprun.data.image_folder import class_names, folder_splits
 from mprun.errors import hint
 from mprun.recipe import Classification
 
+CLASSIFIERS = tuple(models.list_models(module=models))
 FASHION_CLASSES, FASHION_SIZE = 10, 28
 FASHION = (0.2860, 0.3530)
 """Mean and deviation of the training images' pixels, from 0 to 1."""
@@ -43,12 +44,12 @@ class TorchvisionModel(Classification):
     folder: str | None
     """Folder of train/CLASS/*.jpg and val/CLASS/*.jpg, or of CLASS/*.jpg; null: FashionMNIST."""
 
-    NAMES: ClassVar[tuple[str, ...]] = tuple(models.list_models(module=models))
+    NAMES: ClassVar[tuple[str, ...]] = CLASSIFIERS
     draws_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.name not in self.NAMES:
-            near = hint(self.name, self.NAMES)
+            near = "" if self.name in CLASSIFIERS else hint(self.name, self.NAMES)
             raise ValueError(f"name={self.name}: legal is {self._legal_names()}{near}")
         if self.image_size is not None and self.image_size < 1:
             raise ValueError(f"image_size={self.image_size}: legal is 1 or more")

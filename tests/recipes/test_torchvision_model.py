@@ -54,7 +54,9 @@ def test_other_classifiers_have_one_output(name: str, size: int) -> None:
 
 
 def test_names_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"resnet18 or resnet50.*torchvision_model"):
+    with pytest.raises(
+        ValueError, match=r"resnet18 or resnet50.*torchvision_model takes any other$"
+    ):
         resnet(name="resnet34")
     with pytest.raises(ValueError, match=r"torchvision.models.*did you mean 'vgg16'"):
         TorchvisionModel("vg16", None, None)
