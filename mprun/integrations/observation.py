@@ -247,7 +247,7 @@ class Observation:
         with contextlib.suppress(RuntimeError):  # a device that failed cannot be read
             self._write()
         summary = self.summary
-        if not self._steps and summary.status == "completed":
+        if not summary.steps and summary.status == "completed":
             summary.status, summary.error, summary.failed_by = "failed", NO_STEP, "run"
         self._read_precision()
         summary.memory_bytes = memory_row(self._probes.bytes_by_category())
