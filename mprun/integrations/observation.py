@@ -28,6 +28,7 @@ from mprun.integrations.observed_summary import (
     memory_row,
     set_variant,
 )
+from mprun.integrations.step_capture import StepCapture
 from mprun.integrations.step_probes import StepProbes
 from mprun.numerics.audit import Audit
 from mprun.precision import Precision
@@ -83,11 +84,7 @@ class Observation:
         self._device = device_of(model)
         self._probes = StepProbes(model, optimizers, memory)
         self._clock, self._watch = clock_for(self._device), Stopwatch()
-        self._capture: Any = None
-        if on_nonfinite == "save":
-            from mprun.numerics.nonfinite.step_capture import StepCapture
-
-            self._capture = StepCapture(model, optimizers)
+        self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
         row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
@@ -315,7 +312,7 @@ class Observation:
         assert self._capture is not None
         path = self.out / f"nonfinite_step_{step}.pt"
         try:
-            self._capture.save(path, step, reason)
+            self._capture.save(path, step, reason, self._probes.autocast.dtype)
         except Exception as error:
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None
