@@ -39,7 +39,12 @@ class _Call:
     autocast: str | None
     evaluating: list[str]
     versions: list[int | None]
+    outputs: list[Tensor] = field(default_factory=list)
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
+
+
+MOST_CHECKED = 2**20
+"""Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer."""
 
 
 class StepCapture:
@@ -111,6 +116,12 @@ class StepCapture:
         )
         write_step(path, saved)
 
+    def outputs_with_nan(self) -> Iterator[str]:
+        """The small outputs of the step with a NaN: a NaN need not reach the gradients."""
+        for n, x in ((n, x) for call in self._calls for n, x in enumerate(call.outputs)):
+            if x.is_floating_point() and x.numel() <= MOST_CHECKED and x.isnan().any():
+                yield f"output {n} of the model"
+
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
             return
@@ -134,6 +145,7 @@ class StepCapture:
             return
         call = self._calls[-1]
         for n, x in enumerate(all_tensors(output)):
+            call.outputs.append(x.detach())
             if x.requires_grad:
                 x.register_hook(_keeper(call.output_gradients, n))
 

@@ -377,6 +377,22 @@ def test_a_nan_is_reported_once_with_its_step_and_name(
     assert "not finite at step 17" in str(run)
 
 
+def test_a_loss_that_is_nan_with_finite_gradients_is_reported(tmp_path: Path) -> None:
+    """The logarithm of -1 is NaN, and its gradient is -1."""
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, -1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mprun.observe(model, optimizer, tmp_path / "run") as run:
+        for n in range(3):
+            loss = model(torch.ones(2, 4)).sum()
+            loss = loss.log() if n == 1 else loss
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+    assert run.nonfinite is not None
+    assert (run.nonfinite.step, run.nonfinite.names) == (2, ("the logged loss",))
+
+
 def test_a_sum_that_overflows_is_no_alarm(tmp_path: Path) -> None:
     """1e25 is finite and its square is not."""
     model = nn.Linear(4, 1)
