@@ -10,9 +10,9 @@ The forced tensors are leaves, so the graph of the copy falls into pieces, one f
 piece goes backward from the gradients that the side had at its ends, and its results are compared
 with those that the side had at its other ends and at its parameters.
 
-Run once more with results rounded to the dtype of each call, and what a piece reads moved at random
-by up to half a unit of it, the pieces show which errors that dtype explains. Moving the numbers that
-are read models sums that cancel: they lose what rounding to nearest of their result does not show.
+Run once more with results rounded to the dtype of each call, and what a piece reads moved at
+random by up to half a unit of it, the pieces show which errors that dtype explains. Moving what is
+read models sums that cancel: rounding their result to nearest does not show what they lose.
 """
 
 from __future__ import annotations
