@@ -60,8 +60,8 @@ class Logger(Callback, ABC):
     MODULE: ClassVar[str]
     """What has to be imported."""
     WRITE_EVERY_S: ClassVar[float] = 2.0
-    CONTINUES: ClassVar[bool] = True
-    """Whether a resumed run continues a run of the tracker, by logger.json."""
+    HAS_RUNS: ClassVar[bool] = True
+    """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
 
     def __init__(self, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore) -> None:
         self.run = run
@@ -174,7 +174,7 @@ class Logger(Callback, ABC):
 
     def _begin(self) -> None:
         folder = self.run.folder
-        earlier = read_logger_record(folder, self.NAME) if self.CONTINUES else None
+        earlier = read_logger_record(folder, self.NAME) if self.HAS_RUNS else None
         self._record.id = self.begin(None if earlier is None else earlier.id)
         if earlier is not None and earlier.id == self._record.id:
             self._record.last_steps = earlier.last_steps
@@ -185,7 +185,7 @@ class Logger(Callback, ABC):
         self._keep()
 
     def _keep(self) -> None:
-        if self.CONTINUES:
+        if self.HAS_RUNS:
             write_logger_record(self.run.folder, self._record)
 
     def _guarded(self, action: Callable[[], None]) -> bool:

@@ -27,7 +27,7 @@ class TensorBoardLogger(Logger):
     TITLE = "TensorBoard"
     MODULE = "torch.utils.tensorboard"
     WRITE_EVERY_S = 0.0
-    CONTINUES = False
+    HAS_RUNS = False
 
     def begin(self, earlier: str | None) -> str:
         from tensorboard.compat.proto.summary_pb2 import Summary
