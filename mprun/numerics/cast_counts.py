@@ -25,14 +25,15 @@ are not seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import TorchDispatchMode, local_tensor, op_name, storage_key, viewed
+from mprun._torch import TorchDispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
 from mprun.numerics.audit_finding import AuditFinding, fewest_modules
 from mprun.numerics.op_watcher import dtype_name
 
@@ -92,6 +93,33 @@ class CastCounts(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Compiled code stays compiled inside: else its results would have other bits."""
         return True
+
+    @contextmanager
+    def next_call(self, entries: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the next call of each of these modules is counted, and no later one."""
+        handles: list[Any] = []
+        watched: set[nn.Module] = set()
+        calls: list[nn.Module] = []
+
+        def begin(module: nn.Module, args: Any) -> None:
+            if module not in watched and not in_backward():
+                watched.add(module)
+                calls.append(module)
+                self.__enter__()  # type: ignore[no-untyped-call]
+
+        def end(module: nn.Module, args: Any, outputs: Any) -> None:
+            if calls and calls[-1] is module:
+                calls.pop()
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+        for module in entries:
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @property
     def dtypes(self) -> set[torch.dtype]:
