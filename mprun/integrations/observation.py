@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from mprun.integrations.observed_summary import (
     memory_row,
     set_variant,
 )
+from mprun.integrations.step_capture import StepCapture
 from mprun.integrations.step_probes import StepProbes
 from mprun.numerics.audit import Audit
 from mprun.precision import Precision
@@ -86,11 +88,7 @@ class Observation:
         self._device = device_of(model)
         self._probes = StepProbes(model, optimizers, memory)
         self._clock, self._watch = clock_for(self._device), Stopwatch()
-        self._capture: Any = None
-        if on_nonfinite == "save":
-            from mprun.numerics.nonfinite.step_capture import StepCapture
-
-            self._capture = StepCapture(model, optimizers)
+        self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
         row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
@@ -197,6 +195,9 @@ class Observation:
         flag = getattr(optimizer, "found_inf", None)
         if flag is not None:  # a loss scale decides about this step
             return
+        if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
+            self._on_nonfinite_step(step.step, names)
+            return
         finite = all_finite(gradients(optimizer))
         if finite.device.type != "cpu" and self._on_nonfinite == "report":
             self._unread.append((step.step, finite))
@@ -291,6 +292,7 @@ class Observation:
         """Write the steps that have ended."""
         times: list[StepTime] = self._clock.take()
         self._record.steps(self._waiting, times)
+        self._check_losses()
         self._waiting = []
         self._written_at = time.perf_counter()
         for step, finite in self._unread:
@@ -298,31 +300,45 @@ class Observation:
                 self._on_nonfinite_step(step)
         self._unread = []
 
-    def _on_nonfinite_step(self, step: int) -> None:
-        """A sum of gradients was not finite: look for the gradients, report and save."""
-        names = tuple(names_of(gradients_by_name(self._model)))
+    def _check_losses(self) -> None:
+        """Report the first logged loss that is not finite, with finite gradients."""
+        for step in self._waiting:
+            loss = as_number(step.values.get("loss", 0.0))
+            if not math.isfinite(loss) and not step.skipped and self.nonfinite is None:
+                self._report_nonfinite(NonfiniteStep(step.step, ("the logged loss",), None))
+
+    def _on_nonfinite_step(self, step: int, names: tuple[str, ...] = ()) -> None:
+        """Something was not finite: report and save.
+
+        Args:
+            step: its number.
+            names: of what; none: a sum of gradients, which may have overflowed.
+        """
+        names = names or tuple(names_of(gradients_by_name(self._model)))
         if not names:
             return
-        earlier = [
-            f"{name}, before the step"
-            for name in names_of({**dict(self._model.named_parameters())})
-        ]
-        names = (*earlier, *names)[:MOST_NAMES]
+        weights = {**dict(self._model.named_parameters())}
+        names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MOST_NAMES]
         file = None
         if self._capture is not None:
             file = self._save(step, f"{names[0]} is not finite")
-        self.nonfinite = NonfiniteStep(step, names, file)
-        self._record.event({"event": "nonfinite", "step": step, "names": list(names)})
-        text = f"step {step}: {names[0]} is not finite"
+        self._report_nonfinite(NonfiniteStep(step, names, file))
+
+    def _report_nonfinite(self, found: NonfiniteStep) -> None:
+        if self._on_nonfinite == "off":
+            return
+        self.nonfinite, names = found, found.names
+        self._record.event({"event": "nonfinite", "step": found.step, "names": list(names)})
+        text = f"step {found.step}: {names[0]} is not finite"
         text += f" (and {len(names) - 1} more)" if len(names) > 1 else ""
         self.summary.warnings.append(text)
-        logger.warning(text + (f"; saved: mprun replay {file}" if file else ""))
+        logger.warning(text + (f"; saved: mprun replay {found.file}" if found.file else ""))
 
     def _save(self, step: int, reason: str) -> Path | None:
         assert self._capture is not None
         path = self.out / f"nonfinite_step_{step}.pt"
         try:
-            self._capture.save(path, step, reason)
+            self._capture.save(path, step, reason, self._probes.autocast.dtype)
         except Exception as error:
             logger.warning("step %d could not be saved: %s", step, first_line(error))
             return None

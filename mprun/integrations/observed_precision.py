@@ -41,6 +41,11 @@ class AutocastReader:
         if torch.is_autocast_enabled(self._device_type):
             self.dtypes[torch.get_autocast_dtype(self._device_type)] += 1
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The most frequent one; None without autocast."""
+        return self.dtypes.most_common(1)[0][0] if self.dtypes else None
+
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Hooks at the layers count while this is entered; those of compiled code would be traced.

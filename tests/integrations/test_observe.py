@@ -377,6 +377,22 @@ def test_a_nan_is_reported_once_with_its_step_and_name(
     assert "not finite at step 17" in str(run)
 
 
+def test_a_loss_that_is_nan_with_finite_gradients_is_reported(tmp_path: Path) -> None:
+    """The logarithm of -1 is NaN, and its gradient is -1."""
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, -1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with mprun.observe(model, optimizer, tmp_path / "run") as run:
+        for n in range(3):
+            loss = model(torch.ones(2, 4)).sum()
+            loss = loss.log() if n == 1 else loss
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
+    assert run.nonfinite is not None
+    assert (run.nonfinite.step, run.nonfinite.names) == (2, ("the logged loss",))
+
+
 def test_a_sum_that_overflows_is_no_alarm(tmp_path: Path) -> None:
     """1e25 is finite and its square is not."""
     model = nn.Linear(4, 1)
@@ -387,14 +403,17 @@ def test_a_sum_that_overflows_is_no_alarm(tmp_path: Path) -> None:
     assert run.nonfinite is None
 
 
-def ends_early(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> None:
-    for n, (x, y) in enumerate(batches()):
-        if n == 4:
-            raise run.kind("why")
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        run.log(loss=loss)
+def ends_early(out: Path, kind: type[BaseException]) -> None:
+    model = model_of("tied")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mprun.observe(model, optimizer, out) as run:
+        for n, (x, y) in enumerate(batches()):
+            if n == 4:
+                raise kind("why")
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            run.log(loss=loss)
 
 
 @pytest.mark.parametrize(
@@ -403,11 +422,8 @@ def ends_early(model: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> 
 def test_ctrl_c_and_errors_leave_a_readable_record(
     kind: type[BaseException], status: str, tmp_path: Path
 ) -> None:
-    model = model_of("tied")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(kind), mprun.observe(model, optimizer, tmp_path / "run") as run:
-        run.kind = kind  # type: ignore[attr-defined]
-        ends_early(model, optimizer, run)
+    with pytest.raises(kind):
+        ends_early(tmp_path / "run", kind)
     summary = read_summary(tmp_path / "run")
     assert (summary.status, summary.steps) == (status, 4)
     assert len([x for x in read_lines(tmp_path / "run") if x["kind"] == "step"]) == 4
