@@ -15,6 +15,8 @@ from mprun.records.run_record import read_lines, read_summary
 lightning: Any = pytest.importorskip("lightning.pytorch", reason="mprun[lightning]")
 
 from mprun.integrations.lightning import MprunCallback  # noqa: E402
+from mprun.integrations.replay import replay  # noqa: E402
+from mprun.integrations.saved_step import read_step  # noqa: E402
 
 STEPS = 12
 
@@ -206,3 +208,30 @@ def test_exceptions_are_found_in_the_window(tmp_path: Path) -> None:
     assert watch.fp_report is not None
     first = watch.fp_report.findings[0]
     assert (first.op, first.step, first.module) == ("log", 3, "net.1")
+
+
+@pytest.mark.parametrize("own_forward", [True, False])
+def test_the_first_nan_is_saved_and_replayed(own_forward: bool, tmp_path: Path) -> None:
+    """A log of 0 in step 3, in a module that `training_step` calls by itself or by `forward`."""
+    broken = [False]
+
+    class Logs(Net):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self.net[1].register_forward_hook(lambda m, a, y: y + (y * 0).log() if broken[0] else y)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            broken[0] = batch_idx == 2
+            return super().training_step(batch, batch_idx)
+
+    watch = MprunCallback(tmp_path / "record", on_nonfinite="save")
+    trained(Logs, watch, tmp_path, own_forward=own_forward)
+    assert watch.run is not None
+    assert watch.run.nonfinite is not None
+    assert watch.run.nonfinite.step == 3
+    assert watch.run.nonfinite.file is not None
+    broken[0] = True
+    saved = read_step(watch.run.nonfinite.file)
+    first = replay(saved, Logs(own_forward=own_forward), Logs.loss).first
+    assert first is not None
+    assert (first.op, first.module) == ("log", "net.1")

@@ -19,6 +19,8 @@ from mprun.records.run_record import read_lines, read_summary
 transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
 pytest.importorskip("accelerate", reason="mprun[transformers]")
 
+from mprun.integrations.replay import replay  # noqa: E402
+from mprun.integrations.saved_step import read_step  # noqa: E402
 from mprun.integrations.transformers import MprunCallback  # noqa: E402
 
 IDS = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
@@ -213,3 +215,22 @@ def test_a_missing_package_is_one_line(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
     assert f"pip install 'mprun[{package}]'" in done.stdout
     assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_first_nan_is_saved_and_replayed(tmp_path: Path) -> None:
+    """A log of 0 in one module in step 3."""
+    model, calls = llama(), iter(range(1, 100))
+    model.model.norm.register_forward_hook(
+        lambda m, a, y: y + (y * 0).log() if next(calls) == 3 else y
+    )
+    watch = MprunCallback(tmp_path / "record", on_nonfinite="save")
+    trained(tmp_path, watch, model=model, max_steps=4, bf16=True)
+    assert watch.run is not None
+    assert watch.run.nonfinite is not None
+    assert watch.run.nonfinite.step == 3
+    assert watch.run.nonfinite.file is not None
+    again = llama()
+    again.model.norm.register_forward_hook(lambda m, a, y: y + (y * 0).log())
+    first = replay(read_step(watch.run.nonfinite.file), again).first
+    assert first is not None
+    assert (first.op, first.module) == ("log", "model.norm")
