@@ -12,7 +12,7 @@ A layer that runs once in a forward pass loses nothing by that. One that runs in
 cell, shared layers, a weight that several heads use) reads and writes all of its weights each time,
 and autograd keeps each copy until the backward pass.
 
-    with CastCounts(model) as casts:           # around one call
+    with mprun.numerics.CastCounts(model) as casts:           # around one call
         loss = model(batch)
     loss.backward()
     print(mprun.audit(model, optimizer, casts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import mprun
 from mprun.numerics.audit import KINDS, Audit
+from mprun.numerics.cast_counts import CastCounts
 from mprun.numerics.updates import lr_factors
 from mprun.optim import AdamW, MasterWeights, float32_masters
 
@@ -39,14 +41,22 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tenso
     """An audit in the middle of the second step."""
     for step in range(2):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(ids).float(), ids).backward()
+        with CastCounts(model) as casts:
+            logits = model(ids)
+        nn.functional.cross_entropy(logits.float(), ids).backward()
         if step == 0:
             optimizer.step()
-    return mprun.audit(model, optimizer)
+    return mprun.audit(model, optimizer, casts)
 
 
 def kinds(found: Audit) -> set[tuple[str, str]]:
     return {(finding.kind, finding.module) for finding in found.findings}
+
+
+def test_the_page_has_every_kind() -> None:
+    page = Path(__file__).parents[2] / "docs" / "reference" / "audit.md"
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(rows) == KINDS
 
 
 # ---- healthy models ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mprun
+from mprun._torch import dispatch_modes
 from mprun.numerics.audit_finding import KINDS
 from mprun.numerics.cast_counts import FIXES, CastCounts, RepeatedCast
 
@@ -153,3 +154,25 @@ def test_compiled_code_stays_compiled() -> None:
         model(X)
     model(X)
     assert len(calls) == 2
+
+
+def test_only_the_next_call_is_counted() -> None:
+    model = Twice(own_regions=True)
+    casts = CastCounts(model)
+    with casts.next_call([model]):
+        for _ in range(3):
+            model(X)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(X[:, :3])
+    assert summary(casts)["shared.weight"] == (3, "region")
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    assert not dispatch_modes()
+
+
+def test_a_call_that_fails_ends_the_counting() -> None:
+    model = Twice()
+    casts = CastCounts(model)
+    with casts.next_call([model]), pytest.raises(RuntimeError, match="shapes"):
+        model(X[:, :3])
+    assert not dispatch_modes()
