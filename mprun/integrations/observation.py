@@ -66,7 +66,10 @@ class Observation:
         audit: the dtype audit of the second step; None before it.
         nonfinite: the first step with a NaN or an infinity; None without one.
         summary: the record so far.
+        times_steps: whether the steps that begin are timed; False while something slows them.
     """
+
+    times_steps = True
 
     def __init__(
         self,
@@ -149,6 +152,10 @@ class Observation:
         """The batch is ready: for loops that know; else the model's first call begins the step."""
         raise NotImplementedError  # set by `observe`
 
+    def begin_call(self, batch: Any) -> None:
+        """A micro-batch is ready: for loops that know, and may not call the model itself."""
+        raise NotImplementedError  # set by `observe`
+
     def __str__(self) -> str:
         return report_text(self.summary, self.audit, self.nonfinite, self._probes.notes)
 
@@ -159,7 +166,7 @@ class Observation:
         self._steps += 1
         waited = None if self._ended_at is None else (now - self._ended_at) * 1e3
         step = ObservedStep(self._steps, data_time_ms=waited)
-        step.timed = self._probes.is_timed(self._steps)
+        step.timed = self.times_steps and self._probes.is_timed(self._steps)
         if now - self._written_at > WRITE_EVERY_S:
             self._write()
         if self._steps == 1:

@@ -77,7 +77,7 @@ def observe(
         OSError: the folder cannot be written at the start. Later, a full disk ends the record
             and not the training.
     """
-    optimizers = _optimizers(optimizer)
+    optimizers = plain_optimizers(optimizer)
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite={on_nonfinite!r}; legal: {', '.join(ON_NONFINITE)}")
     if on_nonfinite == "save" and entries(model) != [model]:
@@ -100,12 +100,17 @@ def observe(
         stack.enter_context(run.recorded())
         hooks = StepHooks(model, optimizers, run)
         run.begin_step = hooks.begin_step  # type: ignore[method-assign]
+        run.begin_call = hooks.begin_call  # type: ignore[method-assign]
         stack.enter_context(hooks.attached())
         yield run
 
 
-def _optimizers(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers, without the wrappers of Accelerate and Lightning."""
+def plain_optimizers(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers, without the wrappers of Accelerate and Lightning.
+
+    Raises:
+        TypeError, ValueError: one is no optimizer, or there is none.
+    """
     every = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else given
     unwrapped = [_unwrapped(x) for x in every]
     for x in unwrapped:

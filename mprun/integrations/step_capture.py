@@ -60,6 +60,8 @@ class StepCapture:
         self._stack = ExitStack()
         self._calls: list[_Call] = []
         self._batches: list[Any] = []
+        self._noted: list[_Call] = []
+        """The noted batches as calls, for a loop that calls parts of the model instead of it."""
         self._buffers: dict[str, Tensor] = {}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -81,11 +83,12 @@ class StepCapture:
 
     def next_step(self) -> None:
         """The step is over."""
-        self._calls, self._batches, self._buffers = [], [], {}
+        self._calls, self._batches, self._noted, self._buffers = [], [], [], {}
 
     def note_batch(self, batch: Any) -> None:
         """Remember the batch of the next call, targets included."""
         self._batches.append(batch)
+        self._noted.append(self._call((batch,), {}))
 
     def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
         """Write the current step; call it before the optimizer changes a weight.
@@ -101,13 +104,14 @@ class StepCapture:
         """
         left_out: list[str] = []
         buffers = self._buffers or dict(self._model.named_buffers())
+        calls = self._calls or self._noted
         saved = SavedStep(
             step=step,
             reason=reason,
             model=type(getattr(self._model, "_orig_mod", self._model)).__name__,
             parameters={n: p.detach() for n, p in _original(self._model).named_parameters()},
             buffers=plain(buffers, left_out),
-            calls=[self._saved(call, left_out) for call in self._calls],
+            calls=[self._saved(call, left_out) for call in calls],
             batches=plain(self._batches, left_out),
             autocast=None if autocast is None else str(autocast).removeprefix("torch."),
             left_out=sorted(set(left_out)),
@@ -125,19 +129,20 @@ class StepCapture:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward() or not torch.is_grad_enabled():
             return
-        if not self._calls:
-            named = _original(self._model).named_buffers()
-            self._buffers = {name: buffer.clone() for name, buffer in named}
-        tensors = all_tensors((args, kwargs))
-        self._calls.append(
-            _Call(
-                args,
-                kwargs,
-                random_states(self._device),
-                autocast_dtype(self._device),
-                [name for name, m in _original(self._model).named_modules() if not m.training],
-                [_version(x) for x in tensors],
-            )
+        self._calls.append(self._call(args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+        """A call that begins now; the first one of a step keeps the buffers."""
+        model = _original(self._model)
+        if not self._calls and not self._noted:
+            self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return _Call(
+            args,
+            kwargs,
+            random_states(self._device),
+            autocast_dtype(self._device),
+            [name for name, m in model.named_modules() if not m.training],
+            [_version(x) for x in all_tensors((args, kwargs))],
         )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -63,6 +63,8 @@ class StepHooks:
     ) -> None:
         self._model, self._optimizers, self._events = model, optimizers, events
         self._in_step = False
+        self._loop_counts = False
+        """Whether the loop tells its calls (`begin_call`)."""
         self._training: bool | None = None
         """The mode of the first forward pass with gradients."""
         self._stepped: set[int] = set()
@@ -92,6 +94,15 @@ class StepHooks:
             self._in_step = True
             self._events.on_step_begin()
 
+    def begin_call(self, batch: Any) -> None:
+        """A micro-batch is ready: for loops that know; the model's calls count no more.
+
+        Such a loop need not call the model itself: Lightning calls `training_step`.
+        """
+        self._loop_counts = True
+        self.begin_step()
+        self._events.on_call((batch,), {})
+
     def _on_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_backward():
             return
@@ -100,8 +111,9 @@ class StepHooks:
         if module.training != self._training or not torch.is_grad_enabled():
             self._events.on_other_call()
             return
-        self.begin_step()
-        self._events.on_call(args, kwargs)
+        if not self._loop_counts:
+            self.begin_step()
+            self._events.on_call(args, kwargs)
 
     def _on_update(
         self, optimizer: Optimizer, args: Any, kwargs: Any

@@ -1,7 +1,7 @@
 """What is looked at in single steps at the start, none of which is timed.
 
 step 1      the state of autocast at every layer
-step 2      the audit, where the gradients are complete
+step 2      the casts of the model's first call; the audit, where the gradients are complete
 steps 3, 4  memory op by op, if it is asked for; optimizers have made their state by then
 """
 
@@ -17,7 +17,9 @@ from mprun._torch import is_compiled, storage_key, tree_leaves
 from mprun.errors import first_line
 from mprun.integrations.gradient_check import gradients
 from mprun.integrations.observed_precision import AutocastReader
+from mprun.integrations.step_hooks import entries
 from mprun.numerics.audit import Audit, audit
+from mprun.numerics.cast_counts import CastCounts
 from mprun.numerics.memory_recorder import MemoryRecorder
 
 AUDITED_STEP = 2
@@ -43,6 +45,7 @@ class StepProbes:
         self.memory_bytes: dict[str, int] = {}
         """Bytes by category at the larger peak of the recorded steps."""
         self._gradient_bytes = 0
+        self._casts: CastCounts | None = None
         self._recorded = RECORDED_STEPS if memory and self._can_record() else ()
 
     def is_timed(self, step: int) -> bool:
@@ -53,6 +56,9 @@ class StepProbes:
         """The step number `step` is the next one: called before anything of it runs."""
         if step == 1:
             self._stack.enter_context(self.autocast.attached())
+        if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
+            self._casts = CastCounts(self._model)
+            self._stack.enter_context(self._casts.next_call(entries(self._model)))
         if step in self._recorded:
             self._record()
 
@@ -78,7 +84,7 @@ class StepProbes:
 
     def after(self, step: int) -> None:
         """The step is over."""
-        if step == 1 or step in self._recorded:
+        if step <= AUDITED_STEP or step in self._recorded:
             self.close()
 
     def bytes_by_category(self) -> dict[str, int]:
@@ -128,7 +134,7 @@ class StepProbes:
             self.notes = [*dict.fromkeys([*self.notes, text])]
             return
         try:
-            self.audit = audit(self._model, optimizer)
+            self.audit = audit(self._model, optimizer, self._casts)
         except Exception as error:  # a look must never end a training
             self.notes.append(f"no audit: {first_line(error)}")
 
