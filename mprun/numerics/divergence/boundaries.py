@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,30 +63,29 @@ def original(model: nn.Module) -> nn.Module:
 
 def record(
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    run: Callable[[], Any],
     loss: Callable[[Any], Tensor],
-    autocast: torch.dtype | None,
+    region: AbstractContextManager[object],
+    low: torch.dtype | None,
 ) -> Recording:
     """Run a step of a model forward and backward.
 
     Args:
         model: in training, without gradients. Of a compiled one only the model's own boundary is
             seen.
-        args, kwargs: of its call.
-        loss: of its output.
-        autocast: the dtype of the region around the call, or None.
+        run: calls it once.
+        loss: of what `run` returns.
+        region: the casts around the call.
+        low: the dtype that the region casts to; None for autocast's, or without casts.
     """
-    plain, boundaries = original(model), _Boundaries()
-    device = next((p.device for p in plain.parameters()), torch.device("cpu"))
+    plain, boundaries = original(model), Boundaries(low)
+    compiled = any(map(is_compiled, model.modules()))
+    followed = [("", model)] if compiled else list(plain.named_modules())
     with ExitStack() as stack:
-        if not any(map(is_compiled, model.modules())):
-            for path, module in plain.named_modules():
-                if path:
-                    stack.enter_context(boundaries.following(path, module))
-        with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
-            args, kwargs = boundaries.begin("", plain, args, kwargs)
-            output = boundaries.end("", model(*args, **kwargs))
+        for path, module in followed:
+            stack.enter_context(boundaries.following(path, module))
+        with region:
+            output = run()
         value = loss(output)
         value.backward()
     named = dict(plain.named_parameters())
@@ -99,10 +98,15 @@ def record(
     )
 
 
-class _Boundaries:
-    """Notes calls of modules."""
+class Boundaries:
+    """Notes calls of modules.
 
-    def __init__(self) -> None:
+    Args:
+        low: see `record`.
+    """
+
+    def __init__(self, low: torch.dtype | None) -> None:
+        self._low = low
         self.ended: dict[Place, Boundary] = {}
         self._open: list[Boundary] = []
         self._calls: Counter[str] = Counter()
@@ -111,10 +115,10 @@ class _Boundaries:
         """Hooks at a module, until the stack is closed."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return None if in_backward() else self.begin(path, module, args, kwargs)
+            return None if in_backward() else self._begin(path, module, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if in_backward() else self.end(path, output)
+            return None if in_backward() else self._end(path, output)
 
         stack = ExitStack()
         for handle in (
@@ -124,7 +128,7 @@ class _Boundaries:
             stack.callback(handle.remove)
         return stack
 
-    def begin(
+    def _begin(
         self, path: str, module: nn.Module, args: Any, kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A module is called; aliases of its arguments."""
@@ -132,12 +136,15 @@ class _Boundaries:
         place = (path, self._calls[path])
         self._calls[path] += 1
         boundary = Boundary(
-            place, type(module).__name__, given_dtype(module, inputs), [_kept(x) for x in inputs]
+            place,
+            type(original(module)).__name__,
+            given_dtype(module, inputs, self._low),
+            [_kept(x) for x in inputs],
         )
         self._open.append(boundary)
         return aliased((args, kwargs), boundary.input_gradients)  # type: ignore[no-any-return]
 
-    def end(self, path: str, output: Any) -> Any:
+    def _end(self, path: str, output: Any) -> Any:
         """It returned; an alias of its output."""
         boundary = self._open.pop()
         boundary.outputs = [_kept(x) for x in floating(output)]
@@ -179,10 +186,16 @@ def _keeper(gradients: dict[int, Tensor], number: int) -> Callable[[Tensor], Non
     return keep
 
 
-def given_dtype(module: nn.Module, inputs: Sequence[Tensor]) -> torch.dtype:
-    """The dtype with the fewest bits among autocast's, the inputs' and the parameters'."""
+def given_dtype(
+    module: nn.Module, inputs: Sequence[Tensor], low: torch.dtype | None = None
+) -> torch.dtype:
+    """The dtype with the fewest bits among the region's, the inputs' and the parameters'.
+
+    Args:
+        low: the region's, if it is not autocast's.
+    """
     own = [p.dtype for p in module.parameters() if p.is_floating_point()]
-    dtypes = [*own, *(x.dtype for x in inputs)]
+    dtypes = [*own, *(x.dtype for x in inputs), *([] if low is None else [low])]
     device = next((x.device for x in (*inputs, *module.parameters())), torch.device("cpu"))
     if torch.is_autocast_enabled(device.type):
         dtypes.append(torch.get_autocast_dtype(device.type))

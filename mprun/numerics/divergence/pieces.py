@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import in_backward
-from mprun.nested import map_tensors, to_dtype
+from mprun.nested import map_tensors
 from mprun.numerics.divergence.boundaries import Boundary, Place, Recording, floating
 from mprun.numerics.divergence.exact import Exact, exact_arithmetic, set_values
 
@@ -57,26 +57,26 @@ class Results:
 
 
 def forced(
-    twin: nn.Module, side: Recording, args: tuple[Any, ...], kwargs: dict[str, Any], rounded: bool
+    twin: nn.Module, side: Recording, run: Callable[[nn.Module], object], rounded: bool
 ) -> Results:
     """Run the pieces of a side.
 
     Args:
         twin: a float64 copy of the model; it gets the side's parameters and buffers.
         side: the recording.
-        args, kwargs: of the model's call, for what is no tensor in them.
+        run: calls the copy, with any floating numbers.
         rounded: round to the dtype of each call.
     """
     set_values(twin, {**side.parameters, **side.buffers})
     if rounded:
         _move_parameters(twin, side)
     with exact_arithmetic(twin) as exact:
-        run = _ForcedRun(side, exact, rounded)
+        forcing = _ForcedRun(side, exact, rounded)
         with ExitStack() as stack:
             for path, module in twin.named_modules():
-                stack.enter_context(run.following(path, module))
-            twin(*args, **kwargs)
-        return run.results(dict(twin.named_parameters()))
+                stack.enter_context(forcing.following(path, module))
+            run(twin)
+        return forcing.results(dict(twin.named_parameters()))
 
 
 def _move_parameters(twin: nn.Module, side: Recording) -> None:
@@ -227,14 +227,14 @@ def _by_number(gradients: dict[int, Tensor], given: list[Tensor]) -> list[Tensor
 
 
 def true_outputs(
-    twin: nn.Module, recording: Recording, args: tuple[Any, ...], kwargs: dict[str, Any]
+    twin: nn.Module, recording: Recording, run: Callable[[nn.Module], object]
 ) -> dict[Place, list[Tensor]]:
     """The outputs of each call of a pass in float64, from the batch on.
 
     Args:
         twin: as in `forced`.
         recording: the side whose parameters it gets.
-        args, kwargs: of the model's call.
+        run: calls the copy in float64.
     """
     set_values(twin, {**recording.parameters, **recording.buffers})
     calls: Counter[str] = Counter()
@@ -249,9 +249,8 @@ def true_outputs(
 
     handles = [m.register_forward_hook(hook_of(path)) for path, m in twin.named_modules()]
     try:
-        args, kwargs = to_dtype((args, kwargs), torch.float64)
         with torch.no_grad(), exact_arithmetic(twin):
-            twin(*args, **kwargs)
+            run(twin)
     finally:
         for handle in handles:
             handle.remove()

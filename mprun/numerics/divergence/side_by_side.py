@@ -19,13 +19,12 @@ Stability of Numerical Algorithms, chapter 4).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import is_compiled
 from mprun.errors import first_line
 from mprun.numerics.divergence.boundaries import Place, Recording, original
 from mprun.numerics.divergence.exact import float64_copy
@@ -34,6 +33,7 @@ from mprun.numerics.divergence.pieces import forced, true_outputs
 from mprun.numerics.divergence.rows import Difference, DifferenceRow, SideError, excess
 from mprun.numerics.divergence.sides import SEED, SharedStep, Side
 from mprun.numerics.passes import ready
+from mprun.precision.forward_backward import call
 
 MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
 MARGIN = 4.0
@@ -62,27 +62,30 @@ def diff(
         ValueError: the models have no module in common, or a batch is no pair.
     """
     sides = [x if isinstance(x, Side) else Side(x) for x in (a, b)]
-    if loss is not None and not (isinstance(batch, tuple | list) and len(batch) == 2):
+    if loss is None:
+        return diff_sides(SharedStep(call, batch), *sides)
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise ValueError("with loss, batch is a pair: inputs and target")
-    inputs, target = batch if loss is not None else (batch, None)
-    step = SharedStep(inputs, target, loss)
+    inputs, target = batch
+    return diff_sides(SharedStep(call, inputs, lambda output: loss(output, target)), *sides)
+
+
+def diff_sides(step: SharedStep, a: Side, b: Side) -> Difference:
+    """`diff` for a step of any form."""
+    sides = (a, b)
     recordings = [step.record(side) for side in sides]
-    reference, errors = _float64_of(sides)
-    calls = [
+    reference, notes = _float64_of(sides)
+    results = [
         _SideResults(step, side, recording, reference)
         for side, recording in zip(sides, recordings, strict=True)
     ]
-    ops = tuple(step.ops(side) for side in sides)
-    rows = tuple(_with_op(row, ops) for row in _rows(*calls))
-    return Difference(
-        rows,
-        (tuple(ops[0]), tuple(ops[1])),
-        (recordings[0].loss, recordings[1].loss),
-        (*errors, *_notes(sides, recordings)),
-    )
+    ops = (tuple(step.ops(a)), tuple(step.ops(b)))
+    rows = tuple(_with_op(row, ops) for row in _rows(*results))
+    losses = (recordings[0].loss, recordings[1].loss)
+    return Difference(rows, ops, losses, (*notes, *_notes(sides, recordings)))
 
 
-def _float64_of(sides: list[Side]) -> tuple[nn.Module, list[str]]:
+def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
     """A float64 copy of the first side that can be copied, and why another could not."""
     reasons: list[str] = []
     for side in sides:
@@ -98,11 +101,11 @@ class _SideResults:
 
     def __init__(self, step: SharedStep, side: Side, recording: Recording, twin: nn.Module) -> None:
         self.recording = recording
-        args, kwargs = step.arguments(side)
+        run = step.exactly(side)
         with ready(twin, SEED):
-            self.exact = forced(twin, recording, args, kwargs, rounded=False)
-            self.rounded = forced(twin, recording, args, kwargs, rounded=True)
-            self.true = true_outputs(twin, recording, args, kwargs)
+            self.exact = forced(twin, recording, run, rounded=False)
+            self.rounded = forced(twin, recording, run, rounded=True)
+            self.true = true_outputs(twin, recording, run)
 
 
 def _rows(a: _SideResults, b: _SideResults) -> Iterator[DifferenceRow]:
@@ -189,7 +192,7 @@ def _error(
     )
 
 
-def _with_op(row: DifferenceRow, ops: tuple[list[OpError], ...]) -> DifferenceRow:
+def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> DifferenceRow:
     """The row with the op that has the largest error in its module, if it is not explained."""
     if row.is_explained:
         return row
@@ -203,12 +206,12 @@ def _with_op(row: DifferenceRow, ops: tuple[list[OpError], ...]) -> DifferenceRo
     return DifferenceRow(**{**vars(row), "op": largest.op})
 
 
-def _notes(sides: list[Side], recordings: list[Recording]) -> Iterator[str]:
+def _notes(sides: Sequence[Side], recordings: Sequence[Recording]) -> Iterator[str]:
     for name, side in zip("ab", sides, strict=True):
-        if any(map(is_compiled, side.model.modules())):
+        if side.is_compiled:
             yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"
     first, second = (set(r.boundaries) for r in recordings)
     only = first ^ second
-    if only and not any(any(map(is_compiled, s.model.modules())) for s in sides):
+    if only and not any(side.is_compiled for side in sides):
         shown = ", ".join(sorted({path or "the model" for path, _ in only})[:3])
         yield f"calls that only one side has are a part of their caller: {shown}"

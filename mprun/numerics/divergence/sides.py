@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,66 +22,100 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Side:
-    """A model under autocast."""
+    """A model, and the casts around its call."""
 
     model: nn.Module
     autocast: torch.dtype | None = None
-    """The dtype of a region around its call."""
+    """The dtype of an autocast region around the call."""
+    region: Callable[[], AbstractContextManager[object]] | None = None
+    """Another region around it."""
+    low: torch.dtype | None = None
+    """The dtype that `region` casts to."""
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first floating parameter."""
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floats, torch.float32)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of it is."""
+        return any(map(is_compiled, self.model.modules()))
+
+    def around(self) -> AbstractContextManager[object]:
+        """A new region."""
+        if self.region is not None:
+            return self.region()
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
 
 
 class SharedStep:
-    """The batch and the loss, for a side."""
+    """The same batch and loss for both sides.
 
-    def __init__(self, inputs: Any, target: Any, loss: Callable[[Any, Any], Tensor] | None) -> None:
-        self._inputs, self._target, self._loss = inputs, target, loss
+    Args:
+        forward: `forward(model, inputs)`, the output.
+        inputs: floating tensors are brought to each side's dtype.
+        loss: `loss(output)`, a scalar; None for that of `own_loss`.
+    """
 
-    def arguments(self, side: Side) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Those of the model's call, floating ones in its parameters' dtype."""
-        first = next((p for p in side.model.parameters() if p.is_floating_point()), None)
+    def __init__(
+        self,
+        forward: Callable[[nn.Module, Any], Any],
+        inputs: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        self._forward, self._inputs, self._loss = forward, inputs, loss or own_loss
 
-        def moved(x: Tensor) -> Tensor:
-            if first is None:
-                return x
-            return x.to(first.device, first.dtype if x.is_floating_point() else x.dtype)
+    def run(self, device: torch.device, dtype: torch.dtype, model: nn.Module) -> Any:
+        """The output of a model for the inputs in a dtype."""
+        inputs = map_tensors(
+            lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), self._inputs
+        )
+        return self._forward(model, inputs)
 
-        given = map_tensors(moved, self._inputs)
-        if isinstance(given, Mapping):
-            return (), dict(given)
-        return (tuple(given) if isinstance(given, tuple | list) else (given,)), {}
-
-    def loss(self, output: Any) -> Tensor:
-        """A scalar of the model's output."""
-        if self._loss is not None:
-            return self._loss(output, self._target)
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if isinstance(own, Tensor):
-            return own
-        parts = [x for x in floating(output) if x.requires_grad]
-        generator = torch.Generator().manual_seed(SEED)
-        sums = []
-        for x in parts:
-            weights = torch.randn(x.shape, generator=generator).to(x.device)
-            sums.append((x.to(torch.promote_types(x.dtype, torch.float32)) * weights).mean())
-        return torch.stack(sums).sum()
+    def exactly(self, side: Side) -> Callable[[nn.Module], Any]:
+        """Runs a float64 model on the device of a side."""
+        return partial(self.run, side.device, torch.float64)
 
     def record(self, side: Side) -> Recording:
         """A step of a side."""
-        args, kwargs = self.arguments(side)
+        run = partial(self.run, side.device, side.dtype, side.model)
         with ready(original(side.model), SEED):
-            return record(side.model, args, kwargs, self.loss, side.autocast)
+            return record(side.model, run, self._loss, side.around(), side.low)
 
     def ops(self, side: Side) -> list[OpError]:
         """The ops of a side; none of a compiled one."""
-        if any(map(is_compiled, side.model.modules())):
+        if side.is_compiled:
             return []
-        args, kwargs = self.arguments(side)
-        device = next((p.device for p in side.model.parameters()), torch.device("cpu"))
 
         def step() -> None:
-            dtype = side.autocast or torch.bfloat16
-            with torch.autocast(device.type, dtype, enabled=side.autocast is not None):
-                output = side.model(*args, **kwargs)
-            self.loss(output).backward()
+            with side.around():
+                output = self.run(side.device, side.dtype, side.model)
+            self._loss(output).backward()
 
         with ready(side.model, SEED):
             return op_errors(side.model, step)
+
+
+def own_loss(output: Any) -> Tensor:
+    """The output's own `loss`, else a fixed random projection of it: a scalar."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    generator = torch.Generator().manual_seed(SEED)
+    sums = []
+    for x in floating(output):
+        if x.requires_grad:
+            weights = torch.randn(x.shape, generator=generator).to(x.device)
+            sums.append((x.to(torch.promote_types(x.dtype, torch.float32)) * weights).mean())
+    if not sums:
+        raise ValueError("the model's output has no floating tensor with a gradient: give a loss")
+    return torch.stack(sums).sum()
