@@ -106,7 +106,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def native_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """`execution=auto` takes native bfloat16 kernels, however slow they are where tests run."""
-    monkeypatch.setattr("mprun.assemble.machine_choices.slowdown", lambda dtype, device: 0.5)
+    monkeypatch.setattr("mprun.precision.execution.slowdown", lambda dtype, device: 0.5)
 
 
 def _remembered_footprint(plan: Plan) -> tuple[dict[str, int], str | None]:

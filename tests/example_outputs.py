@@ -142,7 +142,7 @@ def advice() -> tuple[str, str]:
     """The advice of a real study, then advice in which each reason occurs; the preset."""
     modes = "precision=fp32,fp16_mixed,half_sr_full,bf16_mixed"
     words = ["recipe=linear", *LINEAR, "train.max_steps=3", modes, "seeds=2"]
-    with patch("mprun.assemble.machine_choices.slowdown", lambda *_: 3.2):  # of bfloat16
+    with patch("mprun.precision.execution.slowdown", lambda *_: 3.2):  # of bfloat16
         real = printed("advise", *words, "compare.report=false")
     (path,) = Path().glob("outputs/*/*/preset/advised.yaml")
     outcomes = []

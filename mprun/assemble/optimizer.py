@@ -27,6 +27,7 @@ from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.optim import engines
+from mprun.optim.by_policy import low_precision, with_masters
 from mprun.precision import Policy
 from mprun.precision.convert import convert
 from mprun.precision.layers import layer_precision, layer_precisions
@@ -34,12 +35,11 @@ from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.train.user_code import model_of
 
-CLASSES: dict[OptimizerName, tuple[type[Optimizer], type[optim.LowPrecisionOptimizer]]] = {
-    OptimizerName.sgd: (torch.optim.SGD, optim.SGD),
-    OptimizerName.rmsprop: (torch.optim.RMSprop, optim.RMSprop),
-    OptimizerName.adamw: (torch.optim.AdamW, optim.AdamW),
+CLASSES: dict[OptimizerName, type[Optimizer]] = {
+    OptimizerName.sgd: torch.optim.SGD,
+    OptimizerName.rmsprop: torch.optim.RMSprop,
+    OptimizerName.adamw: torch.optim.AdamW,
 }
-"""PyTorch's class, and the one that rounds what it stores."""
 
 
 def stores_low_precision(
@@ -229,9 +229,7 @@ def _with_masters(
             f"{inner_kind} stores 16 bits itself and needs no float32 masters; "
             f"legal is train.optimizer.name={type(inner).__name__.lower()}"
         )
-    return optim.MasterWeights(
-        inner, masters, rounding=policy.rounding, overflow=policy.overflow, seed=seed
-    )
+    return with_masters(policy, inner, masters, seed)
 
 
 def _named(
@@ -242,7 +240,7 @@ def _named(
     speed: SpeedChoice,
     seed: int,
 ) -> Optimizer:
-    in_torch, low_precision = CLASSES[config.name]
+    kind = CLASSES[config.name]
     options: dict[str, Any] = {"lr": lr, "weight_decay": config.weight_decay}
     if config.name is OptimizerName.adamw:
         options |= {"betas": (config.beta1, config.beta2), "eps": config.eps}
@@ -254,9 +252,5 @@ def _named(
         options |= speed.optimizer_options()
         if config.name is OptimizerName.rmsprop:
             del options["fused"]  # RMSprop has no fused kernels
-        return in_torch(trained(model), **options)
-    options["momentum_dtype"] = torch_dtype(policy.momentum_dtype)
-    if config.name is not OptimizerName.sgd:
-        options["variance_dtype"] = torch_dtype(policy.variance_dtype)
-    options |= {"rounding": policy.rounding, "overflow": policy.overflow}
-    return low_precision(trained(model), **options, seed=seed, engine=speed.optimizer_impl)
+        return kind(trained(model), **options)
+    return low_precision(policy, kind, trained(model), seed, speed.optimizer_impl, **options)

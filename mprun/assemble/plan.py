@@ -21,7 +21,7 @@ from mprun.assemble.dtype_choices import (
 )
 from mprun.assemble.file_recipe import RecipeSource
 from mprun.assemble.learning_rate import check_warmup
-from mprun.assemble.machine_choices import choose_device, choose_execution, choose_fp32_fallback
+from mprun.assemble.machine_choices import choose_device, choose_execution
 from mprun.assemble.optimizer import (
     FUSED,
     check_optimizer,
@@ -42,6 +42,7 @@ from mprun.errors import UsageError
 from mprun.nested import to_dtype
 from mprun.optim import engines
 from mprun.precision import Policy, backend_flags
+from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.op_lists import OpLists, Unknown
 from mprun.precision.policy import torch_dtype
@@ -141,7 +142,7 @@ def make_plan(
     Raises:
         UsageError: see the package's text.
     """
-    check_logger(config.logger.name)
+    check_logger(config.logger.name, config.logger.mode.name == "online")
     if config.speed.name == "auto":
         steady_heap()
     if untrusted is None and config.run.resume is not None and not config.run.trust:

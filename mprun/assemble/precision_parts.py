@@ -10,35 +10,18 @@ from mprun.assemble.plan import Plan
 from mprun.config import Config, schema
 from mprun.config.validate import loss_scale_kind
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
-from mprun.precision import (
-    Arithmetic,
-    BlockedConvolutions,
-    Caster,
-    Clip,
-    DynamicLossScale,
-    DynamicRule,
-    Emulated16,
-    EmulatedTf32,
-    Float16Fallback,
-    LossScale,
-    NativeArithmetic,
-    NoLossScale,
-    Policy,
-    Precision,
-    StaticLossScale,
-)
+from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Precision
 from mprun.precision.caster import caster_of
+from mprun.precision.execution import arithmetic_for
+from mprun.precision.loss_scale import loss_scale_of_kind
 from mprun.precision.op_lists import Watcher
-
-DEFAULT_STATIC = 1024.0
-DEFAULT_INITIAL = 2.0**16
 
 
 def build_precision(
     plan: Plan,
     caster: Caster | None = None,
     arithmetic: Arithmetic | None = None,
-    make: Callable[..., Precision] = Precision,
+    make: Callable[..., Precision] = Precision.of_parts,
 ) -> Precision:
     """What carries out the plan's policy.
 
@@ -46,7 +29,7 @@ def build_precision(
         plan: the plan.
         caster: replaces the plan's, which decides the dtypes of ops.
         arithmetic: replaces the plan's, which decides whose kernels compute.
-        make: a class or function with the arguments of `Precision`.
+        make: a function with the arguments of `Precision.of_parts`.
     """
     return make(
         plan.policy,
@@ -78,29 +61,10 @@ def build_arithmetic(plan: Plan) -> Arithmetic:
     return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, plan.config.seed)
 
 
-def arithmetic_for(policy: Policy, execution: str, fp32_fallback: str, seed: int) -> Arithmetic:
-    """The arithmetic of a policy; the arguments are fields of `Plan`."""
-    if policy.tf32 and execution == "emulated":
-        return EmulatedTf32()
-    if execution == "emulated":
-        rounding = policy.rounding if policy.rounding_scope == "all" else "nearest"
-        return Emulated16(rounding, policy.overflow, policy.partials_dtype, seed)
-    if policy.partials_dtype == "float16":
-        return BlockedConvolutions()
-    if fp32_fallback != "none":
-        return Float16Fallback(matmuls=fp32_fallback == "all")
-    return NativeArithmetic(watch=policy.is_low)
-
-
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
     """The loss scale of the configuration, or the one that the mode or a layer needs."""
     scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
-    if kind == "static":
-        return StaticLossScale(DEFAULT_STATIC if scale.value is None else scale.value, device)
-    if kind == "dynamic":
-        rule = DynamicRule(
-            scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
-        )
-        initial = DEFAULT_INITIAL if scale.value is None else scale.value
-        return DynamicLossScale(initial, rule, device)
-    return NoLossScale()
+    rule = DynamicRule(
+        scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
+    )
+    return loss_scale_of_kind(kind, scale.value, device, rule)

@@ -17,10 +17,11 @@ from typing import NamedTuple
 from mprun.compare.comparison import Run, Skipped
 from mprun.compare.formatting import readable
 from mprun.errors import UsageError
+from mprun.records.run_folder import TRACKER_FOLDERS
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
-NOT_SEARCHED = "checkpoints"
+NOT_SEARCHED = ("checkpoints", *TRACKER_FOLDERS)
 REPORT = "comparison.json"
 """A file of an earlier comparison; a folder with it is not reported as skipped."""
 
@@ -101,7 +102,7 @@ class _FolderSearch:
         below = [
             Path(e.path)
             for e in entries
-            if e.name != NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
+            if e.name not in NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
         ]
         foreign = [path for path in below if not self.visit(path)]
         if is_run:  # folders inside a run, a logger's for example, are not reported

@@ -8,12 +8,12 @@ from typing import Literal, cast
 import torch
 
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.machine_choices import choose_execution, choose_fp32_fallback
-from mprun.assemble.precision_parts import arithmetic_for
+from mprun.assemble.machine_choices import choose_execution
 from mprun.config import Config, compose
 from mprun.config.validate import loss_scale_kind
 from mprun.config.variants import modes
 from mprun.precision import Policy
+from mprun.precision.execution import arithmetic_for, choose_fp32_fallback
 from mprun.precision.policy import NAMED
 from mprun.records.doctor_record import Format, Mode, OpName
 

@@ -13,13 +13,13 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from mprun.assemble.machine_choices import choose_fp32_fallback
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster
 from mprun.data import Batch
 from mprun.nested import to_dtype
 from mprun.numerics.updates import own_random_numbers
 from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.forward_backward import forward_backward
 from mprun.precision.policy import policy as policy_of
 from mprun.precision.policy import torch_dtype
@@ -71,7 +71,7 @@ class PolicyProbe:
         self.loss = 0.0
         """The mean loss of the last pass, unscaled."""
         self._scale = StaticLossScale(1.0, plan.device)
-        self._precision = Precision(
+        self._precision = Precision.of_parts(
             policy,
             build_caster(self._plan),
             build_arithmetic(self._plan),

@@ -179,7 +179,9 @@ class Passes:
         before_backward: Callable[[Tensor], None] | None = None,
     ) -> float:
         loss_scale = StaticLossScale(scale, self.parameters[0].device)
-        precision = Precision(self._policy, plan.caster, plan.arithmetic, loss_scale, Clip(None))
+        precision = Precision.of_parts(
+            self._policy, plan.caster, plan.arithmetic, loss_scale, Clip(None)
+        )
         loss, _ = forward_backward(
             precision,
             functools.partial(self.forward, self.model),

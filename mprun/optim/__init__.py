@@ -12,10 +12,11 @@ Usable in anyone's own loop:
 
 With rounding to nearest, a 16-bit parameter does not change by small updates. These optimizers
 compute a step in float32 and round it once, stochastically or with a remainder. Any other optimizer
-gets float32 masters by `MasterWeights`.
+gets float32 masters by `MasterWeights`. `for_policy` makes the one that a precision mode needs.
 """
 
 from mprun.optim.base import LowPrecisionOptimizer
+from mprun.optim.by_policy import for_policy
 from mprun.optim.masters import MasterWeights, float32_masters
 from mprun.optim.optimizers import SGD, AdamW, RMSprop
 from mprun.precision.random_bits import name_parameters
@@ -27,5 +28,6 @@ __all__ = [
     "MasterWeights",
     "RMSprop",
     "float32_masters",
+    "for_policy",
     "name_parameters",
 ]

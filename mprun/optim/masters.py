@@ -14,7 +14,7 @@ in the masters is never lost, so both train like float32 parameters that the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,16 @@ Masters = dict[nn.Parameter, nn.Parameter]
 """Float32 masters, each with its 16-bit parameter."""
 
 
+def masters_of(parameters: Iterable[nn.Parameter]) -> Masters:
+    """A float32 master of each 16-bit parameter; tied parameters have one."""
+    masters: Masters = {}
+    for p in dict.fromkeys(p for p in parameters if p.dtype in LOW):
+        master = nn.Parameter(p.detach().float())
+        setattr(master, NAME, getattr(p, NAME, None))
+        masters[master] = p
+    return masters
+
+
 @contextmanager
 def float32_masters(model: nn.Module) -> Iterator[Masters]:
     """Inside, `model` has float32 masters in place of its trainable 16-bit parameters.
@@ -43,18 +53,14 @@ def float32_masters(model: nn.Module) -> Iterator[Masters]:
     An optimizer that is made inside holds the masters. At the end the model has its parameters
     back.
     """
-    masters: Masters = {}
-    of: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters have one master
     places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
     for module in model.modules():
         own = own_parameters(module)
         for name, p in own.items():
             if p is not None and p.requires_grad and p.dtype in LOW:
                 places.append((own, name, p))
-                if p not in of:
-                    of[p] = nn.Parameter(p.detach().float())
-                    setattr(of[p], NAME, getattr(p, NAME, None))
-                    masters[of[p]] = p
+    masters = masters_of(p for _, _, p in places)
+    of = {p: master for master, p in masters.items()}
     try:
         for own, name, p in places:
             own[name] = of[p]

@@ -3,12 +3,14 @@
 `Precision` is one class with four parts. The policy names the dtypes. The caster decides how ops
 get theirs. The arithmetic computes the ops. The loss scale scales the loss and decides whether a
 step is taken. A mode is a choice of parts, never a subclass, so the training loop is the same for
-all modes. In your own loop:
+all modes. In your own loop (docs/your_loop.md):
 
-    precision.prepare(model, device)
-    for step, (x, y) in enumerate(batches, start=1):
+    precision = mprun.Precision("bf16_sr")
+    precision.prepare(model)
+    optimizer = mprun.optim.for_policy(precision.policy, torch.optim.AdamW, model.parameters())
+    for x, y in batches:
         optimizer.zero_grad()
-        precision.begin_step(step)
+        precision.begin_step()
         loss = precision.loss(loss_function, precision.forward(model, x), y)
         precision.backward(loss)
         skipped = precision.step(optimizer)
@@ -26,7 +28,9 @@ float32 where the loss was scaled:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,29 +38,102 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.nested import to_dtype
-from mprun.precision.arithmetic import Arithmetic, with_lstm_fallback
+from mprun.precision.arithmetic import Arithmetic, OpSubstitution, with_lstm_fallback
 from mprun.precision.buffers import BufferGuard, BufferOverflow
-from mprun.precision.caster import AutocastCaster, Caster
+from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.convert import accumulate_in, convert
-from mprun.precision.layers import keep_layers, layer_precisions, resolve
+from mprun.precision.layers import check_rounding, keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.op_lists import disable_casts
+from mprun.precision.op_lists import OpLists, disable_casts
+from mprun.precision.plain_arguments import (
+    chosen_arithmetic,
+    device_of,
+    loss_scale_of,
+    policy_of,
+    with_op_lists,
+)
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
+from mprun.precision.switches import backend_flags
 from mprun.precision.update import Clip
+
+CPU = torch.device("cpu")
 
 
 class Precision:
     """A policy at work on a model, or on several that train together.
 
     Args:
-        caster: the region the forward pass runs in.
-        arithmetic: the region forward pass, loss and backward pass run in.
-        clip: the gradient clipping between unscaling and stepping.
+        policy: the mode, or its name.
+        device: where the models train; None is CUDA if there is a CUDA device, else the CPU.
+        execution: native (PyTorch's kernels for the dtype, however slow), emulated (float32
+            arithmetic, each result rounded), or auto: native where the hardware has the format at
+            a good speed, with a warning where it has not.
+        seed: of stochastic rounding of every result (`half_sr_full`).
+        loss_scale: auto (dynamic if the mode or a layer computes in float16), none, dynamic,
+            static, or the factor of a static one.
+        max_norm: `step` clips the global L2 norm of an optimizer's gradients to this; None: never.
         layers: module names or globs to the precision of each: fp32, fp16, bf16, or a mode.
+        op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
+            ones, such as "hmp"; None for autocast.
+
+    Raises:
+        TypeError: `policy` is neither a policy nor a name.
+        ValueError: an argument is not legal, or the mode cannot be carried out like this here.
     """
 
     def __init__(
+        self,
+        policy: Policy | str,
+        *,
+        device: torch.device | str | None = None,
+        execution: str = "auto",
+        seed: int = 0,
+        loss_scale: LossScale | str | float = "auto",
+        max_norm: float | None = None,
+        layers: Mapping[str, str] | None = None,
+        op_lists: OpLists | str | None = None,
+    ) -> None:
+        place, named = device_of(device), dict(layers or {})
+        row, lists = with_op_lists(policy_of(policy), op_lists, place.type)
+        check_rounding(named, row)
+        self._take_parts(
+            row,
+            caster_of(row, place.type, lists),
+            chosen_arithmetic(row, execution, place, seed),
+            loss_scale_of(loss_scale, row, named.values(), place),
+            Clip(max_norm),
+            named,
+            place,
+        )
+
+    @classmethod
+    def of_parts(
+        cls,
+        policy: Policy,
+        caster: Caster,
+        arithmetic: Arithmetic,
+        loss_scale: LossScale,
+        clip: Clip,
+        layers: Mapping[str, str] | None = None,
+        device: torch.device = CPU,
+    ) -> Precision:
+        """A `Precision` of parts that the caller has made.
+
+        Args:
+            policy: the mode.
+            caster: the region the forward pass runs in.
+            arithmetic: the region forward pass, loss and backward pass run in.
+            loss_scale: scales the loss, and decides whether a step is taken.
+            clip: the gradient clipping between unscaling and stepping.
+            layers: module names or globs to the precision of each.
+            device: where `prepare` puts models that are given without a device.
+        """
+        precision = cls.__new__(cls)
+        precision._take_parts(policy, caster, arithmetic, loss_scale, clip, layers, device)
+        return precision
+
+    def _take_parts(
         self,
         policy: Policy,
         caster: Caster,
@@ -64,15 +141,43 @@ class Precision:
         loss_scale: LossScale,
         clip: Clip,
         layers: Mapping[str, str] | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.policy = policy
+        self.device = device
         self.loss_scale = loss_scale
         self.arithmetic = arithmetic
+        self.steps = 0
+        """The number of the step that began last."""
         self._caster = caster
         self._clip = clip
         self._layers = layers or {}
         self._output_dtype = torch_dtype(policy.output_dtype)
+        # Without casts a 16-bit layer takes inputs of its own dtype alone.
+        casts_inputs = policy.is_low and not policy.casts
+        self._input_dtype = torch_dtype(policy.input_dtype) if casts_inputs else None
         self._guards: dict[nn.Module, BufferGuard] = {}
+        self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @property
+    def execution(self) -> str:
+        """native, or emulated: whose kernels compute."""
+        return self.arithmetic.execution
+
+    @property
+    def substitutions(self) -> tuple[OpSubstitution, ...]:
+        """Ops that their own kernel does not compute, each with the dtype and the reason."""
+        return self.arithmetic.substitutions
+
+    def switches(self) -> AbstractContextManager[None]:
+        """A context in which PyTorch's process-wide switches are those of the mode.
+
+        TF32 is on for `tf32` on hardware that has it, else off, for convolutions too (PyTorch's
+        default leaves it on there). 16-bit matmuls accumulate in float32. If code inside sets a
+        switch, it is set back, with a warning. At the end all are as they were.
+        """
+        return backend_flags(self.policy, self.policy.tf32 and self.execution == "native")
 
     @property
     def columns(self) -> dict[str, object]:
@@ -83,17 +188,20 @@ class Precision:
     def prepare(
         self,
         model: nn.Module,
-        device: torch.device,
+        device: torch.device | None = None,
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> nn.Module:
         """`model` on `device`, its parameters and floating buffers in the parameter dtype.
 
-        Layers of `layers` get their own dtype. Gradients are accumulated in the policy's dtype.
+        The parameters are new objects: make optimizers afterwards. Layers of `layers` get their own
+        dtype. Gradients are accumulated in the policy's dtype. None is the device of `Precision`.
 
         Raises:
             ValueError: `layers` names no module, names one twice, gives tied parameters two
                 dtypes, or gives a layer what it cannot have in this mode.
         """
+        device = self.device if device is None else device
+        self._replaced |= {id(p): weakref.ref(p) for p in model.parameters()}
         named = layer_precisions(resolve(model, self._layers), self.policy)
         dtype = torch_dtype(self.policy.param_dtype)
         convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
@@ -111,12 +219,14 @@ class Precision:
         name_parameters(model, prefix)
         return model
 
-    def begin_step(self, step: int) -> None:
-        """Optimizer step number `step` begins: call it before the step's first forward pass.
+    def begin_step(self, step: int | None = None) -> None:
+        """An optimizer step begins: call it before the step's first forward pass.
 
-        The number decides the bits of stochastic rounding, so each step needs its own. It also ends
-        an iteration that `update` did not end.
+        The number decides the bits of stochastic rounding, so each step needs its own: None is the
+        one after the last. It also ends an iteration that `update` did not end.
         """
+        step = self.steps + 1 if step is None else step
+        self.steps = step
         self.update()
         self.arithmetic.begin_step(step)
         for guard in self._guards.values():
@@ -126,27 +236,24 @@ class Precision:
         """`model(*args, **kwargs)`, its floating tensors in the policy's output dtype.
 
         Tuples, mappings and dataclasses keep their type; other leaves pass. The output dtype is
-        float32 unless the policy names another one.
+        float32 unless the policy names another one. Where parameters have 16 bits, floating inputs
+        are cast to their dtype; the casts are differentiable.
         """
+        if self._input_dtype is not None:
+            args, kwargs = to_dtype((args, kwargs), self._input_dtype)
         with self.arithmetic.region():
             with self._caster.region():
                 output = model(*args, **kwargs)
             return to_dtype(output, self._output_dtype)
 
-    def loss(
-        self,
-        function: Callable[[Any, Any], Tensor],
-        output: Any,
-        target: Any,
-        share: float = 1,
-    ) -> Tensor:
-        """`share` of the loss `function(output, target)`, a scalar.
+    def loss(self, function: Callable[..., Tensor], *args: Any, share: float = 1) -> Tensor:
+        """`share` of the loss `function(*args)`, a scalar.
 
         The caster does not apply, the arithmetic does: an output in 16 bits has its loss computed
         in 16 bits, and emulation rounds it like every other result.
         """
         with self.arithmetic.region():
-            loss = function(output, target)
+            loss = function(*args)
             return loss if share == 1 else loss * share
 
     def backward(
@@ -160,6 +267,23 @@ class Precision:
         scaled = self._scaled(loss)
         with self.arithmetic.region():
             self._caster.backward(scaled, retain_graph, create_graph)
+
+    def grad(
+        self, loss: Tensor, inputs: Sequence[Tensor], *, create_graph: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The gradients of a scalar `loss` to `inputs`, in the policy's output dtype (float32).
+
+        As `torch.autograd.grad`, for gradient penalties: the loss is scaled before, and the
+        gradients are unscaled afterwards, so small ones survive float16. With `create_graph` they
+        can be part of a loss.
+        """
+        scaled = self._scaled(loss)
+        start = torch.ones_like(scaled)
+        with self.arithmetic.region(), self._caster.backward_region():
+            gradients = torch.autograd.grad(scaled, inputs, start, create_graph=create_graph)
+        wide = to_dtype(gradients, self._output_dtype)
+        scale = self.loss_scale.tensor
+        return wide if scale is None else tuple(g * (1 / scale) for g in wide)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         return self.loss_scale.scale(loss)
@@ -183,8 +307,10 @@ class Precision:
             the device; None where steps are never skipped.
 
         Raises:
-            RuntimeError: the optimizer has stepped in this iteration.
+            RuntimeError: the optimizer has stepped in this iteration, or it was made before
+                `prepare`, of parameters that the model no longer has.
         """
+        self._check_parameters(optimizer)
         self.arithmetic.end_step()
         self._caster.end_step()
         with disable_casts():
@@ -192,6 +318,17 @@ class Precision:
         for guard in self._guards.values():
             guard.after(skipped)
         return skipped
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        if optimizer in self._checked:
+            return
+        self._checked.add(optimizer)
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if (old := self._replaced.get(id(p))) is not None and old() is p:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} was made before precision.prepare(model), which "
+                    "gave the model new parameters: make the optimizer after it"
+                )
 
     def update(self) -> None:
         """End an iteration, after the step of its last optimizer: the loss scale moves."""
@@ -203,3 +340,21 @@ class Precision:
         On CUDA it waits for those steps.
         """
         return [x for guard in self._guards.values() for x in guard.overflows()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state for a checkpoint: the number of the last step, and the loss scale's."""
+        return {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state_dict`.
+
+        Raises:
+            ValueError: it is no such state, or that of another kind of loss scale.
+        """
+        if {*state} != {"steps", "loss_scale"}:
+            raise ValueError(
+                f"the state has {', '.join(map(str, state)) or 'nothing'}; legal: steps, "
+                "loss_scale, as Precision.state_dict() gives it"
+            )
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        self.steps = int(state["steps"])

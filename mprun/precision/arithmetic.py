@@ -45,6 +45,8 @@ class OpSubstitution(NamedTuple):
 class Arithmetic:
     """What every arithmetic has."""
 
+    execution = "native"
+    """native, or emulated where mprun computes the format itself."""
     columns: Mapping[str, object] = {}
     """Columns of a policy that the arithmetic decides, for the record."""
     substitutions: tuple[OpSubstitution, ...] = ()
@@ -91,7 +93,7 @@ class WrappedArithmetic(Arithmetic):
     def __init__(
         self, inner: Arithmetic, region: Callable[[], AbstractContextManager[object]]
     ) -> None:
-        self.inner = inner
+        self.inner, self.execution = inner, inner.execution
         self.columns, self.occurred, self.products = inner.columns, inner.occurred, inner.products
         self._region = region
 

@@ -47,6 +47,10 @@ class Caster:
         """
         loss.backward(retain_graph=retain_graph, create_graph=create_graph)
 
+    def backward_region(self) -> AbstractContextManager[object]:
+        """A new region for a backward pass: forward code that is run again there is cast."""
+        return nullcontext()
+
     def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         """Regions for a layer in a dtype of its own; float32: nothing is cast in it."""
         return nullcontext
@@ -162,8 +166,11 @@ class OpListCaster(Caster):
         self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
         gradient = torch.ones_like(loss, memory_format=torch.preserve_format)
-        with self.region():
+        with self.backward_region():
             torch.autograd.backward(loss, gradient, retain_graph, create_graph)
+
+    def backward_region(self) -> AbstractContextManager[object]:
+        return self.region()
 
     def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         if dtype == torch.float32:

@@ -94,6 +94,8 @@ class Emulated16(Arithmetic):
         seed: of the random bits.
     """
 
+    execution = "emulated"
+
     def __init__(self, rounding: str, overflow: str, partials: str, seed: int) -> None:
         super().__init__()
         how = {"stochastic": "stochastically", "nearest": "to nearest"}[rounding]

@@ -39,7 +39,7 @@ def forward_backward(
         The loss times `share`, unscaled and detached, and the output.
     """
     output = precision.forward(forward, inputs)
-    value = precision.loss(loss, output, batch, share)
+    value = precision.loss(loss, output, batch, share=share)
     if before_backward is not None:
         before_backward(value)
     precision.backward(value)

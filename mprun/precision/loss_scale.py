@@ -35,6 +35,8 @@ from torch.optim import Optimizer
 
 from mprun.precision.update import Clip, Unscaled, step_scaled, step_unscaled
 
+DEFAULT_STATIC = 1024.0
+DEFAULT_INITIAL = 2.0**16
 STATIC_PATIENCE = 100
 """Skipped steps in a row after which a static scale is called too high."""
 
@@ -155,8 +157,17 @@ class StaticLossScale(LossScale):
         return {"scale": self.tensor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_entries(state, self.state_dict(), self.kind)
         StaticLossScale.update(self)  # drops an unfinished iteration
         self.tensor = state["scale"].to(self.tensor.device)
+
+
+def _check_entries(state: dict[str, Any], needed: dict[str, Any], kind: str) -> None:
+    if {*state} != {*needed}:
+        raise ValueError(
+            f"loss_scale has {', '.join(state) or 'nothing'}; legal for a {kind} loss scale: "
+            f"{', '.join(needed)}; it is the state of another kind of loss scale"
+        )
 
 
 @dataclass(frozen=True)
@@ -227,3 +238,25 @@ class DynamicLossScale(StaticLossScale):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._tracker = state["tracker"].to(self._tracker.device)
+
+
+LOSS_SCALES = ("none", "static", "dynamic")
+
+
+def loss_scale_of_kind(
+    kind: str, value: float | None, device: torch.device, rule: DynamicRule | None = None
+) -> LossScale:
+    """A loss scale by the name of its kind.
+
+    Args:
+        kind: one of `LOSS_SCALES`.
+        value: the factor, or the first one; None for the kind's default.
+        device: where the gradients are.
+        rule: how a dynamic one moves; None for GradScaler's.
+    """
+    if kind == "static":
+        return StaticLossScale(DEFAULT_STATIC if value is None else value, device)
+    if kind == "dynamic":
+        initial = DEFAULT_INITIAL if value is None else value
+        return DynamicLossScale(initial, rule or DynamicRule(), device)
+    return NoLossScale()

@@ -41,6 +41,7 @@ def round_to_tf32(x: Tensor) -> Tensor:
 class EmulatedTf32(Arithmetic):
     """Rounds the inputs of matmuls and convolutions to TF32, on any device."""
 
+    execution = "emulated"
     columns: Mapping[str, object] = {"tf32": True}
 
     @contextmanager

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.assemble import machine_choices, make_plan
+from mprun.assemble import make_plan
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.machine_choices import EMULATED_FROM, choose_execution
+from mprun.assemble.machine_choices import choose_execution
 from mprun.config import compose
 from mprun.errors import UsageError
-from mprun.precision import Policy, rates
+from mprun.precision import Policy, execution, rates
+from mprun.precision.execution import EMULATED_FROM
 from mprun.run import run
 from mprun.train.signals import StopSignals
 
@@ -31,7 +32,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         dtypes.append(dtype)
         return 4.1
 
-    monkeypatch.setattr(machine_choices, "slowdown", slowdown)
+    monkeypatch.setattr(execution, "slowdown", slowdown)
     return dtypes
 
 
@@ -47,12 +48,12 @@ def test_slow_native_bfloat16_is_emulated_and_the_plan_says_why(
     assert "take 4.1 times as long as float32" in text
 
 
-@pytest.mark.parametrize(("times", "execution"), [(1.0, "native"), (EMULATED_FROM, "emulated")])
+@pytest.mark.parametrize(("times", "chosen"), [(1.0, "native"), (EMULATED_FROM, "emulated")])
 def test_the_measured_time_decides(
-    times: float, execution: str, monkeypatch: pytest.MonkeyPatch
+    times: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_choices, "slowdown", lambda *_: times)
-    assert choose_execution("auto", policy("bf16_mixed"), CPU).name == execution
+    monkeypatch.setattr(execution, "slowdown", lambda *_: times)
+    assert choose_execution("auto", policy("bf16_mixed"), CPU).name == chosen
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,10 @@ def test_a_gpu_is_native_without_a_trial(tried: list[torch.dtype]) -> None:
 def test_a_resumed_run_repeats_the_choice_without_a_trial(tried: list[torch.dtype]) -> None:
     config = compose([*LINEAR, "precision=bf16_mixed"]).config
     choices = make_plan(config, ()).choices
-    for execution in ("native", "emulated"):
+    for earlier in ("native", "emulated"):
         tried.clear()
-        again = make_plan(config, (), {**choices, "execution": execution})
-        assert (again.execution, again.warnings, tried) == (execution, (), [])
+        again = make_plan(config, (), {**choices, "execution": earlier})
+        assert (again.execution, again.warnings, tried) == (earlier, (), [])
 
 
 def test_what_must_be_emulated_says_why_and_cannot_be_native() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from mprun.assemble import machine_choices as machine
 from mprun.config import Composed, compose
 from mprun.experiments import machine_modes as module
 from mprun.experiments.machine_modes import ATEN, examine_modes
+from mprun.precision import execution
 from mprun.precision.policy import NAMED
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.doctor_record import OPS, Mode
@@ -40,7 +40,7 @@ def examined(
 ) -> dict[str, Mode]:
     """The modes by name, on a machine whose kernels were found to be so."""
     monkeypatch.setattr(module, "choose_fp32_fallback", lambda *_: fp32_fallback)
-    monkeypatch.setattr(machine, "has_tf32", lambda device: tf32)
+    monkeypatch.setattr(execution, "has_tf32", lambda device: tf32)
     monkeypatch.setattr(module, "compose", composed)
     rows = examine_modes(device, {"bfloat16": True, "float16": False})
     return {row.name: row for row in rows}

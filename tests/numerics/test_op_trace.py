@@ -261,7 +261,7 @@ def traced(
     model: nn.Module, caster: Caster, calls: CallStack, layers: Mapping[str, str]
 ) -> StepTrace:
     """The second training step of `model`."""
-    precision = Precision(
+    precision = Precision.of_parts(
         policy("bf16_mixed"), caster, NativeArithmetic(), NoLossScale(), Clip(), layers
     )
     precision.prepare(model, CPU)

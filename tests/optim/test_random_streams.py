@@ -41,7 +41,7 @@ def test_optimizers_of_two_prepared_models_round_with_different_bits() -> None:
     layers = equal_layers()
     models = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]  # their names are the same
     parts = (NoCaster(), NativeArithmetic(), NoLossScale(), Clip())
-    precision = Precision(policy("bf16_sr"), *parts)
+    precision = Precision.of_parts(policy("bf16_sr"), *parts)
     gradient = layers[0].weight.grad
     for model in models:
         precision.prepare(model, CPU)

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 def precision(name: str, **changes: object) -> Precision:
     row: Policy = replace(policy(name), **changes)  # type: ignore[arg-type]
     caster = AutocastCaster("cpu", torch.bfloat16) if row.casting == "autocast" else NoCaster()
-    return Precision(row, caster, NativeArithmetic(), NoLossScale(), Clip())
+    return Precision.of_parts(row, caster, NativeArithmetic(), NoLossScale(), Clip())
 
 
 class Spy(nn.Module):
@@ -94,7 +94,7 @@ class SwappedLayers(Caster):
 def test_a_caster_may_swap_layers_for_other_modules() -> None:
     """They have the converted parameters, train, and the record names the casting."""
     row = policy("bf16_true")
-    ours = Precision(row, SwappedLayers(), NativeArithmetic(), NoLossScale(), Clip())
+    ours = Precision.of_parts(row, SwappedLayers(), NativeArithmetic(), NoLossScale(), Clip())
     plain, model, x = precision("bf16_true"), Spy(), torch.randn(2, 4).bfloat16()
     plain.prepare(model, CPU)
     expected = 2 * plain.forward(model, x)
@@ -118,7 +118,9 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
     """Told by saturation, which native kernels do not have."""
     row = replace(policy("fp16_mixed"), output_dtype="float16", overflow=overflow)
     arithmetic = Emulated16("nearest", overflow, "float32", seed=0)
-    ours = Precision(row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), Clip())
+    ours = Precision.of_parts(
+        row, AutocastCaster("cpu", torch.float16), arithmetic, NoLossScale(), Clip()
+    )
     largest = 65504.0 if overflow == "saturate" else torch.inf
 
     output = ours.forward(nn.Identity(), torch.tensor([1e6, 1.0]))
@@ -135,7 +137,7 @@ def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
 def test_a_16_bit_loss_is_rounded_stochastically_in_training() -> None:
     row = replace(policy("half_sr_full"), output_dtype="float16")
     arithmetic = Emulated16("stochastic", "infinity", "float32", seed=0)
-    ours = Precision(row, NoCaster(), arithmetic, NoLossScale(), Clip())
+    ours = Precision.of_parts(row, NoCaster(), arithmetic, NoLossScale(), Clip())
     output, target = torch.full((1,), 1.0).half(), torch.zeros(1).half()
     found = []
     for step in range(64):
@@ -300,7 +302,7 @@ CASTERS = {
 def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
     row = policy("fp32" if name == "none" else "bf16_mixed")
     scale = StaticLossScale(4.0, CPU)
-    ours = Precision(row, CASTERS[name], NativeArithmetic(), scale, Clip())
+    ours = Precision.of_parts(row, CASTERS[name], NativeArithmetic(), scale, Clip())
     x = torch.tensor([[3.0]], requires_grad=True)
     loss = ours.forward(lambda x: (x**3).sum(), x)  # type: ignore[arg-type]
     ours.backward(loss, retain_graph=True)
@@ -328,7 +330,7 @@ def test_an_adversarial_pair_trains_as_with_grad_scaler() -> None:
         scaler = torch.amp.GradScaler("cpu", 2.0**16, growth_interval=3)
         scale = DynamicLossScale(2.0**16, DynamicRule(interval=3), CPU)
         caster = AutocastCaster("cpu", torch.float16)
-        ours = Precision(policy("fp16_mixed"), caster, NativeArithmetic(), scale, Clip())
+        ours = Precision.of_parts(policy("fp16_mixed"), caster, NativeArithmetic(), scale, Clip())
         if not by_hand:
             ours.prepare(make, CPU)
             ours.prepare(judge, CPU)
@@ -365,7 +367,7 @@ def test_an_iteration_that_was_not_ended_ends_with_the_next() -> None:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scale = DynamicLossScale(8.0, DynamicRule(interval=1), CPU)
-    ours = Precision(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, Clip())
+    ours = Precision.of_parts(policy("fp16_mixed"), NoCaster(), NativeArithmetic(), scale, Clip())
     for step in range(1, 4):
         optimizer.zero_grad()
         ours.begin_step(step)

@@ -279,7 +279,7 @@ class Recurrent(nn.Module):
 def lstm_step(policy_name: str, model: nn.Module, x: Tensor) -> tuple[Tensor, Precision]:
     """One forward and backward pass as a run takes it; the outputs, and what carried it out."""
     dtype = torch.float16 if policy_name == "fp16_mixed" else torch.bfloat16
-    by = Precision(
+    by = Precision.of_parts(
         policy(policy_name),
         AutocastCaster("cpu", dtype),
         NativeArithmetic(),

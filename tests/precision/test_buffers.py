@@ -39,7 +39,7 @@ CPU = torch.device("cpu")
 
 def step(model: nn.Module, x: Tensor, loss_factor: float = 1.0) -> Tensor:
     loss_scale = DynamicLossScale(2.0**4, DynamicRule(), CPU)
-    precision = Precision(
+    precision = Precision.of_parts(
         policy("fp16_mixed"),
         AutocastCaster("cpu", torch.float16),
         NativeArithmetic(),
@@ -95,7 +95,7 @@ def test_integer_buffers_are_left_alone() -> None:
 
 def in_float16(loss_scale: LossScale) -> Precision:
     parts = (NoCaster(), NativeArithmetic(), loss_scale, Clip())
-    return Precision(policy("fp16_true"), *parts)
+    return Precision.of_parts(policy("fp16_true"), *parts)
 
 
 def test_each_prepared_model_keeps_its_guard() -> None:
@@ -246,7 +246,7 @@ def trained(mode: str, seed: int, emulated: bool = False) -> tuple[float, nn.Seq
     scale = DynamicLossScale(1024.0, DynamicRule(), CPU) if scaled else NoLossScale()
     rounding = row.rounding if row.rounding_scope == "all" else "nearest"
     arithmetic = Emulated16(rounding, "infinity", "float32", 0) if emulated else NativeArithmetic()
-    precision = Precision(row, NoCaster(), arithmetic, scale, Clip())
+    precision = Precision.of_parts(row, NoCaster(), arithmetic, scale, Clip())
     precision.prepare(model, CPU)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.9, rounding=row.rounding)
     x = x.to(torch_dtype(row.input_dtype))

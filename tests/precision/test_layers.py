@@ -178,7 +178,7 @@ def prepared(mode: str, layers: dict[str, str], lists: bool = False) -> tuple[Sm
         caster = OpListCaster(op_lists(["linear"], ["softmax"], []), dtype)
     torch.manual_seed(0)
     model = Small()
-    ours = Precision(row, caster, NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
+    ours = Precision.of_parts(row, caster, NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
     ours.prepare(model, CPU)
     return model, ours
 
@@ -273,7 +273,9 @@ def test_a_containers_own_ops_run_in_its_dtype() -> None:
     model = nn.Sequential(nn.Linear(2, 2), Cube())
     row = policy("fp16_true")
     layers = {"1": "fp32"}
-    ours = Precision(row, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers)
+    ours = Precision.of_parts(
+        row, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers
+    )
     ours.prepare(model, CPU)
     assert torch.isfinite(ours.forward(model, torch.full((1, 2), 500.0).half())).all()
 

@@ -308,7 +308,7 @@ class Nested(nn.Module):
 
 def prepared(mode: str, model: nn.Module, layers: dict[str, str]) -> Precision:
     policy = planned(*LINEAR, f"precision={mode}").policy
-    precision = Precision(
+    precision = Precision.of_parts(
         policy, NoCaster(), NativeArithmetic(), NoLossScale(), Clip(), layers=layers
     )
     precision.prepare(model, CPU)

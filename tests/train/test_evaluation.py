@@ -31,7 +31,9 @@ class Restless(nn.Linear):
 
 
 def evaluator(model: nn.Module, stops: list[int]) -> Evaluator:
-    precision = Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip())
+    precision = Precision.of_parts(
+        policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()
+    )
     return Evaluator(Tiny(), model, precision, lambda: stops.append(1))
 
 

@@ -94,7 +94,9 @@ def trainer(
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),
         scheduler=Schedule(),
-        precision=Precision(policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()),
+        precision=Precision.of_parts(
+            policy("fp32"), NoCaster(), NativeArithmetic(), NoLossScale(), Clip()
+        ),
         train=batches(data, batch, micro),
         order=TensorOrder(n, 0, shuffle=True),
         validation=batches(samples(10), 4),

@@ -97,7 +97,7 @@ def trainer_of(
 
     arithmetic, scale = NativeArithmetic(), loss_scale or NoLossScale()
     held_out = train.first(0) if validation is None else validation
-    precision = Precision(policy("fp32"), NoCaster(), arithmetic, scale, Clip())
+    precision = Precision.of_parts(policy("fp32"), NoCaster(), arithmetic, scale, Clip())
     precision._output_dtype = dtype
     parts = Parts(
         recipe=recipe,

@@ -20,7 +20,7 @@ backward, and update. With `debug.fp_exceptions`, a `WatchedPrecision` takes its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -35,7 +35,15 @@ from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport, 
 from mprun.numerics.nonfinite.nonfinite_watcher import COMPILED
 from mprun.numerics.nonfinite.step_monitor import HALT_AFTER, Response, StepMonitor, StepOutcome
 from mprun.numerics.tracker import StepListener
-from mprun.precision import Arithmetic, Caster, Policy, Precision, WrappedArithmetic
+from mprun.precision import (
+    Arithmetic,
+    Caster,
+    Clip,
+    LossScale,
+    Policy,
+    Precision,
+    WrappedArithmetic,
+)
 from mprun.precision.update import ScaledOptimizer
 
 logger = logging.getLogger("mprun")
@@ -183,8 +191,8 @@ class RunExceptions:
         self.report = NonfiniteReport()
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
-        """A `Precision`, from its arguments."""
-        return Precision(*args, **kwargs)
+        """A `Precision`, from the arguments of `Precision.of_parts`."""
+        return Precision.of_parts(*args, **kwargs)
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
@@ -239,7 +247,7 @@ class WatchedRunExceptions(RunExceptions):
 
 
 class WatchedPrecision(Precision):
-    """A `Precision`, from its arguments, whose steps `exceptions` inspects."""
+    """A `Precision`, from its parts, whose steps `exceptions` inspects."""
 
     def __init__(
         self,
@@ -247,12 +255,12 @@ class WatchedPrecision(Precision):
         policy: Policy,
         caster: Caster,
         arithmetic: Arithmetic,
-        *args: Any,
-        **kwargs: Any,
+        loss_scale: LossScale,
+        clip: Clip,
+        layers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(
-            policy, caster, WrappedArithmetic(arithmetic, self._watched), *args, **kwargs
-        )
+        watched = WrappedArithmetic(arithmetic, self._watched)
+        self._take_parts(policy, caster, watched, loss_scale, clip, layers)
         self._exceptions = exceptions
         self._following = ExitStack()
         self._in_step = False
@@ -261,7 +269,8 @@ class WatchedPrecision(Precision):
         """Ops inside are inspected, if they belong to a training step."""
         return self._exceptions.monitor.watcher if self._in_step else nullcontext()
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int | None = None) -> None:
+        step = self.steps + 1 if step is None else step
         self._scale_before = self.loss_scale.state_dict()
         self._following.enter_context(self._exceptions.following())
         self._exceptions.monitor.begin_step(step)

@@ -577,7 +577,7 @@ def precision(by: OpListCaster) -> Precision:
     from dataclasses import replace
 
     row: Policy = replace(policy("bf16_mixed"), casting="op_lists")
-    return Precision(row, by, NativeArithmetic(), NoLossScale(), Clip())
+    return Precision.of_parts(row, by, NativeArithmetic(), NoLossScale(), Clip())
 
 
 class Blocks(nn.Module):
@@ -765,7 +765,7 @@ def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
     weights = {}
     for inside in (False, True):
         model, parts = two_layers(), (NativeArithmetic(), NoLossScale(), Clip(0.01))
-        ours = Precision(precision(caster()).policy, caster(), *parts)
+        ours = Precision.of_parts(precision(caster()).policy, caster(), *parts)
         optimizer = Descent(model.parameters())
         ours.begin_step(1)
         ours.backward(ours.forward(model, tensor(5, 6)).sum())

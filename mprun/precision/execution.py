@@ -1,0 +1,133 @@
+"""Whose kernels compute a mode on a device: PyTorch's, or mprun's emulation of the format.
+
+Native execution takes PyTorch's kernels for the dtype. Emulation computes each op in float32 and
+rounds its result. Some modes can only be emulated: `half_sr_full` everywhere, `tf32` without the
+hardware. Where both are possible, `auto` takes native kernels unless they are so slow that float32
+with rounding is faster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mprun.precision.arithmetic import Arithmetic, Float16Fallback, NativeArithmetic
+from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.policy import Policy
+from mprun.precision.rates import accelerated, slowdown
+from mprun.precision.switches import has_tf32
+from mprun.precision.tf32 import EmulatedTf32
+
+EXECUTIONS = ("native", "emulated")
+EMULATED_FROM = 2.0
+"""How many times as long as float32 native kernels take where emulation is taken instead. A step of
+emulation takes about 1.4 times float32's; the margin is wide, so that noise rarely decides."""
+
+
+class ExecutionChoice(NamedTuple):
+    """native or emulated, and why."""
+
+    name: str
+    slowdown: float | None = None
+    """How many times as long as float32 the native kernels take here, if that decided."""
+    why_emulated: str | None = None
+    """A sentence; None for native execution, and where the user chose."""
+
+
+def choose_execution(
+    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+) -> ExecutionChoice:
+    """What was asked for; else native execution where it is possible and no slower than emulation.
+
+    Args:
+        wanted: auto, native or emulated.
+        policy: the mode.
+        device: where.
+        speed: `speed=plain` takes the native kernels at any speed.
+
+    Raises:
+        ValueError: the execution asked for is impossible, or no execution.
+    """
+    can, reason = executions(policy, device)
+    if wanted not in ("auto", *EXECUTIONS):
+        raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
+    if wanted != "auto" and wanted not in can:
+        raise ValueError(f"execution={wanted}: {reason}; legal: auto, {', '.join(can)}")
+    if wanted != "auto":
+        return ExecutionChoice(wanted)
+    if can[0] == "emulated":
+        return ExecutionChoice("emulated", why_emulated=reason)
+    # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
+    may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
+    if device.type == "cpu" and may_emulate:
+        times = slowdown(torch.bfloat16, device)
+        if times >= EMULATED_FROM:
+            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times))
+    return ExecutionChoice("native")
+
+
+def _computed_in_float32(policy: Policy, times: float) -> str:
+    dtype = policy.compute_dtype
+    return (
+        f"{dtype} is computed in float32 and rounded: native {dtype} kernels here take "
+        f"{times:.1f} times as long as float32 (execution=native takes them)"
+    )
+
+
+def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+    """The possible executions of a policy, the best first, and why the other is impossible."""
+    emulated, both = ("emulated",), EXECUTIONS
+    if policy.rounding_scope == "all":
+        return emulated, (
+            "precision.rounding_scope=all rounds every result stochastically, and a kernel's "
+            "result is already rounded to nearest"
+        )
+    if policy.partials_dtype == "float16" and device.type != "cuda":
+        return emulated, (
+            "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
+        )
+    if policy.tf32:
+        no = f"{device.type} here has no TensorFloat-32"
+        return (both, "") if has_tf32(device) else (emulated, no)
+    if policy.is_low:
+        return both, ""
+    no = f"precision={policy.name} runs natively on every device and has no emulation"
+    return ("native",), no
+
+
+def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: torch.device) -> str:
+    """Which float16 ops a CPU computes in float32: none, backward (convolutions') or all.
+
+    `speed=plain` keeps every kernel, and emulation has none. Else it depends on whether this
+    machine has float16 instructions for matmuls, which is measured.
+    """
+    native = execution == "native" and policy.compute_dtype == "float16"
+    if speed == "plain" or not native or device.type != "cpu":
+        return "none"
+    # Kernels with their own instructions run near float32's speed, reference loops 50 times slower.
+    return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"
+
+
+def arithmetic_for(
+    policy: Policy, execution: str, fp32_fallback: str, seed: int, watch: bool = True
+) -> Arithmetic:
+    """The arithmetic of a policy.
+
+    Args:
+        policy: the mode.
+        execution: native or emulated, as `choose_execution` gives it.
+        fp32_fallback: none, backward or all, as `choose_fp32_fallback` gives it.
+        seed: of stochastic rounding of every result.
+        watch: list the 16-bit products of the first training step, for a record.
+    """
+    if policy.tf32 and execution == "emulated":
+        return EmulatedTf32()
+    if execution == "emulated":
+        rounding = policy.rounding if policy.rounding_scope == "all" else "nearest"
+        return Emulated16(rounding, policy.overflow, policy.partials_dtype, seed)
+    if policy.partials_dtype == "float16":
+        return BlockedConvolutions()
+    if fp32_fallback != "none":
+        return Float16Fallback(matmuls=fp32_fallback == "all")
+    return NativeArithmetic(watch=watch and policy.is_low)

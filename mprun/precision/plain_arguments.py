@@ -1,0 +1,150 @@
+"""The parts of a `Precision`, from the plain arguments of anyone's own loop.
+
+What is not given is decided by the policy and the machine, as in a run: the device, whose kernels
+compute, the loss scale.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from mprun.precision.arithmetic import Arithmetic
+from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
+from mprun.precision.layers import layer_precision
+from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
+from mprun.precision.op_lists import OpLists
+from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
+from mprun.precision.policy import Policy, policy
+
+
+def policy_of(given: Policy | str) -> Policy:
+    """A policy itself, or that of a mode's name.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: no mode has this name.
+    """
+    if not isinstance(given, Policy | str):
+        raise TypeError(
+            f"a policy of type {type(given).__name__}; legal: the name of a mode, such as "
+            "'bf16_sr', or what mprun.policy(name) gives"
+        )
+    return given if isinstance(given, Policy) else policy(given)
+
+
+def device_of(given: torch.device | str | None) -> torch.device:
+    """The device; None is CUDA if there is a CUDA device, else the CPU.
+
+    Raises:
+        ValueError: it is neither CPU nor CUDA, or there is no CUDA device.
+    """
+    available = torch.cuda.is_available()
+    if given is None:
+        return torch.device("cuda" if available else "cpu")
+    try:
+        device = torch.device(given)
+    except RuntimeError:  # its text is a long list of devices that mprun does not support
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={str(given)!r}; legal: None, 'cpu', 'cuda', 'cuda:N'")
+    if device.type == "cuda" and not available:
+        raise ValueError(f"device={str(given)!r}: PyTorch finds no CUDA device here; legal: 'cpu'")
+    return device
+
+
+def with_op_lists(
+    policy: Policy, given: OpLists | str | None, device_type: str
+) -> tuple[Policy, OpLists | None]:
+    """The policy that casts by the lists, and the lists; both as they are without lists.
+
+    Args:
+        policy: casts, if lists are given.
+        given: lists, or the name of shipped ones.
+        device_type: see `shipped_lists`.
+
+    Raises:
+        ValueError: no lists have this name, the mode casts nothing, or its casting needs lists.
+    """
+    if given is None:
+        if policy.casting == "op_lists":
+            raise ValueError(
+                f"precision={policy.name} with casting=op_lists needs op_lists=...; legal: "
+                f"{', '.join(map(repr, SHIPPED))}, or what mprun.precision.op_lists(...) gives"
+            )
+        return policy, None
+    if not policy.casts:
+        raise ValueError(
+            f"op_lists with precision={policy.name}, which casts no op; legal: bf16_mixed, "
+            "fp16_mixed"
+        )
+    lists = shipped_lists(given, device_type) if isinstance(given, str) else given
+    return replace(policy, casting="op_lists"), lists
+
+
+def loss_scale_of(
+    given: LossScale | str | float, policy: Policy, layers: Iterable[str], device: torch.device
+) -> LossScale:
+    """The loss scale that is asked for.
+
+    Args:
+        given: auto (dynamic if the mode or a layer computes in float16, else none), none, static,
+            dynamic, or the factor of a static one.
+        policy: the mode.
+        layers: dtypes or modes of layers.
+        device: where the gradients are.
+
+    Raises:
+        ValueError: none of those; or a dynamic one with `overflow="saturate"`.
+    """
+    if isinstance(given, LossScale):
+        return given
+    if isinstance(given, int | float):
+        if not given > 0:
+            raise ValueError(f"loss_scale={given}; legal is a number above 0")
+        return StaticLossScale(float(given), device)
+    kind = given
+    if kind == "auto":
+        computes = {layer_precision(value, policy.casting).compute for value in layers}
+        needed = policy.compute_dtype == "float16" or torch.float16 in computes
+        kind = "dynamic" if needed else "none"
+    if kind not in LOSS_SCALES:
+        raise ValueError(
+            f"loss_scale={given!r}; legal: auto, {', '.join(LOSS_SCALES)}, or the factor of a "
+            "static one"
+        )
+    if kind == "dynamic" and policy.overflow == "saturate":
+        raise ValueError(
+            f"precision={policy.name} with overflow=saturate and a dynamic loss scale, which needs "
+            "to see the overflows that saturation hides; legal: loss_scale='static' or 'none'"
+        )
+    return loss_scale_of_kind(kind, None, device)
+
+
+def chosen_arithmetic(
+    policy: Policy, execution: str, device: torch.device, seed: int
+) -> Arithmetic:
+    """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
+
+    Args:
+        policy: the mode.
+        execution: auto, native (every kernel for the dtype, however slow) or emulated.
+        device: where.
+        seed: of stochastic rounding of every result.
+
+    Raises:
+        ValueError: the execution is impossible for the mode on this device.
+    """
+    chosen = choose_execution(execution, policy, device)
+    if chosen.why_emulated is not None:
+        warnings.warn(
+            f"precision={policy.name} is emulated: {chosen.why_emulated}; execution='emulated' "
+            "does so without this warning",
+            stacklevel=3,
+        )
+    speed = "plain" if execution == "native" else "auto"
+    fallback = choose_fp32_fallback(speed, policy, chosen.name, device)
+    return arithmetic_for(policy, chosen.name, fallback, seed, watch=False)
