@@ -15,6 +15,7 @@ No hook changes a result; the only argument that one replaces is a closure, by o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -162,5 +163,6 @@ def entries(model: nn.Module) -> list[nn.Module]:
 
 
 def _outside_of_graphs(hook: Callable[..., None], module: nn.Module) -> Callable[..., None]:
-    """The hook, which `module.compile()` must not trace."""
-    return torch.compiler.disable(hook) if compiles_itself(module) else hook
+    """The hook, which `torch.compile` must not trace: of this module, or of one around it."""
+    compiles = compiles_itself(module) or "torch._dynamo" in sys.modules
+    return torch.compiler.disable(hook) if compiles else hook

@@ -102,13 +102,15 @@ class CastCounts(TorchDispatchMode):
         calls: list[nn.Module] = []
 
         def begin(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():  # its casts are not seen
+                return
             if module not in watched and not in_backward():
                 watched.add(module)
                 calls.append(module)
                 self.__enter__()  # type: ignore[no-untyped-call]
 
         def end(module: nn.Module, args: Any, outputs: Any) -> None:
-            if calls and calls[-1] is module:
+            if not torch.compiler.is_compiling() and calls and calls[-1] is module:
                 calls.pop()
                 self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 

@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
     "autocast": {"bf16": True, "gradient_accumulation_steps": 2},
     "bf16": {"model": partial(llama, torch.bfloat16)},
     "inspected": {"fp_exceptions": (3, 4)},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
 }
 
 
@@ -98,9 +99,8 @@ def test_no_bit_of_the_training_changes(name: str, tmp_path: Path) -> None:
     summary = read_summary(tmp_path / "record")
     assert (summary.status, summary.steps, summary.seed) == ("completed", 12, 42)
     assert summary.batch_size == 4 * options.get("gradient_accumulation_steps", 1)
-    assert summary.effective.compute_dtype == (
-        "float32" if name in ("fp32", "inspected") else "bfloat16"
-    )
+    low = name in ("autocast", "bf16")
+    assert summary.effective.compute_dtype == ("bfloat16" if low else "float32")
 
 
 def test_the_record_has_losses_and_scores_and_compare_reads_it(
