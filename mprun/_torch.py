@@ -255,6 +255,13 @@ def is_compiled(module: nn.Module) -> bool:
     return compiles_itself(module) or hasattr(module, "_orig_mod")
 
 
+def original_module(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped; the module itself where it made none."""
+    original = getattr(module, "_orig_mod", module)
+    assert isinstance(original, nn.Module)
+    return original
+
+
 def compiles_itself(module: nn.Module) -> bool:
     """Whether `module.compile()` was called, which compiles the module's hooks, too."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from mprun.cli.advise_command import advise_command
 from mprun.cli.compare_command import compare_command
 from mprun.cli.data_command import data_command
+from mprun.cli.diff_command import diff_command
 from mprun.cli.doctor_command import doctor_command
 from mprun.cli.double_command import double_command
 from mprun.cli.memory_command import memory_command
@@ -69,6 +70,7 @@ COMMANDS = (
     Command("memory", memory_command, ("memory",)),
     Command("numerics", numerics_command, ("numerics",)),
     Command("search-ops", search_ops_command, ("search_ops", "seeds")),
+    Command("diff", diff_command),
     Command("replay", replay_command),
     Command("data", data_command),
     Command("new-recipe", new_recipe_command),

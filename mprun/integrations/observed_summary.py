@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mprun import __version__
-from mprun._torch import is_compiled
+from mprun._torch import is_compiled, original_module
 from mprun.doctor import environment
 from mprun.doctor.heap import allocator
 from mprun.integrations.observed_precision import device_of
@@ -145,7 +145,7 @@ def _first_lr(group: Mapping[str, Any]) -> float:
 
 def class_name(x: object) -> str:
     """The class, without wrappers that `torch.compile` makes."""
-    return type(getattr(x, "_orig_mod", x)).__name__
+    return type(original_module(x) if isinstance(x, nn.Module) else x).__name__
 
 
 def _memory_format(model: nn.Module) -> str:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import compiles_itself, in_backward
+from mprun._torch import compiles_itself, in_backward, original_module, write_count
 from mprun.integrations.saved_step import SavedCall, SavedStep, plain, write_step
 from mprun.nested import all_tensors
 
@@ -38,7 +38,7 @@ class _Call:
     random: dict[str, Any]
     autocast: str | None
     evaluating: list[str]
-    versions: list[int | None]
+    versions: list[int]
     outputs: list[Tensor] = field(default_factory=list)
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
 
@@ -108,8 +108,8 @@ class StepCapture:
         saved = SavedStep(
             step=step,
             reason=reason,
-            model=type(getattr(self._model, "_orig_mod", self._model)).__name__,
-            parameters={n: p.detach() for n, p in _original(self._model).named_parameters()},
+            model=type(original_module(self._model)).__name__,
+            parameters={n: p.detach() for n, p in original_module(self._model).named_parameters()},
             buffers=plain(buffers, left_out),
             calls=[self._saved(call, left_out) for call in calls],
             batches=plain(self._batches, left_out),
@@ -133,7 +133,7 @@ class StepCapture:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         """A call that begins now; the first one of a step keeps the buffers."""
-        model = _original(self._model)
+        model = original_module(self._model)
         if not self._calls and not self._noted:
             self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         return _Call(
@@ -142,7 +142,7 @@ class StepCapture:
             random_states(self._device),
             autocast_dtype(self._device),
             [name for name, m in model.named_modules() if not m.training],
-            [_version(x) for x in all_tensors((args, kwargs))],
+            [write_count(x) for x in all_tensors((args, kwargs))],
         )
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -174,22 +174,10 @@ def _keeper(kept: dict[int, Tensor], n: int) -> Callable[[Tensor], None]:
     return keep
 
 
-def _changed(tensors: Sequence[Tensor], versions: Sequence[int | None]) -> Iterator[str]:
+def _changed(tensors: Sequence[Tensor], versions: Sequence[int]) -> Iterator[str]:
     for n, (x, version) in enumerate(zip(tensors, versions, strict=True)):
-        if _version(x) != version:
+        if write_count(x) != version:
             yield f"tensor {n} of the arguments, shape {list(x.shape)}"
-
-
-def _version(x: Tensor) -> int | None:
-    """How often it was written to; None for an inference tensor, which does not count it."""
-    return None if x.is_inference() else x._version
-
-
-def _original(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped."""
-    original = getattr(model, "_orig_mod", model)
-    assert isinstance(original, nn.Module)
-    return original
 
 
 def autocast_dtype(device: torch.device) -> str | None:

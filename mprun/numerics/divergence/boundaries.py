@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import in_backward, is_compiled
+from mprun._torch import in_backward, is_compiled, original_module
 from mprun.nested import all_tensors, map_tensors
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -54,13 +54,6 @@ class Recording:
     loss: float
 
 
-def original(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped."""
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
-
-
 def record(
     model: nn.Module,
     run: Callable[[], Any],
@@ -78,7 +71,7 @@ def record(
         region: the casts around the call.
         low: the dtype that the region casts to; None for autocast's, or without casts.
     """
-    plain, boundaries = original(model), Boundaries(low)
+    plain, boundaries = original_module(model), Boundaries(low)
     compiled = any(map(is_compiled, model.modules()))
     followed = [("", model)] if compiled else list(plain.named_modules())
     with ExitStack() as stack:
@@ -137,7 +130,7 @@ class Boundaries:
         self._calls[path] += 1
         boundary = Boundary(
             place,
-            type(original(module)).__name__,
+            type(original_module(module)).__name__,
             given_dtype(module, inputs, self._low),
             [_kept(x) for x in inputs],
         )

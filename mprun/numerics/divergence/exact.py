@@ -26,31 +26,21 @@ COPIES = ("_to_copy", "to", "clone", "copy_", "alias", "detach", "lift_fresh")
 
 
 def float64_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and floating buffers are float64, in training."""
+    """A copy of a model whose parameters and floating buffers are float64; tied ones stay tied."""
     twin = copy.deepcopy(model)
+    wide: dict[nn.Parameter, nn.Parameter] = {}
     for module in twin.modules():
-        for own in (module._parameters, module._buffers):
-            for name, x in own.items():
-                if x is not None and x.is_floating_point():
-                    own[name] = _wide(x)  # type: ignore[assignment]
-    _tie(model, twin)
+        for name, p in [*module.named_parameters(recurse=False)]:
+            if p.is_floating_point():
+                setattr(module, name, wide.setdefault(p, _wide(p)))
+        for name, x in [*module.named_buffers(recurse=False)]:
+            if x.is_floating_point():
+                setattr(module, name, x.double())
     return twin
 
 
-def _wide(x: Tensor) -> Tensor:
-    wide = x.detach().double()
-    return nn.Parameter(wide, x.requires_grad) if isinstance(x, nn.Parameter) else wide
-
-
-def _tie(model: nn.Module, twin: nn.Module) -> None:
-    """Parameters that are one in the model are one in the twin."""
-    first: dict[int, nn.Parameter] = {}
-    pairs = zip(model.modules(), twin.modules(), strict=True)
-    for module, other in pairs:
-        for name, p in module._parameters.items():
-            if p is not None:
-                kept = first.setdefault(id(p), other._parameters[name])  # type: ignore[arg-type]
-                other._parameters[name] = kept
+def _wide(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.detach().double(), p.requires_grad)
 
 
 def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mprun._torch import original_module
 from mprun.errors import first_line
-from mprun.numerics.divergence.boundaries import Place, Recording, original
+from mprun.numerics.divergence.boundaries import Place, Recording
 from mprun.numerics.divergence.exact import float64_copy
 from mprun.numerics.divergence.ops import OpError, relative_rms, rms
 from mprun.numerics.divergence.pieces import forced, true_outputs
@@ -90,7 +91,7 @@ def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
     reasons: list[str] = []
     for side in sides:
         try:
-            return float64_copy(original(side.model)), reasons
+            return float64_copy(original_module(side.model)), reasons
         except Exception as error:  # a model may refuse to be copied in any way
             reasons.append(f"{type(side.model).__name__} cannot be copied: {first_line(error)}")
     raise ValueError("; ".join(reasons))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import is_compiled
+from mprun._torch import is_compiled, original_module
 from mprun.nested import map_tensors
-from mprun.numerics.divergence.boundaries import Recording, floating, original, record
+from mprun.numerics.divergence.boundaries import Recording, floating, record
 from mprun.numerics.divergence.ops import OpError, op_errors
 from mprun.numerics.passes import ready
 
@@ -88,7 +88,7 @@ class SharedStep:
     def record(self, side: Side) -> Recording:
         """A step of a side."""
         run = partial(self.run, side.device, side.dtype, side.model)
-        with ready(original(side.model), SEED):
+        with ready(original_module(side.model), SEED):
             return record(side.model, run, self._loss, side.around(), side.low)
 
     def ops(self, side: Side) -> list[OpError]:
