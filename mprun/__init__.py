@@ -6,7 +6,9 @@ In anyone's own loop:
 
     mprun.policy("bf16_sr")      # a precision mode by its name: a row of dtypes and roundings
     mprun.Precision              # carries a policy out for a model and its optimizer
+    with mprun.observe(model, optimizer, out="runs/bf16") as run: ...   # a record of any loop
     mprun.audit(model, optimizer)  # which dtypes it trains in, and which updates they lose
+    mprun.diff(a, b, batch)      # where two precisions, versions or compiled and eager part
     mprun.Recipe                 # model + data + loss, for `mprun recipe=...`
     mprun.metrics                # accuracy, F1, perplexity, mean absolute error
     mprun.optim                  # optimizers that keep parameters and state in 16 bits
@@ -22,17 +24,32 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mprun import metrics, numerics, optim
+    from mprun.integrations.observe import observe
     from mprun.numerics.audit import audit
+    from mprun.numerics.divergence import diff
     from mprun.precision import Precision
     from mprun.precision.policy import policy
     from mprun.recipe import Recipe
 
-__all__ = ["Precision", "Recipe", "__version__", "audit", "metrics", "numerics", "optim", "policy"]
+__all__ = [
+    "Precision",
+    "Recipe",
+    "__version__",
+    "audit",
+    "diff",
+    "metrics",
+    "numerics",
+    "observe",
+    "optim",
+    "policy",
+]
 
 _SOURCES = {
     "Precision": "mprun.precision",
     "Recipe": "mprun.recipe",
     "audit": "mprun.numerics.audit",
+    "diff": "mprun.numerics.divergence",
+    "observe": "mprun.integrations.observe",
     "policy": "mprun.precision.policy",
 }
 _PACKAGES = ("metrics", "numerics", "optim")

@@ -252,8 +252,41 @@ def onednn_has_lstm(dtype: torch.dtype) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` made the module, or its own `compile` was called."""
-    own = getattr(module, "_compiled_call_impl", None)
-    return own is not None or hasattr(module, "_orig_mod")
+    return compiles_itself(module) or hasattr(module, "_orig_mod")
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped; the module itself where it made none."""
+    original = getattr(module, "_orig_mod", module)
+    assert isinstance(original, nn.Module)
+    return original
+
+
+def compiles_itself(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, which compiles the module's hooks, too."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def on_scaler_step(callback: Callable[[Optimizer], None]) -> Iterator[None]:
+    """Inside, `callback` gets the optimizer after each `torch.amp.GradScaler.step`.
+
+    A scaler does not call the optimizer whose gradients overflowed, and has no hooks: the method
+    of the class is replaced until the end.
+    """
+    original = torch.amp.GradScaler.step
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, optimizer, *args, **kwargs)
+        callback(optimizer)
+        return result
+
+    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from mprun.assemble import Plan, build_run, footprint
 from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.run_loggers import run_loggers
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
@@ -44,7 +45,7 @@ from mprun.train.checks import (
 from mprun.train.conditions_recorder import ConditionsRecorder
 from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
-from mprun.train.loggers import build_loggers
+from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.recorder import Recorder
 from mprun.train.saved_form import check_form, check_moments
@@ -89,14 +90,22 @@ def run(
     with contextlib.closing(_open_folder(plan, saved)) as folder:
         earlier = _earlier_summary(plan, folder)
         summary = _first_summary(plan, resolved, earlier, watch)
-        with explain_faults(summary, folder), plan.backend_flags():
+        messages = Messages(summary, callbacks)
+        first_step = None if saved is None else saved["trainer"]["step"] + 1
+        loggers = run_loggers(plan, resolved, summary, folder.path, first_step, messages)
+        with (
+            _logged(loggers, summary, folder),
+            explain_faults(summary, folder),
+            plan.backend_flags(),
+        ):
             folder.config(OmegaConf.to_yaml(resolved))
             if plan.recipe_source is not None:
                 folder.recipe(plan.recipe_source.content)
             folder.summary(summary)
             try:
                 with _accounted(summary, watch):
-                    _train(plan, summary, folder, stop, callbacks, saved, watch)
+                    notified = [*loggers, *callbacks]
+                    _train(plan, summary, folder, stop, notified, messages, saved, watch)
                 summary.status = "completed"
             except (StopRequestedError, SignalReceivedError):
                 summary.status = "interrupted"
@@ -115,11 +124,12 @@ def _train(
     folder: RunFolder,
     stop: StopSignals,
     callbacks: Sequence[Callback],
+    messages: Messages,
     saved: dict[str, Any] | None,
     watch: Stopwatch,
 ) -> None:
     """Assemble the run, train, test and check it."""
-    train, messages = plan.config.train, Messages(summary, callbacks)
+    train = plan.config.train
     for callback in callbacks:
         callback.on_start(summary, folder.path)
     messages.warn(slow_dtype_warning(summary))
@@ -132,15 +142,14 @@ def _train(
 
     arithmetic = parts.precision.arithmetic
     recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
-    first_step = None if saved is None else saved["trainer"]["step"] + 1
-    loggers = build_loggers(plan.config.logger.name, folder.path, first_step)
     states: dict[str, Stateful] = {"journal": recorder, "exceptions": exceptions}
     facts = {"choices": plan.choices, **run_facts(summary)}
     checkpointer = Checkpointer(folder.path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
-    everyone = [recorder, conditions, *loggers, checkpointer, *callbacks, log, check]
+    # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
+    everyone = [recorder, conditions, *callbacks, checkpointer, log, check]
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
@@ -173,6 +182,20 @@ def _train(
         messages.warn(
             check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
         )
+
+
+@contextlib.contextmanager
+def _logged(loggers: Sequence[Logger], summary: Summary, folder: RunFolder) -> Iterator[None]:
+    """At the end of the code inside, the record is complete: the loggers get its files."""
+    try:
+        yield
+    finally:
+        before = len(summary.warnings)
+        for logger in loggers:
+            logger.finish_run(summary)
+        if len(summary.warnings) > before:
+            with contextlib.suppress(OSError):  # a full disk has been reported before
+                folder.summary(summary)
 
 
 def _restore(part: Stateful, state: Any, name: str) -> None:

@@ -20,11 +20,10 @@ from mprun.assemble.parts import build_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_precision
 from mprun.numerics.memory_recorder import fake_tensors
-from mprun.optim import LowPrecisionOptimizer, MasterWeights
+from mprun.optim.columns import rounding_columns
 from mprun.precision import Precision
 from mprun.precision.convert import dtype_of
 from mprun.precision.policy import dtype_name
-from mprun.precision.products import LOW
 from mprun.precision.switches import tf32_is_on
 from mprun.records.run_record import PrecisionRow
 from mprun.train.init_from import DRAWN
@@ -75,39 +74,11 @@ def effective(
         row["accum_dtype"] = dtype_name(
             _most((p.grad_dtype or p.dtype, p.numel()) for p in trained)
         )
-    row.update(_optimizer_columns(optimizer, [p.dtype for _, p in named]))
+    row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
     return PrecisionRow(**row)
-
-
-def _optimizer_columns(optimizer: Optimizer, stored: list[torch.dtype]) -> dict[str, str]:
-    """The dtypes of an optimizer's moments, and its rounding to 16 bits.
-
-    Args:
-        optimizer: PyTorch's compute and store the moments in float32 here.
-        stored: dtypes of the parameters.
-    """
-    row = {"rounding": "nearest", "rounding_scope": "update", "overflow": "infinity"}
-    row |= {"momentum_dtype": "float32", "variance_dtype": "float32"}
-    if isinstance(optimizer, MasterWeights):
-        return row | {"rounding": optimizer.rounding, "overflow": optimizer.overflow}
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        return row
-    group = optimizer.param_groups[0]
-    first = group["momentum_dtype"] if optimizer.keeps_first(group) else torch.float32
-    second = torch.float32 if optimizer.second is None else group["variance_dtype"]
-    row["momentum_dtype"], row["variance_dtype"] = dtype_name(first), dtype_name(second)
-    rounding: str = group["rounding"]
-    if not any(dtype in LOW for dtype in (*stored, first, second)):
-        return row
-    if any(dtype in LOW for dtype in stored):
-        row["rounding"] = rounding
-    elif second in LOW or rounding != "nearest":  # moments have no Kahan remainder
-        row["rounding"] = "stochastic"
-    row["overflow"] = group["overflow"]
-    return row
 
 
 def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:

@@ -108,6 +108,15 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
     return _of_functions(module, path)
 
 
+def script_of(path: Path) -> ModuleType:
+    """A file of functions as a module; its code is run unless it was.
+
+    Raises:
+        UsageError: it cannot be read or run.
+    """
+    return _module(path.absolute(), None)
+
+
 # ---- running the file ----------------------------------------------------------------------------
 
 

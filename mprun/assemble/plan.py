@@ -142,7 +142,7 @@ def make_plan(
     Raises:
         UsageError: see the package's text.
     """
-    check_logger(config.logger.name)
+    check_logger(config.logger.name, config.logger.mode.name == "online")
     if config.speed.name == "auto":
         steady_heap()
     if untrusted is None and config.run.resume is not None and not config.run.trust:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mprun.cli.study_commands import (
     budget_note,
     for_choice,
+    log_report,
     print_out,
     request_of,
     run_study,
@@ -72,7 +73,7 @@ def advise_command(args: Sequence[str]) -> int:
     advice = advise(comparison, alarms, objective, dropped, not_tried)
     advice = replace(advice, notes=(*advice.notes, *budget_note(study, ran, budget)))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
-    report(comparison, settings, study.folder)
+    log_report(study, report(comparison, settings, study.folder))
     print_out("")
     for line in advice_lines(comparison)[1:]:  # the first one is the answer, above the table
         print_text(stdout_console(), line)

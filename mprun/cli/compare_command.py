@@ -59,7 +59,7 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
 
 def report(
     comparison: Comparison, settings: CompareSettings, folder: Path, answer: str = ""
-) -> None:
+) -> list[Path]:
     """Print the answer and the table, and write the report into `compare.dir` or `folder`.
 
     Args:
@@ -67,6 +67,9 @@ def report(
         settings: of the command.
         folder: the default folder.
         answer: printed first; by default the comparison's own.
+
+    Returns:
+        The files of the report; none with `compare.report=false`.
 
     Raises:
         UsageError: the report cannot be written.
@@ -81,7 +84,7 @@ def report(
     for line in footer(comparison):  # names of folders in it may have any characters
         print_text(console, printable(line))
     if not settings.report:
-        return
+        return []
     folder = Path(settings.dir) if settings.dir else folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,7 @@ def report(
         ) from None
     names = ", ".join(os.path.relpath(path, folder) for path in written)
     print_line(console, f"written to {folder}: {names}")
+    return written
 
 
 def parse(args: Sequence[str]) -> tuple[list[Path], CompareSettings]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.study_commands import (
     for_choice,
+    log_report,
     print_out,
     request_of,
     run_study,
@@ -42,7 +43,8 @@ def double_command(args: Sequence[str]) -> int:
     settings = for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
-    report(comparison, settings, study.folder, f"{doubling.answer}: {doubling.reason}")
+    answer = f"{doubling.answer}: {doubling.reason}"
+    log_report(study, report(comparison, settings, study.folder, answer))
     check(comparison, settings.fail_if.value)
     return study_status(ran.outcomes)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_line, stdout_console
+from mprun.console import print_line, stderr_console, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
@@ -107,6 +108,13 @@ def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome])
     """The settings for a choice: compared with the study's baseline, never on test samples."""
     baseline, split = study.judged_by(outcomes)
     return replace(request.settings.compare, baseline=baseline, split=split)
+
+
+def log_report(study: Study, files: Sequence[Path]) -> None:
+    """Give the files of a report to the logger of the study's trials."""
+    from mprun.experiments.logged_report import log_report
+
+    log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
 
 
 def print_out(text: str) -> None:

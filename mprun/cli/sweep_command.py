@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from mprun.cli.study_commands import (
     budget_note,
+    log_report,
     request_of,
     run_study,
     study_of,
@@ -44,6 +45,6 @@ def sweep_command(args: Sequence[str]) -> int:
     comparison = compared([study.folder], settings)
     notes = (*comparison.notes, *budget_note(study, ran, budget))
     comparison = replace(comparison, notes=notes, not_run=ran.not_run)
-    report(comparison, settings, study.folder)
+    log_report(study, report(comparison, settings, study.folder))
     check(comparison, settings.fail_if.value)
     return study_status(ran.outcomes)

@@ -99,11 +99,12 @@ def sweep_job(composed: Composed, folder: Path) -> int:
 
 
 def _show_sweep(folder: Path) -> int:
+    from mprun.records.run_folder import TRACKER_FOLDERS
     from mprun.records.run_record import read_summary
     from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
-    runs = [path for path in folder.iterdir() if path.is_dir()]
+    runs = [p for p in folder.iterdir() if p.is_dir() and p.name not in TRACKER_FOLDERS]
     for run in sorted(runs, key=lambda p: (len(p.name), p.name)):
         try:
             summaries[run.name] = read_summary(run)

@@ -17,10 +17,11 @@ from typing import NamedTuple
 from mprun.compare.comparison import Run, Skipped
 from mprun.compare.formatting import readable
 from mprun.errors import UsageError
+from mprun.records.run_folder import TRACKER_FOLDERS
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 
 SUMMARY = "summary.json"
-NOT_SEARCHED = "checkpoints"
+NOT_SEARCHED = ("checkpoints", *TRACKER_FOLDERS)
 REPORT = "comparison.json"
 """A file of an earlier comparison; a folder with it is not reported as skipped."""
 
@@ -101,7 +102,7 @@ class _FolderSearch:
         below = [
             Path(e.path)
             for e in entries
-            if e.name != NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
+            if e.name not in NOT_SEARCHED and not e.name.startswith(".") and _is_folder(e.path)
         ]
         foreign = [path for path in below if not self.visit(path)]
         if is_run:  # folders inside a run, a logger's for example, are not reported
@@ -123,19 +124,24 @@ class _FolderSearch:
             self.skip(folder, f"{SUMMARY} is damaged: metric.name is {name!r}")
         elif summary.status == "running":
             self.skip(folder, "still running, or killed")
-        elif summary.status == "interrupted":
-            how = readable(summary.error or "no reason given")
-            self.skip(folder, f"interrupted ({how}); mprun run.resume={folder} resumes it")
-        elif is_failed_by_machine(summary):
-            why = readable(summary.error or "no reason given")
-            self.skip(folder, f"ended by the machine ({why}); mprun run.resume={folder} resumes it")
+        elif summary.status == "interrupted" or is_failed_by_machine(summary):
+            self.skip(folder, _why_ended(folder, summary))
         else:
             self.runs.append(Run(folder, summary))
 
 
+def _why_ended(folder: Path, summary: Summary) -> str:
+    """Why a run ended before its time, and how it is resumed."""
+    how = "interrupted" if summary.status == "interrupted" else "ended by the machine"
+    reason = f"{how} ({readable(summary.error or 'no reason given')})"
+    if summary.observed:
+        return f"{reason} in a loop that mprun observed"
+    return f"{reason}; mprun run.resume={folder} resumes it"
+
+
 def _is_recorded(summary: Summary) -> bool:
     """Whether the record knows the metric that it is judged by."""
-    return summary.metric.name in ("loss", "accuracy", *summary.metrics)
+    return summary.observed or summary.metric.name in ("loss", "accuracy", *summary.metrics)
 
 
 def _is_folder(path: str | Path) -> bool:

@@ -78,9 +78,12 @@ def is_partial(summary: Summary, split: str) -> bool:
 
 
 def has_result(summary: Summary) -> bool:
-    """Whether a run completed with a metric; without one, every step was skipped."""
+    """Whether a run completed with a metric; without one, every step was skipped.
+
+    An observed loop need not log any.
+    """
     has_metric = any(score(summary, split) is not None for split in SPLITS)
-    return summary.status == "completed" and has_metric
+    return summary.status == "completed" and (has_metric or summary.observed)
 
 
 def scores(group: RunGroup, split: str) -> dict[int, float]:

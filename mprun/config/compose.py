@@ -41,8 +41,8 @@ CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
 SCHEMA_NAME = "config_schema"
 
-OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "train.optimizer.args.")
-"""Mappings whose keys are the user's: parameters of a recipe or class, names of modules."""
+OPEN_MAPPINGS = ("recipe.model.", "precision.layers.", "train.optimizer.args.", "logger.tags.")
+"""Mappings whose keys are the user's: parameters of a recipe or class, names of modules, tags."""
 
 EPOCHS = 3
 """Passes over the data of a recipe in a file, where nothing limits the run."""

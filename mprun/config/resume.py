@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "data.root",
     "debug.fp_exceptions",
     "debug.halt_after",
+    "logger.uri",
     "run.trust",
 )
 LENGTH = ("train.epochs", "train.max_steps")
@@ -53,6 +54,7 @@ def resumed(folder: str, parsed: list[Override]) -> DictConfig:
     try:
         for override in parsed:
             _apply(config, override)
+        _check_store(config, folder, {override.key_or_group for override in parsed})
         config.run.dir = config.run.resume = as_text(folder)
     except OmegaConfBaseException as error:  # a field of the file stands for nothing
         raise _invalid(Path(folder), _reason(error)) from None
@@ -121,6 +123,16 @@ def _check_length(config: DictConfig, key: str, value: Any) -> None:
         raise UsageError(
             f"{key}={value}: the run's train.scheduler={config.train.scheduler.name} was planned "
             f"for {key}={OmegaConf.select(config, key)}, which a resumed run keeps"
+        )
+
+
+def _check_store(config: DictConfig, folder: str, given: set[str]) -> None:
+    """Send nothing to an address from the folder, and change no file that it names."""
+    uri = config.logger.uri
+    if uri is not None and "logger.uri" not in given and not config.run.trust:
+        raise UsageError(
+            f"run.resume={folder}: the run's logger.uri={uri} is where its figures go; if the "
+            "folder is yours, add run.trust=true, else logger.uri=null or an address of yours"
         )
 
 

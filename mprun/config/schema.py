@@ -146,6 +146,13 @@ class FpExceptions(Enum):
     skip = "skip"
 
 
+class LoggerMode(Enum):
+    """Whether a logger sends its data away; `offline` never does."""
+
+    offline = "offline"
+    online = "online"
+
+
 class Scheduler(Enum):
     """Learning-rate schedule over the planned optimizer steps."""
 
@@ -274,10 +281,20 @@ class BatchConfig:
 
 @dataclass
 class LoggerConfig:
-    """Extra outputs for scalars; the record is always written."""
+    """A further output beside the record, which is always written."""
 
     name: str = MISSING
     """The name of the logger."""
+    project: str | None = None
+    """MLflow's experiment, or the project of W&B and trackio; null: the recipe's name."""
+    run_name: str | None = None
+    """The run's name there; null: variant and seed."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Tags beside mprun's own (precision, variant, seed, hardware, ...): {team: vision}."""
+    uri: str | None = None
+    """MLflow's store, sqlite:///FILE or https://SERVER; null: mlflow.db beside the runs."""
+    mode: LoggerMode = LoggerMode.offline
+    """W&B: offline keeps all in files for `wandb sync`; online sends it while the run trains."""
 
 
 @dataclass
@@ -411,7 +428,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Batch size against the recipe's."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    """Extra loggers."""
+    """A further output."""
     preset: PresetConfig = field(default_factory=PresetConfig)
     """Bundles of overrides."""
     train: TrainConfig = field(default_factory=TrainConfig)

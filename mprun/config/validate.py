@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mprun.config.logger_checks import check_logger_fields, unused_logger_fields
 from mprun.config.schema import (
     FLOAT16_LAYERS,
     LAYERS_STORED_LOW,
@@ -154,6 +155,7 @@ def check(config: Config) -> None:
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
     _check_op_lists(config)
+    check_logger_fields(config.logger)
     for key in NAMES:
         if not get(config, key).isprintable():
             raise UsageError(
@@ -243,6 +245,7 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     reasons = dict(_reasons(config))
     for key in dict.fromkeys(given):
         field = "train.optimizer.args" if is_argument(key) else key
+        field = "logger.tags" if key.startswith("logger.tags.") else field
         if field in reasons:
             yield f"{key} has no effect: {reasons[field]}"
 
@@ -313,6 +316,7 @@ def _reasons(config: Config) -> Iterator[tuple[str, str]]:
     if config.batch.factor == 1:
         yield "batch.lr_rule", "the batch is not multiplied (batch.factor=1)"
     yield from _optimizer_reasons(config)
+    yield from unused_logger_fields(config.logger)
 
 
 def _optimizer_reasons(config: Config) -> Iterator[tuple[str, str]]:

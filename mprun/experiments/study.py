@@ -264,7 +264,7 @@ def _check_untrusted(folder: Path, plan: StudyPlan) -> None:
     if not all(name.isprintable() for name in plan.variants):
         raise UsageError(f"{folder / FILE} is damaged: a variant has no name that can be printed")
     for text in (*plan.of_trials, *chain(*plan.variants.values())):
-        if text.lstrip("+").startswith("run."):
+        if text.lstrip("+").startswith(("run.", "logger.uri")):
             raise UsageError(f"run.resume={folder}: {FILE} contains '{printable(text)}'; {trust}")
         if "${" in text:
             raise UsageError(

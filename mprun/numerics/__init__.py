@@ -1,5 +1,6 @@
 """The numerics of a training step: memory, ops and their dtypes, exponents, rounding errors."""
 
+from mprun.numerics.cast_counts import CastCounts
 from mprun.numerics.collect import Statistics, statistics
 from mprun.numerics.memory_recorder import MemoryRecorder, fake_tensors, memory, record_memory
 from mprun.numerics.nonfinite import (
@@ -13,6 +14,7 @@ from mprun.numerics.step_memory import StepMemory
 from mprun.numerics.tolerance import Tolerance
 
 __all__ = [
+    "CastCounts",
     "FpException",
     "FpExceptionError",
     "MemoryRecorder",

@@ -16,28 +16,26 @@ taken.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.numerics.audit_finding import KINDS, AuditFinding, fewest_modules
+from mprun.numerics.cast_counts import CastCounts
+from mprun.numerics.dtype_rows import DtypeRow, dtype_rows, totals
+from mprun.numerics.op_watcher import dtype_name
+from mprun.numerics.switch_settings import (
+    PYTORCH,
+    SwitchSetting,
+    switch_findings,
+    switch_settings,
+)
 from mprun.numerics.updates import ExactUpdate, exact_updates, lost_updates, lr_factors
 from mprun.precision.products import LOW
-from mprun.precision.switches import tf32_is_on
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
-
-KINDS = {
-    "lost_update": "a step leaves most of a module's weights, or of its biases, unchanged",
-    "loaded_in_16_bits": "16-bit parameters whose optimizer loses small updates",
-    "norm_in_16_bits": "the weights of a normalization are among them",
-    "embedding_in_16_bits": "the weights of an embedding are among them",
-    "state_in_16_bits": "an optimizer keeps its moments in 16 bits and rounds them to nearest",
-    "tf32": "float32 matmuls are computed in TensorFloat-32",
-}
-"""Every kind of finding, and what it means."""
 
 MOST_LOST = 0.5
 """Share of updates that may be lost; above it, most of a module stands still at each step."""
@@ -45,6 +43,12 @@ KEEP = (
     "load or make the model in float32 and use torch.autocast, or take mprun.optim.AdamW(..., "
     "rounding='stochastic')"
 )
+LOAD = (
+    "from_pretrained(..., dtype=torch.float32) and torch.autocast (bf16=True in the Trainer), or "
+    "mprun.optim.AdamW(..., rounding='stochastic')"
+)
+__all__ = ["KINDS", "Audit", "AuditFinding", "audit"]
+
 Parameters = set[nn.Parameter]
 Updates = dict[nn.Parameter, ExactUpdate]
 RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
@@ -52,34 +56,25 @@ RULE = {torch.float16: "fp16.nearest", torch.bfloat16: "bf16.nearest"}
 
 
 @dataclass(frozen=True)
-class AuditFinding:
-    """One thing that is wrong."""
-
-    kind: str
-    """One of `KINDS`."""
-    module: str
-    """A name of `named_modules()`; empty for the model itself."""
-    text: str
-    """What is wrong."""
-    fix: str
-    """What to do, in one line."""
-
-
-@dataclass(frozen=True)
 class Audit:
     """What an audit found; printed, it is a table."""
 
     findings: tuple[AuditFinding, ...]
-    dtypes: dict[str, dict[str, int]]
-    """By role (parameters, gradients, buffers, optimizer state): dtype to how many numbers."""
+    modules: tuple[DtypeRow, ...] = ()
+    """Parameters, gradients, buffers and optimizer state by dtype and module, in few rows."""
+    switches: tuple[SwitchSetting, ...] = ()
+    """The process-wide switches of lower precision that concern the model's devices."""
     notes: tuple[str, ...] = ()
     """What could not be looked at, and what that needs."""
 
+    @property
+    def dtypes(self) -> dict[str, dict[str, int]]:
+        """By role (parameters, gradients, buffers, optimizer state): dtype to how many numbers."""
+        return totals(self.modules)
+
     def __str__(self) -> str:
-        lines = [
-            f"{role}: {', '.join(f'{dtype} {count:,}' for dtype, count in row.items())}"
-            for role, row in self.dtypes.items()
-        ]
+        lines = [str(row) for row in self.modules]
+        lines += [f"switch: {x}" for x in self.switches if x.set_by != PYTORCH or x.lowers]
         for finding in self.findings:
             where = finding.module or "the model"
             lines += [f"{finding.kind}  {where}: {finding.text}", f"    fix: {finding.fix}"]
@@ -88,27 +83,35 @@ class Audit:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def audit(model: nn.Module, optimizer: Optimizer | None = None) -> Audit:
+def audit(
+    model: nn.Module, optimizer: Optimizer | None = None, casts: CastCounts | None = None
+) -> Audit:
     """Look at a model's dtypes; nothing is changed.
 
     Args:
         model: on any device.
         optimizer: the one that trains it; without it, parameters in 16 bits count as unsafe.
+        casts: of one forward pass (`cast_counts`); without it, repeated casts are not looked for.
 
     Returns:
         The findings: `lost_update` only where parameters have gradients.
     """
     safe = _kept_safe(optimizer)
-    unsafe = {p for p in model.parameters() if p.requires_grad and p.dtype in LOW} - safe
+    trained = {p for p in model.parameters() if p.requires_grad}
+    unsafe = {p for p in trained if p.dtype in LOW} - safe
     updates, notes = _updates(optimizer, unsafe)
+    computed: set[torch.dtype] = set() if casts is None else casts.dtypes.intersection(LOW)
     findings = (
         *_lost(model, optimizer, updates),
-        *_loaded(model, unsafe),
+        *_loaded(model, unsafe, trained),
         *_layers(model, unsafe),
-        *_state(model, optimizer, safe),
-        *_tf32(model),
+        *_state(model, optimizer, safe, trained),
+        *(() if casts is None else casts.findings(model)),
+        *switch_findings(model, computed),
     )
-    return Audit(findings, _dtypes(model, optimizer), notes)
+    devices = {p.device.type for p in model.parameters()}
+    switches = tuple(switch_settings(devices))
+    return Audit(findings, dtype_rows(model, optimizer), switches, notes)
 
 
 def _updates(optimizer: Optimizer | None, unsafe: Parameters) -> tuple[Updates, tuple[str, ...]]:
@@ -140,26 +143,32 @@ def _kept_safe(optimizer: Optimizer | None) -> Parameters:
     return safe
 
 
-def _modules(model: nn.Module, wanted: Parameters, prefix: str = "") -> Iterator[str]:
-    """The fewest modules that have all `wanted` parameters, and no other trainable ones."""
-    trained = {p for p in model.parameters() if p.requires_grad}
-    if not trained & wanted:
-        return
-    own = {p for p in model.parameters(recurse=False) if p.requires_grad}
-    if trained <= wanted or own & wanted:
-        yield prefix
-        return
-    for name, child in model.named_children():
-        yield from _modules(child, wanted, f"{prefix}.{name}" if prefix else name)
-
-
-def _loaded(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
+def _loaded(model: nn.Module, unsafe: Parameters, trained: Parameters) -> Iterator[AuditFinding]:
     parts = dict(model.named_modules())
-    for name in _modules(model, unsafe):
+    for name in fewest_modules(model, unsafe, trained):
         held = [p for p in parts[name].parameters() if p in unsafe]
-        kinds = " and ".join(sorted({_word(p.dtype) for p in held}))
+        kinds = " and ".join(sorted({dtype_name(p.dtype) for p in held}))
         text = f"{sum(p.numel() for p in held):,} trainable numbers in {kinds}, updated by rounding"
-        yield AuditFinding("loaded_in_16_bits", name, f"{text} to nearest", KEEP)
+        text = f"{text} to nearest"
+        stored = _config_dtype(model)
+        if stored in {dtype_name(p.dtype) for p in held}:
+            text += (
+                f"; config.dtype is {stored}, and from_pretrained loads what a checkpoint stores"
+            )
+            yield AuditFinding("loaded_in_16_bits", name, text, LOAD)
+        else:
+            yield AuditFinding("loaded_in_16_bits", name, text, KEEP)
+
+
+def _config_dtype(model: nn.Module) -> str | None:
+    """The dtype in the configuration of a Hugging Face model, or of one that is a part of it."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    for config in (x for x in configs if x is not None):
+        # `torch_dtype` is its name before transformers 4.56
+        dtype = getattr(config, "dtype", None) or getattr(config, "__dict__", {}).get("torch_dtype")
+        if dtype is not None:
+            return str(dtype).removeprefix("torch.")
+    return None
 
 
 def _layers(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
@@ -167,7 +176,7 @@ def _layers(model: nn.Module, unsafe: Parameters) -> Iterator[AuditFinding]:
         held = [p for p in module.parameters(recurse=False) if p in unsafe]
         if not held:
             continue
-        dtype = _word(held[0].dtype)
+        dtype = dtype_name(held[0].dtype)
         if "norm" in type(module).__name__.lower():
             text = f"its weights start at 1, of which {dtype} loses small updates"
             yield AuditFinding("norm_in_16_bits", name, text, f"keep it in float32: {_to(name)}")
@@ -183,7 +192,7 @@ def _to(name: str) -> str:
 
 
 def _state(
-    model: nn.Module, optimizer: Optimizer | None, safe: Parameters
+    model: nn.Module, optimizer: Optimizer | None, safe: Parameters, trained: Parameters
 ) -> Iterator[AuditFinding]:
     """Moments in 16 bits of an optimizer that rounds them to nearest."""
     states = {} if optimizer is None else optimizer.state
@@ -192,7 +201,7 @@ def _state(
         for p in {*model.parameters()} - safe
         if any(isinstance(x, Tensor) and x.dtype in LOW for x in states.get(p, {}).values())
     }
-    for name in _modules(model, low):
+    for name in fewest_modules(model, low, trained):
         text = (
             "moments in 16 bits, rounded to nearest: a change below 0.4 % is lost in bfloat16, so "
             "averages over more than some 250 steps stand still"
@@ -222,36 +231,3 @@ def _lost(
             f"{rate * float(factors.median()):.1e} (now {rate:.1e})"
         )
         yield AuditFinding("lost_update", name, text, KEEP)
-
-
-def _tf32(model: nn.Module) -> Iterator[AuditFinding]:
-    devices = {p.device for p in model.parameters() if p.dtype is torch.float32}
-    if any(map(tf32_is_on, devices)):
-        fix = "torch.backends.cuda.matmul.fp32_precision = 'ieee', if you did not mean it"
-        yield AuditFinding(
-            "tf32", "", "float32 matmuls have 10 bits of precision instead of 23", fix
-        )
-
-
-def _dtypes(model: nn.Module, optimizer: Optimizer | None) -> dict[str, dict[str, int]]:
-    states = [] if optimizer is None else optimizer.state.values()
-    content: dict[str, list[Tensor]] = {
-        "parameters": [*model.parameters()],
-        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-        "buffers": [*model.buffers()],
-        "optimizer state": [
-            x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()
-        ],
-    }
-    return {role: _counted(tensors) for role, tensors in content.items() if tensors}
-
-
-def _counted(tensors: Sequence[Tensor]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for x in tensors:
-        counts[_word(x.dtype)] += x.numel()
-    return dict(counts.most_common())
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -101,6 +101,14 @@ class StepTracker:
             finally:
                 self.forget()
 
+    def begin_update(self) -> None:
+        """An optimizer's step begins; for those that `following` does not have."""
+        self._optimizing = True
+
+    def end_update(self) -> None:
+        """It ended."""
+        self._optimizing = False
+
     def forget_graph(self) -> None:
         """Drop the notes on nodes of a graph that is gone."""
         self._made.clear()
@@ -167,12 +175,12 @@ class StepTracker:
         self, listeners: Sequence[StepListener]
     ) -> tuple[Callable[..., None], Callable[..., None]]:
         def begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._optimizing = True
+            self.begin_update()
             for listener in listeners:
                 listener.on_update_begin(optimizer, args, kwargs)
 
         def end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self._optimizing = False
+            self.end_update()
             for listener in listeners:
                 listener.on_update_end(optimizer)
 

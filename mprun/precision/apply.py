@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -244,6 +244,12 @@ class Precision:
         self.arithmetic.begin_step(step)
         for guard in self._guards.values():
             guard.before(step)
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        """The casts and the arithmetic of a forward pass, for code that calls the model itself."""
+        with self.arithmetic.region(), self._caster.region():
+            yield
 
     def forward(self, model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`model(*args, **kwargs)`, its floating tensors in the policy's output dtype.

@@ -23,6 +23,7 @@ from mprun.records.files import (
     write_atomic,
     write_json,
 )
+from mprun.records.logger_record import FILE as LOGGER
 from mprun.records.run_record import METRICS, Summary, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -30,12 +31,21 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 RECIPE = "recipe.py"
 """The copy of a recipe that is a file."""
 
-ENTRIES = (
+RECORD_FILES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
-    *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard"),
+)
+"""The files of a record; a logger keeps copies of them."""
+
+ENTRIES = (
+    *RECORD_FILES,
+    *("checkpoints", "checkpoints/last.pt", "checkpoints/.lock", "tensorboard", LOGGER),
 )
 """What a run reads and writes in its folder."""
+
+MLFLOW_ARTIFACTS, WANDB_FOLDER, TRACKIO_FOLDER = "mlartifacts", "wandb", "trackio"
+TRACKER_FOLDERS = (MLFLOW_ARTIFACTS, WANDB_FOLDER, TRACKIO_FOLDER)
+"""Folders beside the runs that a logger's package writes; they have copies of records."""
 
 
 class RunFolder:

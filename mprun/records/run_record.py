@@ -320,6 +320,8 @@ class Summary:
     """What ended a failed run: the run itself, or a full disk or too little memory."""
     metrics: dict[str, MetricRow] = field(default_factory=dict)
     """Every score by its name, loss and accuracy among them: of the last epoch, and of the test."""
+    observed: bool = False
+    """Whether `mprun.observe` wrote it, in a loop that cannot be resumed by mprun."""
 
 
 def metric_rows(last: Epoch | None, test: Scores) -> dict[str, MetricRow]:

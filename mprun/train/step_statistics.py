@@ -153,7 +153,7 @@ class StepStatistics:
         """The steps that may turn out to be warm-up."""
         self._columns = Distribution(), Distribution(), Distribution()
 
-    def add(self, step_ms: float, data_ms: float, page_faults: int | None = None) -> None:
+    def add(self, step_ms: float, data_ms: float | None, page_faults: int | None = None) -> None:
         """One full-size step."""
         self._steps += 1
         row = step_ms, data_ms, page_faults

@@ -71,6 +71,7 @@ ADDED = (
         "conditions",
         "failed_by",
         "recipe_sha256",
+        "observed",
     ),
     *("samples", "metrics"),
 )

@@ -20,7 +20,7 @@ from tests.security.records import write_config
 
 FILES = (
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
-    *("checkpoints/last.pt", "checkpoints/.lock"),
+    *("checkpoints/last.pt", "checkpoints/.lock", "logger.json"),
 )
 FOLDERS = ("checkpoints", "tensorboard")
 

@@ -1,4 +1,4 @@
-"""Loggers: TensorBoard reads what the loop reported; a logger that is not available is refused."""
+"""Loggers: what all have in common, and TensorBoard, which reads what the loop reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mprun.cli.main import main
 from mprun.errors import UsageError
 from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
 from mprun.train.callbacks import StepLine
-from mprun.train.loggers import LOGGERS, TensorBoardLogger, build_loggers, check_logger
+from mprun.train.loggers import LOGGERS, LoggedRun, build_loggers, check_logger
+from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 
 NONE = Scores(loss=None, accuracy=None)
 
@@ -50,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
-    (logger,) = build_loggers("tensorboard", folder)
+    (logger,) = build_loggers("tensorboard", LoggedRun(folder=folder))
     logger.on_steps([step_line(1, 0.75), step_line(2, 0.5)])
     logger.on_steps([step_line(3, 0.25)])
     epoch = Epoch(
@@ -60,7 +61,7 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
     )
     logger.on_epoch_end(epoch, 3)
     logger.on_test(Scores(loss=1.5, accuracy=0.75), 3)
-    logger.on_end("completed")
+    logger.finish("completed")
     assert curves(folder / "tensorboard") == {
         "train/loss": [(1, 0.75), (2, 0.5), (3, 0.25)],
         # float32 is what an event holds
@@ -78,21 +79,21 @@ def test_every_scalar_of_a_run_arrives(folder: Path) -> None:
 
 
 def test_what_does_not_apply_is_left_out(folder: Path) -> None:
-    logger = TensorBoardLogger(folder)
+    logger = TensorBoardLogger(LoggedRun(folder=folder))
     train = Scores(loss=0.5, accuracy=None)
     logger.on_epoch_end(Epoch(epoch=1, train=train, validation=NONE), 7)
     logger.on_test(NONE, 7)
-    logger.on_end("completed")
+    logger.finish("completed")
     assert curves(folder / "tensorboard") == {"train/epoch_loss": [(7, 0.5)]}
 
 
 def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
-    logger = TensorBoardLogger(folder)
+    logger = TensorBoardLogger(LoggedRun(folder=folder))
     logger.on_steps([step_line(1, math.nan), step_line(2, math.inf), step_line(3, -math.inf)])
     train = Scores(loss="nan", accuracy=0.0)
     logger.on_epoch_end(Epoch(epoch=1, train=train, validation=NONE), 3)
     logger.on_test(Scores(loss="inf", accuracy=0.0), 3)
-    logger.on_end("completed")
+    logger.finish("completed")
     written = curves(folder / "tensorboard")
     first, *others = [value for _, value in written["train/loss"]]
     assert math.isnan(first)
@@ -103,28 +104,30 @@ def test_broken_losses_are_written_as_they_are(folder: Path) -> None:
 
 def test_all_is_written_when_a_call_returns(folder: Path) -> None:
     """So that nothing is left to a thread that would run beside the next step."""
-    logger = TensorBoardLogger(folder)
+    logger = TensorBoardLogger(LoggedRun(folder=folder))
     logger.on_steps([step_line(n) for n in range(1, 201)])
     assert len(curves(folder / "tensorboard")["train/loss"]) == 200
     logger.on_test(Scores(loss=1.0, accuracy=None), 200)
     assert curves(folder / "tensorboard")["test/loss"] == [(200, 1.0)]
-    logger.on_end("completed")
+    logger.finish("completed")
 
 
 def test_closing_leaves_no_thread(folder: Path) -> None:
     before = threading.active_count()
-    TensorBoardLogger(folder).on_end("completed")
+    logger = TensorBoardLogger(LoggedRun(folder=folder))
+    logger.on_steps([step_line(1)])
+    logger.finish("completed")
     assert threading.active_count() == before
 
 
 def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
-    (logger,) = build_loggers("tensorboard", folder)
+    (logger,) = build_loggers("tensorboard", LoggedRun(folder=folder))
     logger.on_steps([step_line(n, 1.0) for n in range(1, 6)])  # killed here; checkpoint at step 3
-    logger.on_end("completed")
+    logger.finish("completed")
     time.sleep(1.01)  # TensorBoard orders files by their names, which hold the second
-    (logger,) = build_loggers("tensorboard", folder, first_step=4)
+    (logger,) = build_loggers("tensorboard", LoggedRun(folder=folder, first_step=4))
     logger.on_steps([step_line(n, 2.0) for n in range(4, 7)])
-    logger.on_end("completed")
+    logger.finish("completed")
     assert curves(folder / "tensorboard")["train/loss"] == [
         *[(n, 1.0) for n in (1, 2, 3)],
         *[(n, 2.0) for n in (4, 5, 6)],
@@ -132,7 +135,7 @@ def test_a_resumed_run_replaces_what_it_does_again(folder: Path) -> None:
 
 
 def test_none_is_no_callback(tmp_path: Path) -> None:
-    assert build_loggers("none", tmp_path / "run") == []
+    assert build_loggers("none", LoggedRun(folder=tmp_path / "run")) == []
 
 
 # What is not available
@@ -162,10 +165,11 @@ def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         check_logger("tensorbord")
     assert str(caught.value) == (
-        "logger.name=tensorbord: legal: none, tensorboard; did you mean 'tensorboard'?"
+        "logger.name=tensorbord: legal: none, tensorboard, mlflow, wandb, trackio; "
+        "did you mean 'tensorboard'?"
     )
-    with pytest.raises(UsageError, match=r"legal: none, tensorboard$"):
-        build_loggers("", Path("run"))
+    with pytest.raises(UsageError, match=r"legal: none, tensorboard, mlflow, wandb, trackio$"):
+        build_loggers("", LoggedRun(folder=Path("run")))
 
 
 def test_each_has_its_file_of_the_group() -> None:

@@ -72,6 +72,7 @@ def fp_exceptions(
     action: str = "log",
     halt_after: int = HALT_AFTER,
     saturates: bool = False,
+    first_step: int = 1,
 ) -> Iterator[NonfiniteReport]:
     """Inspect every op inside for NaN and infinities that are made of finite numbers.
 
@@ -83,6 +84,7 @@ def fp_exceptions(
         halt_after: steps lost in a row, skipped by a loss scaler or dropped, that end halt and
             skip.
         saturates: whether 16-bit results that were clamped to the largest number count as well.
+        first_step: the number of the first step inside, for the reports.
 
     Yields:
         The exceptions so far, to be read inside or afterwards.
@@ -94,7 +96,7 @@ def fp_exceptions(
     """
     optimizers = _optimizers(optimizer)
     monitor = StepMonitor(model, optimizers, Response(action, halt_after), saturates)
-    loop, watcher = _Loop(monitor, optimizers), monitor.watcher
+    loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
     if any(map(is_compiled, model.modules())):
         logger.warning(COMPILED)
     with watcher.following(model, *optimizers, listeners=[loop]), watcher:
@@ -122,14 +124,16 @@ def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer
 class _Loop(StepListener):
     """Recognises by hooks where steps begin and end."""
 
-    def __init__(self, monitor: StepMonitor, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, monitor: StepMonitor, optimizers: Sequence[Optimizer], first_step: int
+    ) -> None:
         self.monitor = monitor
         self._optimizers = optimizers
         self._stepped: set[int] = set()
         """The optimizers that stepped in this step, by `id`."""
         self._skips = False
         self._loss_scale: float | None = None
-        self._step = 1
+        self._step = first_step
         monitor.begin_step(self._step)
 
     def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:

@@ -1,0 +1,117 @@
+"""mprun's eyes in the Trainer of Lightning.
+
+    from mprun.integrations.lightning import MprunCallback
+
+    watch = MprunCallback(out="runs/bf16")
+    Trainer(precision="bf16-mixed", callbacks=[watch]).fit(module, loader)
+    print(watch.run)
+
+The folder gets the record of `mprun.observe`: step times, memory, dtypes, the audit, the loss that
+`training_step` returns (else what it logs as `loss` or `train_loss`), and what a validation logs as
+`val_...`. `mprun compare` reads it. No bit of the training changes, with automatic and manual
+optimization and in each precision of Lightning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:
+    raise ImportError(
+        "mprun.integrations.lightning needs the package lightning; pip install 'mprun[lightning]'"
+    ) from None
+
+from mprun.integrations.logged_values import split_of
+from mprun.integrations.observation import Observation
+from mprun.integrations.trainer_record import TrainerRecord
+from mprun.numerics.nonfinite import NonfiniteReport
+
+SEED = "PL_GLOBAL_SEED"
+"""Where `seed_everything` leaves the seed."""
+LOGGED_LOSSES = ("loss", "train_loss", "train_loss_step", "loss_step")
+
+
+class MprunCallback(Callback):  # type: ignore[misc]
+    """Observes the training; its arguments are those of `TrainerRecord`.
+
+    Only the main process observes. The seed is that of `seed_everything`, if none is given.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self._record = TrainerRecord(*args, **kwargs)
+        self._losses: list[Any] = []
+        """Of the micro-batches since the last step."""
+        self._steps = 0
+
+    @property
+    def run(self) -> Observation | None:
+        """What is observed, also when the training is over: its `audit`, `summary`, `out`."""
+        return self._record.run
+
+    @property
+    def fp_report(self) -> NonfiniteReport | None:
+        """The floating-point exceptions of the steps that were inspected."""
+        return self._record.fp_report
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.is_global_zero:
+            seed = os.environ.get(SEED, "")
+            self._record.begin(
+                pl_module, [*trainer.optimizers], int(seed) if seed.isdigit() else None
+            )
+            self._losses, self._steps = [], trainer.global_step
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._record.begin_step(trainer.global_step + 1)
+        if (run := self._record.running) is not None:
+            run.note_batch(batch)
+            run.begin_call(batch)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._losses += [] if loss is None else [loss]
+        if trainer.global_step == self._steps:  # of a micro-batch that no step follows
+            return
+        self._steps = trainer.global_step
+        self._log_loss(trainer, pl_module.automatic_optimization)
+        self._record.end_step(self._steps)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if (run := self._record.running) is not None:
+            run.on_other_call()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if not trainer.sanity_checking:
+            scores = {k: v for k, v in trainer.callback_metrics.items() if _is_score(k)}
+            self._record.log(scores)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._record.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._record.end(exception)
+
+    def _log_loss(self, trainer: Any, automatic: bool) -> None:
+        """Log the loss of the step: Lightning divides those of micro-batches by their number."""
+        if self._losses:
+            total = sum(self._losses[1:], self._losses[0])
+            self._record.log({"loss": total if automatic else total / len(self._losses)})
+            self._losses = []
+            return
+        logged = trainer.callback_metrics
+        name = next((name for name in LOGGED_LOSSES if name in logged), None)
+        if name is not None:
+            self._record.log({"loss": logged[name]})
+
+
+def _is_score(name: str) -> bool:
+    return split_of(name)[0] == "validation"

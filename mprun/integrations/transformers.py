@@ -1,0 +1,87 @@
+"""mprun's eyes in the Trainer of Hugging Face.
+
+    from mprun.integrations.transformers import MprunCallback
+
+    trainer = Trainer(model, args, train_dataset=..., callbacks=[MprunCallback(out="runs/bf16")])
+    trainer.train()
+    print(trainer.pop_callback(MprunCallback).run)
+
+The folder gets the record of `mprun.observe`: step times, memory, dtypes, the audit, the losses
+that the Trainer logs and the metrics of its evaluations. `mprun compare` reads it. No bit of the
+training changes.
+
+The Trainer calls no callback where its training fails. The record then ends with the program, with
+the next training, or with `close(error)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from transformers import TrainerCallback
+except ImportError:
+    raise ImportError(
+        "mprun.integrations.transformers needs the packages transformers and accelerate; "
+        "pip install 'mprun[transformers]'"
+    ) from None
+
+from mprun.integrations.observation import Observation
+from mprun.integrations.trainer_record import TrainerRecord
+from mprun.numerics.nonfinite import NonfiniteReport
+
+NOT_SCORES = ("_runtime", "_per_second", "_time", "_flos")
+"""Ends of the names that the Trainer logs beside scores."""
+
+
+class MprunCallback(TrainerCallback):
+    """Observes the training; its arguments are those of `TrainerRecord`.
+
+    Only the main process observes. The seed is that of the `TrainingArguments`, if none is given.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._record = TrainerRecord(*args, **kwargs)
+
+    @property
+    def run(self) -> Observation | None:
+        """What is observed, also when the training is over: its `audit`, `summary`, `out`."""
+        return self._record.run
+
+    @property
+    def fp_report(self) -> NonfiniteReport | None:
+        """The floating-point exceptions of the steps that were inspected."""
+        return self._record.fp_report
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the record of a training that failed by `error`, which the program goes on after."""
+        self._record.end(error)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self._record.begin(kwargs["model"], [kwargs["optimizer"]], args.seed)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._record.begin_step(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._record.end_step(state.global_step)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        values = logs or {}
+        if "train_loss" in values:  # the training is over
+            self._record.log_training_loss(values["train_loss"])
+            return
+        left_out = ("epoch", "learning_rate", "num_input_tokens_seen")
+        self._record.log(
+            {
+                name: value
+                for name, value in values.items()
+                if name not in left_out and not name.endswith(NOT_SCORES)
+            }
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._record.end()

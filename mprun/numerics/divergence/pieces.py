@@ -1,0 +1,257 @@
+"""Each module's own code in float64, on the very numbers that a side gave it.
+
+An error at a module's output is inherited from its inputs, or arises in it. To tell them apart, a
+float64 copy of the model runs with every boundary forced: a module gets the inputs that the side
+gave it, and its caller gets the outputs that the side's module returned. What the copy computes in
+between is the module's own code without rounding, and its difference from the side's numbers is
+the error that arose there. One pass gives this for all modules.
+
+The forced tensors are leaves, so the graph of the copy falls into pieces, one for each call. A
+piece goes backward from the gradients that the side had at its ends, and its results are compared
+with those that the side had at its other ends and at its parameters.
+
+Run once more with results rounded to the dtype of each call, and what a piece reads moved at
+random by up to half a unit of it, the pieces show which errors that dtype explains. Moving what is
+read models sums that cancel: rounding their result to nearest does not show what they lose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun._torch import in_backward
+from mprun.nested import map_tensors
+from mprun.numerics.divergence.boundaries import Boundary, Place, Recording, floating
+from mprun.numerics.divergence.exact import Exact, exact_arithmetic, set_values
+
+
+@dataclass
+class Piece:
+    """A module's own code of one call, between its boundary and those of its children."""
+
+    boundary: Boundary
+    starts: list[tuple[str, Tensor, Tensor | None]] = field(default_factory=list)
+    """What it reads: a name, a leaf, and the side's gradient there (None: nothing arrived)."""
+    ends: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    """What it computes: a tensor, and the side's gradient there."""
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What float64 makes of a side's numbers."""
+
+    outputs: dict[Place, list[Tensor]]
+    """What each call's own code computes."""
+    gradients: dict[Place, dict[str, tuple[Tensor, Tensor]]]
+    """Call to the gradients that its backward pass computes, by name, each with the side's."""
+    parameters: dict[str, Tensor]
+    """The gradients of the parameters: sums over the calls that use them."""
+
+
+def forced(
+    twin: nn.Module, side: Recording, run: Callable[[nn.Module], object], rounded: bool
+) -> Results:
+    """Run the pieces of a side.
+
+    Args:
+        twin: a float64 copy of the model; it gets the side's parameters and buffers.
+        side: the recording.
+        run: calls the copy, with any floating numbers.
+        rounded: round to the dtype of each call.
+    """
+    set_values(twin, {**side.parameters, **side.buffers})
+    if rounded:
+        _move_parameters(twin, side)
+    with exact_arithmetic(twin) as exact:
+        forcing = _ForcedRun(side, exact, rounded)
+        with ExitStack() as stack:
+            for path, module in twin.named_modules():
+                stack.enter_context(forcing.following(path, module))
+            run(twin)
+        return forcing.results(dict(twin.named_parameters()))
+
+
+def _move_parameters(twin: nn.Module, side: Recording) -> None:
+    dtypes = {boundary.place[0]: boundary.dtype for boundary in side.boundaries.values()}
+    for path, module in twin.named_modules():
+        for p in module.parameters(recurse=False):
+            if path in dtypes:
+                p.data = moved(p.data, dtypes[path])
+
+
+def moved(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in float64, each number moved at random by up to half a unit of `dtype`."""
+    generator = torch.Generator().manual_seed(x.numel())
+    share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return x.double() * (1 + share.to(x.device) * torch.finfo(dtype).eps / 2)
+
+
+class _ForcedRun:
+    def __init__(self, side: Recording, exact: Exact, rounded: bool) -> None:
+        self._side, self._exact, self._rounded = side, exact, rounded
+        self._calls: Counter[str] = Counter()
+        self._open: list[Piece | None] = []
+        self._pieces: list[Piece] = []
+
+    def following(self, path: str, module: nn.Module) -> ExitStack:
+        """Hooks that force the boundary of a module."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return None if in_backward() else self._begin(path, args, kwargs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return None if in_backward() else self._end(output)
+
+        stack = ExitStack()
+        for handle in (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
+        ):
+            stack.callback(handle.remove)
+        return stack
+
+    def _begin(self, path: str, args: Any, kwargs: Any) -> Any:
+        boundary = self._side.boundaries.get((path, self._calls[path]))
+        self._calls[path] += 1
+        given = floating((args, kwargs))
+        if boundary is None or len(given) != len(boundary.inputs):
+            self._open.append(None)  # the side has no such call: its code belongs to the caller
+            return None
+        caller = self._caller()
+        if caller is not None:
+            caller.ends += zip(given, _by_number(boundary.input_gradients, given), strict=True)
+        piece = Piece(boundary)
+        self._open.append(piece)
+        self._pieces.append(piece)
+        self._enter(piece)
+        return self._replaced(
+            (args, kwargs), boundary.inputs, boundary.input_gradients, piece, "input"
+        )
+
+    def _end(self, output: Any) -> Any:
+        piece = self._open.pop()
+        if piece is None:
+            return None
+        boundary, given = piece.boundary, floating(output)
+        piece.outputs = [x.detach().clone() for x in given]
+        piece.ends += zip(given, _by_number(boundary.output_gradients, given), strict=True)
+        caller = self._caller()
+        self._enter(caller)
+        name = f"output of {boundary.place[0] or 'the model'}"
+        return self._replaced(output, boundary.outputs, boundary.output_gradients, caller, name)
+
+    def _caller(self) -> Piece | None:
+        return next((piece for piece in reversed(self._open) if piece is not None), None)
+
+    def _enter(self, piece: Piece | None) -> None:
+        if self._rounded and piece is not None:
+            self._exact.dtype = piece.boundary.dtype
+
+    def _replaced(
+        self,
+        value: Any,
+        numbers: list[Tensor],
+        gradients: dict[int, Tensor],
+        reader: Piece | None,
+        name: str,
+    ) -> Any:
+        """`value` with the side's numbers, as leaves of the piece that reads them."""
+        count = -1
+
+        def leaf(x: Tensor) -> Tensor:
+            nonlocal count
+            if not x.is_floating_point():
+                return x
+            count += 1
+            if count >= len(numbers) or numbers[count].shape != x.shape:
+                return x
+            wide = numbers[count].to(x.device).double()
+            if self._rounded and reader is not None:
+                wide = moved(wide, reader.boundary.dtype)
+            forced = wide.requires_grad_()
+            if reader is not None:
+                reader.starts.append((f"{name} {count}", forced, gradients.get(count)))
+            return forced.clone()  # a module may change its input in place
+
+        return map_tensors(leaf, value)
+
+    def results(self, parameters: dict[str, nn.Parameter]) -> Results:
+        """Go backward through each piece, the last call first."""
+        outputs = {piece.boundary.place: piece.outputs for piece in self._pieces}
+        gradients: dict[Place, dict[str, tuple[Tensor, Tensor]]] = {}
+        total: dict[str, Tensor] = {}
+        for piece in reversed(self._pieces):
+            self._enter(piece)
+            rows = gradients.setdefault(piece.boundary.place, {})
+            for name, computed, theirs in self._backward(piece, parameters):
+                if theirs is not None:
+                    rows[name] = (computed, theirs)
+                elif name in parameters:
+                    total[name] = total[name] + computed if name in total else computed
+        return Results(outputs, gradients, total)
+
+    def _backward(
+        self, piece: Piece, parameters: dict[str, nn.Parameter]
+    ) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """The gradients at the starts and parameters of a piece, with the side's at the starts."""
+        ends = [(x, g) for x, g in piece.ends if g is not None and x.requires_grad]
+        if not ends:
+            return
+        starts = [(name, x, g) for name, x, g in piece.starts if g is not None]
+        trained = [(name, p, None) for name, p in parameters.items() if p.requires_grad]
+        wanted: list[tuple[str, Tensor, Tensor | None]] = [*starts, *trained]
+        dtype = piece.boundary.dtype
+        sent = [moved(g, dtype) if self._rounded else g.double() for _, g in ends]
+        computed = torch.autograd.grad(
+            [x for x, _ in ends],
+            [x for _, x, _ in wanted],
+            [g.to(x.device) for g, (x, _) in zip(sent, ends, strict=True)],
+            allow_unused=True,
+            retain_graph=True,
+        )
+        for (name, _, theirs), x in zip(wanted, computed, strict=True):
+            if x is not None:
+                yield name, x.detach(), theirs
+
+
+def _by_number(gradients: dict[int, Tensor], given: list[Tensor]) -> list[Tensor | None]:
+    return [gradients.get(n) for n in range(len(given))]
+
+
+def true_outputs(
+    twin: nn.Module, recording: Recording, run: Callable[[nn.Module], object]
+) -> dict[Place, list[Tensor]]:
+    """The outputs of each call of a pass in float64, from the batch on.
+
+    Args:
+        twin: as in `forced`.
+        recording: the side whose parameters it gets.
+        run: calls the copy in float64.
+    """
+    set_values(twin, {**recording.parameters, **recording.buffers})
+    calls: Counter[str] = Counter()
+    outputs: dict[Place, list[Tensor]] = {}
+
+    def hook_of(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            outputs[path, calls[path]] = [x.detach().clone() for x in floating(output)]
+            calls[path] += 1
+
+        return hook
+
+    handles = [m.register_forward_hook(hook_of(path)) for path, m in twin.named_modules()]
+    try:
+        with torch.no_grad(), exact_arithmetic(twin):
+            run(twin)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return outputs

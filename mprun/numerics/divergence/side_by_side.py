@@ -1,0 +1,218 @@
+"""The errors of two sides of a model, and the first that their dtypes do not explain.
+
+    print(mprun.diff(model, copy.deepcopy(model).bfloat16(), batch))
+
+For each module, forward and backward, and for each side:
+
+    arising     the error of what the module's own code computes, on the very inputs that this side
+                gave it, relative to float64
+    inherited   the error that float64 makes of these inputs: what came from earlier modules
+    bias        the mean of the arising error; the rest of it is noise
+    explained   the arising error if every result of that code is rounded to the dtype of the
+                call, and its inputs and parameters are off by half a unit, times a margin
+
+A dtype explains errors of its size, not more: bfloat16 under autocast is no finding, and a float32
+module that rounds to bfloat16 inside is one. The margin is 4 for 16 bits. It is 64 for float32,
+whose sums inside a kernel are not modelled: up to sqrt(K) units for K terms (Higham, Accuracy and
+Stability of Numerical Algorithms, chapter 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun._torch import original_module
+from mprun.errors import first_line
+from mprun.numerics.divergence.boundaries import Place, Recording
+from mprun.numerics.divergence.exact import float64_copy
+from mprun.numerics.divergence.ops import OpError, relative_rms, rms
+from mprun.numerics.divergence.pieces import forced, true_outputs
+from mprun.numerics.divergence.rows import Difference, DifferenceRow, SideError, excess
+from mprun.numerics.divergence.sides import SEED, SharedStep, Side
+from mprun.numerics.passes import ready
+from mprun.precision.forward_backward import call
+
+MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
+MARGIN = 4.0
+"""Of 16-bit dtypes."""
+
+
+def diff(
+    a: nn.Module | Side,
+    b: nn.Module | Side,
+    batch: Any,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+) -> Difference:
+    """Find where two models part on the same batch, and which module is the first.
+
+    Both run in training without dropout, from the same random numbers; nothing of them changes.
+
+    Args:
+        a, b: models of the same modules: in two precisions, versions, or compiled and eager.
+            `Side(model, autocast=torch.bfloat16)` runs one under autocast.
+        batch: a tensor, a tuple of arguments, or a mapping of named ones; with `loss`, a pair of
+            that and the target. Floating inputs are brought to each side's dtype.
+        loss: `loss(output, target)`, a scalar. None: the output's own `loss`, else a fixed random
+            projection of the output, so that the backward pass is covered.
+
+    Raises:
+        ValueError: the models have no module in common, or a batch is no pair.
+    """
+    sides = [x if isinstance(x, Side) else Side(x) for x in (a, b)]
+    if loss is None:
+        return diff_sides(SharedStep(call, batch), *sides)
+    if not (isinstance(batch, tuple | list) and len(batch) == 2):
+        raise ValueError("with loss, batch is a pair: inputs and target")
+    inputs, target = batch
+    return diff_sides(SharedStep(call, inputs, lambda output: loss(output, target)), *sides)
+
+
+def diff_sides(step: SharedStep, a: Side, b: Side) -> Difference:
+    """`diff` for a step of any form."""
+    sides = (a, b)
+    recordings = [step.record(side) for side in sides]
+    reference, notes = _float64_of(sides)
+    results = [
+        _SideResults(step, side, recording, reference)
+        for side, recording in zip(sides, recordings, strict=True)
+    ]
+    ops = (tuple(step.ops(a)), tuple(step.ops(b)))
+    rows = tuple(_with_op(row, ops) for row in _rows(*results))
+    losses = (recordings[0].loss, recordings[1].loss)
+    return Difference(rows, ops, losses, (*notes, *_notes(sides, recordings)))
+
+
+def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
+    """A float64 copy of the first side that can be copied, and why another could not."""
+    reasons: list[str] = []
+    for side in sides:
+        try:
+            return float64_copy(original_module(side.model)), reasons
+        except Exception as error:  # a model may refuse to be copied in any way
+            reasons.append(f"{type(side.model).__name__} cannot be copied: {first_line(error)}")
+    raise ValueError("; ".join(reasons))
+
+
+class _SideResults:
+    """A side's numbers beside float64's."""
+
+    def __init__(self, step: SharedStep, side: Side, recording: Recording, twin: nn.Module) -> None:
+        self.recording = recording
+        run = step.exactly(side)
+        with ready(twin, SEED):
+            self.exact = forced(twin, recording, run, rounded=False)
+            self.rounded = forced(twin, recording, run, rounded=True)
+            self.true = true_outputs(twin, recording, run)
+
+
+def _rows(a: _SideResults, b: _SideResults) -> Iterator[DifferenceRow]:
+    """The rows of the calls that both sides have."""
+    places = [p for p in a.exact.outputs if p in b.exact.outputs]
+    ended = [p for p in a.recording.boundaries if p in places]
+    for place in ended:
+        yield from _row("forward", place, a, b, _forward)
+    for place in reversed([p for p in a.recording.boundaries if p in places]):
+        yield from _row("backward", place, a, b, _backward)
+
+
+Numbers = dict[str, tuple[Tensor, Tensor, Tensor, Tensor | None]]
+"""Name to a side's tensor, the exact one, the one rounded to the dtype, and the true one."""
+
+
+def _forward(side: _SideResults, place: Place) -> Numbers:
+    theirs = side.recording.boundaries[place].outputs
+    rows = zip(theirs, side.exact.outputs[place], side.rounded.outputs[place], strict=False)
+    true = side.true.get(place, [])
+    return {
+        f"output {n}": (x, y, z, true[n] if n < len(true) else None)
+        for n, (x, y, z) in enumerate(rows)
+        if x.shape == y.shape == z.shape
+    }
+
+
+def _backward(side: _SideResults, place: Place) -> Numbers:
+    exact, rounded = (r.gradients.get(place, {}) for r in (side.exact, side.rounded))
+    rows: Numbers = {
+        f"gradient at {name}": (theirs, x, rounded[name][0], None)
+        for name, (x, theirs) in exact.items()
+        if name in rounded
+    }
+    path = place[0]
+    for name, x in side.exact.parameters.items():
+        if name.rpartition(".")[0] == path and name in side.recording.gradients:
+            theirs = side.recording.gradients[name]
+            rows[f"gradient of {name.rpartition('.')[2]}"] = (
+                theirs,
+                x,
+                side.rounded.parameters[name],
+                None,
+            )
+    return rows
+
+
+def _row(
+    phase: str,
+    place: Place,
+    a: _SideResults,
+    b: _SideResults,
+    numbers: Callable[[_SideResults, Place], Numbers],
+) -> Iterator[DifferenceRow]:
+    rows = [numbers(side, place) for side in (a, b)]
+    errors = []
+    for what in rows[0].keys() & rows[1].keys():
+        pair = [_error(side, place, row[what]) for side, row in zip((a, b), rows, strict=True)]
+        errors.append((max(map(excess, pair)), what, pair))
+    if errors:
+        _, what, (first, second) = max(errors, key=lambda x: (x[0], x[1]))
+        kind = a.recording.boundaries[place].kind
+        yield DifferenceRow(phase, place[0], place[1], kind, what, first, second)
+
+
+def _error(
+    side: _SideResults, place: Place, numbers: tuple[Tensor, Tensor, Tensor, Tensor | None]
+) -> SideError:
+    theirs, exact, rounded, true = (None if x is None else x.double().cpu() for x in numbers)
+    assert theirs is not None
+    assert exact is not None
+    assert rounded is not None
+    dtype = side.recording.boundaries[place].dtype
+    scale = rms(exact)
+    explained = MARGINS.get(dtype, MARGIN) * max(
+        relative_rms(rounded, exact), torch.finfo(dtype).eps / 2
+    )
+    return SideError(
+        dtype=str(dtype).removeprefix("torch."),
+        arising=relative_rms(theirs, exact),
+        inherited=0.0 if true is None or true.shape != exact.shape else relative_rms(exact, true),
+        bias=float((theirs - exact).mean()) / scale if scale and theirs.numel() else 0.0,
+        explained=explained,
+    )
+
+
+def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> DifferenceRow:
+    """The row with the op that has the largest error in its module, if it is not explained."""
+    if row.is_explained:
+        return row
+    own = ops[0] if excess(row.a) >= excess(row.b) else ops[1]
+    inside = [x for x in own if x.phase == row.phase and x.module == row.module]
+    if not inside:
+        inside = [x for x in own if x.phase == row.phase and x.module.startswith(f"{row.module}.")]
+    largest = max(inside, key=lambda x: x.error, default=None)
+    if largest is None or largest.error == 0:
+        return row
+    return DifferenceRow(**{**vars(row), "op": largest.op})
+
+
+def _notes(sides: Sequence[Side], recordings: Sequence[Recording]) -> Iterator[str]:
+    for name, side in zip("ab", sides, strict=True):
+        if side.is_compiled:
+            yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"
+    first, second = (set(r.boundaries) for r in recordings)
+    only = first ^ second
+    if only and not any(side.is_compiled for side in sides):
+        shown = ", ".join(sorted({path or "the model" for path, _ in only})[:3])
+        yield f"calls that only one side has are a part of their caller: {shown}"

@@ -1,0 +1,247 @@
+"""The interface of a logger, and what all of them have in common.
+
+The events of a run become scalars: a value of a named curve at an optimizer step. Scalars wait for
+at most `WRITE_EVERY_S` and are written together, because a tracker takes milliseconds per call. All
+is written when an epoch, a checkpoint, the test or the training ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from mprun.errors import UsageError, first_line
+from mprun.records.logger_record import LoggerRecord, read_logger_record, write_logger_record
+from mprun.records.run_folder import RECORD_FILES
+from mprun.records.run_record import Epoch, Scores, Status, Summary, number
+from mprun.train.callbacks import Callback, StepLine
+from mprun.train.loggers.logged_run import LoggedRun, summary_scalars
+from mprun.train.loggers.quiet import quiet
+
+Tell = Callable[[str], None]
+MOST_ROWS = 1000
+
+
+def ignore(text: str) -> None:
+    """Show a line to nobody."""
+
+
+class LoggedRow(NamedTuple):
+    """The scalars of one step."""
+
+    step: int
+    time_s: float
+    """Seconds since 1970."""
+    values: dict[str, float]
+
+
+class Logger(Callback, ABC):
+    """Writes a run's scalars, configuration, tags and files somewhere else.
+
+    A subclass implements `begin`, `write`, `upload` and `end`. Each may raise anything: the first
+    exception is reported in one warning and ends the logging, never the training.
+
+    Args:
+        run: what is known of the run.
+        warn: called with a sentence when the logger fails.
+        report: called with a line for the user.
+    """
+
+    NAME: ClassVar[str]
+    """Its option of the group `logger`, and its extra."""
+    TITLE: ClassVar[str]
+    MODULE: ClassVar[str]
+    """What has to be imported."""
+    WRITE_EVERY_S: ClassVar[float] = 2.0
+    HAS_RUNS: ClassVar[bool] = True
+    """Whether it keeps runs with files; a resumed run continues its own, by logger.json."""
+
+    def __init__(self, run: LoggedRun, warn: Tell = ignore, report: Tell = ignore) -> None:
+        self.run = run
+        self._warn, self._report = warn, report
+        self._rows: list[LoggedRow] = []
+        self._record = LoggerRecord(logger=self.NAME, id="")
+        self._written_at = time.perf_counter()
+        self._is_open = self._failed = False
+
+    @classmethod
+    def check(cls, online: bool = False) -> None:
+        """Raise `UsageError` unless the package can be imported.
+
+        Args:
+            online: whether it is to send its data away.
+        """
+        try:
+            cls.load()
+        except Exception as error:  # not installed, or in conflict with another package
+            raise UsageError(
+                f"logger={cls.NAME} needs {cls.TITLE}, which cannot be imported "
+                f"({first_line(error)}); pip install 'mprun[{cls.NAME}]'"
+            ) from None
+
+    @classmethod
+    def load(cls) -> Any:
+        """The package, imported."""
+        return importlib.import_module(cls.MODULE)
+
+    # ---- what a subclass does --------------------------------------------------------------------
+
+    @abstractmethod
+    def begin(self, earlier: str | None) -> str:
+        """Begin the tracker's run, with configuration and tags.
+
+        Args:
+            earlier: the id of the run to continue if it still exists, or None.
+
+        Returns:
+            The run's id.
+        """
+
+    @abstractmethod
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        """Write rows, in the order of their steps."""
+
+    def upload(self, files: Sequence[Path]) -> None:
+        """Keep copies of these files with the run."""
+
+    @abstractmethod
+    def end(self, status: Status) -> None:
+        """End the tracker's run with a status."""
+
+    def address(self) -> str | None:
+        """How to look at the run, in one line, or None."""
+        return None
+
+    # ---- for any loop ----------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin the tracker's run, unless it has begun."""
+        if self._is_open or self._failed:
+            return
+        self._is_open = True
+        if self._guarded(self._begin) and (text := self.address()) is not None:
+            self._report(f"note: {text}")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Log values at a step; a curve never gets a step that it has."""
+        last = self._record.last_steps
+        new = {name: value for name, value in values.items() if step > last.get(name, -1)}
+        if new:
+            last.update(dict.fromkeys(new, step))
+            self._rows.append(LoggedRow(step, time.time(), new))
+
+    def artifacts(self, files: Sequence[Path]) -> None:
+        """Keep copies of files; call it when they are complete."""
+        self.flush()
+        if self._is_open and not self._failed and files:
+            self._guarded(lambda: self.upload(files))
+
+    def flush(self) -> None:
+        """Write all scalars so far."""
+        self.open()
+        rows, self._rows = self._rows, []
+        if rows and not self._failed:
+            self._guarded(lambda: self._write(rows))
+        self._written_at = time.perf_counter()
+
+    def finish(self, status: Status) -> None:
+        """End the tracker's run, if it has begun; `running` stands for a run that was stopped."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        ended: Status = "interrupted" if status == "running" else status
+        if self._failed:  # one more try, so that the tracker does not wait for ever
+            with contextlib.suppress(Exception), quiet():
+                self.end(ended)
+        else:
+            self._guarded(lambda: self.end(ended))
+
+    def finish_run(self, summary: Summary) -> None:
+        """Log the figures and files of a record that is complete, and end the tracker's run."""
+        if not self._is_open:
+            return
+        self.scalars(summary_scalars(summary), summary.steps)
+        files = [self.run.folder / name for name in RECORD_FILES]
+        self.artifacts([path for path in files if path.is_file()])
+        self.finish(summary.status)
+
+    def _begin(self) -> None:
+        folder = self.run.folder
+        earlier = read_logger_record(folder, self.NAME) if self.HAS_RUNS else None
+        self._record.id = self.begin(None if earlier is None else earlier.id)
+        if earlier is not None and earlier.id == self._record.id:
+            self._record.last_steps = earlier.last_steps
+        self._keep()
+
+    def _write(self, rows: list[LoggedRow]) -> None:
+        self.write(rows)
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.HAS_RUNS:
+            write_logger_record(self.run.folder, self._record)
+
+    def _guarded(self, action: Callable[[], None]) -> bool:
+        """Carry out an action silently; False, and a warning, if it fails."""
+        try:
+            with quiet():
+                action()
+        except Exception as error:
+            self._failed = True
+            self._warn(
+                f"logger={self.NAME} failed and is off from here on ({type(error).__name__}: "
+                f"{first_line(error)}); the run and its record go on"
+            )
+        return not self._failed
+
+    # ---- a run of mprun --------------------------------------------------------------------------
+
+    def on_train_start(self, model: nn.Module, elapsed_s: float) -> None:
+        self.open()
+
+    def on_steps(self, lines: list[StepLine]) -> None:
+        self.open()
+        for line in lines:
+            if line.step % self.run.log_every == 0 or line.skipped:
+                self.scalars(_step_scalars(line), line.step)
+        waited = time.perf_counter() - self._written_at
+        if waited >= self.WRITE_EVERY_S or len(self._rows) >= MOST_ROWS:
+            self.flush()
+
+    def on_epoch_end(self, epoch: Epoch, step: int) -> None:
+        train = _named("train/epoch_", epoch.train)
+        self.scalars({**train, **_named("validation/", epoch.validation)}, step)
+        self.flush()
+
+    def on_checkpoint(self, state: dict[str, Any]) -> None:
+        self.flush()
+
+    def on_test(self, scores: Scores, step: int) -> None:
+        self.scalars(_named("test/", scores), step)
+        self.flush()
+
+    def on_end(self, status: Status) -> None:
+        self.flush()
+
+
+def _step_scalars(line: StepLine) -> dict[str, float]:
+    return {
+        "train/loss": line.loss,
+        **{f"train/loss.{name}": part for name, part in line.parts.items()},
+        "train/lr": line.lr,
+        "train/loss_scale": line.loss_scale,
+        "time/step_ms": line.step_time_ms,
+        "time/data_ms": line.data_time_ms,
+    }
+
+
+def _named(prefix: str, scores: Scores) -> dict[str, float]:
+    """The scores that apply, by their curves: `validation/loss`, `train/epoch_accuracy`, ..."""
+    return {prefix + name: number(value) for name, value in scores.named.items()}
