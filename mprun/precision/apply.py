@@ -28,6 +28,7 @@ float32 where the loss was scaled:
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,8 +38,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun._torch import is_compiled
 from mprun.nested import to_dtype
-from mprun.precision.arithmetic import Arithmetic, OpSubstitution, with_lstm_fallback
+from mprun.precision.arithmetic import (
+    Arithmetic,
+    NativeArithmetic,
+    OpSubstitution,
+    with_lstm_fallback,
+)
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.convert import accumulate_in, convert
@@ -58,6 +65,10 @@ from mprun.precision.switches import backend_flags
 from mprun.precision.update import Clip
 
 CPU = torch.device("cpu")
+NOT_COMPILED = (
+    "torch.compile has no effect in this mode here: mprun computes or replaces single ops, and "
+    "compiled code would hide them; execution='native' takes PyTorch's kernels and compiles"
+)
 
 
 class Precision:
@@ -159,6 +170,8 @@ class Precision:
         self._guards: dict[nn.Module, BufferGuard] = {}
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._begun = self._stepped = False
+        self._seen_compiled = False
 
     @property
     def execution(self) -> str:
@@ -226,8 +239,8 @@ class Precision:
         one after the last. It also ends an iteration that `update` did not end.
         """
         step = self.steps + 1 if step is None else step
-        self.steps = step
         self.update()
+        self.steps, self._begun = step, True
         self.arithmetic.begin_step(step)
         for guard in self._guards.values():
             guard.before(step)
@@ -245,12 +258,23 @@ class Precision:
         float32 unless the policy names another one. Where parameters have 16 bits, floating inputs
         are cast to their dtype; the casts are differentiable.
         """
+        self._warn_of_compiled(model)
+        if self._begun and self._stepped and torch.is_grad_enabled():
+            self._stepped = False  # the turn of another optimizer
+            self.arithmetic.resume_step()
         if self._input_dtype is not None:
             args, kwargs = to_dtype((args, kwargs), self._input_dtype)
         with self.arithmetic.region():
             with self._caster.region():
                 output = model(*args, **kwargs)
             return to_dtype(output, self._output_dtype)
+
+    def _warn_of_compiled(self, model: Callable[..., Any]) -> None:
+        compiled = isinstance(model, nn.Module) and is_compiled(model)
+        if compiled and not self._seen_compiled:
+            self._seen_compiled = True
+            if not isinstance(self.arithmetic, NativeArithmetic):
+                warnings.warn(NOT_COMPILED, stacklevel=3)
 
     def loss(self, function: Callable[..., Tensor], *args: Any, share: float = 1) -> Tensor:
         """`share` of the loss `function(*args)`, a scalar.
@@ -269,7 +293,15 @@ class Precision:
 
         `retain_graph` and `create_graph` are those of `Tensor.backward`; with the latter, gradients
         are those of the scaled loss until `unscale`.
+
+        Raises:
+            RuntimeError: every result is rounded stochastically, and `begin_step` was not called.
         """
+        if self.policy.rounding_scope == "all" and not self._begun:
+            raise RuntimeError(
+                f"precision={self.policy.name} draws the random bits of a step by its number: call "
+                "precision.begin_step() before the step's first forward pass"
+            )
         scaled = self._scaled(loss)
         with self.arithmetic.region():
             self._caster.backward(scaled, retain_graph, create_graph)
@@ -317,6 +349,7 @@ class Precision:
                 `prepare`, of parameters that the model no longer has.
         """
         self._check_parameters(optimizer)
+        self._stepped = True
         self.arithmetic.end_step()
         self._caster.end_step()
         with disable_casts():
@@ -338,6 +371,7 @@ class Precision:
 
     def update(self) -> None:
         """End an iteration, after the step of its last optimizer: the loss scale moves."""
+        self._begun = self._stepped = False
         self.loss_scale.update()
 
     def buffer_overflows(self) -> list[BufferOverflow]:

@@ -66,7 +66,10 @@ class Arithmetic:
         """Training step number `step` begins."""
 
     def end_step(self) -> None:
-        """Its gradients are complete. No training follows until the next `begin_step`."""
+        """Its gradients are complete: no training follows until `begin_step` or `resume_step`."""
+
+    def resume_step(self) -> None:
+        """Another pass of the same step follows: several optimizers take turns in it."""
 
     def substitute(self, op: Any, dtype: str, reason: str) -> bool:
         """Add an op to `substitutions` while it runs; True the first time."""
@@ -111,6 +114,9 @@ class WrappedArithmetic(Arithmetic):
 
     def end_step(self) -> None:
         self.inner.end_step()
+
+    def resume_step(self) -> None:
+        self.inner.resume_step()
 
     def substitute(self, op: Any, dtype: str, reason: str) -> bool:
         return self.inner.substitute(op, dtype, reason)

@@ -114,6 +114,8 @@ class Emulated16(Arithmetic):
         self._partials = partials == "float16"
         self._seed = seed
         self._step: int | None = None
+        """The training step, None outside of one."""
+        self._last: int | None = None
         self.copies = WideCopies()
         self.site = 0
         """Results of the step that were rounded so far."""
@@ -121,11 +123,15 @@ class Emulated16(Arithmetic):
         """Whether to warn of activations that are recomputed with other bits."""
 
     def begin_step(self, step: int) -> None:
-        self._step, self.site = step, 0
+        self._step, self._last, self.site = step, step, 0
         self.copies.invalidate()
 
     def end_step(self) -> None:
         self._step = None
+        self.copies.invalidate()
+
+    def resume_step(self) -> None:
+        self._step = self._last
         self.copies.invalidate()
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
