@@ -119,7 +119,8 @@ class Precision:
         )
         # Without casts a 16-bit layer takes inputs of its own dtype alone. A run's batches have it.
         casts_inputs = row.is_low and not row.casts
-        self._input_dtype = torch_dtype(row.input_dtype) if casts_inputs else None
+        if casts_inputs:
+            self._input_dtype = torch_dtype(row.input_dtype)
 
     @classmethod
     def of_parts(
