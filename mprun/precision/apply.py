@@ -93,6 +93,9 @@ class Precision:
         ValueError: an argument is not legal, or the mode cannot be carried out like this here.
     """
 
+    _input_dtype: torch.dtype | None = None
+    """Floating inputs of `forward` are cast to it; None for none."""
+
     def __init__(
         self,
         policy: Policy | str,
@@ -168,7 +171,6 @@ class Precision:
         self._clip = clip
         self._layers = layers or {}
         self._output_dtype = torch_dtype(policy.output_dtype)
-        self._input_dtype: torch.dtype | None = None
         self._guards: dict[nn.Module, BufferGuard] = {}
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
