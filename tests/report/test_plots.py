@@ -58,7 +58,8 @@ def test_timed_steps_are_those_the_run_took_its_median_of(tmp_path: Path) -> Non
     times = series.timed(logs.series[0][0])
     assert logs.notes == ()
     assert len(times) == summary.step_time_ms.n
-    assert statistics.median(times.tolist()) == summary.step_time_ms.median
+    # A recorded quantile is the mean of a bin that is 0.1 % wide.
+    assert statistics.median(times.tolist()) == pytest.approx(summary.step_time_ms.median, rel=1e-3)
 
 
 def of_runs(*folders: Path) -> Comparison:
