@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shlex
 import signal
 import sys
@@ -193,6 +194,18 @@ def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
     loss = read_summary(Path("run")).train.loss
     assert loss is not None
     assert math.isfinite(number(loss))
+
+
+def test_the_result_is_written_as_code_for_other_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    searched("exp", "search_ops.steps=0")
+    out = capsys.readouterr().out
+    files = ("pytorch", "lightning", "accelerate", "trainer", "fsdp2")
+    assert all(f"snippets/{name}.py" in out.replace("\n", "") for name in files)
+    for name in files:
+        text = Path(f"found/snippets/{name}.py").read_text(encoding="utf-8")
+        compile(text, name, "exec")
+        assert re.search(r'^FLOAT32 = """\s+exp\s+"""', text, re.MULTILINE)
+        assert "As listed here: loss" in text
 
 
 def test_the_proof_is_in_pairs_of_trainings() -> None:
