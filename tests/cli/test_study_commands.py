@@ -194,7 +194,7 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     assert taken in ("fp32", "bf16_mixed")
     loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
     assert f"\nnot {loser}: " in output
-    assert "in your own loop: a/snippets/pytorch.py, lightning.py" in output
+    assert "in your own loop: a/snippets/pytorch.py, snippets/lightning.py" in output
     for name in ("pytorch", "lightning", "accelerate", "trainer", "fsdp2"):
         text = Path(f"a/snippets/{name}.py").read_text(encoding="utf-8")
         compile(text, name, "exec")
