@@ -5,6 +5,9 @@
     mprun advise recipe=mnist advise.budget_min=10    (an answer in ten minutes)
     mprun --config-dir outputs/DATE/TIME preset=advised
 
+Beside the preset it writes the advised mode as code for other loops: snippets/pytorch.py,
+lightning.py, accelerate.py, trainer.py, fsdp2.py.
+
 Trials are short, paired by seed, and judged on validation data. The test set is not used: a set
 that a mode was selected on is no test set any more.
 """
@@ -101,3 +104,15 @@ def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:
         raise MprunError(f"{study.folder} cannot be written ({error.strerror})") from None
     words = ["--config-dir", str(study.folder), f"preset={PRESET}", *recipe_files(overrides)]
     print_out(f"written: {path}; use it: mprun {shlex.join(words)}")
+    _write_snippets(study, overrides, comments)
+
+
+def _write_snippets(study: Study, overrides: Sequence[str], notes: tuple[str, ...]) -> None:
+    """Write the advised mode as code for other training loops."""
+    from mprun.experiments.plan_answer import advised_answer
+    from mprun.records.files import write_files
+    from mprun.report.snippets import snippets
+
+    answer = advised_answer(study, overrides, notes)
+    names = write_files(study.folder, snippets(answer))
+    print_out(f"in your own loop: {study.folder}/{', '.join(names)}")

@@ -4,9 +4,9 @@
     mprun search-ops recipe=mnist search_ops.budget_min=10    (what ten minutes can settle)
 
 Takes the overrides of a run, and settings (`search_ops.tolerance=0.005`, `seeds=3`). Writes into
-the run's folder `ops.yaml`, which `op_lists.lower_file` and `op_lists.fp32_file` read, and
-`search_ops.json` with every measurement. Ctrl-C ends it with what was measured. See
-docs/reference/search-ops.md.
+the run's folder `ops.yaml`, which `op_lists.lower_file` and `op_lists.fp32_file` read,
+`search_ops.json` with every measurement, and `snippets/`, the result as code for other training
+loops. Ctrl-C ends it with what was measured. See docs/reference/search-ops.md.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from mprun.train.signals import SignalReceivedError, interruptible
 
 if TYPE_CHECKING:
     from mprun.config.settings import Settings
+    from mprun.experiments.proof import SelectedCasts
     from mprun.experiments.search_ops import PlannedSearch
     from mprun.records.search_ops_record import OpSearch, Proof
 
@@ -79,6 +80,8 @@ def _search(
                 proof = planned.prove(casts, parts)
             search = planned.with_open_proof(search, proof, parts.ended_by)
             names = _write(folder, planned, search, proof)
+        if casts is not None:
+            names += _write_snippets(folder, planned, search, casts)
         for line in _conclusion(search, proof):
             print_text(console, line)
         print_line(console, f"written: {folder}/{', '.join(names)}")
@@ -108,6 +111,21 @@ def _write(
     config = f"recipe {content['recipe']}, precision {content['precision']}"
     files = {"search_ops.json": text, **texts(search, config)}
     return write_files(folder, files)
+
+
+def _write_snippets(
+    folder: Path, planned: PlannedSearch, search: OpSearch, casts: SelectedCasts
+) -> list[str]:
+    """Write the casts as code for other training loops; the names of the files in `folder`."""
+    from mprun.experiments.plan_answer import search_answer
+    from mprun.records.files import write_files
+    from mprun.report.op_list_text import comments
+    from mprun.report.snippets import snippets
+
+    config = planned.low.plan.config
+    about = f"recipe {config.recipe.name}, precision {config.precision.name}"
+    answer = search_answer(planned.low.plan, casts, tuple(comments(search, about)))
+    return write_files(folder, snippets(answer))
 
 
 def _print(search: OpSearch) -> None:

@@ -104,7 +104,7 @@ def refuse_links(folder: Path, names: Iterable[str]) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
-    """Write the files of a command's result into a folder; their names.
+    """Write the files of a command's result into a folder; their names, such as `part/a.txt`.
 
     Raises:
         RunFailedError: one cannot be written; the others before it are whole.
@@ -112,6 +112,7 @@ def write_files(folder: Path, files: Mapping[str, str | bytes]) -> list[str]:
     for name, content in files.items():
         data = content.encode(errors="replace") if isinstance(content, str) else content
         try:
+            (folder / name).parent.mkdir(exist_ok=True)
             write_atomic(folder / name, data)
         except OSError as error:
             raise RunFailedError(

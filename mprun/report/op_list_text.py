@@ -33,6 +33,14 @@ def texts(search: OpSearch, config: str) -> dict[str, str]:
     return {name: "\n".join(text) + "\n" for name, text in lines.items()}
 
 
+def comments(search: OpSearch, config: str) -> Iterator[str]:
+    """Where the answer comes from, a line each, for files that are no lists; see `texts`."""
+    if search.search is not None:
+        ops, modules = search.search.ops, search.search.modules
+        selection = modules if search.answer == "modules" and modules is not None else ops
+        yield from (line.removeprefix("# ") for line in _head(search, config, selection))
+
+
 def _head(search: OpSearch, config: str, selection: Fp32Selection) -> Iterator[str]:
     on, tolerance, low = search.measured_on, search.tolerance, search.dtype
     yield f"# Written by mprun search-ops: {config}."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -175,9 +177,9 @@ def test_the_same_search_leaves_the_same_file() -> None:
     for _ in range(2):
         searched("exp", "search_ops.steps=0")
         text.append(Path("found/ops.yaml").read_text(encoding="utf-8"))
-        for path in Path("found").iterdir():
-            path.unlink()
-    assert text[0] == text[1]
+        text.append(Path("found/snippets/pytorch.py").read_text(encoding="utf-8"))
+        shutil.rmtree("found")
+    assert text[:2] == text[2:]
 
 
 def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
@@ -193,6 +195,18 @@ def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
     loss = read_summary(Path("run")).train.loss
     assert loss is not None
     assert math.isfinite(number(loss))
+
+
+def test_the_result_is_written_as_code_for_other_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    searched("exp", "search_ops.steps=0")
+    out = capsys.readouterr().out
+    files = ("pytorch", "lightning", "accelerate", "trainer", "fsdp2")
+    assert all(f"snippets/{name}.py" in out.replace("\n", "") for name in files)
+    for name in files:
+        text = Path(f"found/snippets/{name}.py").read_text(encoding="utf-8")
+        compile(text, name, "exec")
+        assert re.search(r'^FLOAT32 = """\s+exp\s+"""', text, re.MULTILINE)
+        assert "As listed here: loss" in text
 
 
 def test_the_proof_is_in_pairs_of_trainings() -> None:

@@ -194,6 +194,11 @@ def test_advise_recommends_and_writes_what_mprun_takes(
     assert taken in ("fp32", "bf16_mixed")
     loser = {"fp32": "bf16_mixed", "bf16_mixed": "fp32"}[taken]
     assert f"\nnot {loser}: " in output
+    assert "in your own loop: a/snippets/pytorch.py, snippets/lightning.py" in output
+    for name in ("pytorch", "lightning", "accelerate", "trainer", "fsdp2"):
+        text = Path(f"a/snippets/{name}.py").read_text(encoding="utf-8")
+        compile(text, name, "exec")
+        assert text.startswith(f'"""{taken} for recipe mnist in ')
     advised = compose(["preset=advised"], Path("a")).config
     assert advised.precision.name == taken
     assert (advised.recipe.name, advised.train.batch_size) == ("mnist", 64)

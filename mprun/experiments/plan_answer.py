@@ -1,0 +1,133 @@
+"""The plan of a run as an answer that other training loops can use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mprun.assemble import Plan, make_plan
+from mprun.assemble.optimizer_class import optimizer_class, takes
+from mprun.config import compose
+from mprun.config.schema import Config, OptimizerConfig, OptimizerName
+from mprun.config.validate import loss_scale_kind
+from mprun.experiments.proof import SelectedCasts
+from mprun.experiments.study import Study
+from mprun.precision import OpLists
+from mprun.precision.policy import NAMED, policy
+from mprun.records.training_answer import ListsAnswer, ScaleAnswer, TrainingAnswer
+
+PATHS = {
+    OptimizerName.sgd: "torch.optim.SGD",
+    OptimizerName.rmsprop: "torch.optim.RMSprop",
+    OptimizerName.adamw: "torch.optim.AdamW",
+}
+INITIAL = {"none": 1.0, "static": 1024.0, "dynamic": 65536.0}
+"""The scale where the configuration names no value."""
+
+
+def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
+    """What a plan trains in.
+
+    Args:
+        plan: of the run.
+        notes: where the answer comes from, a line each.
+    """
+    config, row = plan.config, plan.policy
+    shipped = policy(row.name).columns() if row.name in NAMED else None
+    changes = {k: v for k, v in row.columns().items() if shipped and v != shipped[k]}
+    if plan.op_lists is not None:
+        changes.pop("casting", None)  # the lists say it
+    own = plan.recipe.makes_optimizer
+    return TrainingAnswer(
+        title=f"{row.name} for recipe {config.recipe.name}",
+        notes=notes,
+        device=plan.device.type,
+        execution=plan.execution,
+        mode=row.name,
+        columns=row.columns(),
+        is_shipped=shipped is not None,
+        changes=changes,
+        lists=None if plan.op_lists is None else _lists(plan.op_lists),
+        layers=dict(plan.layers),
+        scale=_scale(config, plan.layers),
+        optimizer=None if own else _path(config.train.optimizer),
+        optimizer_args={} if own else _options(config.train.optimizer),
+        lr=plan.lr,
+        clip_norm=config.train.clip_norm,
+        left_out=tuple(_left_out(plan)),
+    )
+
+
+def advised_answer(
+    study: Study, overrides: Sequence[str], notes: tuple[str, ...]
+) -> TrainingAnswer:
+    """What the trials of a study's variant, given by its overrides, trained in."""
+    config = compose([*overrides, *study.plan.of_trials], study.config_dir).config
+    return plan_answer(make_plan(config, (), load=study.load, untrusted=study.untrusted), notes)
+
+
+def search_answer(plan: Plan, casts: SelectedCasts, notes: tuple[str, ...]) -> TrainingAnswer:
+    """What a search for op lists ended with; arguments as `plan_answer`."""
+    answer = plan_answer(plan, notes)
+    scale = answer.scale
+    if plan.config.loss_scale.value is None and scale.kind == "dynamic":
+        scale = replace(scale, value=casts.loss_scale)  # as in the trainings of the proof
+    return replace(
+        answer,
+        columns={**answer.columns, "casting": "op_lists"},
+        changes={k: v for k, v in answer.changes.items() if k != "casting"},
+        lists=_lists(casts.lists),
+        layers=dict(casts.layers),
+        scale=scale,
+    )
+
+
+def _lists(lists: OpLists) -> ListsAnswer:
+    def named(kind: str) -> tuple[str, ...]:
+        return tuple(sorted(name for name, rule in lists.rules.items() if rule == kind))
+
+    return ListsAnswer(named("lower"), named("fp32"), named("promote"), lists.first_input)
+
+
+def _scale(config: Config, layers: Mapping[str, str]) -> ScaleAnswer:
+    kind, scale = loss_scale_kind(config, layers.values()), config.loss_scale
+    value = 1.0 if kind == "none" else scale.value or INITIAL[kind]
+    return ScaleAnswer(
+        kind, value, scale.growth_factor, scale.backoff_factor, scale.growth_interval
+    )
+
+
+def _path(config: OptimizerConfig) -> str:
+    return config.target or PATHS[config.name]
+
+
+def _options(config: OptimizerConfig) -> dict[str, Any]:
+    """The arguments without lr; those of a named class that differ from its own default."""
+    if config.target is not None:
+        decays = takes(optimizer_class(config.target), "weight_decay") and config.weight_decay
+        return {**({"weight_decay": config.weight_decay} if decays else {}), **config.args}
+    options: dict[str, Any] = {}
+    if config.name is OptimizerName.adamw:
+        options["weight_decay"] = config.weight_decay  # PyTorch's default is 0.01
+        options["betas"] = (config.beta1, config.beta2)
+    elif config.weight_decay:
+        options["weight_decay"] = config.weight_decay
+    if config.name is not OptimizerName.adamw and config.momentum:
+        options["momentum"] = config.momentum
+    if config.name is OptimizerName.rmsprop:
+        options["alpha"] = config.alpha
+    if config.name is not OptimizerName.sgd:
+        options["eps"] = config.eps
+    return options
+
+
+def _left_out(plan: Plan) -> Iterator[str]:
+    train = plan.config.train
+    if plan.batch.accumulate > 1:
+        yield f"train.accumulate={plan.batch.accumulate}"
+    if train.scheduler.name != "none" or plan.recipe.makes_schedule:
+        name = "the recipe's own" if plan.recipe.makes_schedule else train.scheduler.name
+        yield f"train.scheduler={name}"
+    if train.warmup_steps:
+        yield f"train.warmup_steps={train.warmup_steps}"
