@@ -35,7 +35,7 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
     parser = _Parser(prog=f"mprun {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     legal = ["--help"]
-    if command not in ("compare", "data", "diff", "doctor", "new-recipe"):
+    if command not in ("capture", "compare", "data", "diff", "doctor", "new-recipe"):
         parser.add_argument("--config-dir", type=_folder)
         legal = ["--config-dir", *legal]
     if command == "train":

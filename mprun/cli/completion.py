@@ -24,6 +24,7 @@ OPTIONS = (
 )
 WITHOUT_RUN = {
     "compare": (),
+    "capture": (),
     "diff": (),
     "data": (*ACTIONS, *NAMES, "data.root="),
     "doctor": ("device=",),

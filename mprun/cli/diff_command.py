@@ -1,11 +1,12 @@
 """`mprun diff`: where two runs of the same recipe part, module by module.
 
     mprun diff outputs/DATE/fp32 outputs/DATE/bf16
+    mprun diff here.json there.json            (of mprun capture, on two machines or versions)
 
 Loads the last checkpoint of each run, in its own mode, and takes one step of both on one batch,
 forward and backward. Prints how far the weights are apart, the error that arises in each module,
-relative to float64, and the first one that is larger than its dtype explains. Writes diff.json into
-the second run's folder. Nothing is trained.
+relative to float64, and the first one that is larger than its dtype explains. Writes diff.json
+beside the second side. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -26,31 +27,46 @@ def diff_command(args: Sequence[str]) -> int:
     """Run `mprun diff`; the exit status.
 
     Raises:
-        UsageError: it takes two folders of runs.
+        UsageError: it takes two runs or captures, of one recipe.
     """
-    paths = parse_arguments("diff", args).overrides
+    paths = [Path(x) for x in parse_arguments("diff", args).overrides]
     if len(paths) != 2:
         raise UsageError("mprun diff takes two runs: mprun diff RUN_A RUN_B")
-    first, second = map(Path, paths)
-    for path in (first, second):
-        if not path.is_dir():
-            raise UsageError(f"{path} is no folder of a run: mprun diff RUN_A RUN_B")
-    from mprun.experiments.diff_runs import content, diff_runs
-    from mprun.records.files import jsonable, write_atomic
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"there is no {path}: mprun diff RUN_A RUN_B")
+    from mprun.experiments import diff_runs
+    from mprun.records.capture_record import bounded
+    from mprun.records.files import write_atomic
 
-    result = diff_runs(first, second)
+    runs = [diff_runs.load_run(path) if path.is_dir() else None for path in paths]
+    sides = [
+        diff_runs.read_capture(path) if run is None else diff_runs.capture_run(run)
+        for path, run in zip(paths, runs, strict=True)
+    ]
+    difference = diff_runs.diff_captures(*sides)
+    first, second = runs
+    weights: list[tuple[str, float]] = []
+    if first is not None and second is not None:
+        weights = diff_runs.weight_differences(first.model, second.model)
     console = stdout_console()
-    print_line(console, f"a: {first}")
-    print_line(console, f"b: {second}")
-    print_line(console, "weights furthest apart (rms of the difference over rms of a):")
-    for row in result.weights[:SHOWN]:
-        print_line(console, f"  {row.name}  {row.relative:.1e}")
-    for line in str(result.difference).splitlines():
+    for name, path, side in zip("ab", paths, sides, strict=True):
+        print_line(console, f"{name}: {path} ({side.precision}, step {side.step})")
+    if weights:
+        print_line(console, "weights furthest apart (rms of the difference over rms of a):")
+    for parameter, relative in weights[:SHOWN]:
+        print_line(console, f"  {parameter}  {relative:.1e}")
+    for line in str(difference).splitlines():
         print_line(console, line)
-    text = json.dumps(jsonable(content(result, first, second)), indent=1, allow_nan=False)
+    file = (paths[1] if runs[1] is not None else paths[1].parent) / FILE
+    record = {
+        "sides": [str(path) for path in paths],
+        "weights": [{"name": name, "relative": relative} for name, relative in weights],
+        **diff_runs.content(difference),
+    }
     try:
-        write_atomic(second / FILE, f"{text}\n".encode())
+        write_atomic(file, f"{json.dumps(bounded(record), indent=1, allow_nan=False)}\n".encode())
     except OSError as error:
-        raise MprunError(f"{second / FILE} cannot be written ({error.strerror})") from None
-    print_line(console, f"written: {second / FILE}")
+        raise MprunError(f"{file} cannot be written ({error.strerror})") from None
+    print_line(console, f"written: {file}")
     return EXIT_OK

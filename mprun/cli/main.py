@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mprun.cli.advise_command import advise_command
+from mprun.cli.capture_command import capture_command
 from mprun.cli.compare_command import compare_command
 from mprun.cli.data_command import data_command
 from mprun.cli.diff_command import diff_command
@@ -71,6 +72,7 @@ COMMANDS = (
     Command("numerics", numerics_command, ("numerics",)),
     Command("search-ops", search_ops_command, ("search_ops", "seeds")),
     Command("diff", diff_command),
+    Command("capture", capture_command),
     Command("replay", replay_command),
     Command("data", data_command),
     Command("new-recipe", new_recipe_command),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
@@ -17,14 +16,18 @@ from mprun.assemble.parts import build_batches, build_model
 from mprun.assemble.precision_parts import build_precision
 from mprun.config import compose
 from mprun.config.plain_text import quoted
+from mprun.doctor import environment
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.planned_run import plan_or_resume
+from mprun.nested import all_tensors
 from mprun.numerics.divergence import Difference, Side
 from mprun.numerics.divergence.ops import relative_rms
-from mprun.numerics.divergence.side_by_side import diff_sides
+from mprun.numerics.divergence.side_by_side import Captured, capture, together
 from mprun.numerics.divergence.sides import SharedStep
 from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
+from mprun.records.capture_record import SCHEMA_VERSION, CaptureRecord
+from mprun.records.reader import read_json
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
@@ -49,23 +52,6 @@ class LoadedRun:
         return Side(self.model, region=self.precision.region, low=low)
 
 
-class WeightDifference(NamedTuple):
-    """How far a parameter of one run is from the other's."""
-
-    name: str
-    relative: float
-    """The rms of the difference, over the rms of the first run's values."""
-
-
-@dataclass(frozen=True)
-class RunDifference:
-    """Two runs side by side."""
-
-    weights: tuple[WeightDifference, ...]
-    """The largest difference first."""
-    difference: Difference
-
-
 def load_run(path: Path) -> LoadedRun:
     """The model of a run.
 
@@ -82,41 +68,98 @@ def load_run(path: Path) -> LoadedRun:
     try:
         model.load_state_dict(state["model"])
     except (RuntimeError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path}: its checkpoint does not fit its recipe: {described(error)}"
-        ) from None
+        reason = described(error)
+        raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None
     return LoadedRun(path, plan, model, precision, int(state["step"]))
 
 
-def diff_runs(first: Path, second: Path) -> RunDifference:
-    """Where two runs of the same recipe part.
+def capture_run(run: LoadedRun) -> CaptureRecord:
+    """The errors that arise in a run's model, in its mode, on the first training samples.
 
     Raises:
-        UsageError: one of them cannot be loaded, or they differ in recipe or data.
-        RunFailedError: a step raises an error.
+        RunFailedError: its step raises an error.
     """
-    a, b = load_run(first), load_run(second)
-    for what, x, y in (
-        ("recipe", a.plan.config.recipe.name, b.plan.config.recipe.name),
-        ("data", a.plan.splits.name, b.plan.splits.name),
-        ("data source", a.plan.splits.source, b.plan.splits.source),
-    ):
-        if x != y:
-            raise UsageError(f"the runs differ in their {what}: {x} and {y}; name runs of one")
+    plan = run.plan
     try:
-        with a.plan.backend_flags():
-            return RunDifference(
-                tuple(weight_differences(a.model, b.model)),
-                diff_sides(_step_of(a.plan), a.side, b.side),
-            )
+        with plan.backend_flags():
+            batch, step = _step_of(plan)
+            side = capture(step, run.side)
     except MprunError:
         raise
     except Exception as error:
-        raise RunFailedError(f"the models' step fails: {described(error)}") from error
+        raise RunFailedError(f"{run.path}: the step fails: {described(error)}") from error
+    return CaptureRecord(
+        schema_version=SCHEMA_VERSION,
+        recipe=plan.config.recipe.name,
+        data=plan.splits.name,
+        data_source=plan.splits.source,
+        precision=plan.policy.name,
+        step=run.step,
+        loss=side.loss,
+        device=plan.device.type,
+        hardware=environment.hardware(plan.device, []).name,
+        versions=environment.versions(),
+        weights_sha256=_sha256(run.model.state_dict().values()),
+        batch_sha256=_sha256(all_tensors(batch)),
+        compiled=side.compiled,
+        calls=side.calls,
+        ops=side.ops,
+    )
 
 
-def _step_of(plan: Plan) -> SharedStep:
-    """The first samples of the training data, in the stored order."""
+def read_capture(path: Path) -> CaptureRecord:
+    """A capture from its file.
+
+    Raises:
+        UsageError: it cannot be read, or is damaged.
+    """
+    try:
+        return read_json(path, CaptureRecord, SCHEMA_VERSION)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
+    """Where two sides part.
+
+    Raises:
+        UsageError: they are of other recipes, data or batches.
+    """
+    for what, x, y in (
+        ("recipe", a.recipe, b.recipe),
+        ("data", a.data, b.data),
+        ("data source", a.data_source, b.data_source),
+        ("batch (SHA-256)", a.batch_sha256[:12], b.batch_sha256[:12]),
+    ):
+        if x != y:
+            raise UsageError(f"the sides differ in their {what}: {x} and {y}; name two of one kind")
+    first, second = (Captured(x.calls, x.ops, x.loss, x.compiled) for x in (a, b))
+    return together(first, second, tuple(_circumstances(a, b)))
+
+
+def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:
+    if a.weights_sha256 != b.weights_sha256:
+        yield "the weights differ: losses and inherited errors are those of two models"
+    if a.hardware != b.hardware:
+        yield f"hardware: {a.hardware} and {b.hardware}"
+    for name in sorted({*a.versions, *b.versions}):
+        if a.versions.get(name) != b.versions.get(name):
+            yield f"{name}: {a.versions.get(name)} and {b.versions.get(name)}"
+
+
+def weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
+    """The parameters that both have, by the rms of their difference over that of the first."""
+    others = dict(b.named_parameters())
+    rows = [
+        (name, relative_rms(others[name].detach().cpu(), p.detach().cpu()))
+        for name, p in a.named_parameters()
+        if name in others and others[name].shape == p.shape
+    ]
+    return sorted(rows, key=lambda row: -row[1])
+
+
+def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
+    """The first samples of the training data, in the stored order, and the step on them."""
     size = min(plan.config.train.batch_size or MOST_SAMPLES, MOST_SAMPLES)
     batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
     with closing(iter(batches)) as stream:
@@ -126,33 +169,23 @@ def _step_of(plan: Plan) -> SharedStep:
     def loss_of(output: object) -> Tensor:
         return loss(output, part.content)
 
-    return SharedStep(partial(_forward, plan), part.inputs, loss_of)
+    return part.content, SharedStep(plan.recipe.forward, part.inputs, loss_of)
 
 
-def _forward(plan: Plan, model: nn.Module, inputs: object) -> object:
-    return plan.recipe.forward(model, inputs)
+def _sha256(tensors: Iterable[Tensor]) -> str:
+    """Of the tensors' float64 values, so that a float16 and a float32 of the same value agree."""
+    digest = hashlib.sha256()
+    for x in tensors:
+        wide = x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()
+        digest.update(wide.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def weight_differences(a: nn.Module, b: nn.Module) -> Iterator[WeightDifference]:
-    """The parameters that both have, the furthest apart first."""
-    others = dict(b.named_parameters())
-    rows = [
-        WeightDifference(name, relative_rms(others[name].detach().cpu(), p.detach().cpu()))
-        for name, p in a.named_parameters()
-        if name in others and others[name].shape == p.shape
-    ]
-    yield from sorted(rows, key=lambda row: -row.relative)
-
-
-def content(result: RunDifference, first: Path, second: Path) -> dict[str, object]:
+def content(difference: Difference) -> dict[str, Any]:
     """Plain values for JSON."""
-    difference = result.difference
     return {
-        "schema_version": 1,
-        "runs": [str(first), str(second)],
-        "torch": str(torch.__version__),
+        "schema_version": SCHEMA_VERSION,
         "losses": list(difference.losses),
-        "weights": [row._asdict() for row in result.weights],
         "rows": [
             {**vars(row), "a": vars(row.a), "b": vars(row.b), "explained": row.is_explained}
             for row in difference.rows

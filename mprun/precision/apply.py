@@ -93,6 +93,9 @@ class Precision:
         ValueError: an argument is not legal, or the mode cannot be carried out like this here.
     """
 
+    _input_dtype: torch.dtype | None = None
+    """Floating inputs of `forward` are cast to it; None for none."""
+
     def __init__(
         self,
         policy: Policy | str,
@@ -117,6 +120,10 @@ class Precision:
             named,
             place,
         )
+        # Without casts a 16-bit layer takes inputs of its own dtype alone. A run's batches have it.
+        casts_inputs = row.is_low and not row.casts
+        if casts_inputs:
+            self._input_dtype = torch_dtype(row.input_dtype)
 
     @classmethod
     def of_parts(
@@ -129,7 +136,7 @@ class Precision:
         layers: Mapping[str, str] | None = None,
         device: torch.device = CPU,
     ) -> Precision:
-        """A `Precision` of parts that the caller has made.
+        """A `Precision` of parts that the caller has made; it does not cast inputs.
 
         Args:
             policy: the mode.
@@ -164,9 +171,6 @@ class Precision:
         self._clip = clip
         self._layers = layers or {}
         self._output_dtype = torch_dtype(policy.output_dtype)
-        # Without casts a 16-bit layer takes inputs of its own dtype alone.
-        casts_inputs = policy.is_low and not policy.casts
-        self._input_dtype = torch_dtype(policy.input_dtype) if casts_inputs else None
         self._guards: dict[nn.Module, BufferGuard] = {}
         self._replaced: dict[int, weakref.ref[nn.Parameter]] = {}  # by `prepare`, by identity
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -73,7 +73,44 @@ def test_runs_of_two_recipes_are_refused(
 ) -> None:
     assert main(["recipe=linear", "train.max_steps=3", f"run.dir={tmp_path}/linear"]) == 0
     assert main(["diff", str(runs["fp32"]), f"{tmp_path}/linear"]) == 2
-    assert "the runs differ in their recipe: mine and linear" in capsys.readouterr().err
+    assert "the sides differ in their recipe: mine and linear" in capsys.readouterr().err
+
+
+def test_captures_of_two_sides_give_the_same_difference(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["diff", str(runs["fp32"]), str(runs["bf16_true"])]) == 0
+    direct = json.loads((runs["bf16_true"] / "diff.json").read_text())
+    for mode in ("fp32", "bf16_true"):
+        assert main(["capture", str(runs[mode])]) == 0
+        (runs[mode] / "capture.json").rename(tmp_path / f"{mode}.json")
+    assert main(["diff", f"{tmp_path}/fp32.json", f"{tmp_path}/bf16_true.json"]) == 0
+    from_files = json.loads((tmp_path / "diff.json").read_text())
+    assert from_files["rows"] == direct["rows"]
+    assert any("the weights differ" in note for note in from_files["notes"])
+
+
+def test_a_capture_of_another_version_is_said_to_be_one(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["capture", str(runs["fp32"])]) == 0
+    content = json.loads((runs["fp32"] / "capture.json").read_text())
+    content["versions"]["torch"] = "2.11.0"
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert main(["diff", f"{tmp_path}/old.json", str(runs["fp32"])]) == 0
+    assert "torch: 2.11.0 and" in capsys.readouterr().out
+    content["batch_sha256"] = "0" * 64
+    (tmp_path / "old.json").write_text(json.dumps(content))
+    assert main(["diff", f"{tmp_path}/old.json", str(runs["fp32"])]) == 2
+    assert "the sides differ in their batch" in capsys.readouterr().err
+
+
+def test_a_damaged_capture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("{", "[]", '{"schema_version": 1, "recipe": 3}', '{"schema_version": 99}'):
+        (tmp_path / "bad.json").write_text(text)
+        assert main(["diff", f"{tmp_path}/bad.json", f"{tmp_path}/bad.json"]) == 2
+        assert "bad.json" in capsys.readouterr().err
+    assert main(["capture"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -81,7 +118,7 @@ def test_runs_of_two_recipes_are_refused(
     [
         ([], "mprun diff takes two runs"),
         (["a"], "mprun diff takes two runs"),
-        (["nowhere", "nowhere"], "nowhere is no folder of a run"),
+        (["nowhere", "nowhere"], "there is no nowhere"),
         (["{empty}", "{empty}"], "config.yaml cannot be read"),
     ],
 )

@@ -199,7 +199,10 @@ def wrong_line(chance: Random) -> bytes:
 
 # ---- YAML ----------------------------------------------------------------------------------------
 
-FREE = (("recipe", "model"), ("run",), ("precision", "layers"), ("train", "optimizer", "args"))
+FREE = (
+    *(("recipe", "model"), ("run",), ("precision", "layers"), ("train", "optimizer", "args")),
+    ("logger", "tags"),
+)
 """Places of a configuration that may have any content, or that resuming replaces."""
 
 

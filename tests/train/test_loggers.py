@@ -6,16 +6,20 @@ import math
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from mprun.cli.main import main
 from mprun.errors import UsageError
-from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
+from mprun.records.logger_record import OWN_TAGS
+from mprun.records.run_record import Epoch, Scores, Status, read_lines, read_summary
 from mprun.train.callbacks import StepLine
-from mprun.train.loggers import LOGGERS, LoggedRun, build_loggers, check_logger
+from mprun.train.loggers import LOGGERS, LoggedRun, Logger, build_loggers, check_logger
+from mprun.train.loggers.logged_run import run_tags
+from mprun.train.loggers.logger import LoggedRow
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 
 NONE = Scores(loss=None, accuracy=None)
@@ -211,3 +215,165 @@ def test_without_the_package_no_run_begins(capsys: pytest.CaptureFixture[str]) -
     assert err.startswith("mprun: logger=tensorboard needs TensorBoard")
     assert err.count("\n") == 1
     assert list(Path.cwd().iterdir()) == []
+
+
+# What all have in common
+
+
+class Kept(Logger):
+    """Keeps in memory what a tracker would get; fails where it is asked to."""
+
+    NAME = "mlflow"
+    TITLE = "Kept"
+    MODULE = "json"
+    WRITE_EVERY_S = 3600.0
+    fails_in = ""
+    made: ClassVar[list[Kept]] = []
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.rows: list[LoggedRow] = []
+        self.calls: list[str] = []
+        self.made.append(self)
+
+    def _called(self, name: str) -> None:
+        print("chatter")
+        self.calls.append(name)
+        if name == self.fails_in:
+            raise ConnectionError("gone\nfor good")
+
+    def begin(self, earlier: str | None) -> str:
+        self._called("begin")
+        return earlier or "one"
+
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        self._called("write")
+        self.rows += rows
+
+    def upload(self, files: Sequence[Path]) -> None:
+        self._called("upload")
+        self.calls += [path.name for path in files]
+
+    def end(self, status: Status) -> None:
+        self._called("end")
+        self.calls.append(status)
+
+    def steps(self, name: str) -> list[int]:
+        return [row.step for row in self.rows if name in row.values]
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
+    """`logger=mlflow` is `Kept`."""
+    monkeypatch.setattr(Kept, "made", [])
+    monkeypatch.setitem(LOGGERS, "mlflow", Kept)
+    return Kept
+
+
+def test_the_order_of_calls(kept: type[Kept], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "logger=mlflow"]) == 0
+    (logger,) = kept.made
+    files = ["config.yaml", "metrics.jsonl", "summary.json"]
+    calls = [call for call in logger.calls if call != "write"]
+    assert calls == ["begin", "upload", *files, "end", "completed"]
+    assert logger.steps("train/loss") == list(range(1, 13))
+    assert "chatter" not in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("fails_in", ["begin", "write", "upload", "end"])
+def test_a_logger_that_fails_ends_no_run(
+    kept: type[Kept],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fails_in: str,
+) -> None:
+    assert main([*LINEAR[:-1], "run.dir=whole"]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(kept, "fails_in", fails_in)
+    assert main([*LINEAR, "logger=mlflow"]) == 0
+    warning = (
+        "logger=mlflow failed and is off from here on (ConnectionError: gone); "
+        "the run and its record go on"
+    )
+    assert "".join(capsys.readouterr()).count("logger=mlflow failed") == 1
+    summary = read_summary(Path("run"))
+    assert (summary.status, summary.warnings) == ("completed", [warning])
+    losses = [
+        [x["loss"] for x in read_lines(Path(run)) if x["kind"] == "step"]
+        for run in ("run", "whole")
+    ]
+    assert losses[0] == losses[1]
+    (logger,) = kept.made
+    assert logger.calls.count(fails_in) == 1
+
+
+def test_each_step_reaches_a_curve_once(kept: type[Kept]) -> None:
+    assert main([*LINEAR, "logger=mlflow"]) == 0
+    record = Path("run/logger.json")
+    assert main(["run.resume=run", "train.max_steps=14"]) == 0
+    first, second = kept.made
+    assert first.steps("train/loss") + second.steps("train/loss") == list(range(1, 15))
+    # as if the process had logged a step that no checkpoint has, and was killed then
+    record.write_text(record.read_text().replace('"train/loss": 14', '"train/loss": 15'))
+    assert main(["run.resume=run", "train.max_steps=17"]) == 0
+    assert kept.made[2].steps("train/loss") == [16, 17]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", '{"schema_version": 1, "logger": "mlflow", "id": "../x"}', "[]"]
+)
+def test_a_damaged_logger_record_begins_another_run(kept: type[Kept], content: str) -> None:
+    assert main([*LINEAR, "logger=mlflow"]) == 0
+    Path("run/logger.json").write_text(content)
+    assert main(["run.resume=run", "train.max_steps=14"]) == 0
+    assert kept.made[1].steps("train/loss") == [13, 14]
+
+
+def test_log_every(kept: type[Kept]) -> None:
+    assert main([*LINEAR, "logger=mlflow", "train.log_every=5"]) == 0
+    assert kept.made[0].steps("train/loss") == [5, 10]
+    assert kept.made[0].steps("train/epoch_loss") == list(range(1, 13))
+
+
+def test_any_loop_can_use_a_logger(kept: type[Kept], tmp_path: Path) -> None:
+    (logger,) = build_loggers("mlflow", LoggedRun(folder=tmp_path))
+    assert isinstance(logger, kept)
+    logger.scalars({"loss": 1.0}, 1)
+    logger.scalars({"loss": 2.0}, 1)  # a step that the curve has
+    logger.scalars({"loss": 0.5, "accuracy": 0.25}, 2)
+    logger.finish("completed")
+    assert logger.calls == []  # nothing was begun
+    logger.flush()
+    assert [(row.step, row.values) for row in logger.rows] == [
+        (1, {"loss": 1.0}),
+        (2, {"loss": 0.5, "accuracy": 0.25}),
+    ]
+    logger.finish("running")
+    assert logger.calls[-1] == "interrupted"
+
+
+def test_where_the_trackers_files_are() -> None:
+    def store(folder: str) -> Path:
+        return LoggedRun(folder=Path(folder)).store_folder
+
+    assert store("/p/outputs/2026-01-01/10-00-00") == Path("/p/outputs")
+    assert store("/p/outputs/2026-01-01/10-00-00/fp32-seed0") == Path("/p/outputs")
+    assert store("/p/outputs/a/b/c/d") == Path("/p/outputs/a/b/c")
+    assert store("/p/runs/a") == Path("/p/runs")
+    assert store("a") == Path.cwd()
+
+
+def test_parameters_are_flat_and_have_plain_names() -> None:
+    content = {"a": {"b": 1, "c": {"d": None}}, "list": [1, 2], "globs": {"x.*": "fp32"}, "no": {}}
+    assert LoggedRun(folder=Path("run"), configuration=content).parameters == {
+        "a.b": 1,
+        "a.c.d": None,
+        "list": "[1, 2]",
+        "globs": '{"x.*": "fp32"}',
+        "no": "{}",
+    }
+
+
+def test_the_own_tags_are_those_that_a_user_cannot_set() -> None:
+    assert main(LINEAR) == 0
+    assert {*run_tags(read_summary(Path("run"))), "status"} == set(OWN_TAGS)

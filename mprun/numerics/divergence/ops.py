@@ -7,7 +7,7 @@ bits is compared with what it cast.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,8 @@ from mprun._torch import no_dispatch
 from mprun.nested import tensors_in
 from mprun.numerics.nonfinite.op_call import OpCall, in_float64, op_spec, written_arguments
 from mprun.numerics.op_watcher import OpWatcher, RunOp
-
-
-class OpError(NamedTuple):
-    """One op."""
-
-    phase: str
-    module: str
-    op: str
-    dtype: torch.dtype
-    error: float
-    """The rms of the error that arises in it, over the rms of its exact result."""
+from mprun.precision.policy import dtype_name
+from mprun.records.capture_record import OpError
 
 
 class OpErrors(OpWatcher):
@@ -63,7 +54,7 @@ class OpErrors(OpWatcher):
             ]
         if errors:
             error, dtype = max(errors, key=lambda pair: pair[0])
-            self.ops.append(OpError(phase, module, call.name, dtype, error))
+            self.ops.append(OpError(phase, module, call.name, dtype_name(dtype), error))
 
 
 def op_errors(model: nn.Module, step: Callable[[], object]) -> list[OpError]:

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mprun.numerics.divergence.ops import OpError
+from mprun.records.capture_record import OpError, SideError
 
 SHOWN = 12
 """Rows of a printed table."""
-
-
-@dataclass(frozen=True)
-class SideError:
-    """One side's error in a module's own code."""
-
-    dtype: str
-    arising: float
-    """Relative rms; infinite where a number is not finite."""
-    inherited: float
-    bias: float
-    """Mean of the arising error, over the rms of the exact numbers."""
-    explained: float
-    """The largest arising error that the dtype explains."""
-
-    @property
-    def is_explained(self) -> bool:
-        """Whether the dtype explains it."""
-        return self.arising <= self.explained
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ Stability of Numerical Algorithms, chapter 4).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,13 @@ from mprun._torch import original_module
 from mprun.errors import first_line
 from mprun.numerics.divergence.boundaries import Place, Recording
 from mprun.numerics.divergence.exact import float64_copy
-from mprun.numerics.divergence.ops import OpError, relative_rms, rms
+from mprun.numerics.divergence.ops import relative_rms, rms
 from mprun.numerics.divergence.pieces import forced, true_outputs
-from mprun.numerics.divergence.rows import Difference, DifferenceRow, SideError, excess
+from mprun.numerics.divergence.rows import Difference, DifferenceRow, excess
 from mprun.numerics.divergence.sides import SEED, SharedStep, Side
 from mprun.numerics.passes import ready
 from mprun.precision.forward_backward import call
+from mprun.records.capture_record import CapturedCall, OpError, SideError
 
 MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
 MARGIN = 4.0
@@ -73,17 +74,38 @@ def diff(
 
 def diff_sides(step: SharedStep, a: Side, b: Side) -> Difference:
     """`diff` for a step of any form."""
-    sides = (a, b)
-    recordings = [step.record(side) for side in sides]
-    reference, notes = _float64_of(sides)
-    results = [
-        _SideResults(step, side, recording, reference)
-        for side, recording in zip(sides, recordings, strict=True)
-    ]
-    ops = (tuple(step.ops(a)), tuple(step.ops(b)))
-    rows = tuple(_with_op(row, ops) for row in _rows(*results))
-    losses = (recordings[0].loss, recordings[1].loss)
-    return Difference(rows, ops, losses, (*notes, *_notes(sides, recordings)))
+    reference, notes = _float64_of((a, b))
+    return together(capture(step, a, reference), capture(step, b, reference), notes)
+
+
+class Captured(NamedTuple):
+    """What a comparison needs of a side."""
+
+    calls: list[CapturedCall]
+    ops: list[OpError]
+    loss: float
+    compiled: bool
+
+
+def capture(step: SharedStep, side: Side, reference: nn.Module | None = None) -> Captured:
+    """The errors that arise in one side.
+
+    Args:
+        step: its step.
+        side: the side.
+        reference: a float64 copy of a model with the same modules; None: of the side's own.
+    """
+    recording = step.record(side)
+    twin = reference or _float64_of((side,))[0]
+    calls = list(_calls(_SideResults(step, side, recording, twin)))
+    return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
+
+
+def together(a: Captured, b: Captured, notes: Sequence[str] = ()) -> Difference:
+    """Two sides beside each other."""
+    ops = (tuple(a.ops), tuple(b.ops))
+    rows = tuple(_with_op(row, ops) for row in _rows(a.calls, b.calls))
+    return Difference(rows, ops, (a.loss, b.loss), (*notes, *_notes(a, b)))
 
 
 def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
@@ -109,14 +131,28 @@ class _SideResults:
             self.true = true_outputs(twin, recording, run)
 
 
-def _rows(a: _SideResults, b: _SideResults) -> Iterator[DifferenceRow]:
-    """The rows of the calls that both sides have."""
-    places = [p for p in a.exact.outputs if p in b.exact.outputs]
-    ended = [p for p in a.recording.boundaries if p in places]
-    for place in ended:
-        yield from _row("forward", place, a, b, _forward)
-    for place in reversed([p for p in a.recording.boundaries if p in places]):
-        yield from _row("backward", place, a, b, _backward)
+def _calls(side: _SideResults) -> Iterator[CapturedCall]:
+    """The calls of a side, with their errors."""
+    boundaries = side.recording.boundaries
+    places = [place for place in boundaries if place in side.exact.outputs]
+    for phase, numbers, ordered in (
+        ("forward", _forward, places),
+        ("backward", _backward, places[::-1]),
+    ):
+        for place in ordered:
+            errors = {k: _error(side, place, x) for k, x in numbers(side, place).items()}
+            yield CapturedCall(phase, *place, boundaries[place].kind, errors)
+
+
+def _rows(a: Sequence[CapturedCall], b: Sequence[CapturedCall]) -> Iterator[DifferenceRow]:
+    """The rows of the calls that both sides have, in the first one's order."""
+    others = {(x.phase, x.module, x.call): x.errors for x in b}
+    for x in a:
+        theirs = others.get((x.phase, x.module, x.call), {})
+        pairs = [(what, x.errors[what], theirs[what]) for what in x.errors if what in theirs]
+        if pairs:
+            worst = max(pairs, key=lambda p: (max(excess(p[1]), excess(p[2])), p[0]))
+            yield DifferenceRow(x.phase, x.module, x.call, x.kind, *worst)
 
 
 Numbers = dict[str, tuple[Tensor, Tensor, Tensor, Tensor | None]]
@@ -154,24 +190,6 @@ def _backward(side: _SideResults, place: Place) -> Numbers:
     return rows
 
 
-def _row(
-    phase: str,
-    place: Place,
-    a: _SideResults,
-    b: _SideResults,
-    numbers: Callable[[_SideResults, Place], Numbers],
-) -> Iterator[DifferenceRow]:
-    rows = [numbers(side, place) for side in (a, b)]
-    errors = []
-    for what in rows[0].keys() & rows[1].keys():
-        pair = [_error(side, place, row[what]) for side, row in zip((a, b), rows, strict=True)]
-        errors.append((max(map(excess, pair)), what, pair))
-    if errors:
-        _, what, (first, second) = max(errors, key=lambda x: (x[0], x[1]))
-        kind = a.recording.boundaries[place].kind
-        yield DifferenceRow(phase, place[0], place[1], kind, what, first, second)
-
-
 def _error(
     side: _SideResults, place: Place, numbers: tuple[Tensor, Tensor, Tensor, Tensor | None]
 ) -> SideError:
@@ -207,12 +225,12 @@ def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> Differen
     return DifferenceRow(**{**vars(row), "op": largest.op})
 
 
-def _notes(sides: Sequence[Side], recordings: Sequence[Recording]) -> Iterator[str]:
-    for name, side in zip("ab", sides, strict=True):
-        if side.is_compiled:
+def _notes(a: Captured, b: Captured) -> Iterator[str]:
+    for name, side in (("a", a), ("b", b)):
+        if side.compiled:
             yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"
-    first, second = (set(r.boundaries) for r in recordings)
+    first, second = ({(x.module, x.call) for x in side.calls} for side in (a, b))
     only = first ^ second
-    if only and not any(side.is_compiled for side in sides):
+    if only and not (a.compiled or b.compiled):
         shown = ", ".join(sorted({path or "the model" for path, _ in only})[:3])
         yield f"calls that only one side has are a part of their caller: {shown}"

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mprun._torch import is_compiled, original_module
 from mprun.nested import map_tensors
 from mprun.numerics.divergence.boundaries import Recording, floating, record
-from mprun.numerics.divergence.ops import OpError, op_errors
+from mprun.numerics.divergence.ops import op_errors
 from mprun.numerics.passes import ready
+from mprun.records.capture_record import OpError
 
 SEED = 0
 

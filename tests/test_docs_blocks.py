@@ -1,0 +1,67 @@
+"""Every block of Python on every page runs.
+
+Those of docs/your_loop.md run as they are (`test_your_loop.py`). Those of other pages may be parts
+of a program: the names that they need are made here.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.data import TensorSet
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = [
+    pytest.param(block, id=f"{page.relative_to(ROOT)} {number}")
+    for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    if page.name != "your_loop.md"
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    )
+]
+
+
+def names() -> dict[str, Any]:
+    """What a program around a block has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    return {
+        "torch": torch,
+        "nn": nn,
+        "F": nn.functional,
+        "mprun": mprun,
+        "TensorSet": TensorSet,
+        "model": model,
+        "x": x,
+        "y": y,
+        "batches": [(x, y)],
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3),
+        "loss_function": nn.functional.cross_entropy,
+        "cross_entropy": nn.functional.cross_entropy,
+        "torchmetrics": pytest.importorskip("torchmetrics"),
+    }
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = names()
+    exec(compile(block, "block", "exec"), content)
+    if "def metrics" in block:  # a part of a recipe
+        output, batch = torch.randn(6, 3), (content["x"], content["y"])
+        assert content["loss"](output, batch).keys() == {"classes", "size"}
+        assert content["metrics"]().keys() == {"f1", "auroc"}
+    if "def sample" in block:
+        assert len(content["sample"](None)) == 1
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 10

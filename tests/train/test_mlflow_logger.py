@@ -1,0 +1,202 @@
+"""MLflow reads what a run's record holds; the module's runs share a store."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mprun.cli.main import main
+from mprun.compare.load import find_runs
+from mprun.records.run_folder import RECORD_FILES
+from mprun.records.run_record import read_lines, read_summary
+from mprun.train.loop import Trainer
+from tests.train.logged import (
+    LINEAR,
+    MNIST,
+    curves_of,
+    parameters_of,
+    record_of,
+    resume,
+    tags_of,
+    train,
+)
+
+pytest.importorskip("mlflow")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder `outputs`: the store is in it, for all runs up to three levels below."""
+    return tmp_path_factory.mktemp("mlflow") / "outputs"
+
+
+def client(outputs: Path) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(f"sqlite:///{outputs}/mlflow.db")
+
+
+def logged(run: Path, outputs: Path) -> Any:
+    """What MLflow has of a run."""
+    return client(outputs).get_run(record_of(run).id)
+
+
+def curve(run: Path, outputs: Path, name: str) -> list[tuple[int, float]]:
+    points = client(outputs).get_metric_history(record_of(run).id, name)
+    return [(point.step, point.value) for point in points]
+
+
+def test_configuration_tags_scalars_and_files(
+    outputs: Path, capsys: pytest.CaptureFixture[str], in_empty_folder: Path
+) -> None:
+    run = outputs / "day" / "study" / "whole"
+    words = [*MNIST, "train.max_steps=7", "logger=mlflow", "logger.tags={team: vision}"]
+    assert train(run, *words, "precision=bf16_mixed") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "INFO" not in out
+    assert f"note: to see the run: mlflow ui --backend-store-uri sqlite:///{outputs}" in out
+    has = logged(run, outputs)
+    assert has.info.run_name == "bf16_mixed seed 0"
+    assert client(outputs).get_experiment(has.info.experiment_id).name == "mnist"
+    assert has.info.status == "FINISHED"
+    assert has.data.params == {name: str(value) for name, value in parameters_of(run).items()}
+    own = {k: v for k, v in has.data.tags.items() if not k.startswith("mlflow.")}
+    assert own == tags_of(run) | {"team": "vision"}
+    wanted = curves_of(run)
+    assert has.data.metrics.keys() == wanted.keys()
+    assert {name: curve(run, outputs, name) for name in wanted} == wanted
+    files = [name for name in RECORD_FILES if (run / name).exists()]
+    copies = Path(has.info.artifact_uri.removeprefix("file://"))
+    assert copies.is_relative_to(outputs)
+    assert sorted(p.name for p in copies.iterdir()) == sorted(files)
+    assert all((copies / name).read_bytes() == (run / name).read_bytes() for name in files)
+    assert list(in_empty_folder.iterdir()) == []
+
+
+def test_a_resumed_run_continues_its_run_and_repeats_no_step(
+    outputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, plain = outputs / "day" / "resumed", Trainer.optimizer_step
+    with monkeypatch.context() as patch:
+
+        def step(self: Trainer, *given: Any) -> Any:
+            if self.step == 6:
+                raise ZeroDivisionError("planted")
+            return plain(self, *given)
+
+        patch.setattr(Trainer, "optimizer_step", step)
+        assert train(run, *LINEAR, "train.max_steps=10", "logger=mlflow") == 1
+    before = record_of(run).id
+    assert logged(run, outputs).info.status == "FAILED"
+    assert logged(run, outputs).data.tags["status"] == "failed"
+    assert [n for n, _ in curve(run, outputs, "train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert resume(run, "train.max_steps=12") == 0
+    assert record_of(run).id == before
+    assert logged(run, outputs).info.status == "FINISHED"
+    losses = [(x["step"], x["loss"]) for x in read_lines(run) if x["kind"] == "step"]
+    assert curve(run, outputs, "train/loss") == losses
+    epochs = [(x["step"], x["loss"]) for x in read_lines(run) if x["kind"] == "epoch"]
+    assert curve(run, outputs, "train/epoch_loss") == epochs
+    assert logged(run, outputs).data.params["train.max_steps"] == "10"  # they cannot be changed
+
+
+def test_a_run_that_the_store_does_not_have_begins_again(outputs: Path) -> None:
+    run = outputs / "day" / "lost"
+    assert train(run, *LINEAR, "train.max_steps=4", "logger=mlflow") == 0
+    text = (run / "logger.json").read_text()
+    (run / "logger.json").write_text(text.replace(record_of(run).id, "0" * 32))
+    assert resume(run, "train.max_steps=6") == 0
+    assert [n for n, _ in curve(run, outputs, "train/loss")] == [5, 6]
+
+
+def test_names_that_mlflow_refuses(outputs: Path) -> None:
+    run = outputs / "day" / "names"
+    words = [*MNIST, "precision=bf16_mixed", "precision.layers={4*: fp32}", "train.max_steps=1"]
+    assert train(run, *words, "logger=mlflow") == 0
+    assert logged(run, outputs).data.params["precision.layers"] == '{"4*": "fp32"}'
+    assert read_summary(run).warnings == []
+
+
+def test_a_server_that_is_not_there_costs_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as taken:  # a port on which nobody answers
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        run = tmp_path / "run"
+        words = [*LINEAR, "train.max_steps=6", "logger=mlflow", f"logger.uri='{uri}'"]
+        assert train(run, *words) == 0
+    assert capsys.readouterr().out.count("warning: logger=mlflow failed and is off") == 1
+    summary = read_summary(run)
+    assert summary.status == "completed"
+    assert [x.partition(" (")[0] for x in summary.warnings] == [
+        "logger=mlflow failed and is off from here on"
+    ]
+    assert sum(line["kind"] == "step" for line in read_lines(run)) == 6
+
+
+def test_a_signal_is_a_killed_run(outputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plain = outputs / "day" / "stopped", Trainer.optimizer_step
+
+    def step(self: Trainer, *given: Any) -> Any:
+        if self.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, *given)
+
+    monkeypatch.setattr(Trainer, "optimizer_step", step)
+    assert train(run, *LINEAR, "train.max_steps=50", "logger=mlflow") == 143
+    assert logged(run, outputs).info.status == "KILLED"
+    assert logged(run, outputs).data.tags["status"] == "interrupted"
+
+
+def test_the_report_of_a_sweep_and_no_copy_is_a_run(outputs: Path) -> None:
+    study = outputs / "day" / "sweep"
+    words = ["recipe=linear", "precision=fp32,bf16_mixed", "seeds=1", "train.max_steps=4"]
+    assert main(["sweep", *words, "logger=mlflow", f"run.dir={study}"]) == 0
+    has = logged(study, outputs)
+    assert has.info.run_name == "comparison of sweep"
+    copies = {x.path for x in client(outputs).list_artifacts(has.info.run_id)}
+    assert copies >= {"report.html", "comparison.json"}
+    trials = [study / "fp32-seed0", study / "bf16_mixed-seed0"]
+    assert {logged(x, outputs).info.status for x in trials} == {"FINISHED"}
+    runs = find_runs([outputs]).runs
+    assert all("mlartifacts" not in run.path.parts for run in runs)
+    assert {run.path for run in runs} >= set(trials)
+
+
+@pytest.mark.usefixtures("no_mlflow")
+def test_without_the_package_no_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(Path("run"), *LINEAR, "logger=mlflow") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(
+        r"mprun: logger=mlflow needs MLflow, which cannot be imported \(.*\); "
+        r"pip install 'mprun\[mlflow\]'\n",
+        err,
+    )
+    assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.fixture
+def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the package were not installed."""
+    for name in list(sys.modules):
+        if name.split(".")[0] == "mlflow":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+
+
+def test_it_is_imported_only_when_it_is_the_logger() -> None:
+    code = "import sys, mprun.run; print(sorted({'mlflow', 'wandb', 'trackio'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
