@@ -8,6 +8,7 @@ with rounding is faster.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -105,8 +106,14 @@ def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: tor
     native = execution == "native" and policy.compute_dtype == "float16"
     if speed == "plain" or not native or device.type != "cpu":
         return "none"
-    # Kernels with their own instructions run near float32's speed, reference loops 50 times slower.
-    return "backward" if accelerated(torch.float16, device, tolerance=4.0) else "all"
+    return "backward" if _has_float16_matmuls(device) else "all"
+
+
+@cache
+def _has_float16_matmuls(device: torch.device) -> bool:
+    """Whether matmuls have float16 instructions, by their time; a process tries once."""
+    # With their own instructions they run near float32's speed, reference loops 50 times slower.
+    return accelerated(torch.float16, device, tolerance=4.0)
 
 
 def arithmetic_for(
