@@ -19,6 +19,7 @@ from mprun.cli.double_command import double_command
 from mprun.cli.memory_command import memory_command
 from mprun.cli.new_recipe_command import new_recipe_command
 from mprun.cli.numerics_command import numerics_command
+from mprun.cli.replay_command import replay_command
 from mprun.cli.search_ops_command import search_ops_command
 from mprun.cli.standard_streams import patient_streams, reserve_descriptors
 from mprun.cli.sweep_command import sweep_command
@@ -68,6 +69,7 @@ COMMANDS = (
     Command("memory", memory_command, ("memory",)),
     Command("numerics", numerics_command, ("numerics",)),
     Command("search-ops", search_ops_command, ("search_ops", "seeds")),
+    Command("replay", replay_command),
     Command("data", data_command),
     Command("new-recipe", new_recipe_command),
 )

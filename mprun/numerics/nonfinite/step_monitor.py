@@ -9,7 +9,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
@@ -131,6 +131,10 @@ class StepMonitor:
     def inputs(self, inputs: Any) -> None:
         """The model is called with these."""
         self._state.inputs(tensors_of(inputs))
+
+    def label(self, x: Tensor, name: str) -> None:
+        """Call a tensor that exists before the first op `name` in this step's reports."""
+        self._state.label(x, name)
 
     def outputs(self, outputs: Any) -> None:
         """The model returned these."""
