@@ -31,8 +31,7 @@ from mprun.console import print_text, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
-    from mprun.experiments.replay_file import ReplayParts
-    from mprun.numerics.nonfinite.saved_step import SavedStep
+    from mprun.config import Composed
 
 USAGE = "write mprun replay FILE recipe=NAME, or mprun replay FILE path/to/script.py"
 SCRIPT = re.compile(r"(.*\.py)(?::(\w*))?", re.DOTALL)
@@ -55,29 +54,38 @@ def replay_command(args: Sequence[str]) -> int:
         other = next(text for text in rest if text is not scripts[0])
         raise UsageError(f"mprun replay {path} {scripts[0]} takes no '{other}'; {USAGE}")
 
-    from mprun.experiments.replay_file import read_step, replay_file
+    source = _script(scripts[0]) if scripts else _composed(rest, known.config_dir)
+
+    from mprun.experiments.replay_file import (
+        parts_of_recipe,
+        parts_of_script,
+        read_step,
+        replay_file,
+    )
 
     saved = read_step(path)
-    parts = _of_script(scripts[0]) if scripts else _of_recipe(rest, known.config_dir, saved)
+    if isinstance(source, tuple):
+        parts = parts_of_script(*source)
+    else:
+        parts = parts_of_recipe(source.config, saved)
     done = replay_file(path, saved, parts)
     for line in done.lines():
         print_text(stdout_console(), line)
     return EXIT_FAILED if done.cause is None else EXIT_OK
 
 
-def _of_script(text: str) -> ReplayParts:
-    from mprun.experiments.replay_file import parts_of_script
-
+def _script(text: str) -> tuple[Path, str]:
+    """The file, and the function in it or an empty text."""
     match = SCRIPT.fullmatch(text)
     if match is None:
         raise UsageError(f"'{text}' is no Python file; {USAGE}")
-    return parts_of_script(Path(match[1]).expanduser(), match[2] or "")
+    return Path(match[1]).expanduser(), match[2] or ""
 
 
-def _of_recipe(overrides: Sequence[str], folder: Path | None, saved: SavedStep) -> ReplayParts:
+def _composed(overrides: Sequence[str], folder: Path | None) -> Composed:
+    """The configuration, which names a recipe."""
     from mprun.config import compose
-    from mprun.experiments.replay_file import parts_of_recipe
 
     if not any(text.startswith("recipe=") for text in overrides):
         raise UsageError(f"mprun replay needs recipe=..., not only {overrides[0]}; {USAGE}")
-    return parts_of_recipe(compose(overrides, folder).config, saved)
+    return compose(overrides, folder)

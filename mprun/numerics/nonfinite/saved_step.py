@@ -30,7 +30,7 @@ AUTOCAST_DTYPES = ("float16", "bfloat16", "float32")
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
-class UnsavableError(TypeError):
+class UnsavableModelError(TypeError):
     """A model whose tensors cannot be saved."""
 
 

@@ -54,7 +54,7 @@ from mprun.numerics.nonfinite.saved_step import (
     PlainCopy,
     SavedCall,
     SavedStep,
-    UnsavableError,
+    UnsavableModelError,
     bare,
 )
 from mprun.numerics.op_watcher import dtype_name
@@ -150,7 +150,7 @@ class StepCapture:
 
         Raises:
             ValueError: the model was not called in this step.
-            UnsavableError: a parameter is no ordinary tensor, such as one that FSDP divided.
+            UnsavableModelError: a parameter is no ordinary tensor, such as one that FSDP divided.
             OSError: the file cannot be written.
         """
         if not self._calls:
@@ -323,7 +323,7 @@ def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
 
 def _checked(name: str, x: Tensor) -> Tensor:
     if type(x) not in (Tensor, nn.Parameter) or x.layout != torch.strided or x.is_meta:
-        raise UnsavableError(
+        raise UnsavableModelError(
             f"{name} is a {type(x).__name__}, which cannot be saved: legal are ordinary tensors"
         )
     return bare(x)

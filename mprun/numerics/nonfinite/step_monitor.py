@@ -112,12 +112,15 @@ class StepMonitor:
         self._step = 0
         self._snapshot: Snapshot | None = None
         self._checked_gradients = False
+        self._of_outputs: frozenset[Origin] = frozenset()
+        """The origins of this step's outputs of the model that are not finite."""
         self.watcher = NonfiniteWatcher(model, self._finder.inspect, self.check_gradients)
         """The mode to enter."""
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._step, self._checked_gradients, self._snapshot = step, False, None
+        self._of_outputs = frozenset()
         self._finder.begin_step(step)
         self._state.begin_step()
         self.watcher.begin_step()
@@ -132,15 +135,29 @@ class StepMonitor:
         """The model is called with these."""
         self._state.inputs(tensors_of(inputs))
 
-    def label(self, x: Tensor, name: str) -> None:
-        """Call a tensor that exists before the first op `name` in this step's reports."""
-        self._state.label(x, name)
-
     def outputs(self, outputs: Any) -> None:
         """The model returned these."""
         for x in tensors_of(outputs):
             if not is_finite(value_range(x)):
-                mark_reached(self._finder.lineage.of(x), OUTPUT)
+                origins = self._finder.lineage.of(x)
+                mark_reached(origins, OUTPUT)
+                self._of_outputs |= origins
+
+    def gradient_of_output(self, g: Tensor, name: str) -> None:
+        """A gradient that a loss, which was not inspected, computed from the model's outputs.
+
+        If it is not finite, it is because of the outputs, else because of the loss.
+
+        Args:
+            g: the gradient.
+            name: what reports call it if the loss is to blame.
+        """
+        if is_finite(value_range(g)):
+            return
+        if self._of_outputs:
+            self._finder.lineage.put(g, self._of_outputs)
+        else:
+            self._state.label(g, name)
 
     def check_gradients(self) -> None:
         """The gradients exist; the first call counts, before they are unscaled.

@@ -37,6 +37,7 @@ from mprun.numerics.tracker import StepListener
 StepFunction = Callable[[nn.Module, Any], Any]
 """`step(model, batch)`: runs the model on a batch and returns the loss, or goes backward itself."""
 
+OF_LOSS = "the gradient that the loss sends"
 NAMED = 3
 """The number of names that a message lists before it counts the rest."""
 
@@ -216,9 +217,7 @@ class RepeatedCalls(StepListener):
                 with outside_of_modes():
                     total = sum(gradients[1:], gradients[0]).to(x.device, x.dtype)
                 arrived[x] = total
-                self.monitor.label(
-                    total, f"the gradient that the loss sends to output {i} of call {number}"
-                )
+                self.monitor.gradient_of_output(total, f"{OF_LOSS} to output {i} of call {number}")
         if arrived:
             go_backward(arrived)
 
@@ -342,7 +341,7 @@ def _cause(report: NonfiniteReport) -> FpException | None:
 
 def _is_of_loss(exception: FpException) -> bool:
     name = exception.outputs[0].name if exception.outputs else ""
-    return exception.kind == "outside" and name.startswith("the gradient that the loss sends")
+    return exception.kind == "outside" and name.startswith(OF_LOSS)
 
 
 def _tensor_lines(exception: FpException) -> Iterator[str]:
