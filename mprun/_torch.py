@@ -182,6 +182,11 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary of a module's own buffers."""
+    return module._buffers
+
+
 def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
     """Divide the gradients by `scale` in place; 1 where one was not finite, else 0.
 
@@ -508,6 +513,12 @@ def storage_key(x: Tensor) -> int:
 def write_count(x: Tensor) -> int:
     """How often the memory of a tensor was written to; 0 for an inference tensor."""
     return 0 if x.is_inference() else int(x._version)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy each source into the target of its index, of the same shape, dtype and device."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def viewed(x: Tensor) -> Tensor:

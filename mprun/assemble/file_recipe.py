@@ -88,7 +88,7 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
     Raises:
         UsageError: it cannot be run, or contains no such recipe.
     """
-    module = _module(path, untrusted)
+    module = module_in(path, untrusted)
     classes = _classes(module)
     if name:
         if name not in classes:
@@ -108,20 +108,20 @@ def class_in(path: Path, name: str, untrusted: Path | None) -> type[Recipe]:
     return _of_functions(module, path)
 
 
-def script_of(path: Path) -> ModuleType:
-    """A file of functions as a module; its code is run unless it was.
+# ---- running the file ----------------------------------------------------------------------------
+
+
+def module_in(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> ModuleType:
+    """The file as a module, run once per process.
+
+    Args:
+        path: the file.
+        untrusted: a folder whose code is not run, or None.
+        prefix: of the file's name in messages.
 
     Raises:
         UsageError: it cannot be read or run.
     """
-    return _module(path.absolute(), None)
-
-
-# ---- running the file ----------------------------------------------------------------------------
-
-
-def _module(path: Path, untrusted: Path | None) -> ModuleType:
-    """The file as a module, run once per process."""
     if path in _loaded:
         return _loaded[path].module
     source = file_source(path)
@@ -132,7 +132,7 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     linecache.checkcache(str(path))
     sys.modules[module.__name__] = module
     try:
-        with announced_file(path, untrusted):
+        with announced_file(path, untrusted, prefix):
             exec(compile(source.content, str(path), "exec", dont_inherit=True), module.__dict__)
     except MprunError:
         del sys.modules[module.__name__]
@@ -140,7 +140,7 @@ def _module(path: Path, untrusted: Path | None) -> ModuleType:
     except (Exception, SystemExit) as error:  # it is the user's code: anything can be wrong
         del sys.modules[module.__name__]
         raise UsageError(
-            f"recipe={path} cannot be loaded: {described(error)}; correct the file"
+            f"{prefix}{path} cannot be loaded: {described(error)}; correct the file"
         ) from None
     except BaseException:  # Ctrl-C
         del sys.modules[module.__name__]

@@ -49,15 +49,20 @@ def announced(target: str, untrusted: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def announced_file(path: Path, untrusted: Path | None) -> Iterator[None]:
+def announced_file(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Iterator[None]:
     """The same for a recipe that is a file, and the modules that it imports.
+
+    Args:
+        path: the file.
+        untrusted: a folder whose code is not run, or None.
+        prefix: of the file's name in messages.
 
     Raises:
         UntrustedCodeError: the file or such a module lies in that folder.
     """
     finder = _AnnouncingFinder(str(path), untrusted, "recipe")
     finder.look(path)
-    note(f"recipe={path} runs the code of this file")
+    note(f"{prefix}{path} runs the code of this file")
     sys.meta_path.insert(0, finder)
     try:
         yield

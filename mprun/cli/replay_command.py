@@ -1,54 +1,91 @@
-"""`mprun replay`: run the step that made a NaN again, and name the op.
+"""`mprun replay`: a saved step with a NaN, run again with every op inspected.
 
-    mprun replay runs/a/nonfinite_step_37.pt recipe=mnist
-    mprun replay runs/a/nonfinite_step_37.pt my_script.py
-    mprun replay runs/a/nonfinite_step_37.pt my_script.py:step
+    mprun replay runs/bf16/nonfinite_step_37.pt recipe=mnist
+    mprun replay runs/bf16/nonfinite_step_37.pt train.py
+    mprun replay runs/bf16/nonfinite_step_37.pt train.py:step
 
-`mprun.observe(..., on_nonfinite="save")` writes such files. The model is the recipe's, or that of
-`model()` in a Python file, which is run. Its weights, inputs and random numbers are those of the
-file. `step(model, batch)` gives the loss; it is needed where the loss itself makes the NaN. Every
-op is watched: the first that makes a NaN or an infinity out of finite numbers is named, with its
-module, its line and its largest inputs. The exit status is 1 if the step stays finite.
+`mprun.observe(..., on_nonfinite="save")` writes the file: weights, inputs, batch and random states
+of the first step with a NaN or an infinity. Prints the op where it began, its module, its line of
+code and its inputs.
+
+The model comes from a recipe (with its overrides, such as recipe.model.units=64), or from the
+function model() of a Python file, which is run; its training belongs under
+`if __name__ == "__main__":`. Without more, the model's calls are repeated, and the saved gradients
+of its outputs start the backward pass. With step(model, batch), or the function named behind a
+colon, the loss is inspected too: it returns the loss, or goes backward itself. It runs in the
+autocast state that the model was called in. A recipe's loss is run where the loop gave the batch
+(run.note_batch(batch)).
+
+The exit status is 0 if the op is named, and 1 if every number is finite in the replay.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.console import print_text, stdout_console
 from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
 
-USAGE = "mprun replay FILE recipe=NAME, or mprun replay FILE SCRIPT.py"
+if TYPE_CHECKING:
+    from mprun.config import Composed
+
+USAGE = "write mprun replay FILE recipe=NAME, or mprun replay FILE path/to/script.py"
+SCRIPT = re.compile(r"(.*\.py)(?::(\w*))?", re.DOTALL)
 
 
 def replay_command(args: Sequence[str]) -> int:
     """Run `mprun replay`; the exit status.
 
     Raises:
-        UsageError: a file is missing or not what it should be.
-        RunFailedError: the step raises an error.
+        UsageError: a file cannot be used, or the step does not fit the model.
     """
     known = parse_arguments("replay", args)
-    if len(known.overrides) < 2:
-        raise UsageError(f"mprun replay takes a file and what makes its model: {USAGE}")
-    file, *rest = known.overrides
-    script = rest[0] if "=" not in rest[0] else ""
-    if script and len(rest) > 1:
-        raise UsageError(f"mprun replay takes one script, not {' '.join(rest)}: {USAGE}")
-    if script:
-        from mprun.experiments.replay_step import replay_with_script
+    if not known.overrides or "=" in known.overrides[0]:
+        raise UsageError(f"mprun replay needs the file of a saved step first; {USAGE}")
+    path, rest = Path(known.overrides[0]), known.overrides[1:]
+    if not rest:
+        raise UsageError(f"mprun replay {path} needs the model of the step; {USAGE}")
+    scripts = [text for text in rest if "=" not in text]
+    if scripts and len(rest) > 1:
+        other = next(text for text in rest if text is not scripts[0])
+        raise UsageError(f"mprun replay {path} {scripts[0]} takes no '{other}'; {USAGE}")
 
-        path, _, function = script.partition(":")
-        result = replay_with_script(Path(file), Path(path), function)
+    source = _script(scripts[0]) if scripts else _composed(rest, known.config_dir)
+
+    from mprun.experiments.replay_file import (
+        parts_of_recipe,
+        parts_of_script,
+        read_step,
+        replay_file,
+    )
+
+    saved = read_step(path)
+    if isinstance(source, tuple):
+        parts = parts_of_script(*source)
     else:
-        from mprun.config import compose
-
-        composed = compose(rest, known.config_dir)
-        from mprun.experiments.replay_step import replay_with_recipe
-
-        result = replay_with_recipe(Path(file), composed)
-    for line in str(result).splitlines():
+        parts = parts_of_recipe(source.config, saved)
+    done = replay_file(path, saved, parts)
+    for line in done.lines():
         print_text(stdout_console(), line)
-    return EXIT_OK if result.exceptions else EXIT_FAILED
+    return EXIT_FAILED if done.cause is None else EXIT_OK
+
+
+def _script(text: str) -> tuple[Path, str]:
+    """The file, and the function in it or an empty text."""
+    match = SCRIPT.fullmatch(text)
+    if match is None:
+        raise UsageError(f"'{text}' is no Python file; {USAGE}")
+    return Path(match[1]).expanduser(), match[2] or ""
+
+
+def _composed(overrides: Sequence[str], folder: Path | None) -> Composed:
+    """The configuration, which names a recipe."""
+    from mprun.config import compose
+
+    if not any(text.startswith("recipe=") for text in overrides):
+        raise UsageError(f"mprun replay needs recipe=..., not only {overrides[0]}; {USAGE}")
+    return compose(overrides, folder)

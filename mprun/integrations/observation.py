@@ -29,9 +29,9 @@ from mprun.integrations.observed_summary import (
     memory_row,
     set_variant,
 )
-from mprun.integrations.step_capture import StepCapture
 from mprun.integrations.step_probes import StepProbes
 from mprun.numerics.audit import Audit
+from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.precision import Precision
 from mprun.records.run_record import Metric, Summary
 from mprun.train.clock import StepTime, clock_for

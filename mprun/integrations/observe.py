@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from mprun._torch import original_module
 from mprun.integrations.logged_values import metric_of
 from mprun.integrations.observation import Observation
 from mprun.integrations.step_hooks import StepHooks, entries
@@ -80,7 +81,7 @@ def observe(
     optimizers = plain_optimizers(optimizer)
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite={on_nonfinite!r}; legal: {', '.join(ON_NONFINITE)}")
-    if on_nonfinite == "save" and entries(model) != [model]:
+    if on_nonfinite == "save" and entries(original_module(model)) != [original_module(model)]:
         raise ValueError(
             "on_nonfinite='save' needs one model with a forward pass; observe each with its own"
         )

@@ -14,9 +14,9 @@ from mprun.records.run_record import read_lines, read_summary
 
 lightning: Any = pytest.importorskip("lightning.pytorch", reason="mprun[lightning]")
 
+from mprun.experiments.replay_file import read_step  # noqa: E402
 from mprun.integrations.lightning import MprunCallback  # noqa: E402
-from mprun.integrations.replay import replay  # noqa: E402
-from mprun.integrations.saved_step import read_step  # noqa: E402
+from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
 
 STEPS = 12
 
@@ -232,6 +232,6 @@ def test_the_first_nan_is_saved_and_replayed(own_forward: bool, tmp_path: Path) 
     assert watch.run.nonfinite.file is not None
     broken[0] = True
     saved = read_step(watch.run.nonfinite.file)
-    first = replay(saved, Logs(own_forward=own_forward), Logs.loss).first
+    first = replay(saved, Logs(own_forward=own_forward), Logs.loss).cause
     assert first is not None
     assert (first.op, first.module) == ("log", "net.1")

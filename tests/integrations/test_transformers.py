@@ -19,9 +19,9 @@ from mprun.records.run_record import read_lines, read_summary
 transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
 pytest.importorskip("accelerate", reason="mprun[transformers]")
 
-from mprun.integrations.replay import replay  # noqa: E402
-from mprun.integrations.saved_step import read_step  # noqa: E402
+from mprun.experiments.replay_file import read_step  # noqa: E402
 from mprun.integrations.transformers import MprunCallback  # noqa: E402
+from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
 
 IDS = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
 
@@ -231,6 +231,6 @@ def test_the_first_nan_is_saved_and_replayed(tmp_path: Path) -> None:
     assert watch.run.nonfinite.file is not None
     again = llama()
     again.model.norm.register_forward_hook(lambda m, a, y: y + (y * 0).log())
-    first = replay(read_step(watch.run.nonfinite.file), again).first
+    first = replay(read_step(watch.run.nonfinite.file), again).cause
     assert first is not None
     assert (first.op, first.module) == ("log", "model.norm")

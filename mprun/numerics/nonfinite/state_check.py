@@ -56,6 +56,7 @@ class StateCheck:
         self._model = model
         self._optimizers = optimizers
         self._inputs: list[weakref.ref[Tensor]] = []
+        self._labels: list[tuple[Tensor, str]] = []
         self._finder = finder
         self._saturates = saturates
         self._kinds = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -72,6 +73,11 @@ class StateCheck:
         self._of_gradients = frozenset()
         self._of_optimizer = {}
         self._inputs.clear()
+        self._labels.clear()
+
+    def label(self, x: Tensor, name: str) -> None:
+        """Call a tensor `name` in this step's reports; it stays in memory until the next step."""
+        self._labels.append((x, name))
 
     def inputs(self, tensors: Iterable[Tensor]) -> None:
         """The model is called with these."""
@@ -80,6 +86,9 @@ class StateCheck:
     def name_of(self, x: Tensor) -> str | None:
         """The name of a tensor: parameter, buffer, gradient, the model's input."""
         key = memory(x)
+        for labelled, name in self._labels:
+            if memory(labelled) == key:
+                return name
         for item in (*self._items(), *self._gradients()):
             if memory(item.tensor) == key:
                 return item.label

@@ -9,7 +9,7 @@ from math import isclose
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
@@ -112,12 +112,15 @@ class StepMonitor:
         self._step = 0
         self._snapshot: Snapshot | None = None
         self._checked_gradients = False
+        self._of_outputs: frozenset[Origin] = frozenset()
+        """The origins of this step's outputs of the model that are not finite."""
         self.watcher = NonfiniteWatcher(model, self._finder.inspect, self.check_gradients)
         """The mode to enter."""
 
     def begin_step(self, step: int) -> None:
         """Step number `step` begins."""
         self._step, self._checked_gradients, self._snapshot = step, False, None
+        self._of_outputs = frozenset()
         self._finder.begin_step(step)
         self._state.begin_step()
         self.watcher.begin_step()
@@ -136,7 +139,25 @@ class StepMonitor:
         """The model returned these."""
         for x in tensors_of(outputs):
             if not is_finite(value_range(x)):
-                mark_reached(self._finder.lineage.of(x), OUTPUT)
+                origins = self._finder.lineage.of(x)
+                mark_reached(origins, OUTPUT)
+                self._of_outputs |= origins
+
+    def gradient_of_output(self, g: Tensor, name: str) -> None:
+        """A gradient that a loss, which was not inspected, computed from the model's outputs.
+
+        If it is not finite, it is because of the outputs, else because of the loss.
+
+        Args:
+            g: the gradient.
+            name: what reports call it if the loss is to blame.
+        """
+        if is_finite(value_range(g)):
+            return
+        if self._of_outputs:
+            self._finder.lineage.put(g, self._of_outputs)
+        else:
+            self._state.label(g, name)
 
     def check_gradients(self) -> None:
         """The gradients exist; the first call counts, before they are unscaled.
