@@ -321,7 +321,13 @@ def test_what_a_snippet_cannot_do_is_a_comment(changes: dict[str, Any], note: st
         ("loss_scale=none",),
     ],
 )
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed", "half_sr"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "fp16_mixed",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("bf16_mixed", "half_sr")),
+    ],
+)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.usefixtures("group")
 def test_settings_beside_the_precision_run_too(
