@@ -7,6 +7,7 @@ each value is. A sum may overflow without a fault, so an alarm is confirmed valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isfinite
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +20,14 @@ def gradients(optimizer: Optimizer) -> list[Tensor]:
     return [_values(g) for g in held if g is not None]
 
 
-def all_finite(tensors: list[Tensor]) -> Tensor:
-    """A boolean scalar; False where a value is not finite, and where a sum overflows."""
-    if not tensors:
-        return torch.ones((), dtype=torch.bool)
+def all_finite(tensors: list[Tensor]) -> Tensor | bool:
+    """Whether every value is finite; False, too, where a sum overflows.
+
+    A boolean on the CPU; elsewhere a tensor, which is read later so that nothing waits for it.
+    """
     with torch.no_grad():
+        if all(x.is_cpu for x in tensors):
+            return isfinite(sum([float(_sum(x)) for x in tensors]))
         sums = [_sum(x).to(tensors[0].device, torch.float32) for x in tensors]
         return torch.stack(sums).isfinite().all()
 
@@ -49,5 +53,5 @@ def gradients_by_name(model: nn.Module) -> dict[str, Tensor | None]:
 
 def _values(x: Tensor) -> Tensor:
     """The stored values of a sparse tensor."""
-    x = x.detach()
+    x = x.detach() if x.requires_grad else x
     return x.coalesce().values() if x.is_sparse else x

@@ -5,7 +5,7 @@
     run.log(validation_loss=0.3)                 also val_ or eval_: a validation
     run.log(test_loss=0.3, test_accuracy=0.9)    the final test
 
-A tensor is read later, so that logging on CUDA waits for nothing.
+A tensor on a device is read later, so that logging waits for nothing.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ def checked(name: str, value: object) -> Tensor | float:
         if value.numel() != 1:
             shape = list(value.shape)
             raise ValueError(f"{name} has the shape {shape}; legal: a number or a scalar tensor")
+        if value.device.type == "cpu":
+            return float(value.detach())
         return value.detach().clone()  # loops add to their loss in place
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} is {type(value).__name__}; legal: a number or a scalar tensor")

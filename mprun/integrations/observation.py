@@ -39,7 +39,7 @@ from mprun.train.stopwatch import Stopwatch
 
 logger = logging.getLogger("mprun")
 
-WRITE_EVERY_S = 0.25
+WRITE_EVERY_S = 1.0
 MOST_NAMES = 20
 """Of the gradients that are not finite."""
 NO_STEP = (
@@ -199,7 +199,7 @@ class Observation:
             self._on_nonfinite_step(step.step, names)
             return
         finite = all_finite(gradients(optimizer))
-        if finite.device.type != "cpu" and self._on_nonfinite == "report":
+        if isinstance(finite, Tensor) and self._on_nonfinite == "report":
             self._unread.append((step.step, finite))
         elif not finite:
             self._on_nonfinite_step(step.step)

@@ -26,6 +26,7 @@ import platform
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from operator import is_not
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ class ObservedCall:
     """The tensors in the arguments, and how often each was written to before the call."""
     random: RandomSnapshot
     autocast: list[tuple[str, bool, torch.dtype]]
-    outputs: list[Tensor]
-    """The tensors in the output, without their graph."""
+    has_nan: list[Tensor | bool]
+    """Whether each tensor in the output has a NaN; those that are too large are not looked at."""
     gradients: list[list[Tensor]]
     """Per tensor in the output that needs a gradient: those that arrived."""
 
@@ -149,8 +150,8 @@ class StepCapture:
 
     def outputs_with_nan(self) -> Iterator[str]:
         """The small outputs of the step with a NaN: a NaN need not reach the gradients."""
-        for n, x in ((n, x) for call in self._calls for n, x in enumerate(call.outputs)):
-            if x.is_floating_point() and x.numel() <= MOST_CHECKED and x.isnan().any():
+        for n, found in ((n, x) for call in self._calls for n, x in enumerate(call.has_nan)):
+            if found:
                 yield f"output {n} of the model"
 
     def save(self, path: Path, step: int, reason: str, autocast: torch.dtype | None = None) -> None:
@@ -208,7 +209,7 @@ class StepCapture:
         if call is None:
             return
         for x in all_tensors(output):
-            call.outputs.append(x.detach())
+            call.has_nan.append(_has_nan(x.detach()))
             if x.requires_grad:
                 arrived: list[Tensor] = []
                 call.gradients.append(arrived)
@@ -332,6 +333,15 @@ class LargeBuffer:
 def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
     """For each kind of device whether autocast is on, and its dtype."""
     return [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds]
+
+
+def _has_nan(x: Tensor) -> Tensor | bool:
+    """Whether a small tensor has a NaN; on a device read later, so that nothing waits for it."""
+    if not x.is_floating_point() or x.numel() > MOST_CHECKED:
+        return False
+    if not x.is_cpu:
+        return x.isnan().any()
+    return isnan(float(x.sum())) and bool(x.isnan().any())  # the sum alone is quicker
 
 
 def _saved_call(call: ObservedCall) -> tuple[SavedCall, PlainCopy]:
