@@ -49,6 +49,9 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 def leaves(value: Any) -> Iterator[Any]:
     """What `value` holds that is no container: tensors, numbers, strings and the rest."""
+    if isinstance(value, Tensor):  # first: the other checks take longer
+        yield value
+        return
     if isinstance(value, tuple | list):
         children: Iterable[Any] = value
     elif isinstance(value, Mapping):

@@ -32,8 +32,9 @@ class RandomSnapshot(NamedTuple):
         version, words, gauss = self.python
         numpy = None
         if self.numpy is not None:
-            kind, keys, position, has_gauss, cached = self.numpy
-            numpy = [str(kind), keys.tolist(), int(position), int(has_gauss), float(cached)]
+            kind, state = self.numpy["bit_generator"], self.numpy["state"]
+            cached = int(self.numpy["has_gauss"]), float(self.numpy["gauss"])
+            numpy = [str(kind), state["key"].tolist(), int(state["pos"]), *cached]
         python = [version, list(words), gauss]
         return {"cpu": self.cpu, "cuda": self.cuda, "python": python, "numpy": numpy}
 
@@ -45,7 +46,7 @@ def random_snapshot(devices: Iterable[torch.device]) -> RandomSnapshot:
         torch.get_rng_state(),
         {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"},
         random.getstate(),
-        None if numpy is None else numpy.get_state(),
+        None if numpy is None else numpy.get_state(legacy=False),  # in half the time of a tuple
     )
 
 
