@@ -4,8 +4,9 @@ In PyTorch a stochastic rounding takes some fifteen passes over a tensor. One C 
 computes, hashes, rounds and stores is limited by memory bandwidth alone. The sources are small.
 They are compiled on the machine where they run, by its C compiler, for its processor (a quarter of
 a second), once for each combination of dtypes; the result is stored in the user's cache folder.
-Where there is no compiler, PyTorch versions of the same operations do the work, several times
-slower, with the same bits: contraction to fused multiply-add and unsafe math are switched off.
+Where there is no compiler, the library that was compiled at installation (`prebuilt`) does the
+work, and without it PyTorch versions of the same operations, several times slower. All give the
+same bits: contraction to fused multiply-add and unsafe math are switched off.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ import stat
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
+from mprun.kernels import prebuilt
+from mprun.kernels.prebuilt import Defines
 from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
@@ -46,6 +50,18 @@ VARIANTS = (
     ("-mprefer-vector-width=512", "-fopenmp", "-lm"),
     ("-lm",),
 )
+_POINTER, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
+ARGUMENTS: dict[str, dict[str, list[Any]]] = {
+    "update.c": {
+        "update": [*[_POINTER] * 5, _SIZE, _WORD, _POINTER, _POINTER, ctypes.c_int],
+    },
+    "round.c": {
+        "round_stochastic": [*[_POINTER] * 2, _SIZE, *[_WORD] * 3, ctypes.c_int],
+        "round_stochastic_twice": [*[_POINTER] * 3, _SIZE, *[_WORD] * 2, ctypes.c_int],
+        "round_nearest_twice": [*[_POINTER] * 3, _SIZE, ctypes.c_int],
+    },
+}
+"""The functions of each source, and their arguments; none returns anything."""
 PATIENCE_S = 60
 """Time limit of the compiler, which needs a quarter of a second."""
 
@@ -54,7 +70,7 @@ class NoCompilerError(Exception):
     """There is no C compiler here, or it cannot compile for this machine; the text is why."""
 
 
-def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
+def load(source: str, defines: Defines) -> ctypes.CDLL:
     """The library made of `source` (a file of this folder) with macros (None: without a value).
 
     Raises:
@@ -67,10 +83,35 @@ def load(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL:
     return library
 
 
-def load_or_warn(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL | None:
-    """As `load`, but with a warning and None instead of an error; a single library may fail."""
+def functions(source: str, defines: Defines) -> tuple[Callable[..., None], ...]:
+    """The functions of `source`, compiled for these macros here, or else those of the wheel.
+
+    Args:
+        source: `update.c`, which has `update`, or `round.c`: `round_stochastic`,
+            `round_stochastic_twice`, `round_nearest_twice`.
+        defines: see `load`.
+
+    Raises:
+        NoCompilerError: there are neither.
+    """
     try:
-        return load(source, defines)
+        library = load(source, defines)
+    except NoCompilerError:
+        if isinstance(prebuilt.library(), str):
+            raise
+        return prebuilt.FUNCTIONS[source](defines)
+    found = []
+    for name, types in ARGUMENTS[source].items():
+        function: Any = getattr(library, name)
+        function.argtypes, function.restype = types, None
+        found.append(function)
+    return tuple(found)
+
+
+def functions_or_warn(source: str, defines: Defines) -> tuple[Callable[..., None], ...] | None:
+    """As `functions`, but with a warning and None instead of an error; one kernel may fail."""
+    try:
+        return functions(source, defines)
     except NoCompilerError as error:
         text = f"{error}; PyTorch does its work, several times slower, with the same bits"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -79,6 +120,12 @@ def load_or_warn(source: str, defines: Mapping[str, str | None]) -> ctypes.CDLL 
 
 @lru_cache
 def why_not() -> str | None:
+    """Why there are no compiled kernels here; None where there are. Tries to compile one."""
+    reason = why_not_compiled()
+    return reason if isinstance(prebuilt.library(), str) else None
+
+
+def why_not_compiled() -> str | None:
     """Why nothing can be compiled here; None where it can. Tries it."""
     try:
         load("round.c", {"TO": "BF16"})
@@ -87,11 +134,22 @@ def why_not() -> str | None:
     return None
 
 
+def origin() -> str:
+    """Where the kernels come from, in words; why there are none, where there are none."""
+    reason = why_not_compiled()
+    if reason is None:
+        return "compiled for this machine"
+    if isinstance(missing := prebuilt.library(), str):
+        return f"none: {reason}; {missing}"
+    return f"compiled at installation ({reason})"
+
+
 @cache
 def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be made."""
-    if os.environ.get("MPRUN_NO_COMPILER"):
-        return "MPRUN_NO_COMPILER is set"
+    for name in ("MPRUN_NO_KERNELS", "MPRUN_NO_COMPILER"):
+        if os.environ.get(name):
+            return f"{name} is set"
     try:
         compiler = _compiler()
     except ValueError as error:

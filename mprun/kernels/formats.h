@@ -70,21 +70,27 @@ static inline F32 stochastic_F32(float x, uint32_t word) { return x; }
 
 static inline float load_BF16(BF16 x) { return number((uint32_t)x << 16); }
 
-static inline BF16 finish_BF16(uint32_t bits, uint32_t rounded) {
+/* `top` is what overflows become: TOP_BF16, infinity or the largest number. */
+static inline BF16 finish_BF16(uint32_t bits, uint32_t rounded, uint32_t top) {
   uint32_t magnitude = bits & MAGNITUDE, sign = (bits >> 16) & 0x8000u;
-  rounded = choose((rounded >= TOP_BF16) & (magnitude < INFINITE), TOP_BF16, rounded);
+  rounded = choose((rounded >= top) & (magnitude < INFINITE), top, rounded);
   rounded = choose(magnitude > INFINITE, 0x7fc0u, rounded);
   return rounded | sign;
 }
 
-static inline BF16 nearest_BF16(float x) {
+static inline BF16 nearest_to_BF16(float x, uint32_t top) {
   uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
-  return finish_BF16(bits, (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16);
+  return finish_BF16(bits, (magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) >> 16, top);
 }
 
-static inline BF16 stochastic_BF16(float x, uint32_t word) {
+static inline BF16 stochastic_to_BF16(float x, uint32_t word, uint32_t top) {
   uint32_t bits = pattern(x);
-  return finish_BF16(bits, ((bits & MAGNITUDE) + (word >> 16)) >> 16);
+  return finish_BF16(bits, ((bits & MAGNITUDE) + (word >> 16)) >> 16, top);
+}
+
+static inline BF16 nearest_BF16(float x) { return nearest_to_BF16(x, TOP_BF16); }
+static inline BF16 stochastic_BF16(float x, uint32_t w) {
+  return stochastic_to_BF16(x, w, TOP_BF16);
 }
 
 static inline BF16 split_BF16(float x, int16_t *remainder) {
@@ -138,21 +144,31 @@ static inline F16 stochastic_to_F16(float x, uint32_t word, uint32_t top) {
 static inline F16 nearest_F16(float x) { return nearest_to_F16(x, TOP_F16); }
 static inline F16 stochastic_F16(float x, uint32_t w) { return stochastic_to_F16(x, w, TOP_F16); }
 
-static inline F16 split_F16(float x, int16_t *remainder) {
-  F16 rounded = nearest_F16(x);
-  uint32_t wide = pattern(load_F16(rounded)) & MAGNITUDE, magnitude = pattern(x) & MAGNITUDE;
+/* The remainder of `x`, of which `rounded` is the nearest number of float16. */
+static inline int16_t cut_F16(float x, float rounded) {
+  uint32_t wide = pattern(rounded) & MAGNITUDE, magnitude = pattern(x) & MAGNITUDE;
   uint32_t small = pattern(number(magnitude) + 0x1p-14f) - pattern(number(wide) + 0x1p-14f);
   uint32_t difference = choose(wide < QUANTUM, small, magnitude - wide);
-  *remainder = (int16_t)choose(wide < INFINITE, difference, 0u);
-  return rounded;
+  return (int16_t)choose(wide < INFINITE, difference, 0u);
 }
 
-static inline float merge_F16(F16 x, int16_t remainder) {
-  uint32_t bits = pattern(load_F16(x)), wide = bits & MAGNITUDE, add = (uint32_t)(int32_t)remainder;
+/* `x`, a number of float16, with its remainder. */
+static inline float merged_F16(float x, int16_t remainder) {
+  uint32_t bits = pattern(x), wide = bits & MAGNITUDE, add = (uint32_t)(int32_t)remainder;
   /* Below zero it has a sign, and so is a huge one here. */
   uint32_t small = pattern(number(pattern(number(wide) + 0x1p-14f) + add) - 0x1p-14f);
   uint32_t whole = choose(wide < QUANTUM, small, wide + add);
   return number(choose((whole > INFINITE) | (wide >= INFINITE), wide, whole) | (bits & ~MAGNITUDE));
+}
+
+static inline F16 split_F16(float x, int16_t *remainder) {
+  F16 rounded = nearest_F16(x);
+  *remainder = cut_F16(x, load_F16(rounded));
+  return rounded;
+}
+
+static inline float merge_F16(F16 x, int16_t remainder) {
+  return merged_F16(load_F16(x), remainder);
 }
 
 /* ---- 2^6 times the number in float16, at most the largest: see SCALE in mprun/optim ---- */

@@ -1,6 +1,6 @@
 """Engines: how a formula is computed over one tensor.
 
-    c         one pass over memory; CPUs with a C compiler
+    c         one pass over memory; CPUs, where kernels were compiled, here or at installation
     inductor  `torch.compile` of the PyTorch version; GPUs
     eager     PyTorch, in blocks that stay in the cache; everywhere
 
@@ -62,7 +62,7 @@ def fastest(device: torch.device, storage: Storage | None = None) -> str:
 
 @cache
 def _compiles(storage: Storage) -> bool:
-    return kernels.load_or_warn("update.c", _defines(storage)) is not None
+    return kernels.functions_or_warn("update.c", _defines(storage)) is not None
 
 
 def run(
@@ -109,11 +109,8 @@ def _in_c(
 
 @cache
 def _library(storage: Storage) -> Callable[..., None]:
-    update: Any = kernels.load("update.c", _defines(storage)).update
-    pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    update.argtypes = [*[pointer] * 5, size, word, pointer, pointer, ctypes.c_int]
-    update.restype = None
-    return update  # type: ignore[no-any-return]
+    (update,) = kernels.functions("update.c", _defines(storage))
+    return update
 
 
 def _defines(storage: Storage) -> dict[str, str | None]:

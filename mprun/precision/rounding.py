@@ -34,10 +34,9 @@ these functions elsewhere. The compiled kernels (`mprun/kernels`) give the same 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,19 +251,8 @@ def _library(dtype: torch.dtype, overflow: str) -> _Kernels | None:
     defines: dict[str, str | None] = {"TO": C_TYPES[dtype]}
     if overflow == "saturate":
         defines["SATURATE"] = None
-    library = kernels.load_or_warn("round.c", defines)
-    if library is None:
-        return None
-    pointer, count, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
-    arguments = {
-        "round_stochastic": [pointer, pointer, count, word, word, word, ctypes.c_int],
-        "round_stochastic_twice": [pointer, pointer, pointer, count, word, word, ctypes.c_int],
-        "round_nearest_twice": [pointer, pointer, pointer, count, ctypes.c_int],
-    }
-    for name, types in arguments.items():
-        function: Any = getattr(library, name)
-        function.argtypes, function.restype = types, None
-    return _Kernels(*(getattr(library, name) for name in arguments))
+    made = kernels.functions_or_warn("round.c", defines)
+    return None if made is None else _Kernels(*made)
 
 
 def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun import kernels
+from mprun.kernels import prebuilt
 from mprun.precision import random_bits as random_bits_module
 from mprun.precision import rounding as rounding_module
 from mprun.precision.random_bits import Key, key, random_bits
@@ -55,9 +56,10 @@ def clear_caches() -> None:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
-    """As in a new process with an empty cache folder; back to the old state afterwards."""
+    """As in a new process with an empty cache folder and no library of the installation."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
+    monkeypatch.setattr(prebuilt, "library", lambda: "hidden: tests/kernels/test_prebuilt.py")
     clear_caches()
     yield monkeypatch
     clear_caches()
@@ -653,9 +655,7 @@ def test_the_sources_are_installed_with_the_package() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith('"mprun.kernels" = '))
     patterns = json.loads(line.partition(" = ")[2])
-    names = [
-        path.name for path in kernels.SOURCES.iterdir() if path.is_file() and path.suffix != ".py"
-    ]
-    assert {"formats.h", "round.c"} <= set(names)
+    names = [path.name for path in kernels.SOURCES.iterdir() if path.suffix in (".c", ".h")]
+    assert {"formats.h", "round.c", "prebuilt.c"} <= set(names)
     assert all(any(fnmatch.fnmatch(name, pattern) for pattern in patterns) for name in names)
     assert '"mprun.kernels",' in text

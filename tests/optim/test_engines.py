@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun import kernels
+from mprun.kernels import prebuilt
 from mprun.optim import LowPrecisionOptimizer, engines
 from mprun.optim.engines import Operands
 from mprun.optim.formulas import HYPERS, Storage
@@ -263,6 +264,7 @@ def no_update(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(kernels, "why_not", lambda: None)
     monkeypatch.setattr(kernels, "load", load)
+    monkeypatch.setattr(prebuilt, "library", lambda: "hidden")
     for cached in (engines._compiles, engines._library):
         cached.cache_clear()
     yield tried

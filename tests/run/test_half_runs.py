@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mprun import kernels
 from mprun.cli.main import main
+from mprun.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
 from tests.schema import conforms
@@ -335,20 +336,21 @@ def test_the_modes_round_differently() -> None:
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
-    """Call it, and for the rest of the test there is no C compiler."""
+    """Call it, and for the rest of the test there are no compiled kernels."""
     if kernels.why_not() is not None:
         pytest.skip("there is none anyway")
 
     def forget() -> None:
         kernels.why_not.cache_clear()
         kernels._load.cache_clear()
+        prebuilt.library.cache_clear()
 
     def take_away() -> None:
-        monkeypatch.setenv("MPRUN_NO_COMPILER", "1")
+        monkeypatch.setenv("MPRUN_NO_KERNELS", "1")
         forget()
 
     yield take_away
-    monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
+    monkeypatch.delenv("MPRUN_NO_KERNELS", raising=False)
     forget()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mprun import kernels
+from mprun.kernels import prebuilt
 
 needs_compiler = pytest.mark.skipif(not kernels._compiler(), reason="there is no C compiler here")
 needs_users = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="the system has no users")
@@ -21,6 +22,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache folder, which new files are open to all in; as in a new process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("MPRUN_NO_COMPILER", raising=False)
+    monkeypatch.setattr(prebuilt, "library", lambda: "hidden")  # compiled here, or not at all
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     before = os.umask(0)

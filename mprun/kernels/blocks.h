@@ -1,0 +1,134 @@
+/* Blocks of numbers between memory and float32 arrays: the loops of formats.h over a block.
+
+float16 has conversions in the processor, which compilers use only where they are named. They take
+float32 numbers that float16 has exactly, or round to nearest, with the same result as formats.h. */
+
+#include "formats.h"
+
+#if defined(__AVX512F__) || (defined(__F16C__) && defined(__AVX__))
+#include <immintrin.h>
+#endif
+
+#define BLOCK 512 /* a few arrays of it fit the nearest cache, 32 KiB and more */
+
+enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16 };
+
+static inline void widen_F16(const F16 *from, int n, float *restrict to) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const void *)(from + i))));
+#elif defined(__F16C__) && defined(__AVX__)
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+#endif
+  for (; i < n; i++) to[i] = load_F16(from[i]);
+}
+
+/* To nearest; overflows become infinite. */
+static inline void narrow_F16(const float *from, int n, F16 *restrict to) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((void *)(to + i), _mm512_cvtps_ph(_mm512_loadu_ps(from + i), 8));
+#elif defined(__F16C__) && defined(__AVX__)
+  for (; i + 8 <= n; i += 8)
+    _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 8));
+#endif
+  for (; i < n; i++) to[i] = nearest_to_F16(from[i], 0x7c00u);
+}
+
+/* `x` stochastically rounded to a number of float16, as a float32; `limit` is a pattern, from which
+on finite numbers become that one. */
+static inline float drawn_F16(float x, uint32_t word, uint32_t limit) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
+  float shift = number(choose(magnitude < QUANTUM, QUANTUM, 0u));
+  uint32_t y = (pattern(number(magnitude) + shift) + (word >> 19)) & ~0x1fffu;
+  y = pattern(number(y) - shift);
+  y = choose((y > limit) & (magnitude < INFINITE), limit, y);
+  return number(choose(magnitude > INFINITE, 0x7fc00000u, y) | (bits & ~MAGNITUDE));
+}
+
+#define LARGEST_AS_F32 0x477fe000u /* float16's largest number */
+
+static inline void load(const void *from, int format, int64_t at, int n, float *restrict to) {
+  if (format == FORMAT_F32)
+    memcpy(to, (const float *)from + at, sizeof(float) * (size_t)n);
+  else if (format == FORMAT_BF16)
+    for (int i = 0; i < n; i++) to[i] = load_BF16(((const BF16 *)from)[at + i]);
+  else
+    widen_F16((const F16 *)from + at, n, to);
+  if (format == FORMAT_S16)
+    for (int i = 0; i < n; i++) to[i] = to[i] * 0x1p-6f;
+}
+
+static inline void store_BF16(BF16 *restrict to, uint32_t top, int n, const float *from,
+                              const uint32_t *key, uint32_t index) {
+  if (key) {
+    const uint32_t low = key[0], high = key[1];
+    for (int i = 0; i < n; i++)
+      to[i] = stochastic_to_BF16(from[i], hash(index + (uint32_t)i, low, high), top);
+  } else {
+    for (int i = 0; i < n; i++) to[i] = nearest_to_BF16(from[i], top);
+  }
+}
+
+static inline void store_F16(F16 *restrict to, float factor, int saturate, int n,
+                             const float *from, float *restrict scratch, const uint32_t *key,
+                             uint32_t index) {
+  const uint32_t limit = saturate ? LARGEST_AS_F32 : INFINITE;
+  if (key) {
+    const uint32_t low = key[0], high = key[1];
+    for (int i = 0; i < n; i++)
+      scratch[i] = drawn_F16(from[i] * factor, hash(index + (uint32_t)i, low, high), limit);
+  } else {
+    for (int i = 0; i < n; i++) {
+      uint32_t bits = pattern(from[i] * factor), magnitude = bits & MAGNITUDE;
+      uint32_t over = (magnitude > limit) & (magnitude < INFINITE);
+      scratch[i] = number(choose(over, limit | (bits & ~MAGNITUDE), bits));
+    }
+  }
+  narrow_F16(scratch, n, to);
+}
+
+/* Rounded stochastically with `key`, or to nearest where it is NULL. */
+static inline void store(void *to, int format, int saturate, int64_t at, int n, const float *from,
+                         float *restrict scratch, const uint32_t *key, uint32_t index) {
+  if (format == FORMAT_F32)
+    memcpy((float *)to + at, from, sizeof(float) * (size_t)n);
+  else if (format == FORMAT_BF16)
+    store_BF16((BF16 *)to + at, saturate ? 0x7f7fu : 0x7f80u, n, from, key, index);
+  else if (format == FORMAT_S16)
+    store_F16((F16 *)to + at, 0x1p6f, 1, n, from, scratch, key, index);
+  else
+    store_F16((F16 *)to + at, 1.0f, saturate, n, from, scratch, key, index);
+}
+
+static inline void merge(const void *from, const int16_t *remainder, int format, int64_t at, int n,
+                         float *restrict to) {
+  const int16_t *rest = remainder + at;
+  if (format == FORMAT_BF16) {
+    for (int i = 0; i < n; i++) to[i] = merge_BF16(((const BF16 *)from)[at + i], rest[i]);
+  } else {
+    widen_F16((const F16 *)from + at, n, to);
+    for (int i = 0; i < n; i++) to[i] = merged_F16(to[i], rest[i]);
+  }
+}
+
+static inline void split(void *to, int16_t *remainder, int format, int64_t at, int n,
+                         const float *from) {
+  int16_t *restrict rest = remainder + at;
+  if (format == FORMAT_BF16) {
+    BF16 *restrict out = (BF16 *)to + at;
+    for (int i = 0; i < n; i++) {
+      int16_t cut;
+      out[i] = split_BF16(from[i], &cut);
+      rest[i] = cut;
+    }
+  } else {
+    float nearest[BLOCK];
+    narrow_F16(from, n, (F16 *)to + at);
+    widen_F16((const F16 *)to + at, n, nearest);
+    for (int i = 0; i < n; i++) rest[i] = cut_F16(from[i], nearest[i]);
+  }
+}
