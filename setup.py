@@ -15,7 +15,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("mprun", "kernels")
-SOURCES = ("formats.h", "blocks.h", "prebuilt.c")
+SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
 """What the library is built from: as in mprun/kernels/prebuilt.py, which compares them."""
 # Without contraction to fused multiply-add, and without unsafe math: the bits are PyTorch's.
 FLAGS = [

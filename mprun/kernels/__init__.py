@@ -33,6 +33,7 @@ from mprun.kernels.prebuilt import Defines
 from mprun.kernels.scratch import remove_abandoned, scratch_folder
 
 SOURCES = Path(__file__).resolve().parent
+HEADERS = ("formats.h", "blocks.h", "steps.h")
 FLAGS = (
     "-O3",
     "-march=native",
@@ -184,7 +185,7 @@ def _compiled(
     compiler: tuple[str, ...], source: str, flags: tuple[str, ...], last: tuple[str, ...]
 ) -> Path:
     """The shared library, from the cache where it was made before."""
-    texts = [(SOURCES / name).read_text(encoding="utf-8") for name in ("formats.h", source)]
+    texts = [(SOURCES / name).read_text(encoding="utf-8") for name in (*HEADERS, source)]
     parts = (*texts, *compiler, *flags, *last, _processor())
     name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = cache_folder()

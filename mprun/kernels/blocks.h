@@ -45,8 +45,9 @@ static inline float drawn_F16(float x, uint32_t word, uint32_t limit) {
   float shift = number(choose(magnitude < QUANTUM, QUANTUM, 0u));
   uint32_t y = (pattern(number(magnitude) + shift) + (word >> 19)) & ~0x1fffu;
   y = pattern(number(y) - shift);
-  y = choose((y > limit) & (magnitude < INFINITE), limit, y);
-  return number(choose(magnitude > INFINITE, 0x7fc00000u, y) | (bits & ~MAGNITUDE));
+  y = y > limit ? limit : y;
+  y = magnitude < INFINITE ? y : magnitude; /* infinities and NaN as they are */
+  return number(y | (bits & ~MAGNITUDE));
 }
 
 #define LARGEST_AS_F32 0x477fe000u /* float16's largest number */
@@ -62,46 +63,46 @@ static inline void load(const void *from, int format, int64_t at, int n, float *
     for (int i = 0; i < n; i++) to[i] = to[i] * 0x1p-6f;
 }
 
+/* Random bits of the elements from `index` on. */
+static inline void draw(uint32_t *restrict words, int n, const uint32_t *key, uint32_t index) {
+  const uint32_t low = key[0], high = key[1];
+  for (int i = 0; i < n; i++) words[i] = hash(index + (uint32_t)i, low, high);
+}
+
 static inline void store_BF16(BF16 *restrict to, uint32_t top, int n, const float *from,
-                              const uint32_t *key, uint32_t index) {
-  if (key) {
-    const uint32_t low = key[0], high = key[1];
-    for (int i = 0; i < n; i++)
-      to[i] = stochastic_to_BF16(from[i], hash(index + (uint32_t)i, low, high), top);
-  } else {
+                              const uint32_t *words) {
+  if (words)
+    for (int i = 0; i < n; i++) to[i] = stochastic_to_BF16(from[i], words[i], top);
+  else
     for (int i = 0; i < n; i++) to[i] = nearest_to_BF16(from[i], top);
-  }
 }
 
 static inline void store_F16(F16 *restrict to, float factor, int saturate, int n,
-                             const float *from, float *restrict scratch, const uint32_t *key,
-                             uint32_t index) {
+                             const float *from, float *restrict scratch, const uint32_t *words) {
   const uint32_t limit = saturate ? LARGEST_AS_F32 : INFINITE;
-  if (key) {
-    const uint32_t low = key[0], high = key[1];
-    for (int i = 0; i < n; i++)
-      scratch[i] = drawn_F16(from[i] * factor, hash(index + (uint32_t)i, low, high), limit);
+  if (words) {
+    for (int i = 0; i < n; i++) scratch[i] = drawn_F16(from[i] * factor, words[i], limit);
   } else {
     for (int i = 0; i < n; i++) {
       uint32_t bits = pattern(from[i] * factor), magnitude = bits & MAGNITUDE;
-      uint32_t over = (magnitude > limit) & (magnitude < INFINITE);
-      scratch[i] = number(choose(over, limit | (bits & ~MAGNITUDE), bits));
+      uint32_t y = magnitude > limit ? limit : magnitude;
+      scratch[i] = number((magnitude < INFINITE ? y : magnitude) | (bits & ~MAGNITUDE));
     }
   }
   narrow_F16(scratch, n, to);
 }
 
-/* Rounded stochastically with `key`, or to nearest where it is NULL. */
+/* Rounded stochastically with `words`, or to nearest where it is NULL. */
 static inline void store(void *to, int format, int saturate, int64_t at, int n, const float *from,
-                         float *restrict scratch, const uint32_t *key, uint32_t index) {
+                         float *restrict scratch, const uint32_t *words) {
   if (format == FORMAT_F32)
     memcpy((float *)to + at, from, sizeof(float) * (size_t)n);
   else if (format == FORMAT_BF16)
-    store_BF16((BF16 *)to + at, saturate ? 0x7f7fu : 0x7f80u, n, from, key, index);
+    store_BF16((BF16 *)to + at, saturate ? 0x7f7fu : 0x7f80u, n, from, words);
   else if (format == FORMAT_S16)
-    store_F16((F16 *)to + at, 0x1p6f, 1, n, from, scratch, key, index);
+    store_F16((F16 *)to + at, 0x1p6f, 1, n, from, scratch, words);
   else
-    store_F16((F16 *)to + at, 1.0f, saturate, n, from, scratch, key, index);
+    store_F16((F16 *)to + at, 1.0f, saturate, n, from, scratch, words);
 }
 
 static inline void merge(const void *from, const int16_t *remainder, int format, int64_t at, int n,
@@ -116,7 +117,7 @@ static inline void merge(const void *from, const int16_t *remainder, int format,
 }
 
 static inline void split(void *to, int16_t *remainder, int format, int64_t at, int n,
-                         const float *from) {
+                         const float *from, float *restrict nearest) {
   int16_t *restrict rest = remainder + at;
   if (format == FORMAT_BF16) {
     BF16 *restrict out = (BF16 *)to + at;
@@ -126,7 +127,6 @@ static inline void split(void *to, int16_t *remainder, int format, int64_t at, i
       rest[i] = cut;
     }
   } else {
-    float nearest[BLOCK];
     narrow_F16(from, n, (F16 *)to + at);
     widen_F16((const F16 *)to + at, n, nearest);
     for (int i = 0; i < n; i++) rest[i] = cut_F16(from[i], nearest[i]);

@@ -38,12 +38,12 @@ static inline uint32_t hash(uint32_t index, uint32_t low, uint32_t high) {
 
 /* The difference a - b or its neighbour, so that the mean is exact: the lower 16 bits decide. */
 static inline float settle(float difference, float a, float b, uint32_t word) {
-  float back = difference - a, rest = (a - (difference - back)) + (-b - back);
-  uint32_t bits = pattern(difference), by = 1u - 2u * ((pattern(rest) ^ bits) >> 31);
+  float back = difference - a, rest = (a - (difference - back)) - (b + back);
+  uint32_t bits = pattern(difference);
+  uint32_t by = (uint32_t)((int32_t)(pattern(rest) ^ bits) >> 31) | 1u; /* -1 or 1 */
   float gap = fabsf(number(bits + by) - difference);
-  float drawn = (float)(int32_t)(word & 0xffffu) * 0x1p-16f + 0x1p-17f;
-  uint32_t moves = fabsf(rest) > drawn * gap;
-  return number(bits + (by & -moves));
+  float drawn = number(0x3f800040u | ((word << 7) & 0x7fff80u)) - 1.0f; /* 2^-16 (word + 1/2) */
+  return number(fabsf(rest) > drawn * gap ? bits + by : bits);
 }
 
 #define MAGNITUDE 0x7fffffffu

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-SOURCES = ("formats.h", "blocks.h", "prebuilt.c")
+SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
 """What the library is built from."""
 FORMATS = (None, "F32", "F16", "BF16", "S16")
 """The formats of blocks.h by number, as the macros of the other kernels name them."""

@@ -1,33 +1,38 @@
 /* float32 to 16 bits. -DTO=F16 or BF16, -DSATURATE.
 
-The `_twice` loops also store the rounded number as a float32: what emulated arithmetic computes with
-next. `wide` may be `from` itself. */
+The `_twice` functions also store the rounded number as a float32: what emulated arithmetic computes
+with next. `wide` may be `from` itself. */
 
-#include "formats.h"
+#include "steps.h"
 
-void round_stochastic(const float *restrict from, TO *restrict to, int64_t count, uint32_t start,
-                      uint32_t low, uint32_t high, int threads) {
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; i++)
-    to[i] = NAME(stochastic_, TO)(from[i], hash(start + (uint32_t)i, low, high));
+#ifdef SATURATE
+#define SATURATES 1
+#else
+#define SATURATES 0
+#endif
+
+static void round_range(const void *given, int64_t start, int64_t stop) {
+  Rounding job = *(const Rounding *)given;
+  job.format = NAME(FORMAT_, TO);
+  job.saturate = SATURATES;
+  for (int64_t i = start; i < stop; i += BLOCK) round_block(&job, i, block_at(i, stop));
 }
 
-void round_stochastic_twice(const float *from, TO *restrict to, float *wide, int64_t count,
-                            uint32_t low, uint32_t high, int threads) {
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; i++) {
-    TO rounded = NAME(stochastic_, TO)(from[i], hash((uint32_t)i, low, high));
-    to[i] = rounded;
-    wide[i] = NAME(load_, TO)(rounded);
-  }
+void round_stochastic(const float *from, TO *to, int64_t count, uint32_t start, uint32_t low,
+                      uint32_t high, int threads) {
+  const uint32_t key[] = {low, high};
+  Rounding job = {.from = from, .to = to, .key = key, .start = start};
+  in_threads(round_range, &job, count, threads);
 }
 
-void round_nearest_twice(const float *from, TO *restrict to, float *wide, int64_t count,
-                         int threads) {
-#pragma omp parallel for simd schedule(static) num_threads(threads)
-  for (int64_t i = 0; i < count; i++) {
-    TO rounded = NAME(nearest_, TO)(from[i]);
-    to[i] = rounded;
-    wide[i] = NAME(load_, TO)(rounded);
-  }
+void round_stochastic_twice(const float *from, TO *to, float *wide, int64_t count, uint32_t low,
+                            uint32_t high, int threads) {
+  const uint32_t key[] = {low, high};
+  Rounding job = {.from = from, .to = to, .wide = wide, .key = key};
+  in_threads(round_range, &job, count, threads);
+}
+
+void round_nearest_twice(const float *from, TO *to, float *wide, int64_t count, int threads) {
+  Rounding job = {.from = from, .to = to, .wide = wide};
+  in_threads(round_range, &job, count, threads);
 }
