@@ -79,9 +79,10 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
         backend=BackendRow(
             memory_format=plan.speed.memory_format,
             optimizer_impl=plan.speed.optimizer_impl,
-            compile=False,
+            compile=plan.speed.compile,
             threads=torch.get_num_threads(),
             allocator=allocator(),
+            speed_trial=plan.speed_reason,
         ),
         data=DataRow(
             name=splits.name,

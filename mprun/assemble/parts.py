@@ -49,7 +49,10 @@ def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExce
     exceptions = build_exceptions(plan)
     verbose = plan.op_lists is not None and plan.config.op_lists.verbose
     caster = build_caster(plan, CastLog(report) if verbose else None)
-    return build_parts(plan, build_precision(plan, caster, make=exceptions.precision)), exceptions
+    parts = build_parts(plan, build_precision(plan, caster, make=exceptions.precision))
+    if plan.speed.compile:
+        parts.model.compile()
+    return parts, exceptions
 
 
 def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:

@@ -1,8 +1,9 @@
-"""Choices that change the time of a step, not its result: memory format and optimizer kernels.
+"""Choices that change the time of a step, not its result: memory format, kernels, compilation.
 
 `speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
-implementation, as in a raw loop. `speed=auto` uses the choices that were faster when measured;
-everything else stays plain. Results are equal up to float addition order.
+implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that a
+trial on this machine found faster (`mprun.assemble.speed_trial`); everything else stays plain.
+Results are equal up to float addition order.
 
 Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
 wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
@@ -26,6 +27,12 @@ class SpeedChoice:
     """contiguous or channels_last."""
     optimizer_impl: str
     """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
+    compile: bool = False
+    """Whether `torch.compile` compiles the model."""
+
+    def __str__(self) -> str:
+        parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
+        return ", ".join([*parts, "compiled"] if self.compile else parts)
 
     def optimizer_options(self) -> dict[str, bool]:
         """The implementation as arguments of a torch.optim class."""

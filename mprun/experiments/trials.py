@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
+from mprun.assemble.speed_trial import with_fastest
 from mprun.config import Composed, compose
 from mprun.config.plain_text import as_text, quoted
 from mprun.console import Moment, ProgressView
@@ -167,6 +168,7 @@ class Trials:
             self._warm = True
         watch = Stopwatch()
         plan = self._plan(composed, choices)
+        plan = plan if choices else with_fastest(plan)
         self._warn(plan)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)

@@ -86,6 +86,8 @@ class BackendRow:
     threads: int
     allocator: str = "unknown"
     """`glibc`, `glibc-steady` (it keeps its memory), jemalloc, tcmalloc, mimalloc or `system`."""
+    speed_trial: str | None = None
+    """What the trial of `speed=auto` found, a sentence; None where the table chose."""
 
 
 @dataclass(kw_only=True)

@@ -66,6 +66,7 @@ ADDED = (
     *(
         "page_fault_us",
         "allocator",
+        "speed_trial",
         "page_faults_per_step",
         "time_budget_s",
         "conditions",
