@@ -186,7 +186,7 @@ def make_plan(
     check_optimizer(config, recipe, policy, layers, speed, lr)
     displaced = displaced_ops(config, device, resumed)
     emulated = chosen.why_emulated if chosen.slowdown is not None else None
-    why_not_compiled = why_not(config, execution)
+    why_not_compiled = why_not(config, execution, fp32_fallback)
     not_compiled = None
     if speed.compile and why_not_compiled is not None:
         speed, not_compiled = replace(speed, compile=False), f"not compiled: {why_not_compiled}"
@@ -256,10 +256,12 @@ def choose_speed(
     return replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
 
 
-def why_not(config: Config, execution: str) -> str | None:
+def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
     """Why the model is not compiled in this mode; None where it can be."""
     if execution == "emulated":
         return "emulated arithmetic rounds op by op, which compiled code does not do"
+    if fp32_fallback != "none":
+        return "this CPU's float16 ops are computed in float32 op by op"
     if config.debug.fp_exceptions.name != "off":
         return "debug.fp_exceptions inspects single ops, which compiled code does not run"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):

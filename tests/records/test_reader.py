@@ -67,6 +67,7 @@ ADDED = (
         "page_fault_us",
         "allocator",
         "speed_trial",
+        "compile_s",
         "page_faults_per_step",
         "time_budget_s",
         "conditions",
