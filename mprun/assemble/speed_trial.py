@@ -41,6 +41,8 @@ ROUNDS = 8
 WARM_UP = 2
 SHARE = 0.04
 """Of the planned time, the most that a trial takes."""
+LEAST_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE
+"""Shorter runs have no time for two candidates."""
 LEAST_GAIN = 0.97
 """A ratio of medians above it is no gain."""
 COMPILE_FROM_S = 1800.0
@@ -69,7 +71,10 @@ def with_fastest(plan: Plan) -> Plan:
     Args:
         plan: of a new run; one that is resumed keeps its choices.
     """
-    if plan.config.speed.name == "plain" or not isinstance(plan.splits.train, TensorSet):
+    is_short = plan.planned_steps is not None and plan.planned_steps < LEAST_STEPS
+    if plan.config.speed.name == "plain" or is_short:
+        return plan
+    if not isinstance(plan.splits.train, TensorSet):
         return plan
     key = trial_key(plan)
     if (kept := speed_cache.read(key)) is not None:

@@ -179,10 +179,12 @@ class Trials:
         return make_plan(config, given, choices, self._load, self._untrusted)
 
     def _warn(self, plan: Plan) -> None:
-        for text in plan.warnings:
+        """Print warnings, and how the speed was chosen, each once."""
+        reason = () if plan.speed_reason is None else (f"{plan.policy.name}, {plan.speed_reason}",)
+        for text in (*(f"warning: {x}" for x in plan.warnings), *reason):
             if text not in self._warnings:
                 self._warnings.add(text)
-                self._view.line(f"warning: {text}")
+                self._view.line(text)
 
 
 def run_steps(plan: Plan, steps: int) -> None:
