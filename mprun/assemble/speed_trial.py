@@ -49,6 +49,7 @@ COMPILE_FROM_S = 1800.0
 """`speed.compile=auto` tries it where at least this is planned."""
 MOST_MEMORY = 0.1
 """Of the device's memory: where a model's parameters take more, nothing is tried."""
+KEPT = " (kept from an earlier trial)"
 IMPLEMENTATIONS = {"sgd": ("forloop", "fused")}
 """Kernels of PyTorch's that may win or lose; fused AdamW won on every model."""
 
@@ -78,7 +79,7 @@ def with_fastest(plan: Plan) -> Plan:
         return plan
     key = trial_key(plan)
     if (kept := speed_cache.read(key)) is not None:
-        return _with(plan, kept.choice, f"{kept.reason} (kept from an earlier trial)")
+        return _with(plan, kept.choice, kept.reason + KEPT)
     try:
         with plan.backend_flags(), _untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
-from mprun.assemble.speed_trial import with_fastest
+from mprun.assemble.speed_trial import KEPT, with_fastest
 from mprun.config import Composed, compose
 from mprun.config.plain_text import as_text, quoted
 from mprun.console import Moment, ProgressView
@@ -180,7 +180,8 @@ class Trials:
 
     def _warn(self, plan: Plan) -> None:
         """Print warnings, and how the speed was chosen, each once."""
-        reason = () if plan.speed_reason is None else (f"{plan.policy.name}, {plan.speed_reason}",)
+        speed = (plan.speed_reason or "").removesuffix(KEPT)
+        reason = (f"{plan.policy.name}, {speed}",) if speed else ()
         for text in (*(f"warning: {x}" for x in plan.warnings), *reason):
             if text not in self._warnings:
                 self._warnings.add(text)
