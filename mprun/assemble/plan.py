@@ -22,7 +22,7 @@ from mprun.assemble.dtype_choices import (
     displaced_ops,
 )
 from mprun.assemble.file_recipe import RecipeSource
-from mprun.assemble.learning_rate import check_warmup
+from mprun.assemble.learning_rate import warmup_warning
 from mprun.assemble.machine_choices import choose_device, choose_execution
 from mprun.assemble.optimizer import (
     FUSED,
@@ -220,8 +220,8 @@ def make_plan(
         warnings=tuple(warnings),
         why_not_compiled=why_not_compiled,
     )
-    check_warmup(config.train, plan.planned_steps)
-    return plan
+    warmup = warmup_warning(config.train, plan.planned_steps, given)
+    return replace(plan, warnings=(*plan.warnings, *filter(None, [warmup])))
 
 
 def choose_speed(
