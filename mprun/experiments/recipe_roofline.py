@@ -59,8 +59,8 @@ ABOVE_THE_ROOF = (
 )
 
 
-class TimedSteps(NamedTuple):
-    """Steps as a run takes them."""
+class MeasuredStep(NamedTuple):
+    """A step, taken as a run takes it.""
 
     times: list[StepTime]
     group_ms: dict[GroupName, float] | None
@@ -109,7 +109,7 @@ def recipe_roofline(
             bandwidths = measure_bandwidths(plan.device, SIZES[plan.device.type], report)
             report("counting the step's ops")
             ops, why_real = count_step(planned)
-            timed = _timed(planned, steps, report) if steps else TimedSteps([], None)
+            timed = _timed(planned, steps, report) if steps else MeasuredStep([], None)
     except (MemoryError, torch.OutOfMemoryError):
         raise MprunError(
             f"out of memory on {plan.device.type} while measuring: free some, or take a smaller "
@@ -156,7 +156,7 @@ def _real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
             yield parts, next(batches).trained
 
 
-def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> TimedSteps:
+def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> MeasuredStep:
     with _real_step(planned) as (parts, batch):
         trainer = Trainer(parts, planned.plan.limits)
         for done in range(WARMUP + steps):
@@ -166,9 +166,9 @@ def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> TimedSteps:
             parts.clock.stop()
         times = parts.clock.take()[WARMUP:]
         if planned.plan.execution == "emulated" or parts.precision.substitutions:
-            return TimedSteps(times, None)
+            return MeasuredStep(times, None)
         report("timing ops")
-        return TimedSteps(
+        return MeasuredStep(
             times, _op_times(planned.plan, parts, lambda: trainer.optimizer_step(batch))
         )
 
@@ -191,7 +191,7 @@ def _roofline(
     rates: MachineRates,
     ops: Sequence[OpCost],
     why_real: str | None,
-    timed: TimedSteps,
+    timed: MeasuredStep,
 ) -> Roofline:
     plan = planned.plan
     groups = roof_groups(ops, rates, plan.native_tf32, timed.group_ms)

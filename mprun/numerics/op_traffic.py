@@ -15,7 +15,7 @@ Kernels may move more (a write to memory often reads the cache line first), neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,11 +89,10 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
         inputs = any(True for _ in tensors_of((args, dict(kwargs))))
         is_view = inputs and any(True for _ in tensors_of(result))
         return OpTraffic(0, 0, is_view)
-    unread = NOT_READ.get(name, ())
-    written = {} if name.startswith("empty") or "new_empty" in name else made
-    if unread == ("self",) and changed:  # indexed: as much is written as there are values
-        return OpTraffic(_bytes(_read(name, arguments, made)), 0, False)
-    return OpTraffic(_bytes(_read(name, arguments, made)), _bytes({**written, **changed}), False)
+    is_empty = name.startswith(("empty", "new_empty"))
+    is_indexed = name in NOT_READ and bool(changed)  # few numbers may be written
+    written = {} if is_empty or is_indexed else {**made, **changed}
+    return OpTraffic(_bytes(_read(name, arguments, made)), _bytes(written), False)
 
 
 def tensor_bytes(x: Tensor) -> int:
@@ -110,15 +109,25 @@ def _read(
     """What is read: key of a tensor to bytes."""
     if name.startswith(FACTORIES):
         return {}
+    unread = _unread(name, arguments)
+    made_bytes = _bytes(made)
     read: dict[Any, int] = {}
     for argument, writes, value in arguments:
-        if argument in NOT_READ.get(name, ()) or (writes and name in OVERWRITES):
+        if argument in unread or (writes and name in OVERWRITES):
             continue
+        most = made_bytes if LOOKUPS.get(name) == argument else None
         for x in tensors_of(value):
-            read[_key(x)] = tensor_bytes(x)
-            if LOOKUPS.get(name) == argument:
-                read[_key(x)] = min(tensor_bytes(x), sum(map(tensor_bytes, made.values())))
+            nbytes = tensor_bytes(x)
+            read[_key(x)] = nbytes if most is None else min(nbytes, most)
     return read
+
+
+def _unread(name: str, arguments: list[tuple[str, bool, Any]]) -> Sequence[str]:
+    """The arguments that an op does not read."""
+    if name == "convolution_backward":  # each gradient is computed from the other factor
+        mask = next(value for argument, _, value in arguments if argument == "output_mask")
+        return [n for n, wanted in zip(("weight", "input"), mask, strict=False) if not wanted]
+    return NOT_READ.get(name, ())
 
 
 def _bytes(tensors: Mapping[Any, Tensor | int]) -> int:

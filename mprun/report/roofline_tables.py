@@ -71,7 +71,7 @@ def summary(roof: Roofline) -> str:
     spread = f"{_ms(times.p10)}-{_ms(times.p90)}"
     text = (
         f"a step takes {_ms(times.median)} ms ({spread}, {times.n} steps), at least "
-        f"{_ms(roof.least_ms)} ms: it reaches {roof.share:.0%} of the roof; {fused}"
+        f"{_ms(roof.least_ms)} ms: it reaches {100 * roof.share:.0f} % of the roof; {fused}"
     )
     if roof.page_faults is None:
         return text
@@ -92,7 +92,7 @@ def _row(group: RoofGroup) -> tuple[str, ...]:
 
 
 def _share(least_ms: float, measured_ms: float | None) -> str:
-    return f"{least_ms / measured_ms:.0%}" if measured_ms else "-"
+    return f"{100 * least_ms / measured_ms:.0f} %" if measured_ms else "-"
 
 
 def _ms(value: float | None) -> str:
