@@ -60,7 +60,7 @@ ABOVE_THE_ROOF = (
 
 
 class MeasuredStep(NamedTuple):
-    """A step, taken as a run takes it.""
+    """A step, taken again and again as a run takes it."""
 
     times: list[StepTime]
     group_ms: dict[GroupName, float] | None
