@@ -88,9 +88,10 @@ def _examined(
 ) -> Examination:
     from mprun.experiments.examine import examine
 
-    examination = examine(device, settings.budget_s, report)
     if planned is None:
-        return examination
+        return examine(device, settings.budget_s, report)
+    keep_heap = planned.plan.config.speed.name != "plain"
+    examination = examine(device, settings.budget_s, report, keep_heap)
     from mprun.experiments.recipe_roofline import recipe_roofline
 
     return replace(

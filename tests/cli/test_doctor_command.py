@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mprun.cli.main import main
+from mprun.errors import UsageError
 from mprun.records.doctor_record import Examination
 from tests.schema import conforms
 
@@ -68,6 +69,21 @@ def test_json_has_the_roofline_of_a_recipe(capsys: pytest.CaptureFixture[str]) -
     found = json.loads(out)
     assert conforms(found, Examination)
     assert found["roofline"]["step_time_ms"]["n"] == 4
+
+
+@pytest.mark.parametrize(("speed", "keep"), [("auto", True), ("plain", False)])
+def test_page_faults_of_a_plain_step_are_not_prevented(
+    speed: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def stop(device: str, budget_s: float, report: object, keep_heap: bool) -> None:
+        seen.append(keep_heap)
+        raise UsageError("planted")
+
+    monkeypatch.setattr("mprun.experiments.examine.examine", stop)
+    assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
+    assert seen == [keep]
 
 
 @pytest.mark.parametrize(
