@@ -11,8 +11,8 @@ numerators; `mprun.doctor.roofline` has the rates.
 FLOPs of matrix products, convolutions and attention, forward and backward, are those of
 `torch.utils.flop_counter`: a multiplication and an addition count as two. Two parts of its count
 are work that a good kernel leaves out, and are subtracted: products with a convolution's zero
-padding, and the half of causal attention that is masked. Everything else counts by its bytes alone
-(`mprun.numerics.op_traffic`).
+padding, and the half of causal attention that is masked. It has no LSTM; oneDNN's is added, cuDNN's
+is not. Everything else counts by its bytes alone (`mprun.numerics.op_traffic`).
 
 The optimizer counts as one pass, whatever its kernels are: each parameter and its state are read
 and written once, each gradient is read once.
@@ -39,6 +39,12 @@ from mprun.records.roofline_record import GroupName
 
 UPDATE = "update"
 """The name of the one op that stands for the optimizer."""
+
+RECURRENT: dict[str, tuple[tuple[str, str], int]] = {
+    "mkldnn_rnn_layer": (("weight0", "weight1"), 2),
+    "mkldnn_rnn_layer_backward": (("weight1", "weight2"), 4),
+}
+"""oneDNN's layers of an LSTM: the arguments with weights, and FLOPs per weight and sample."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,8 @@ def op_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
 
     Products with zero padding, and those that causal attention masks, do not count.
     """
+    if op_name(func) in RECURRENT:
+        return _recurrent_flops(func, args, kwargs)
     formula = flop_registry.get(func.overloadpacket)
     if formula is None:
         return 0
@@ -192,6 +200,15 @@ def op_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
         done, counted = _products(images, kernel, by_name)
         flops = flops * done // counted if counted else flops
     return flops
+
+
+def _recurrent_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Every step of a sequence multiplies by all weights of the layer."""
+    weights, factor = RECURRENT[op_name(func)]
+    by_name = _by_name(func, args, kwargs)
+    x = by_name["input"]  # [steps, batch, inputs]
+    steps = x.numel() // max(1, x.shape[-1])
+    return int(factor * steps * sum(by_name[name].numel() for name in weights))
 
 
 def _products(

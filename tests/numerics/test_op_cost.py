@@ -111,6 +111,20 @@ def test_the_masked_half_of_causal_attention_does_not_count() -> None:
     assert flops(True) == (forward + backward) // 2
 
 
+def test_the_layers_of_an_lstm_multiply_each_sample_by_all_their_weights() -> None:
+    model, x = nn.LSTM(3, 5, num_layers=2), torch.randn(7, 2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ops = count_costs(lambda: model(x)[0].sum().backward(), model, optimizer)
+    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    forward = 2 * 7 * 2 * weights
+    # backward: to the weights and to what they were multiplied by
+    whole = 3 * forward
+    if "mkldnn_rnn_layer" in {op.name for op in ops}:
+        assert sum(op.flops for op in ops) == whole
+    else:  # PyTorch's own products leave out the gradient of x
+        assert forward < sum(op.flops for op in ops) <= whole
+
+
 class WithCasts(nn.Module):
     """A linear layer, with needless casts of its output if asked for."""
 
