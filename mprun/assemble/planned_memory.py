@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -37,14 +38,10 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
         DtypeMismatchError: the step cannot run.
         UsageError: a loader's batches cannot be resized to the plan's.
     """
-    native = replace(
-        plan,
-        execution="native",  # what a mode needs, not what emulating it takes
-        policy=replace(plan.policy, partials_dtype="float32"),
-        fp32_fallback="none",
-    )
+    native = as_native(plan)
     try:
-        return _on_fake_tensors(native)
+        with fake_step(native) as (parts, batch):
+            return _of_step(native, parts, batch)
     except (DtypeMismatchError, UsageError):
         raise
     except Exception as error:
@@ -54,7 +51,23 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
         return replace(_on_real_tensors(native), why_real=reason)
 
 
-def _on_fake_tensors(plan: Plan) -> StepMemory:
+def as_native(plan: Plan) -> Plan:
+    """The plan with the ops that its mode needs, without those that emulate or replace some."""
+    return replace(
+        plan,
+        execution="native",
+        policy=replace(plan.policy, partials_dtype="float32"),
+        fp32_fallback="none",
+    )
+
+
+@contextmanager
+def fake_step(plan: Plan) -> Iterator[tuple[Parts, Batch]]:
+    """What a step of this plan runs on, and its batch, on fake tensors; the step runs inside.
+
+    Raises:
+        UsageError: a loader's batches cannot be resized to the plan's.
+    """
     shapes = _shapes(plan)
     form = replace(batch_form(plan), count=None)  # fake tensors cannot be counted
     one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
@@ -62,7 +75,7 @@ def _on_fake_tensors(plan: Plan) -> StepMemory:
     with fake_tensors():
         # Fake tensors have no values to load into.
         parts = build_parts(replace(plan, splits=splits, weights=DRAWN))
-        return _of_step(plan, parts, _fake_batch(plan, shapes, form))
+        yield parts, _fake_batch(plan, shapes, form)
 
 
 def _on_real_tensors(plan: Plan) -> StepMemory:

@@ -32,7 +32,7 @@ CASES: dict[str, set[str]] = {
     "mprun compare compare.mar": {"compare.margin="},
     "mprun memory memory.against=tf": {"tf32"},
     "mprun data ver": {"verify"},
-    "mprun doctor de": {"device="},
+    "mprun doctor de": {"debug.", "device="},
     "mprun --show": {"--show-config"},
     "mprun run.resume=x": set(),
 }
