@@ -136,11 +136,6 @@ class Variant:
     """
     artefacts: tuple[Artefact, ...] = ()
     """What leaves both ratios without a verdict, besides the order of the runs."""
-    samples_to_loss_ratio: Estimate | None = None
-    """Samples to the validation loss that both reach, over the baseline's; None where runs have
-    fewer than four validations."""
-    time_to_loss_ratio: Estimate | None = None
-    """The same of the training time."""
 
     @property
     def has_own_times(self) -> bool:

@@ -16,7 +16,6 @@ from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
 from mprun.compare.formatting import readable, substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
-from mprun.compare.matched_quality import equal_loss
 from mprun.compare.measures import RunGroup
 from mprun.compare.notes import artefact_warnings, comparison_notes, variant_notes
 from mprun.compare.statistics import ALPHA, estimate, interval
@@ -162,7 +161,6 @@ def _variant(
     pairs = measures.comparable_pairs(group, base)
     unsettling = artefacts(group.label, base.label, pairs)
     reason = no_time_verdict(pairs, shared) or (unsettling[0].text if unsettling else "")
-    to_loss = equal_loss(pairs, bool(reason))
     return Variant(
         label=group.label,
         variant_hash=summary.variant_hash,
@@ -183,6 +181,4 @@ def _variant(
         verdict=verdict,
         substituted=substitution_label(run.summary for run in group.completed),
         artefacts=unsettling,
-        samples_to_loss_ratio=to_loss.samples,
-        time_to_loss_ratio=to_loss.time,
     )

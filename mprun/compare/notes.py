@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from mprun.compare import measures
-from mprun.compare.comparison import KEEPS, Estimate, Variant
+from mprun.compare.comparison import KEEPS, Variant
 from mprun.compare.formatting import counted, readable, substitution_label
 from mprun.compare.measures import RunGroup
 from mprun.compare.mixing import MOST_KINDS
-from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN, judge_ratio
+from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
 from mprun.records.run_record import Summary
 
 
@@ -95,7 +95,6 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         labels = [v.label for v in variants if v.no_time_verdict == reason]
         if labels:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
-    yield from filter(None, map(gain_note, variants))
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:
         missed = (1 - COLLAPSE) ** min(pairs)
@@ -103,44 +102,6 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
             f"{min(pairs)} seeds can miss a rare failure: a mode that collapses on 1 seed in "
             f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * missed:.0f} %"
         )
-
-
-def gain_note(variant: Variant) -> str:
-    """What a variant needs to the loss that the baseline reaches, too; empty without surprise.
-
-    Either it is faster per sample, and not shown to be faster to equal loss, or it needs more
-    samples.
-    """
-    samples, time, rate = (
-        variant.samples_to_loss_ratio,
-        variant.time_to_loss_ratio,
-        variant.throughput_ratio,
-    )
-    if samples is None or time is None or not variant.has_own_times:
-        return ""
-    is_faster = rate is not None and judge_ratio(rate).word == "higher"
-    word = judge_ratio(time).word
-    needs = f"{span(samples)} of the samples and {span(time)} of the time to equal validation loss"
-    if is_faster and word in ("same", "higher"):
-        return f"{variant.label} is faster per sample and buys nothing: it needs {needs}"
-    if is_faster and word == "open":
-        return f"{variant.label} is faster per sample; to equal loss that is open: {needs}"
-    if judge_ratio(samples).word == "higher":
-        return f"{variant.label} needs {needs}"
-    return ""
-
-
-def buys_nothing(variant: Variant) -> bool:
-    """Whether a variant was shown not to be faster to the validation loss of the baseline."""
-    time = variant.time_to_loss_ratio
-    return time is not None and judge_ratio(time).word in ("same", "higher")
-
-
-def span(ratio: Estimate) -> str:
-    """`1.19 [1.10, 1.28]`."""
-    if ratio.interval is None:
-        return f"{ratio.value:.2f}"
-    return f"{ratio.value:.2f} [{ratio.interval.low:.2f}, {ratio.interval.high:.2f}]"
 
 
 def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:

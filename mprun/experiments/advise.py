@@ -20,7 +20,6 @@ from mprun.assemble import DataCache, make_plan
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Advice, Comparison, Estimate, Variant
 from mprun.compare.formatting import counted
-from mprun.compare.notes import buys_nothing
 from mprun.config import compose
 from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest
@@ -164,10 +163,6 @@ def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective)
         return f"numerical alarm: {alarm_texts[0]}"
     if not _is_smaller(variant, objective):
         return _no_gain(variant, objective)
-    if objective is Objective.time and buys_nothing(variant):
-        assert variant.time_to_loss_ratio is not None
-        figure = ratio_figure(variant.time_to_loss_ratio)
-        return f"buys nothing: {figure} of the baseline's time to equal validation loss"
     if objective is Objective.time and variant.substituted:
         return f"{variant.substituted}: {_ratio_text(variant, objective)}, no gain of float16"
     return None

@@ -3,8 +3,7 @@
 Speed is samples per second, not time per step: a doubled batch has longer steps and may still be
 faster. A variant is called faster or slower only if the 95 % interval of the throughput ratio
 excludes 1, and equally fast only if that interval lies within `SAME`. Otherwise the sentence
-reports the speed as open. One that needs as many more samples to equal loss as it is faster is no
-answer (`buys_nothing`). Peak memory is computed, not sampled, so it has no interval.
+reports the speed as open. Peak memory is computed, not sampled, so it has no interval.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import NamedTuple
 
 from mprun.compare.comparison import KEEPS, Comparison, Interval, Variant
 from mprun.compare.formatting import counted
-from mprun.compare.notes import buys_nothing
 from mprun.compare.time_ratios import SAME, judge_ratio
 from mprun.report.cells import (
     deciding,
@@ -49,7 +47,7 @@ def headline(comparison: Comparison) -> list[str]:
     if not others:
         return [f"There is nothing to compare {name} with: all runs are of one variant."]
     keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
-    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0 and not buys_nothing(v)]
+    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0]
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     sentences = []
     if faster:

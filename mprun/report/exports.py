@@ -120,8 +120,6 @@ def _record(variant: Variant) -> dict[str, Any]:
         **_estimate("step_time_ratio", variant.step_time_ratio),
         "samples_per_second": variant.samples_per_second,
         **_estimate("throughput_ratio", variant.throughput_ratio),
-        **_estimate("samples_to_loss_ratio", variant.samples_to_loss_ratio),
-        **_estimate("time_to_loss_ratio", variant.time_to_loss_ratio),
         "no_time_verdict": variant.no_time_verdict,
         "artefacts": " ".join(artefact.cause for artefact in variant.artefacts),
         **{f"memory_{name}_bytes": variant.memory_bytes.get(name) for name in MEMORY},
