@@ -16,6 +16,10 @@ logarithms keeps its level. (The baseline's best alone would be a lucky draw tha
 repeat.) The tolerance moves the target from the flat end of a curve, where noise decides on the
 step, to its slope.
 
+Noise of a validation as large as the tolerance still pulls ratios towards 1, because the lowest
+loss so far is a lucky one: by 2 % for a true ratio of 1.2 and 2 % noise, by under 1 % for 1 % noise
+(simulated, 10 and 30 validations).
+
 A variant whose best loss lies beyond the tolerance above the baseline's best never reached the
 baseline's quality: the pair is `missed`. Its ratio, at the level that the variant did reach, is
 shown with that remark. It is not left out: that would leave the good seeds only.

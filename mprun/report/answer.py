@@ -63,9 +63,9 @@ def headline(comparison: Comparison) -> list[str]:
         sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
     empty = quality_text.warnings(comparison)
     if not sentences:
-        faster = "faster to equal quality" if empty else "faster"
+        gain = "faster to equal quality" if empty else "faster"
         sentences.append(
-            f"No variant was shown to keep the {comparison.metric} of {name} and to be {faster} or "
+            f"No variant was shown to keep the {comparison.metric} of {name} and to be {gain} or "
             "smaller."
         )
     return [*sentences, *empty]
