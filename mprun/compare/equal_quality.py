@@ -31,7 +31,8 @@ was at the target by its first validation (when is not known). mprun validates a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -101,7 +102,11 @@ def _crossing(curve: Curve, target: float) -> float | None:
 
 
 def equal_quality(
-    group: RunGroup, base: RunGroup, tolerance: float, no_time_verdict: str
+    group: RunGroup,
+    base: RunGroup,
+    tolerance: float,
+    no_time_verdict: str,
+    curve_of: Callable[[Path], Curve],
 ) -> EqualQuality | None:
     """What a variant needs to reach the baseline's validation loss.
 
@@ -110,6 +115,7 @@ def equal_quality(
         base: the baseline's.
         tolerance: differences within this share of the baseline's best loss do not matter.
         no_time_verdict: why the spread of times is no measure of their error; empty if it is.
+        curve_of: `read_curve`, or one that keeps the baseline's for the next variant.
 
     Returns:
         None without a pair of runs that were both validated.
@@ -123,7 +129,8 @@ def equal_quality(
     found = [
         (own.summary, other.summary, steps)
         for own, other in pairs
-        if (steps := steps_to_target(_curve(own), _curve(other), tolerance)) is not None
+        if (steps := steps_to_target(curve_of(own.path), curve_of(other.path), tolerance))
+        is not None
     ]
     lost = len(pairs) - len(found)
     reason = _no_crossing(lost, len(pairs), tolerance) if lost else ""
@@ -162,10 +169,10 @@ def _validations(summary: Summary) -> int:
     return sum(row.loss is not None and row.samples is None for row in rows)
 
 
-def _curve(run: Run) -> Curve:
-    """The validations of a run; none where the file is missing or damaged."""
+def read_curve(run: Path) -> Curve:
+    """The validations of a run's folder; none where the file is missing or damaged."""
     try:
-        return read_validation_losses(run.path)
+        return read_validation_losses(run)
     except (FileNotFoundError, UsageError):
         return ()
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 from mprun.compare import measures, mixing
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
-from mprun.compare.equal_quality import equal_quality
+from mprun.compare.equal_quality import equal_quality, read_curve
 from mprun.compare.formatting import readable, substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
@@ -77,9 +78,10 @@ def compare(
     verdicts = judge(evidence, more)
     shared = overlapping(runs)
     rows = [_variant(base, base, used_split, shared, None, Verdict("baseline", failures(base)))]
+    curve_of = cache(read_curve)
     for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
         row = _variant(group, base, used_split, shared, own_evidence, verdict)
-        quality = equal_quality(group, base, relative_margin, row.no_time_verdict)
+        quality = equal_quality(group, base, relative_margin, row.no_time_verdict, curve_of)
         rows.append(replace(row, equal_quality=quality))
     tested = sum(e.is_tested for e in evidence)
     return Comparison(

@@ -6,11 +6,13 @@ import csv
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval
 from mprun.report import answer, exports, quality_text
 from mprun.report.comparison_report import footer
 from mprun.report.html import page
+from tests.compare.test_equal_quality import planted, power, slowed
 from tests.report.compared import comparison
 
 
@@ -50,8 +52,8 @@ def test_a_gain_that_more_samples_eat_is_named_in_the_answer_and_in_every_file()
     assert "so its speed buys nothing" in page(found, [])
     (line,) = (x for x in footer(found) if "equal validation loss" in x)
     assert line.startswith(
-        "bf16_mixed took 12,000 samples in 1.25 s to equal validation loss (the baseline 10,000 in "
-        "1.25 s): needs 1.20x"
+        "bf16_mixed to equal validation loss: 12,000 samples in 1.25 s (fp32 10,000 in 1.25 s); "
+        "1.20x"
     )
 
 
@@ -93,7 +95,7 @@ def test_without_validations_nothing_is_said() -> None:
 
 def test_a_mode_without_times_has_its_samples() -> None:
     (line,) = quality_text.lines(needing(1.2, None))
-    assert line.startswith("bf16_mixed took 12,000 samples to equal validation loss")
+    assert line.startswith("bf16_mixed to equal validation loss: 12,000 samples (fp32 10,000)")
     assert "the time" not in line
 
 
@@ -110,3 +112,11 @@ def test_the_files_for_programs_have_the_figures() -> None:
     assert plain[0]["equal_quality"] is None
     assert plain[1]["equal_quality"]["time_ratio"]["value"] == 1.0
     assert plain[1]["equal_quality"]["tolerance"] == 0.02
+
+
+def test_planted_records_have_the_sentence_and_a_healthy_mode_has_none(tmp_path: Path) -> None:
+    said = answer.headline(planted(tmp_path / "slowed", slowed))
+    assert any(sentence.startswith("bf16_mixed buys nothing: it trains 1.20 ") for sentence in said)
+    healthy = answer.headline(planted(tmp_path / "power", power))
+    assert any("bf16_mixed keeps the accuracy, trains 1.20 times as fast" in s for s in healthy)
+    assert not any("nothing" in sentence for sentence in healthy)
