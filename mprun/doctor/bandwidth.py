@@ -1,14 +1,14 @@
 """How fast memory is, by the size of what is touched.
 
-A working set that fits into a cache is read ten times as fast as memory. An op on small tensors
-finds its inputs in a cache, where the op before it left them. So there is no one bandwidth: it is
-measured at sizes from 64 KiB on, each four times the one before.
+A working set that fits into a cache is read several times as fast as memory. An op finds tensors in
+a cache where the op before it left them. So there is no one bandwidth: it is measured at sizes from
+64 KiB on, each twice the one before. At each size a buffer is copied, read (a sum) and written
+(filled), again and again, and the fastest of all rounds counts: the best case for that size.
 
-At each size a buffer is copied, read (a sum) and written (filled), again and again, and the fastest
-of all rounds counts. So the rate is the best case for a working set of that size: an op on tensors
-of that size or larger ones is hardly faster. It can be: a tensor a little larger than the
-last-level cache is found there in part. `rate_at` gives an op the rate of the largest size that is
-not larger than its tensors, up to four times smaller, which covers that.
+A tensor that is larger than the last-level cache may still be found there in part: 28 MB of
+gradients, just computed, are a quarter of what AdamW reads and writes. So bytes beyond a size have
+the rate of that size, and the first bytes have the rates of smaller ones (`moving_s`). That is the
+time with a cache that always holds what is needed next; no op is faster.
 """
 
 from __future__ import annotations
@@ -49,16 +49,22 @@ def measure_bandwidths(
     return rows
 
 
-def rate_at(bandwidths: Sequence[Bandwidth], nbytes: int) -> float:
-    """Bytes per second that an op on `nbytes` in total hardly exceeds.
+def moving_s(bandwidths: Sequence[Bandwidth], nbytes: int) -> float:
+    """The least seconds in which an op reads and writes `nbytes` in total.
 
     Args:
         bandwidths: at least one, the smallest size first.
         nbytes: read and written.
     """
-    fitting = [b for b in bandwidths if b.bytes <= nbytes]
-    smallest = fitting[-1].bytes if fitting else 0
-    return max(b.gigabytes_per_second for b in bandwidths if b.bytes >= smallest) * 1e9
+    ends = [*(b.bytes for b in bandwidths[1:]), nbytes]
+    total_s, done = 0.0, 0
+    for n, end in enumerate(ends):
+        part = min(end, nbytes) - done
+        if part > 0:
+            best = max(b.gigabytes_per_second for b in bandwidths[n:])  # a small call has a price
+            total_s += part / best / 1e9
+            done += part
+    return total_s
 
 
 def _fastest(device: torch.device, size: int) -> Bandwidth:

@@ -10,8 +10,8 @@ them. The second is the aim for a compiler: no kernel that keeps the products ap
 
 Both must be bounds, so each rate is the best one that was measured. A product is held against the
 90th percentile of the fastest of matmul, convolution and its backward pass in its format, or of
-float32's, which can stand in for any format. Bytes are held against the bandwidth for their size
-(`mprun.doctor.bandwidth`): what fits into a cache may be read from there.
+float32's, which can stand in for any format. Bytes are held against the bandwidths of caches and
+memory (`mprun.doctor.bandwidth`), as if each byte that fits into a cache were there.
 
 What the bounds leave out: ops run one after the other, and algorithms that need fewer products than
 the definition (Winograd's convolutions, which cuDNN has) can be faster. On a busy machine rates and
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mprun.doctor.bandwidth import rate_at
+from mprun.doctor.bandwidth import moving_s
 from mprun.numerics.op_cost import OpCost
 from mprun.records.doctor_record import Rate
 from mprun.records.roofline_record import GROUPS, Bandwidth, GroupName, RoofGroup, Roofline
@@ -65,8 +65,7 @@ class MachineRates:
         """Seconds of an op; `tf32`: float32 products are computed in that format."""
         name = format_name(op.dtype, tf32)
         rate = self.gflops.get(name, max(self.gflops.values())) * 1e9
-        moving = op.nbytes / rate_at(self.bandwidths, op.nbytes) if op.nbytes else 0.0
-        return max(op.flops / rate, moving)
+        return max(op.flops / rate, moving_s(self.bandwidths, op.nbytes))
 
 
 def format_name(dtype: torch.dtype | None, tf32: bool) -> str:

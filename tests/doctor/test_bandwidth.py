@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mprun.doctor import bandwidth
-from mprun.doctor.bandwidth import measure_bandwidths, rate_at
+from mprun.doctor.bandwidth import measure_bandwidths, moving_s
 from mprun.precision.rates import Timer
 from mprun.records.roofline_record import Bandwidth
 from tests.schema import conforms
@@ -40,10 +40,11 @@ def test_the_fastest_traffic_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == Bandwidth(bytes=2**16, gigabytes_per_second=2**16 / 1e-6 / 1e9, by="read")
 
 
-def test_an_op_is_held_against_the_size_that_is_not_larger() -> None:
+def test_bytes_beyond_a_size_have_its_rate() -> None:
     rows = [row(100, 50.0), row(400, 80.0), row(1600, 10.0)]
-    assert rate_at(rows, 50) == 80e9  # a faster larger size is possible for a small one too
-    assert rate_at(rows, 400) == 80e9
-    assert rate_at(rows, 1599) == 80e9
-    assert rate_at(rows, 1600) == 10e9
-    assert rate_at(rows, 10**9) == 10e9
+    # up to 400 bytes: a faster larger size is possible for a small one too
+    assert moving_s(rows, 0) == 0
+    assert moving_s(rows, 50) == pytest.approx(50 / 80e9)
+    assert moving_s(rows, 1600) == pytest.approx(1600 / 80e9)
+    assert moving_s(rows, 5600) == pytest.approx(1600 / 80e9 + 4000 / 10e9)
+    assert moving_s(rows[2:], 5600) == pytest.approx(5600 / 10e9)

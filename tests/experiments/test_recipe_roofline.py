@@ -61,6 +61,8 @@ def test_no_step_is_below_its_roof(recipe: str, precision: str, examined: Examin
     assert roof.share is not None
     assert 0 < roof.fused_ms <= roof.least_ms <= roof.step_time_ms.p10 * NOISE
     assert 0 < roof.share <= NOISE
+    (update,) = [group for group in roof.groups if group.name == "optimizer"]
+    assert update.measured_ms is None or update.least_ms <= update.measured_ms * NOISE
     if precision == "bf16_mixed" and roof.execution == "native":
         assert any(g.name == "cast" and g.bytes > 0 for g in roof.groups)
         assert "bfloat16" in roof.gflops
