@@ -51,8 +51,17 @@ def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExce
     caster = build_caster(plan, CastLog(report) if verbose else None)
     parts = build_parts(plan, build_precision(plan, caster, make=exceptions.precision))
     if plan.speed.compile:
-        parts.model.compile()
+        compile_model(parts.model)
     return parts, exceptions
+
+
+def compile_model(model: nn.Module) -> None:
+    """Compile a model, each shape for itself.
+
+    With dynamic shapes the code that runs on a batch would depend on the shapes seen before it
+    (those of an evaluation), and a resumed run may not repeat the bits of an uninterrupted one.
+    """
+    model.compile(dynamic=False)
 
 
 def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:

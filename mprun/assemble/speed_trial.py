@@ -27,7 +27,7 @@ from enum import Enum
 import torch
 
 from mprun import __version__
-from mprun.assemble.parts import build_parts
+from mprun.assemble.parts import build_parts, compile_model
 from mprun.assemble.plan import Plan
 from mprun.data import TensorSet
 from mprun.data.random_states import restore_states, saved_states
@@ -129,7 +129,7 @@ class Stepper:
         self.choice = choice
         self._parts = build_parts(replace(plan, speed=choice))
         if choice.compile:
-            self._parts.model.compile()
+            compile_model(self._parts.model)
         self._trainer = Trainer(self._parts, Limits(None, None, None))
         self._parts.model.train()
 

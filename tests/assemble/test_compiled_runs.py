@@ -51,3 +51,15 @@ def test_compile_is_an_axis_of_sweeps(capsys: pytest.CaptureFixture[str]) -> Non
     runs = [p.parent for p in Path("study").rglob("summary.json")]
     assert sorted(read_summary(run).backend.compile for run in runs) == [False, True]
     assert "speed.compile" in capsys.readouterr().out
+
+
+@needs_compiler
+def test_an_evaluation_between_does_not_change_what_a_resumed_run_computes() -> None:
+    """Batches of 16 train, of 10 validate after each epoch of four steps."""
+    words = ["recipe=tabular", "device=cpu", "speed.compile=true", "train.batch_size=16"]
+    words += ["data.train_limit=64", "data.eval_limit=10", "train.eval_batch_size=10"]
+    assert main([*words, "train.epochs=3", "run.dir=whole"]) == 0
+    assert main([*words, "train.epochs=2", "run.dir=part"]) == 0
+    assert main(["run.resume=part", "train.epochs=3"]) == 0
+    for name, x in weights("whole").items():
+        assert torch.equal(x, weights("part")[name]), name
