@@ -28,8 +28,6 @@ TINY = {
     "char_gpt": ["train.batch_size=2"],
     "transformer": ["train.batch_size=2"],
 }
-NOISE = 1.1
-"""Rates and steps are measured one after the other, at loads that differ."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +37,11 @@ def examined() -> Examination:
 
 @pytest.fixture(scope="module", autouse=True)
 def bandwidths() -> Iterator[None]:
-    """Measured once, as the examination is."""
+    """Measured once, as the examination is.
+
+    No test compares a measured time with a bound: their loads differ on a busy machine.
+    `benchmarks.roofline` does that.
+    """
     measured = measure_bandwidths(torch.device("cpu"), SIZES["cpu"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "measure_bandwidths", lambda *args: measured)
@@ -52,17 +54,19 @@ def roof_of(examined: Examination, *overrides: str, steps: int = 5) -> Roofline:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("recipe", TINY)
-def test_no_step_is_below_its_roof(recipe: str, precision: str, examined: Examination) -> None:
+def test_a_step_is_held_against_its_least_time(
+    recipe: str, precision: str, examined: Examination
+) -> None:
     roof = roof_of(examined, f"recipe={recipe}", f"precision={precision}", *TINY[recipe])
     assert conforms(roof, Roofline)
     assert roof.why_real is None
     assert roof.step_time_ms.n == 5
-    assert roof.step_time_ms.p10 is not None
-    assert roof.share is not None
-    assert 0 < roof.fused_ms <= roof.least_ms <= roof.step_time_ms.p10 * NOISE
-    assert 0 < roof.share <= NOISE
+    assert roof.step_time_ms.median is not None
+    assert 0 < roof.fused_ms <= roof.least_ms
+    assert roof.least_ms == pytest.approx(sum(g.least_ms for g in roof.groups))
+    assert roof.share == pytest.approx(roof.least_ms / roof.step_time_ms.median)
     (update,) = [group for group in roof.groups if group.name == "optimizer"]
-    assert update.measured_ms is None or update.least_ms <= update.measured_ms * NOISE
+    assert update.least_ms > 0
     if precision == "bf16_mixed" and roof.execution == "native":
         assert any(g.name == "cast" and g.bytes > 0 for g in roof.groups)
         assert "bfloat16" in roof.gflops
