@@ -39,6 +39,7 @@ from mprun.config.schema import LrRule, Scheduler
 from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
+from mprun.doctor.machine import has_amx
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
 from mprun.nested import to_dtype
@@ -240,7 +241,7 @@ def choose_speed(
     """
     optimizer = config.train.optimizer
     named = "adamw" if optimizer.target in FUSED else optimizer.name.name
-    speed = choose(config.speed.name, device.type, policy.compute_dtype, named)
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
     if earlier:
         names = (earlier["memory_format"], earlier["optimizer_impl"])

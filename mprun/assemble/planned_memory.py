@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
+from mprun.doctor.environment import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
@@ -22,6 +23,9 @@ from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
+
+MOST_MEMORY = 0.1
+"""Of the device's memory: a model with more parameters gets no second one beside it."""
 
 
 def step_memory(plan: Plan, real: bool = True) -> StepMemory:
@@ -49,6 +53,13 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
             raise
         reason = f"it does not run on fake tensors ({described(error, plan.policy.name)})"
         return replace(_on_real_tensors(native), why_real=reason)
+
+
+def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
+    """Whether a second model, with its gradients and state, is small beside the device's memory."""
+    memory = memory_bytes(device)
+    parameters = sum(p.nbytes for p in model.parameters())
+    return memory is None or parameters <= MOST_MEMORY * memory
 
 
 def as_native(plan: Plan) -> Plan:
@@ -149,10 +160,10 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def footprint(plan: Plan) -> tuple[dict[str, int], str | None]:
+def footprint(plan: Plan, real: bool = True) -> tuple[dict[str, int], str | None]:
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
     The second value is the reason why the step was a real one; None on fake tensors.
     """
-    counted = step_memory(plan)
+    counted = step_memory(plan, real)
     return counted.totals, counted.why_real

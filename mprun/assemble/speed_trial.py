@@ -20,7 +20,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 
@@ -29,10 +28,11 @@ import torch
 from mprun import __version__
 from mprun.assemble.parts import build_parts, compile_model
 from mprun.assemble.plan import Plan
+from mprun.assemble.planned_memory import has_room_for_another
 from mprun.data import TensorSet
-from mprun.data.random_states import restore_states, saved_states
+from mprun.data.random_states import untouched
 from mprun.doctor import speed_cache
-from mprun.doctor.environment import cpu_name, memory_bytes, usable_cores
+from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.nested import all_tensors
 from mprun.train.loop import Limits, Trainer
@@ -47,8 +47,6 @@ LEAST_GAIN = 0.97
 """A ratio of medians above it is no gain."""
 COMPILE_FROM_S = 1800.0
 """`speed.compile=auto` tries it where at least this is planned."""
-MOST_MEMORY = 0.1
-"""Of the device's memory: where a model's parameters take more, nothing is tried."""
 KEPT = " (kept from an earlier trial)"
 IMPLEMENTATIONS = {"sgd": ("forloop", "fused")}
 """Kernels of PyTorch's that may win or lose; fused AdamW won on every model."""
@@ -81,7 +79,7 @@ def with_fastest(plan: Plan) -> Plan:
     if (kept := speed_cache.read(key)) is not None:
         return _with(plan, kept.choice, kept.reason + KEPT)
     try:
-        with plan.backend_flags(), _untouched(), warnings.catch_warnings():
+        with plan.backend_flags(), untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
             found = _tried(plan)
     except Exception:
@@ -151,8 +149,7 @@ def candidates(plan: Plan, first: Stepper, planned_s: float) -> Iterator[SpeedCh
     """The choices that a trial compares, the plan's own first."""
     own, config = plan.speed, plan.config.speed
     parameters, data = list(first.model.parameters()), plan.splits.train
-    memory = memory_bytes(plan.device)
-    if memory and sum(p.nbytes for p in parameters) > MOST_MEMORY * memory:
+    if not has_room_for_another(first.model, plan.device):
         return
     yield own
     assert isinstance(data, TensorSet)
@@ -228,14 +225,3 @@ def trial_key(plan: Plan) -> str:
 
 def _plain(value: object) -> str:
     return value.name if isinstance(value, Enum) else str(value)
-
-
-@contextmanager
-def _untouched() -> Iterator[None]:
-    """All random numbers are restored at the end."""
-    host, devices = saved_states(), range(torch.cuda.device_count())
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        restore_states(host)
