@@ -1,8 +1,10 @@
 """mprun against what people run instead: `make bench`.
 
-    python -m benchmarks.bench [--limit-s N] [--threads N] [--batch-sizes N ...] [--readme]
+    python -m benchmarks.bench [--limit-s N] [--threads N] [--recipes NAME ...] [--readme]
 
-A group is a batch size, a precision and a heap. With each heap, every way to train
+A group is a recipe, a batch size, a precision and a heap; the recipes are those of the tutorials
+that mprun reproduces (`benchmarks.tasks`). Recipes without images have few page faults, and are
+measured with the heap as it is. With each heap, every way to train
 (`benchmarks.peers`) is a process, which forks for each group, and the processes take turns
 (`benchmarks.turns`). The time limit is shared by the groups; a faster machine measures more rounds.
 The figures:
@@ -37,7 +39,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.alternate import HEAPS, heap_environment
-from benchmarks.peers import DATA, PEERS, RAW, save_data
+from benchmarks.peers import PEERS, RAW, peers_of
+from benchmarks.tasks import CASES, DATA, save_data
 from benchmarks.turns import Processes, Row, Subject
 from mprun.data import DataRequest, Splits, image_splits
 from mprun.doctor.environment import cpu_name, git_commit, usable_cores
@@ -50,25 +53,32 @@ PACKAGES = ("torch", "lightning", "accelerate", "keras", "numpy")
 CHANNELS_LAST = "mprun speed=auto", "raw loop, channels-last"
 """Compared with each other too: `speed=auto` takes channels-last where that is the faster."""
 TURN_S = 0.3
-SAMPLES = "samples.pt"
+SETS = {"fashion_mnist": "FashionMNIST", "mnist": "MNIST"}
+"""Recipe to its data set; the others draw their data."""
 
 
 @dataclass(frozen=True)
 class Group:
     """What is compared with one another."""
 
+    recipe: str
     batch_size: int
     precision: str
     heap: str
 
     @property
+    def batch(self) -> str:
+        """What a table is about."""
+        return f"{self.recipe}, batch {self.batch_size:,}"
+
+    @property
     def title(self) -> str:
-        return f"batch {self.batch_size:,}, {self.precision}, heap {self.heap}"
+        return f"{self.batch}, {self.precision}, heap {self.heap}"
 
     @property
     def task(self) -> str:
         """What the processes of `benchmarks.peers` train."""
-        return f"{self.batch_size} {self.precision}"
+        return f"{self.recipe} {self.batch_size} {self.precision}"
 
 
 def subject(name: str) -> Subject:
@@ -81,7 +91,7 @@ def environment(heap: str, threads: int, folder: Path) -> dict[str, str]:
     """The environment of a heap's processes; `folder` has the samples and the compiled code."""
     return {
         **heap_environment(heap),
-        DATA: str(folder / SAMPLES),
+        DATA: str(folder),
         "CUDA_VISIBLE_DEVICES": "",  # a benchmark of the CPU
         "KERAS_BACKEND": "torch",
         "OMP_NUM_THREADS": str(threads),
@@ -91,7 +101,7 @@ def environment(heap: str, threads: int, folder: Path) -> dict[str, str]:
     }
 
 
-def heading(command: str, threads: int, splits: Splits) -> str:
+def heading(command: str, threads: int, sets: Iterable[Splits]) -> str:
     """Date, machine, versions and the command."""
     versions = []
     for name in PACKAGES:
@@ -102,7 +112,8 @@ def heading(command: str, threads: int, splits: Splits) -> str:
     load = ", ".join(f"{x:.1f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "?"
     return (
         f"{date.today()}, {cpu_name()}, {usable_cores()} cores, OpenMP threads of each process: "
-        f"{threads}, load before: {load}; {splits.name} ({splits.source}).\n"
+        f"{threads}, load before: {load}; "
+        f"{', '.join(f'{s.name} ({s.source})' for s in sets)}.\n"
         f"Python {sys.version.split()[0]}, {', '.join(versions)}; mprun {git_commit()}.\n"
         f"`{command}`"
     )
@@ -162,9 +173,9 @@ def short_table(results: Mapping[Group, Sequence[Row]]) -> str:
     if not results:
         return "nothing was measured\n"
     parts = []
-    for size in dict.fromkeys(group.batch_size for group in results):
-        groups = {group: rows for group, rows in results.items() if group.batch_size == size}
-        header = [f"batch {size:,}", *(f"{g.precision}, heap {g.heap}" for g in groups)]
+    for batch in dict.fromkeys(group.batch for group in results):
+        groups = {group: rows for group, rows in results.items() if group.batch == batch}
+        header = [batch, *(f"{g.precision}, heap {g.heap}" for g in groups)]
         columns = [[_step(row, baseline(rows)) for row in rows] for rows in groups.values()]
         names = [row.name for row in next(iter(groups.values()))]
         parts.append(markdown(header, zip(names, *columns, strict=True)))
@@ -216,7 +227,8 @@ def measure(
                 if results and start + shortest_s > end:
                     print(f"{group.title}: left out, the time is used up (--limit-s)\n", flush=True)
                     continue
-                rows = processes.take_turns(group.task, share_s, most=most)
+                own = [name for name in names if name in peers_of(group.recipe)]
+                rows = processes.take_turns(group.task, share_s, most=most, only=own)
                 results[group] = rows
                 took_s = time.monotonic() - start
                 shortest_s = min(shortest_s or took_s, took_s)
@@ -236,7 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--limit-s", type=float, default=800.0, help="seconds for all groups")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="OpenMP's, of each")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[12, 256])
+    parser.add_argument("--recipes", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--batch-sizes", type=int, nargs="+", help="only these")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--heaps", nargs="+", choices=list(HEAPS), default=list(HEAPS))
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS))
@@ -244,15 +257,24 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="rewrite the table of the README")
     args = parser.parse_args()
     groups = [
-        Group(*choice)
-        for choice in itertools.product(args.batch_sizes, args.precisions, args.heaps)
+        Group(recipe, size, precision, heap)
+        for recipe in args.recipes
+        for size in CASES[recipe].batch_sizes
+        if args.batch_sizes is None or size in args.batch_sizes
+        for precision, heap in itertools.product(args.precisions, args.heaps)
+        if CASES[recipe].images or heap == args.heaps[0]
     ]
     command = shlex.join(["python", "-m", "benchmarks.bench", *sys.argv[1:]])
-    splits = image_splits("FashionMNIST", DataRequest(fallback=True))
-    head = heading(command, args.threads, splits)
+    sets = {
+        recipe: image_splits(SETS[recipe], DataRequest(fallback=True))
+        for recipe in args.recipes
+        if recipe in SETS
+    }
+    head = heading(command, args.threads, sets.values())
     print(head + "\n", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        save_data(splits, Path(folder) / SAMPLES)
+        for recipe, splits in sets.items():
+            save_data(recipe, splits, Path(folder))
         results = measure(groups, args.only, args.threads, Path(folder), args.limit_s)
     short = f"{head}\n\n{short_table(results)}"
     whole = "\n".join([short, *(group_table(g, rows) for g, rows in results.items())])

@@ -2,90 +2,31 @@
 
     python -m benchmarks.peers NAME --turn-s S
 
-Started by `benchmarks.bench`, which lets the processes take turns (`benchmarks.turns`). A task is
-`BATCH_SIZE PRECISION`, the precision fp32 or bf16_mixed. All train the CNN of
-`recipes/fashion_mnist.py` with AdamW on the CPU, without a validation set and without checkpoints.
-In all but the tutorial's way a batch is gathered in memory and resized at once
-(`FashionMnist.prepare`), so that what differs is the loop; the tutorial's way pays for an image and
-its transforms per sample. What else a loop does per step is its docstring here, and a line below
-the table: reading the loss, keeping metrics, writing a record.
+Started by `benchmarks.bench`, which lets the processes take turns (`benchmarks.turns`). All train a
+task of `benchmarks.tasks` on the CPU, without a validation set and without checkpoints. In all but
+the tutorial's way a batch is gathered in memory and prepared at once, so that what differs is the
+loop; the tutorial's way pays for an image and its transforms per sample. What else a loop does per
+step is its docstring here, and a line below the table: reading the loss, keeping metrics, writing a
+record.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.tasks import CASES, Task
 from benchmarks.turns import Turns, serve
-from mprun.data import DataRequest, Splits, TensorSet
-from recipes.fashion_mnist import FashionMnist
-
-LR, WEIGHT_DECAY = 1e-3, 0.01  # those of conf/recipe/fashion_mnist.yaml
-DATA = "MPRUN_BENCH_DATA"
-"""Environment variable: the file of `save_data`."""
-
-
-def save_data(splits: Splits, file: Path) -> None:
-    """Keep decoded training samples, so that no process decodes or draws them again."""
-    assert isinstance(splits.train, TensorSet)
-    torch.save(splits.train.content, file)
-
-
-@dataclass(frozen=True)
-class StoredFashionMnist(FashionMnist):
-    """The recipe, with the samples of `save_data`."""
-
-    draws_data: ClassVar[bool] = False
-
-    def data(self, request: DataRequest) -> Splits:
-        train = TensorSet(*torch.load(os.environ[DATA]))
-        return Splits("FashionMNIST", "local", train, train.first(0), train.first(0))
-
-
-class Task(NamedTuple):
-    """What is trained, the same for all."""
-
-    batch_size: int
-    precision: str
-    """fp32 or bf16_mixed."""
-
-    @property
-    def recipe(self) -> FashionMnist:
-        return StoredFashionMnist(image_size=128, log_softmax_dim=1)
-
-    @property
-    def bf16(self) -> bool:
-        return self.precision == "bf16_mixed"
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.bf16)
-
-    def __call__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches for ever: images [B, 1, 128, 128] float32, classes [B]."""
-        recipe, data = self.recipe, self.recipe.data(DataRequest()).train
-        assert isinstance(data, TensorSet)
-        while True:
-            for index in torch.randperm(len(data)).split(self.batch_size):
-                if len(index) == self.batch_size:
-                    yield recipe.prepare(data.inputs[index]), data.targets[index]
-
-    def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The model and its optimizer, PyTorch's defaults."""
-        model = self.recipe.model()
-        return model, torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+from mprun.data import TensorSet
 
 
 def raw(task: Task, turns: Turns, channels_last: bool = False, compiled: bool = False) -> None:
@@ -97,22 +38,24 @@ def raw(task: Task, turns: Turns, channels_last: bool = False, compiled: bool = 
     for x, y in task():
         optimizer.zero_grad()
         with task.autocast():
-            loss = F.nll_loss(forward(x.contiguous(memory_format=memory_format)), y)
-        loss.backward()
+            output = forward(x.contiguous(memory_format=memory_format) if channels_last else x)
+        task.loss(output, y).backward()
         optimizer.step()
         turns()
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """A picture per sample, transformed one by one, as torchvision.datasets.FashionMNIST gives."""
+    """A picture per sample, transformed one by one, as torchvision's data sets give."""
 
-    def __init__(self, data: TensorSet) -> None:
+    def __init__(self, data: TensorSet, name: str) -> None:
         from torchvision import transforms
 
         self._data = data
-        self._transform = transforms.Compose(
-            [transforms.Resize(128), transforms.ToTensor(), transforms.Normalize((0.5,), (0.5,))]
-        )
+        steps = [transforms.ToTensor(), transforms.Lambda(torch.flatten)]
+        if name == "fashion_mnist":
+            normalize = transforms.Normalize((0.5,), (0.5,))
+            steps = [transforms.Resize(128), transforms.ToTensor(), normalize]
+        self._transform = transforms.Compose(steps)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -126,16 +69,17 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def tutorial(task: Task, turns: Turns) -> None:
     """DataLoader without workers, transforms per sample, reads the loss at each step"""
-    data = task.recipe.data(DataRequest()).train
-    assert isinstance(data, TensorSet)
-    loader = DataLoader(Pictures(data), task.batch_size, shuffle=True)
+    batches: Iterable[tuple[Tensor, Tensor]] = task()
+    if task.name != "linear":  # its one batch is in memory
+        batches = DataLoader(Pictures(task.samples(), task.name), task.batch_size, shuffle=True)
     model, optimizer = task.built()
     running_loss = 0.0
     while True:
-        for x, y in loader:
+        for x, y in batches:
             optimizer.zero_grad()
             with task.autocast():
-                loss = F.nll_loss(model(x), y)
+                output = model(x)
+            loss = task.loss(output, y)
             loss.backward()
             optimizer.step()
             running_loss += loss.item()
@@ -151,8 +95,7 @@ def lightning_fabric(task: Task, turns: Turns) -> None:
     model, optimizer = fabric.setup(*task.built())
     for x, y in task():
         optimizer.zero_grad()
-        loss = F.nll_loss(model(x), y)
-        fabric.backward(loss)
+        fabric.backward(task.loss(model(x), y))
         optimizer.step()
         turns()
 
@@ -167,7 +110,7 @@ def lightning_trainer(task: Task, turns: Turns) -> None:
             self.model, self.optimizer = task.built()
 
         def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-            loss = F.nll_loss(self.model(batch[0]), batch[1])
+            loss = task.loss(self.model(batch[0]), batch[1])
             self.log("train_loss", loss)
             return loss
 
@@ -204,10 +147,39 @@ def accelerate(task: Task, turns: Turns) -> None:
     model, optimizer = accelerator.prepare(*task.built())
     for x, y in task():
         optimizer.zero_grad()
-        loss = F.nll_loss(model(x), y)
-        accelerator.backward(loss)
+        accelerator.backward(task.loss(model(x), y))
         optimizer.step()
         turns()
+
+
+def _fashion_mnist_layers(layers: Any) -> list[Any]:
+    return [
+        layers.Input((1, 128, 128)),
+        layers.Conv2D(5, 3, activation="relu"),
+        layers.MaxPooling2D(2),
+        layers.Conv2D(12, 5, activation="relu"),
+        layers.GroupNormalization(3, axis=1, epsilon=1e-5),
+        layers.Flatten(),
+        layers.Dense(100, activation="relu"),
+        layers.Dense(10),
+        layers.Activation("log_softmax", dtype="float32"),
+    ]
+
+
+def _mnist_layers(layers: Any) -> list[Any]:
+    hidden = [layers.Dense(256, activation="relu") for _ in range(2)]
+    return [layers.Input((784,)), *hidden, layers.Dense(10, dtype="float32")]
+
+
+def _linear_layers(layers: Any) -> list[Any]:
+    return [layers.Input((1024,)), layers.Dense(512), layers.Activation("linear", dtype="float32")]
+
+
+KERAS_LAYERS = {
+    "fashion_mnist": _fashion_mnist_layers,
+    "mnist": _mnist_layers,
+    "linear": _linear_layers,
+}
 
 
 def keras(task: Task, turns: Turns) -> None:
@@ -216,30 +188,21 @@ def keras(task: Task, turns: Turns) -> None:
 
     k.config.set_image_data_format("channels_first")
     k.config.set_dtype_policy("mixed_bfloat16" if task.bf16 else "float32")
-    layers = k.layers
-    model = k.Sequential(
-        [
-            layers.Input((1, 128, 128)),
-            layers.Conv2D(5, 3, activation="relu"),
-            layers.MaxPooling2D(2),
-            layers.Conv2D(12, 5, activation="relu"),
-            layers.GroupNormalization(3, axis=1, epsilon=1e-5),
-            layers.Flatten(),
-            layers.Dense(100, activation="relu"),
-            layers.Dense(10),
-            layers.Activation("log_softmax", dtype="float32"),
-        ]
-    )
-    model.compile(
-        k.optimizers.AdamW(LR, weight_decay=WEIGHT_DECAY, epsilon=1e-8),
-        k.losses.SparseCategoricalCrossentropy(from_logits=True),
-    )
+    model = k.Sequential(KERAS_LAYERS[task.name](k.layers))
+    optimizers = {
+        "fashion_mnist": lambda: k.optimizers.AdamW(1e-3, weight_decay=0.01, epsilon=1e-8),
+        "mnist": lambda: k.optimizers.RMSprop(1e-3, rho=0.9, epsilon=1e-7),
+        "linear": lambda: k.optimizers.SGD(1e-3),
+    }
+    classes = k.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = k.losses.MeanSquaredError() if task.name == "linear" else classes
+    model.compile(optimizers[task.name](), loss)
 
     class TakeTurns(k.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, *_: Any, **__: Any) -> None:
             turns()
 
-    steps = 60_000 // task.batch_size
+    steps = 500 if task.name == "linear" else 60_000 // task.batch_size
     model.fit(task(), epochs=10**6, steps_per_epoch=steps, callbacks=[TakeTurns()], verbose=0)
 
 
@@ -253,8 +216,8 @@ def mprun(task: Task, turns: Turns, speed: str) -> None:
         return False
 
     arguments = [
-        "recipe=fashion_mnist",
-        "recipe.target=benchmarks.peers.StoredFashionMnist",
+        f"recipe={task.name}",
+        f"recipe.target={task.case.target}",
         f"precision={task.precision}",
         f"speed={speed}",
         "device=cpu",
@@ -273,6 +236,8 @@ class Peer(NamedTuple):
     """Packages beyond mprun's own."""
     imports: tuple[str, ...] = ()
     """Modules that it imports before it trains."""
+    images: bool = False
+    """Whether it is another way for recipes with images alone."""
 
     @property
     def includes(self) -> str:
@@ -285,9 +250,9 @@ RAW = "raw loop"
 MPRUN = ("mprun.cli.main", "mprun.cli.train_command", "mprun.run")
 PEERS = {
     RAW: Peer(raw),
-    "raw loop, channels-last": Peer(partial(raw, channels_last=True)),
+    "raw loop, channels-last": Peer(partial(raw, channels_last=True), images=True),
     "raw loop, compiled": Peer(
-        partial(raw, compiled=True), imports=("torch._inductor.compile_fx",)
+        partial(raw, compiled=True), imports=("torch._inductor.compile_fx",), images=True
     ),
     "tutorial": Peer(tutorial, imports=("torchvision.transforms",)),
     "Lightning Fabric": Peer(lightning_fabric, ("lightning",), ("lightning.fabric",)),
@@ -297,6 +262,11 @@ PEERS = {
     "mprun speed=plain": Peer(partial(mprun, speed="plain"), imports=MPRUN),
     "mprun speed=auto": Peer(partial(mprun, speed="auto"), imports=MPRUN),
 }
+
+
+def peers_of(recipe: str) -> list[str]:
+    """The names of the peers that train a recipe."""
+    return [name for name, peer in PEERS.items() if CASES[recipe].images or not peer.images]
 
 
 def main() -> None:
@@ -312,8 +282,7 @@ def main() -> None:
         importlib.import_module(package)
 
     def train(task: str, turns: Turns) -> None:
-        batch_size, precision = task.split()
-        peer.train(Task(int(batch_size), precision), turns)
+        peer.train(Task.parse(task), turns)
 
     serve(train, args.turn_s)
 

@@ -330,7 +330,14 @@ class Processes:
         except ChildFailedError as error:
             self._problems[name] = f"failed: {error}"
 
-    def take_turns(self, task: str, seconds: float, least: int = 4, most: int = 100) -> list[Row]:
+    def take_turns(
+        self,
+        task: str,
+        seconds: float,
+        least: int = 4,
+        most: int = 100,
+        only: Sequence[str] | None = None,
+    ) -> list[Row]:
         """Let all train a task in turns.
 
         The first round warms up and is dropped.
@@ -340,12 +347,14 @@ class Processes:
             seconds: time for everything; the last round that would exceed it is left out.
             least: rounds in any case, the first included.
             most: rounds at most.
+            only: the names of the subjects that train it; None: all.
 
         Returns:
             A row per subject, also for those that are not installed or failed.
         """
         end = time.monotonic() + seconds
-        rows = [Row(s.name, self._problems[s.name]) for s in self._subjects]
+        names = [s.name for s in self._subjects if only is None or s.name in only]
+        rows = [Row(name, self._problems[name]) for name in names]
         running: list[tuple[Row, Child]] = []
         for row in rows:
             if child := self._children.get(row.name):

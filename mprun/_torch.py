@@ -9,6 +9,7 @@ version; it also checks that no other module of mprun uses a private name.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -62,6 +63,25 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
     def __deepcopy__(self, memo: Any) -> FakeTensorMode:
         return self
+
+
+@functools.cache
+def eager_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
+    """One of PyTorch's optimizer classes, without the import of the compiler.
+
+    `torch.optim` imports `torch._dynamo` when an optimizer is made, steps or zeroes gradients (1.5
+    s where `import torch` takes 2), so that compiled code does not trace these methods.
+    Here the methods themselves are called. The bits are the same; code that is compiled must not
+    contain them.
+
+    Args:
+        kind: its `step` takes no gradients of the step itself (`differentiable=False`).
+    """
+    names = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+    methods: dict[str, Any] = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    methods["step"] = torch.no_grad()(inspect.unwrap(kind.step))
+    about = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**about, **methods})
 
 
 def in_backward() -> bool:

@@ -10,15 +10,19 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
+from torch import nn
 
 from mprun.assemble import Plan, build_run, footprint
-from mprun.assemble.effective import effective
+from mprun.assemble.effective import effective, requested
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.planned_memory import has_room_for_another
 from mprun.assemble.run_loggers import run_loggers
+from mprun.data.random_states import untouched
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
@@ -47,6 +51,7 @@ from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
 from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
+from mprun.train.memory_count import MemoryCount
 from mprun.train.recorder import Recorder
 from mprun.train.saved_form import check_form, check_moments
 from mprun.train.signals import SignalReceivedError, StopSignals
@@ -130,14 +135,15 @@ def _train(
 ) -> None:
     """Assemble the run, train, test and check it."""
     train = plan.config.train
-    for callback in callbacks:
-        callback.on_start(summary, folder.path)
-    messages.warn(slow_dtype_warning(summary))
     with stop.deferred():
-        summary.memory_bytes = replace(summary.memory_bytes, **_footprint(plan, messages.report))
-        parts, exceptions = build_run(plan, messages.report)
-        row = effective(plan, parts.model, parts.optimizer, parts.precision)
-        summary.effective = replace(row, partials_dtype=summary.effective.partials_dtype)
+        try:
+            parts, exceptions = build_run(plan, messages.report)
+            row = effective(plan, parts.model, parts.optimizer, parts.precision)
+            summary.effective = replace(row, partials_dtype=summary.effective.partials_dtype)
+        finally:
+            for callback in callbacks:
+                callback.on_start(summary, folder.path)
+            messages.warn(slow_dtype_warning(summary))
     stop.check()
 
     arithmetic = parts.precision.arithmetic
@@ -149,7 +155,8 @@ def _train(
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
     # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
-    everyone = [recorder, conditions, *callbacks, checkpointer, log, check]
+    count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
+    everyone = [count, recorder, conditions, *callbacks, checkpointer, log, check]
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
@@ -274,7 +281,7 @@ def _first_summary(
     plan: Plan, resolved: dict[str, Any], earlier: Summary | None, watch: Stopwatch
 ) -> Summary:
     """The summary before the first step; that of a resumed run continues its earlier one."""
-    summary = initial_summary(plan, resolved, watch.elapsed_here_s)
+    summary = initial_summary(plan, resolved, watch.elapsed_here_s, requested(plan))
     if earlier is not None:
         summary.started_at = earlier.started_at
         kept = [text for text in earlier.warnings if not text.startswith(PARTIAL)]
@@ -283,11 +290,13 @@ def _first_summary(
     return summary
 
 
-def _footprint(plan: Plan, report: Callable[[str], None]) -> dict[str, int]:
+def _footprint(plan: Plan, model: nn.Module, report: Callable[[str], None]) -> dict[str, int]:
+    """The memory of a step; a second model on real tensors is made only if it is small."""
+    real = has_room_for_another(model, plan.device)
     try:
-        with warnings.catch_warnings():
+        with untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
-            counted, why_real = footprint(plan)
+            counted, why_real = footprint(plan, real)
     except Exception as error:  # the step may not run at all: the run itself will say so
         report(f"note: the memory of a step was not measured ({first_line(error)})")
         return {}

@@ -317,6 +317,38 @@ def workers() -> None:
     _torch.end_workers(batches)  # again: nothing is left to do
 
 
+NAMED: dict[type[torch.optim.Optimizer], dict[str, object]] = {
+    torch.optim.SGD: {"momentum": 0.9, "fused": True},
+    torch.optim.RMSprop: {"momentum": 0.5},
+    torch.optim.AdamW: {"fused": True},
+}
+
+
+@interface("the decorators of torch.optim, which have __wrapped__")
+def optimizers_without_the_compiler() -> None:
+    for kind, options in NAMED.items():
+        rows = []
+        for made in (kind, _torch.eager_optimizer(kind)):
+            weight = nn.Parameter(torch.arange(4.0))
+            optimizer = made([weight], lr=0.1, **options)  # type: ignore[call-arg]
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            calls: list[int] = []
+            optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append(1))
+            for n in range(3):
+                optimizer.zero_grad()
+                assert weight.grad is None
+                (weight * (n + 1)).square().sum().backward()
+                optimizer.step()
+                schedule.step()
+            assert len(calls) == 3
+            assert isinstance(optimizer, kind)
+            assert type(optimizer).__name__ == kind.__name__
+            optimizer.load_state_dict(optimizer.state_dict())
+            (state,) = optimizer.state_dict()["state"].values()
+            rows.append([weight.detach(), *(v for v in state.values() if v is not None)])
+        assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True)), kind
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_private_interface(name: str) -> None:
     try:

@@ -24,6 +24,7 @@ from mprun.records.run_record import (
     LossScaleRow,
     Memory,
     Metric,
+    PrecisionRow,
     Scores,
     StepTimes,
     Summary,
@@ -31,13 +32,19 @@ from mprun.records.run_record import (
 )
 
 
-def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0) -> Summary:
+def initial_summary(
+    plan: Plan,
+    resolved: dict[str, Any],
+    elapsed_s: float = 0.0,
+    effective: PrecisionRow | None = None,
+) -> Summary:
     """The summary of a run before its first step.
 
     Args:
         plan: the run's plan.
         resolved: its configuration.
         elapsed_s: seconds since the run's start-up began.
+        effective: the precision that is carried out; None: that of the plan's objects.
     """
     config, splits = plan.config, plan.splits
     memory = Memory(
@@ -73,15 +80,16 @@ def initial_summary(plan: Plan, resolved: dict[str, Any], elapsed_s: float = 0.0
             without_inert(config, resolved, {*plan.recipe.ignores, *unused_by(plan.recipe)})
         ),
         requested=requested(plan),
-        effective=planned(plan),
+        effective=effective or planned(plan),
         execution=plan.execution,
         substitutions=[],  # none occurred yet
         backend=BackendRow(
             memory_format=plan.speed.memory_format,
             optimizer_impl=plan.speed.optimizer_impl,
-            compile=False,
+            compile=plan.speed.compile,
             threads=torch.get_num_threads(),
             allocator=allocator(),
+            speed_trial=plan.speed_reason,
         ),
         data=DataRow(
             name=splits.name,

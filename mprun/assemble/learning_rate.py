@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -21,13 +21,25 @@ from mprun.recipe import Recipe
 from mprun.train.schedule import Schedule
 
 
-def check_warmup(train: TrainConfig, steps: int | None) -> None:
-    """Raise `UsageError` if the warm-up is longer than the planned optimizer steps."""
-    if steps is not None and train.warmup_steps > steps:
-        raise UsageError(
-            f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
-            f"(train.epochs, train.max_steps); legal is at most {steps}"
-        )
+def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
+    """A sentence if the recipe's warm-up is longer than the planned optimizer steps.
+
+    Args:
+        train: the configuration.
+        steps: that are planned; None where only time ends the run.
+        given: the fields that the user set.
+
+    Raises:
+        UsageError: the user set such a warm-up.
+    """
+    if steps is None or train.warmup_steps <= steps:
+        return None
+    if "train.warmup_steps" not in given:
+        return f"the run's {steps} steps end within the recipe's warm-up of {train.warmup_steps}"
+    raise UsageError(
+        f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
+        f"(train.epochs, train.max_steps); legal is at most {steps}"
+    )
 
 
 def build_schedule(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mprun import optim
+from mprun._torch import eager_optimizer
 from mprun.assemble import optimizer_class
 from mprun.assemble.learning_rate import build_schedule
 from mprun.config import Config
@@ -97,11 +98,15 @@ def check_optimizer(
 ) -> None:
     """Make the optimizer and its schedule of a model on fake tensors, to report mistakes early.
 
-    A model or an optimizer that reads values cannot be made like this; then the run finds out.
+    A model or an optimizer that reads values cannot be made like this; then the run finds out. An
+    optimizer by name is made of values that were checked: nothing is left to find.
 
     Raises:
         UsageError: see `build_optimizer` and `build_schedule`.
     """
+    is_named = config.train.optimizer.target is None and not recipe.makes_optimizer
+    if is_named and not recipe.makes_schedule:
+        return
     try:
         with fake_tensors():
             warnings.simplefilter("ignore")  # the run itself shows them
@@ -252,5 +257,5 @@ def _named(
         options |= speed.optimizer_options()
         if config.name is OptimizerName.rmsprop:
             del options["fused"]  # RMSprop has no fused kernels
-        return kind(trained(model), **options)
+        return eager_optimizer(kind)(trained(model), **options)  # type: ignore[arg-type]
     return low_precision(policy, kind, trained(model), seed, speed.optimizer_impl, **options)

@@ -49,7 +49,19 @@ def build_run(plan: Plan, report: Callable[[str], None]) -> tuple[Parts, RunExce
     exceptions = build_exceptions(plan)
     verbose = plan.op_lists is not None and plan.config.op_lists.verbose
     caster = build_caster(plan, CastLog(report) if verbose else None)
-    return build_parts(plan, build_precision(plan, caster, make=exceptions.precision)), exceptions
+    parts = build_parts(plan, build_precision(plan, caster, make=exceptions.precision))
+    if plan.speed.compile:
+        compile_model(parts.model)
+    return parts, exceptions
+
+
+def compile_model(model: nn.Module) -> None:
+    """Compile a model, each shape for itself.
+
+    With dynamic shapes the code that runs on a batch would depend on the shapes seen before it
+    (those of an evaluation), and a resumed run may not repeat the bits of an uninterrupted one.
+    """
+    model.compile(dynamic=False)
 
 
 def build_parts(plan: Plan, precision: Precision | None = None) -> Parts:

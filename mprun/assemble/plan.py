@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -20,7 +22,7 @@ from mprun.assemble.dtype_choices import (
     displaced_ops,
 )
 from mprun.assemble.file_recipe import RecipeSource
-from mprun.assemble.learning_rate import check_warmup
+from mprun.assemble.learning_rate import warmup_warning
 from mprun.assemble.machine_choices import choose_device, choose_execution
 from mprun.assemble.optimizer import (
     FUSED,
@@ -37,6 +39,7 @@ from mprun.config.schema import LrRule, Scheduler
 from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
+from mprun.doctor.machine import has_amx
 from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
 from mprun.nested import to_dtype
@@ -81,6 +84,10 @@ class Plan:
     """Which float16 ops a CPU computes in float32 (`Float16Fallback`): none, backward or all."""
     warnings: tuple[str, ...]
     """Warnings to print before the run, a sentence each."""
+    why_not_compiled: str | None = None
+    """Why the model cannot be compiled in this mode; None where it can."""
+    speed_reason: str | None = None
+    """How `speed` was chosen, a sentence; None by the table."""
 
     @property
     def native_tf32(self) -> bool:
@@ -88,13 +95,14 @@ class Plan:
         return self.policy.tf32 and self.execution == "native"
 
     @property
-    def choices(self) -> dict[str, str]:
+    def choices(self) -> dict[str, Any]:
         """The automatic choices on this machine; a resumed run repeats them."""
         return {
             "device": self.device.type,
             "execution": self.execution,
             "memory_format": self.speed.memory_format,
             "optimizer_impl": self.speed.optimizer_impl,
+            "compile": self.speed.compile,
             "fp32_fallback": self.fp32_fallback,
         }
 
@@ -143,7 +151,7 @@ def make_plan(
         UsageError: see the package's text.
     """
     check_logger(config.logger.name, config.logger.mode.name == "online")
-    if config.speed.name == "auto":
+    if config.speed.name != "plain":
         steady_heap()
     if untrusted is None and config.run.resume is not None and not config.run.trust:
         untrusted = record_of(Path(config.run.resume))
@@ -179,7 +187,18 @@ def make_plan(
     check_optimizer(config, recipe, policy, layers, speed, lr)
     displaced = displaced_ops(config, device, resumed)
     emulated = chosen.why_emulated if chosen.slowdown is not None else None
-    notices = (capped, splits.notice, range_warning(weights, policy, layers), displaced, emulated)
+    why_not_compiled = why_not(config, execution, fp32_fallback)
+    not_compiled = None
+    if speed.compile and why_not_compiled is not None:
+        speed, not_compiled = replace(speed, compile=False), f"not compiled: {why_not_compiled}"
+    notices = (
+        not_compiled,
+        capped,
+        splits.notice,
+        range_warning(weights, policy, layers),
+        displaced,
+        emulated,
+    )
     warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
     warnings += _decided_by_loader(given, splits)
     warnings += unknown_names(op_lists.unknown) if op_lists else []
@@ -200,9 +219,10 @@ def make_plan(
         weights=weights,
         fp32_fallback=fp32_fallback,
         warnings=tuple(warnings),
+        why_not_compiled=why_not_compiled,
     )
-    check_warmup(config.train, plan.planned_steps)
-    return plan
+    warmup = warmup_warning(config.train, plan.planned_steps, given)
+    return replace(plan, warnings=(*plan.warnings, *filter(None, [warmup])))
 
 
 def choose_speed(
@@ -221,10 +241,13 @@ def choose_speed(
     """
     optimizer = config.train.optimizer
     named = "adamw" if optimizer.target in FUSED else optimizer.name.name
-    speed = choose(config.speed.name, device.type, policy.compute_dtype, named)
+    speed = choose(config.speed.name, device.type, policy.compute_dtype, named, has_amx())
     other = choose_implementation(optimizer, recipe, low, speed.optimizer_impl, untrusted)
     if earlier:
-        speed = SpeedChoice(earlier["memory_format"], earlier["optimizer_impl"])
+        names = (earlier["memory_format"], earlier["optimizer_impl"])
+        speed = SpeedChoice(*names, earlier.get("compile", False))
+    else:
+        speed = replace(speed, compile=config.speed.compile is True)
     if other is not None:
         return replace(speed, optimizer_impl=other)
     if not low:
@@ -232,6 +255,19 @@ def choose_speed(
     # All engines give the same bits on one device; eager needs no compiler.
     eager = config.speed.name == "plain" or earlier.get("optimizer_impl") == "eager"
     return replace(speed, optimizer_impl="eager" if eager else engines.fastest(device))
+
+
+def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
+    """Why the model is not compiled in this mode; None where it can be."""
+    if execution == "emulated":
+        return "emulated arithmetic rounds op by op, which compiled code does not do"
+    if fp32_fallback != "none":
+        return "this CPU's float16 ops are computed in float32 op by op"
+    if config.debug.fp_exceptions.name != "off":
+        return "debug.fp_exceptions inspects single ops, which compiled code does not run"
+    if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):
+        return "torch.compile needs a C++ compiler, and there is none"
+    return None
 
 
 def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
+from mprun.doctor.environment import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
@@ -21,6 +23,9 @@ from mprun.numerics.step_memory import StepMemory
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
+
+MOST_MEMORY = 0.1
+"""Of the device's memory: a model with more parameters gets no second one beside it."""
 
 
 def step_memory(plan: Plan, real: bool = True) -> StepMemory:
@@ -37,14 +42,10 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
         DtypeMismatchError: the step cannot run.
         UsageError: a loader's batches cannot be resized to the plan's.
     """
-    native = replace(
-        plan,
-        execution="native",  # what a mode needs, not what emulating it takes
-        policy=replace(plan.policy, partials_dtype="float32"),
-        fp32_fallback="none",
-    )
+    native = as_native(plan)
     try:
-        return _on_fake_tensors(native)
+        with fake_step(native) as (parts, batch):
+            return _of_step(native, parts, batch)
     except (DtypeMismatchError, UsageError):
         raise
     except Exception as error:
@@ -54,7 +55,30 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
         return replace(_on_real_tensors(native), why_real=reason)
 
 
-def _on_fake_tensors(plan: Plan) -> StepMemory:
+def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
+    """Whether a second model, with its gradients and state, is small beside the device's memory."""
+    memory = memory_bytes(device)
+    parameters = sum(p.nbytes for p in model.parameters())
+    return memory is None or parameters <= MOST_MEMORY * memory
+
+
+def as_native(plan: Plan) -> Plan:
+    """The plan with the ops that its mode needs, without those that emulate or replace some."""
+    return replace(
+        plan,
+        execution="native",
+        policy=replace(plan.policy, partials_dtype="float32"),
+        fp32_fallback="none",
+    )
+
+
+@contextmanager
+def fake_step(plan: Plan) -> Iterator[tuple[Parts, Batch]]:
+    """What a step of this plan runs on, and its batch, on fake tensors; the step runs inside.
+
+    Raises:
+        UsageError: a loader's batches cannot be resized to the plan's.
+    """
     shapes = _shapes(plan)
     form = replace(batch_form(plan), count=None)  # fake tensors cannot be counted
     one, none = TensorSet(torch.empty(1)), TensorSet(torch.empty(0))
@@ -62,7 +86,7 @@ def _on_fake_tensors(plan: Plan) -> StepMemory:
     with fake_tensors():
         # Fake tensors have no values to load into.
         parts = build_parts(replace(plan, splits=splits, weights=DRAWN))
-        return _of_step(plan, parts, _fake_batch(plan, shapes, form))
+        yield parts, _fake_batch(plan, shapes, form)
 
 
 def _on_real_tensors(plan: Plan) -> StepMemory:
@@ -136,10 +160,10 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def footprint(plan: Plan) -> tuple[dict[str, int], str | None]:
+def footprint(plan: Plan, real: bool = True) -> tuple[dict[str, int], str | None]:
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
     The second value is the reason why the step was a real one; None on fake tensors.
     """
-    counted = step_memory(plan)
+    counted = step_memory(plan, real)
     return counted.totals, counted.why_real

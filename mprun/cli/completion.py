@@ -27,7 +27,6 @@ WITHOUT_RUN = {
     "capture": (),
     "diff": (),
     "data": (*ACTIONS, *NAMES, "data.root="),
-    "doctor": ("device=",),
     "new-recipe": (),
 }
 """Commands that take no overrides of a run, to what they take instead, besides their settings."""

@@ -1,57 +1,110 @@
 """`mprun doctor`: what this machine runs natively, how fast, and what follows for each mode.
 
     mprun doctor [device=auto|cpu|cuda] [doctor.budget_s=5] [doctor.json=true]
+    mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
 else (`mprun.records.doctor_record` has its fields).
+
+With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
+these rates beside the measured one (`mprun.doctor.roofline`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
 from mprun.console import (
     JobProgress,
+    ReportPart,
     print_line,
     print_table,
     print_text,
+    report_nothing,
     stderr_console,
     stdout_console,
+    warn,
 )
 from mprun.errors import EXIT_OK, UsageError, hint
+
+if TYPE_CHECKING:
+    from mprun.config.settings import DoctorSettings
+    from mprun.console.fitted_table import FittedTable
+    from mprun.experiments.planned_run import PlannedRun
+    from mprun.records.doctor_record import Examination
 
 
 def doctor_command(args: Sequence[str]) -> int:
     """Run `mprun doctor`; the exit status."""
-    from mprun.config import compose
-    from mprun.config.settings import fields, take
+    from mprun.config.settings import take
 
     settings, rest = take(parse_arguments("doctor", args).overrides, "doctor")
-    for text in rest:
-        if text.lstrip("+").partition("=")[0] != "device":
-            legal = ["device", *fields(["doctor"])]
-            near = hint(text.partition("=")[0], legal)
-            raise UsageError(
-                f"mprun doctor does not take '{text}'{near}; legal: {', '.join(legal)}"
-            )
-    device = compose(rest).config.device.name
-    from mprun.experiments.examine import examine
-    from mprun.report.doctor_tables import renderables
-
-    budget_s = settings.doctor.budget_s
-    if settings.doctor.json:
-        print(json.dumps(asdict(examine(device, budget_s)), indent=1, allow_nan=False))
+    doctor = settings.doctor
+    device, planned = _subject(rest)
+    if doctor.json:
+        examination = _examined(device, planned, doctor, report_nothing)
+        print(json.dumps(asdict(examination), indent=1, allow_nan=False))
         return EXIT_OK
-    print_line(stderr_console(), f"measuring for about {budget_s:g} s ...")
+    print_line(stderr_console(), f"measuring for about {doctor.budget_s:g} s ...")
     with JobProgress(stderr_console()) as progress:
-        examination = examine(device, budget_s, progress.begin)
+        examination = _examined(device, planned, doctor, progress.begin)
     console = stdout_console()
-    for part in renderables(examination):
+    for part in _parts(examination):
         if isinstance(part, str):
             print_text(console, part)
         else:
             print_table(console, part)
     return EXIT_OK
+
+
+def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
+    """The device to examine, and the run whose step is examined on it, if a recipe is named."""
+    from mprun.config import compose
+    from mprun.config.settings import fields
+
+    keys = [text.lstrip("+").partition("=")[0] for text in overrides]
+    if "recipe" in keys:
+        from mprun.experiments.recipe_roofline import plan_step
+
+        planned = plan_step(overrides)
+        warn(planned.warnings)
+        return planned.plan.device.type, planned
+    for key, text in zip(keys, overrides, strict=True):
+        if key != "device":
+            legal = ["device", "recipe", *fields(["doctor"])]
+            raise UsageError(
+                f"mprun doctor does not take '{text}' without recipe=NAME{hint(key, legal)}; "
+                f"legal: {', '.join(legal)}"
+            )
+    return compose(overrides).config.device.name, None
+
+
+def _examined(
+    device: str, planned: PlannedRun | None, settings: DoctorSettings, report: ReportPart
+) -> Examination:
+    from mprun.experiments.examine import examine
+
+    if planned is None:
+        return examine(device, settings.budget_s, report)
+    keep_heap = planned.plan.config.speed.name != "plain"
+    examination = examine(device, settings.budget_s, report, keep_heap)
+    from mprun.experiments.recipe_roofline import recipe_roofline
+
+    return replace(
+        examination, roofline=recipe_roofline(planned, examination, settings.steps, report)
+    )
+
+
+def _parts(examination: Examination) -> Iterator[FittedTable | str]:
+    """The machine's tables, or those of the recipe's step on it."""
+    from mprun.report.doctor_tables import renderables
+    from mprun.report.roofline_tables import roofline_parts
+
+    if examination.roofline is None:
+        yield from renderables(examination)
+    else:
+        yield from roofline_parts(examination.roofline)

@@ -20,7 +20,6 @@ COMMON = (
     "seed",
     "device",
     "execution",
-    "speed",
     "train.epochs",
     "train.max_steps",
     "train.max_time_s",

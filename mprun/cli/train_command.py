@@ -62,6 +62,8 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     plan, saved = plan_or_resume(composed)
     warn(plan.warnings)
     console = stdout_console()
+    if plan.speed_reason is not None:
+        print_line(console, plan.speed_reason)
     init_from = plan.config.train.init_from if plan.weights.state else None
     view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)

@@ -93,6 +93,32 @@ class Artefact(NamedTuple):
     """The ratio of the step times without it; None if it cannot be worked out."""
 
 
+QualityWord = Literal["faster", "nothing", "open"]
+
+
+@dataclass(frozen=True)
+class EqualQuality:
+    """What a variant and the baseline need to reach one validation loss, in pairs of equal seed."""
+
+    samples: float | None
+    """Training samples that the variant needed; the median over pairs."""
+    baseline_samples: float | None
+    samples_ratio: Estimate | None
+    """Samples over the baseline's: geometric mean over pairs."""
+    seconds: float | None
+    """These samples over the run's samples per second: training alone, without evaluation."""
+    baseline_seconds: float | None
+    time_ratio: Estimate | None
+    """Seconds over the baseline's; no interval where times have no verdict."""
+    missed: int
+    """Pairs in which the variant's best loss lies beyond the tolerance above the baseline's best;
+    their ratio is that of the level which the variant did reach."""
+    tolerance: float
+    """The share of the loss that does not matter."""
+    no_figure: str = ""
+    """Why pairs have no ratio, and what they need; empty if all have one."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A row of the table."""
@@ -136,6 +162,9 @@ class Variant:
     """
     artefacts: tuple[Artefact, ...] = ()
     """What leaves both ratios without a verdict, besides the order of the runs."""
+    equal_quality: EqualQuality | None = None
+    """Time and samples to the baseline's validation loss; None for the baseline, and for runs that
+    were not validated."""
 
     @property
     def has_own_times(self) -> bool:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Literal
 
 from mprun.compare import measures, mixing
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Comparison, Run, Skipped, Variant, Verdict
+from mprun.compare.equal_quality import equal_quality, read_curve
 from mprun.compare.formatting import readable, substitution_label
 from mprun.compare.grouping import by_variant
 from mprun.compare.load import latest
@@ -45,7 +48,8 @@ def compare(
         skipped: the folders left out so far; they are reported with the result.
         margin: differences of accuracies, and of other fractions of which more is better, inside
             plus and minus this do not matter.
-        relative_margin: the same for losses and all else, as a share of the baseline's mean.
+        relative_margin: the same for losses and all else, as a share of the baseline's mean; also
+            how near the baseline's best validation loss counts as reached.
         baseline: a variant's label or hash; None for the fp32 variant with the fewest changes.
         split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
@@ -74,8 +78,11 @@ def compare(
     verdicts = judge(evidence, more)
     shared = overlapping(runs)
     rows = [_variant(base, base, used_split, shared, None, Verdict("baseline", failures(base)))]
+    curve_of = cache(read_curve)
     for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        rows.append(_variant(group, base, used_split, shared, own_evidence, verdict))
+        row = _variant(group, base, used_split, shared, own_evidence, verdict)
+        quality = equal_quality(group, base, relative_margin, row.no_time_verdict, curve_of)
+        rows.append(replace(row, equal_quality=quality))
     tested = sum(e.is_tested for e in evidence)
     return Comparison(
         recipe=mixing.recipe_text(compared),

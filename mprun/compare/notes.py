@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from mprun.compare import measures
 from mprun.compare.comparison import KEEPS, Variant
+from mprun.compare.equal_quality import is_faster_per_sample
 from mprun.compare.formatting import counted, readable, substitution_label
 from mprun.compare.measures import RunGroup
 from mprun.compare.mixing import MOST_KINDS
@@ -95,6 +96,7 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         labels = [v.label for v in variants if v.no_time_verdict == reason]
         if labels:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
+    yield from _unknown_quality(variants)
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:
         missed = (1 - COLLAPSE) ** min(pairs)
@@ -102,6 +104,17 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
             f"{min(pairs)} seeds can miss a rare failure: a mode that collapses on 1 seed in "
             f"{1 / COLLAPSE:.0f} shows no collapse here with probability {100 * missed:.0f} %"
         )
+
+
+def _unknown_quality(variants: Sequence[Variant]) -> Iterator[str]:
+    """A sentence for each reason why the time to equal quality of faster variants is not known."""
+    reasons: dict[str, list[str]] = {}
+    for v in variants:
+        quality = v.equal_quality
+        if quality is not None and quality.no_figure and is_faster_per_sample(v):
+            reasons.setdefault(quality.no_figure, []).append(v.label)
+    for reason, labels in reasons.items():
+        yield f"time to equal validation loss of {', '.join(labels)}: {reason}"
 
 
 def _incomplete(summaries: Sequence[Summary], split: str) -> Iterator[str]:

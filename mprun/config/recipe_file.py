@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.plain_text import as_text, quoted
-from mprun.config.reference import leaves
+from mprun.config.reference import leaves, options
 from mprun.config.schema import Config
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError, first_line, hint
@@ -32,8 +32,9 @@ from mprun.records.reader import open_regular
 
 SECTIONS = ("train.", "data.", "debug.")
 """Sections whose fields `DEFAULTS` may set."""
-FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed")
-"""Further fields that it may set; groups and seeds belong to a run, not to a recipe."""
+FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed.compile")
+"""Further fields that it may set, beside the group `speed`; other groups belong to a run."""
+SPEED = "speed"
 LARGEST_BYTES = 4 * 1024**2
 
 
@@ -101,6 +102,8 @@ def option_of(value: str) -> str:
     node: dict[str, Any] = {
         "recipe": {"name": file.name, "target": file.kind, "file": str(file.path)}
     }
+    if SPEED in defaults:
+        node["defaults"] = [{f"override /{SPEED}": defaults.pop(SPEED)}, "_self_"]
     config = OmegaConf.create(as_text(node))
     for key, item in defaults.items():
         OmegaConf.update(config, key, as_text(item), force_add=True)
@@ -190,6 +193,10 @@ def _assigned(tree: ast.Module, name: str) -> ast.expr | None:
 def _check(path: Path, schema: Any, key: Any, value: Any) -> None:
     known = [k for k in leaves() if k.startswith(SECTIONS) or k in FIELDS]
     place = f"{path}: DEFAULTS[{key!r}] = {value!r}"
+    if key == SPEED:
+        if value not in options(SPEED):
+            raise UsageError(f"{place}: legal is one of {', '.join(options(SPEED))}")
+        return
     if key not in known:
         raise UsageError(
             f"{place}: legal keys are fields of train, data and debug, and {', '.join(FIELDS)}"

@@ -22,7 +22,7 @@ from omegaconf import MISSING
 
 from mprun.config.schema import Config
 
-GROUPS = ("recipe", "precision", "op_lists", "loss_scale", "batch", "logger", "preset")
+GROUPS = ("recipe", "precision", "op_lists", "loss_scale", "batch", "speed", "logger", "preset")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config, Scheduler
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.files import refuse_links
+from mprun.records.run_config import SPEEDS
 from mprun.records.run_folder import ENTRIES, has_begun
 from mprun.records.yaml_reader import NotYamlError, read_yaml
 
@@ -83,6 +84,8 @@ def _saved(folder: Path) -> DictConfig:
         _, content = read_yaml(path)
         if not isinstance(content, dict):
             raise _invalid(folder, "it is not a mapping")
+        if isinstance(content.get("speed"), str):  # of an earlier version
+            content["speed"] = SPEEDS.get(content["speed"], content["speed"])
         config = OmegaConf.merge(OmegaConf.structured(Config), as_text(content))
         config.run.trust = False
     except OSError as error:

@@ -76,13 +76,6 @@ class Execution(Enum):
     emulated = "emulated"
 
 
-class Speed(Enum):
-    """`plain`: the simple loop. `auto`: the choices that were measured to be faster."""
-
-    plain = "plain"
-    auto = "auto"
-
-
 class DataSource(Enum):
     """Where samples come from."""
 
@@ -280,6 +273,16 @@ class BatchConfig:
 
 
 @dataclass
+class SpeedConfig:
+    """How a step is made fast, with equal results up to the order of additions."""
+
+    name: str = MISSING
+    """The name of the option: auto chooses what is fastest here, plain is the simple loop."""
+    compile: bool | str = "auto"
+    """Compile the model with `torch.compile`: true, false, or auto: where it was seen to pay."""
+
+
+@dataclass
 class LoggerConfig:
     """A further output beside the record, which is always written."""
 
@@ -427,6 +430,8 @@ class Config:
     """Loss scaling."""
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Batch size against the recipe's."""
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
+    """How a step is made fast."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """A further output."""
     preset: PresetConfig = field(default_factory=PresetConfig)
@@ -445,5 +450,3 @@ class Config:
     """auto, cpu or cuda."""
     execution: Execution = Execution.auto
     """auto, native or emulated."""
-    speed: Speed = Speed.auto
-    """auto or plain."""

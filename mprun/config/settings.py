@@ -122,6 +122,8 @@ class DoctorSettings:
     """Whether one JSON object is printed instead of tables."""
     budget_s: float = 5.0
     """About how long rates are measured, in seconds; at least six rounds are made."""
+    steps: int = 40
+    """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
 
 
 @dataclass
@@ -234,6 +236,7 @@ RANGES = {
     "advise.screen": COUNT,
     "double.headroom": Range(0, 1, high_open=True),
     "doctor.budget_s": Range(0, 600, low_open=True),
+    "doctor.steps": NOT_NEGATIVE,
     "memory.depth": COUNT,
     "numerics.steps": COUNT,
     "numerics.warmup": NOT_NEGATIVE,

@@ -155,6 +155,8 @@ def check(config: Config) -> None:
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
     _check_op_lists(config)
+    if config.speed.compile not in (True, False, "auto"):
+        raise UsageError(f"speed.compile={config.speed.compile}: legal is true, false or auto")
     check_logger_fields(config.logger)
     for key in NAMES:
         if not get(config, key).isprintable():

@@ -41,6 +41,18 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(python)
 
 
+@contextmanager
+def untouched() -> Iterator[None]:
+    """All random numbers, also those of CUDA devices, are as before at the end."""
+    host = saved_states()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        restore_states(host)
+
+
 def saved_states() -> dict[str, Any]:
     """The states of Python's and NumPy's random numbers, as a checkpoint may hold them."""
     version, keys, gauss = random.getstate()

@@ -24,6 +24,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,6 +151,13 @@ def instructions(system: str, machine: str, capabilities: Mapping[str, object]) 
     if system == "Darwin":
         present |= macos_instructions(_sysctl(), machine)
     return present
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this CPU multiplies bfloat16 in tiles."""
+    found = instructions(platform.system(), architecture(), torch.cpu.get_capabilities())
+    return found.get("AMX-BF16", False)
 
 
 def linux_flags(text: str) -> frozenset[str]:

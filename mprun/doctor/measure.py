@@ -21,6 +21,7 @@ import torch
 from scipy.stats import binom
 
 from mprun.console import ReportPart, report_nothing
+from mprun.doctor.machine import has_amx
 from mprun.doctor.speed_choices import choose
 from mprun.precision import has_tf32
 from mprun.precision.policy import torch_dtype
@@ -145,7 +146,7 @@ def _measure(
 def _timer(case: Case, device: torch.device) -> Timer:
     tf32 = case.format == "tf32"
     dtype = "float32" if tf32 else case.format
-    layout = choose("auto", device.type, dtype, OPTIMIZER).torch_memory_format
+    layout = choose("auto", device.type, dtype, OPTIMIZER, has_amx()).torch_memory_format
     return timer(case.op, torch_dtype(dtype), device, tf32, layout)
 
 

@@ -1,13 +1,14 @@
-"""Choices that change the time of a step, not its result: memory format and optimizer kernels.
+"""Choices that change the time of a step, not its result: memory format, kernels, compilation.
 
 `speed=plain` is the loop without optimizations: contiguous tensors and PyTorch's default optimizer
-implementation, as in a raw loop. `speed=auto` uses the choices that were faster when measured;
-everything else stays plain. Results are equal up to float addition order.
+implementation, as in a raw loop. `speed=auto` uses the choices of the table below, or those that a
+trial on this machine found faster (`mprun.assemble.speed_trial`); everything else stays plain.
+Results are equal up to float addition order.
 
 Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
 wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
-convolutions, and for bfloat16 on one of two kinds of CPU only, so it stays off there. Compiling was
-slower than eager on the CPU. No CUDA row: none was measured.
+convolutions, and for bfloat16 unless the CPU has AMX, where it lost a tenth to a quarter. Compiling
+was slower than eager on the CPU. No CUDA row: none was measured.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ class SpeedChoice:
     """contiguous or channels_last."""
     optimizer_impl: str
     """forloop, foreach or fused, PyTorch's; c, inductor or eager, those of `mprun.optim`."""
+    compile: bool = False
+    """Whether `torch.compile` compiles the model."""
+
+    def __str__(self) -> str:
+        parts = [self.memory_format, f"{self.optimizer_impl} optimizer"]
+        return ", ".join([*parts, "compiled"] if self.compile else parts)
 
     def optimizer_options(self) -> dict[str, bool]:
         """The implementation as arguments of a torch.optim class."""
@@ -47,7 +54,9 @@ class SpeedChoice:
         return inputs
 
 
-def choose(speed: str, device_type: str, compute_dtype: str, optimizer: str) -> SpeedChoice:
+def choose(
+    speed: str, device_type: str, compute_dtype: str, optimizer: str, amx: bool = False
+) -> SpeedChoice:
     """The row for a run.
 
     Args:
@@ -55,11 +64,13 @@ def choose(speed: str, device_type: str, compute_dtype: str, optimizer: str) -> 
         device_type: cpu or cuda.
         compute_dtype: the dtype of convolutions.
         optimizer: sgd, rmsprop or adamw.
+        amx: whether the CPU multiplies bfloat16 in tiles (`machine.has_amx`).
     """
     default = SpeedChoice("contiguous", "foreach" if device_type == "cuda" else "forloop")
     if speed == "plain" or device_type != "cpu":
         return default
+    last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
     return SpeedChoice(
-        "channels_last" if compute_dtype == "float32" else "contiguous",
+        "channels_last" if last else "contiguous",
         "fused" if optimizer == "adamw" else "forloop",
     )

@@ -5,6 +5,7 @@ A mode is a candidate if all of these are true:
     its metric is shown to be equivalent to the baseline's within the margin, or better
     no run of it failed, and none shows a numerical alarm
     its step time (or its memory) is smaller than the baseline's: the ratio's interval lies below 1
+    for the time, that gain is not lost again by a need for more samples to equal quality
 
 The candidate with the smallest ratio is taken; without a candidate, the baseline. A mode with an
 inconclusive result is no candidate: it was shown neither to be worse nor to be equivalent.
@@ -19,6 +20,7 @@ from typing import Any
 from mprun.assemble import DataCache, make_plan
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Advice, Comparison, Estimate, Variant
+from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.compare.formatting import counted
 from mprun.config import compose
 from mprun.config.settings import Objective
@@ -165,7 +167,22 @@ def _refusal(variant: Variant, alarm_texts: Sequence[str], objective: Objective)
         return _no_gain(variant, objective)
     if objective is Objective.time and variant.substituted:
         return f"{variant.substituted}: {_ratio_text(variant, objective)}, no gain of float16"
+    if objective is Objective.time and buys_nothing(variant):
+        return f"buys nothing: {_ratio_text(variant, objective)}, but {_to_equal_quality(variant)}"
     return None
+
+
+def _to_equal_quality(variant: Variant) -> str:
+    """`1.20 [1.18, 1.22] of its samples and 1.00 [0.98, 1.02] of its time to equal validation
+    loss`."""
+    quality = variant.equal_quality
+    assert quality is not None
+    missed = f" (never reached in {counted(quality.missed, 'pair')})"
+    return (
+        f"{ratio_figure(quality.samples_ratio)} of its samples and "
+        f"{ratio_figure(quality.time_ratio)} of its time to equal validation loss"
+        f"{missed if quality.missed else ''}"
+    )
 
 
 def _no_gain(variant: Variant, objective: Objective) -> str:
@@ -228,6 +245,11 @@ def _notes(
         for v in candidates:
             if v is not best and _value(v, objective) < high:
                 yield f"{v.label} is as fast as {best.label} within the noise{_memory(v)}"
+    if objective is Objective.time and judge_equal_quality(best) == "open":
+        yield (
+            f"{best.label} was not shown to reach the baseline's validation loss sooner: "
+            f"{_to_equal_quality(best)}"
+        )
     for v in others:
         undecided = v.verdict.word == "inconclusive" and v.verdict.more_seeds
         counts = objective is Objective.memory or v.has_own_times

@@ -22,20 +22,28 @@ from mprun.precision.rates import in_threads
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
 
 
-def examine(device_name: str, budget_s: float, report: ReportPart = report_nothing) -> Examination:
+def examine(
+    device_name: str,
+    budget_s: float,
+    report: ReportPart = report_nothing,
+    keep_heap: bool = True,
+) -> Examination:
     """Inspect the machine, measure its rates, and report what follows for each mode.
 
     Args:
         device_name: auto, cpu or cuda.
         budget_s: about how long rates are measured.
         report: is called before each part.
+        keep_heap: whether the process keeps its memory from now on (`steady_heap`). False where a
+            step of `speed=plain` is examined next, whose page faults are to be seen.
 
     Raises:
         UsageError: there is no such device.
         MprunError: the device has no memory for it.
     """
     device = choose_device(device_name)
-    steady_heap()
+    if keep_heap:
+        steady_heap()
     examined_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report("examining the machine")
     try:

@@ -56,6 +56,7 @@ def plan_answer(plan: Plan, notes: tuple[str, ...]) -> TrainingAnswer:
         lr=plan.lr,
         clip_norm=config.train.clip_norm,
         left_out=tuple(_left_out(plan)),
+        compile=plan.speed.compile,
     )
 
 

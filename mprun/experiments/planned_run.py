@@ -11,6 +11,7 @@ from typing import Any
 
 from mprun.assemble import Plan, make_plan
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.speed_trial import with_fastest
 from mprun.config import Composed
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.numerics.passes import NotMeasurableError
@@ -82,7 +83,8 @@ def plan_or_resume(composed: Composed) -> tuple[Plan, dict[str, Any] | None]:
     """
     folder = composed.config.run.resume
     saved = None if folder is None else checkpoint.load(Path(folder))
-    return make_plan(composed.config, composed.given, saved["choices"] if saved else None), saved
+    plan = make_plan(composed.config, composed.given, saved["choices"] if saved else None)
+    return (plan if saved else with_fastest(plan)), saved
 
 
 def plan_run(composed: Composed, command: str) -> PlannedRun:

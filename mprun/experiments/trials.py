@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
+from mprun.assemble.speed_trial import KEPT, with_fastest
 from mprun.config import Composed, compose
 from mprun.config.plain_text import as_text, quoted
 from mprun.console import Moment, ProgressView
@@ -167,6 +168,7 @@ class Trials:
             self._warm = True
         watch = Stopwatch()
         plan = self._plan(composed, choices)
+        plan = plan if choices else with_fastest(plan)
         self._warn(plan)
         view = _TrialView(self._view, plan.limits.epochs, plan.planned_steps)
         progress = Progress(view, plan.planned_steps, plan.limits.max_time_s)
@@ -177,10 +179,13 @@ class Trials:
         return make_plan(config, given, choices, self._load, self._untrusted)
 
     def _warn(self, plan: Plan) -> None:
-        for text in plan.warnings:
+        """Print warnings, and how the speed was chosen, each once."""
+        speed = (plan.speed_reason or "").removesuffix(KEPT)
+        reason = (f"{plan.policy.name}, {speed}",) if speed else ()
+        for text in (*(f"warning: {x}" for x in plan.warnings), *reason):
             if text not in self._warnings:
                 self._warnings.add(text)
-                self._view.line(f"warning: {text}")
+                self._view.line(text)
 
 
 def run_steps(plan: Plan, steps: int) -> None:

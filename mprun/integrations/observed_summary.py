@@ -109,6 +109,8 @@ def configuration(
     model: nn.Module, optimizers: Sequence[Optimizer], summary: Summary
 ) -> dict[str, Any]:
     """What tells one variant of a loop from another, as config.yaml has it."""
+    options = [_options(optimizer) for optimizer in optimizers]
+    several = {str(n): row for n, row in enumerate(options)}
     return {
         "observed": {
             "name": summary.variant,
@@ -116,7 +118,7 @@ def configuration(
             "parameters": sum(p.numel() for p in model.parameters()),
         },
         "precision": {"name": summary.precision, **asdict(summary.effective)},
-        "optimizer": [_options(optimizer) for optimizer in optimizers],
+        "optimizer": options[0] if len(options) == 1 else several,
         "batch": asdict(summary.batch),
         "compile": summary.backend.compile,
         "seed": summary.seed,

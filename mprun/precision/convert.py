@@ -87,7 +87,9 @@ def convert(
         if id(tensor) not in converted:
             new = tensor.detach().to(device, target)
             if new.dim() == 4:
-                new = new.contiguous(memory_format=memory_format)
+                # `contiguous` keeps the strides of a tensor with one channel, which is in both
+                # formats; then convolutions would give their outputs in the other one.
+                new = new.to(memory_format=memory_format)
             if isinstance(tensor, nn.Parameter):
                 new = _with_hooks_of(tensor, nn.Parameter(new, requires_grad=tensor.requires_grad))
             converted[id(tensor)] = new

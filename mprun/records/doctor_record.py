@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mprun.records.roofline_record import Roofline
 from mprun.records.run_record import Hardware
 
 SCHEMA_VERSION = 1
@@ -189,3 +190,5 @@ class Examination(Measured):
     """How long the rates took."""
     findings: list[Finding]
     conclusions: list[Conclusion]
+    roofline: Roofline | None = None
+    """Of a recipe's step, where a recipe was named."""

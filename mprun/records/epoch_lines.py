@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
 from mprun.errors import UsageError
-from mprun.records.run_record import Epoch, Number, Scores
+from mprun.records.reader import converted, read_json_lines
+from mprun.records.run_record import METRICS, Epoch, Number, Scores, number
 
 BEGINNINGS = ('{"kind":"epoch"', '{"kind":"validation"')
 """Of these lines: the others, which are most, need not be parsed."""
@@ -69,3 +70,34 @@ def read_epochs(run: Path) -> Iterator[Epoch]:
                 none = Scores(loss=None, accuracy=None)
                 validation = validations.pop(line.epoch, none)
                 yield Epoch(epoch=line.epoch, train=scores, validation=validation)
+
+
+class ValidationLoss(NamedTuple):
+    """The mean loss over the whole validation set after `step` optimizer steps."""
+
+    step: int
+    loss: float
+
+
+class _ValidationLine(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    loss: Number | None
+    samples: int | None = None
+
+
+def read_validation_losses(run: Path) -> list[ValidationLoss]:
+    """The validation losses in a run's metrics.jsonl, with rising steps.
+
+    Validations of a part of the samples are left out: their losses are of other samples.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        UsageError: it cannot be read, or a line about a validation is damaged.
+    """
+    path, losses = run / METRICS, dict[int, float]()
+    for line in read_json_lines(path, having=b'"validation"'):
+        if line.get("kind") == "validation":
+            row = converted(path, line, _ValidationLine)
+            if row.loss is not None and row.samples is None:
+                losses[row.step] = number(row.loss)
+    return [ValidationLoss(step, losses[step]) for step in sorted(losses)]

@@ -107,10 +107,14 @@ def read_json(path: Path, kind: type[T], newest: int) -> T:
     return _in_range(path, _decoded(path, data, kind))
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]:
     """The lines of a file of JSON objects, one after the other.
 
     A last line without a line feed is left out: a crash cut it short.
+
+    Args:
+        path: the file.
+        having: only lines with these bytes are parsed; parsing takes most of the time.
 
     Raises:
         FileNotFoundError: there is no file.
@@ -120,7 +124,8 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         with open_regular(path) as file:
             number = 1
             while (line := file.readline(LARGEST_LINE_BYTES)).endswith(b"\n"):
-                yield _decoded(path, line, dict[str, Any], f"line {number}: ")
+                if having in line:
+                    yield _decoded(path, line, dict[str, Any], f"line {number}: ")
                 number += 1
             if len(line) == LARGEST_LINE_BYTES:
                 size = _size(LARGEST_LINE_BYTES)

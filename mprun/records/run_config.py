@@ -14,6 +14,11 @@ LARGEST_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
 """Fields that earlier versions did not have, with the value that changes nothing."""
+SPEEDS: dict[str, dict[str, Any]] = {
+    "auto": {"name": "auto", "compile": "auto"},
+    "plain": {"name": "plain", "compile": False},
+}
+"""The shipped options of the group `speed`, which earlier versions have by name alone."""
 
 
 class UnreadableConfigError(Exception):
@@ -54,6 +59,8 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
         for key, default in later.items():
             if key in section and section[key] == default:
                 del section[key]
+    if "speed" in config:
+        config["speed"] = _short_speed(config["speed"])
     if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps
         config["debug"] = {"fp_exceptions": "skip"}
     else:
@@ -61,6 +68,11 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
         config.get("op_lists", {}).pop(key, None)  # the names in the files stay
     return config
+
+
+def _short_speed(speed: Any) -> Any:
+    """A shipped option of the group `speed` by its name alone, as earlier versions have it."""
+    return next((name for name, shipped in SPEEDS.items() if speed == shipped), speed)
 
 
 def variant_hash(resolved: Mapping[str, Any]) -> str:

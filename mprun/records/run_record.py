@@ -86,6 +86,10 @@ class BackendRow:
     threads: int
     allocator: str = "unknown"
     """`glibc`, `glibc-steady` (it keeps its memory), jemalloc, tcmalloc, mimalloc or `system`."""
+    speed_trial: str | None = None
+    """What the trial of `speed=auto` found, a sentence; None where the table chose."""
+    compile_s: float | None = None
+    """Seconds that the first step took longer than the median one; None if nothing is compiled."""
 
 
 @dataclass(kw_only=True)

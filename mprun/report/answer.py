@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mprun.compare.comparison import KEEPS, Comparison, Interval, Variant
+from mprun.compare.equal_quality import buys_nothing
 from mprun.compare.formatting import counted
 from mprun.compare.time_ratios import SAME, judge_ratio
+from mprun.report import quality_text
 from mprun.report.cells import (
     deciding,
     difference_span,
@@ -47,7 +49,7 @@ def headline(comparison: Comparison) -> list[str]:
     if not others:
         return [f"There is nothing to compare {name} with: all runs are of one variant."]
     keeping = [v for v in others if v.verdict.word in KEEPS and not is_emulated(v)]
-    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0]
+    faster = [v for v in keeping if v.has_own_times and _speed(v) > 0 and not buys_nothing(v)]
     smaller = [v for v in keeping if _memory(v) < 1 - SAME_MEMORY]
     sentences = []
     if faster:
@@ -59,10 +61,14 @@ def headline(comparison: Comparison) -> list[str]:
         least = min(smaller, key=lambda v: (round(_memory(v), 2), -_throughput(v)))
         speed = _speed_clause(least) if least.has_own_times else ""
         sentences.append(_sentence(least, _effect(comparison, least), _memory_clause(least), speed))
-    return sentences or [
-        f"No variant was shown to keep the {comparison.metric} of {name} and to be faster or "
-        "smaller."
-    ]
+    empty = quality_text.warnings(comparison)
+    if not sentences:
+        gain = "faster to equal quality" if empty else "faster"
+        sentences.append(
+            f"No variant was shown to keep the {comparison.metric} of {name} and to be {gain} or "
+            "smaller."
+        )
+    return [*sentences, *empty]
 
 
 def _sentence(variant: Variant, *clauses: str) -> str:
@@ -85,6 +91,7 @@ def _in_full(comparison: Comparison, variant: Variant) -> str:
         clauses.append("emulated on this machine, so its speed and memory are not judged")
     else:
         clauses += [_speed_clause(variant), _memory_clause(variant)]
+    clauses.append(quality_text.clause(comparison, variant))
     if variant.substituted:
         clauses.append(f"{plain(variant.substituted)}, so its speed is no gain of float16")
     return "; ".join(filter(None, clauses)) + "."

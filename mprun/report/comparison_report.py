@@ -14,7 +14,7 @@ from mprun.compare.formatting import counted
 from mprun.console.fitted_table import ALWAYS, FittedTable, TableCell, TableColumn
 from mprun.errors import UsageError
 from mprun.records.files import write_atomic
-from mprun.report import answer, cells
+from mprun.report import answer, cells, quality_text
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.theme import TERMINAL, TONES
@@ -65,8 +65,8 @@ def _lines(figure: tuple[str, str]) -> str:
 def footer(comparison: Comparison) -> list[str]:
     """Lines below the table, as plain text without rich markup.
 
-    The reasons of verdicts other than `equivalent`, baseline, margin, split, data, hardware, code,
-    notes, published figures, failed runs, skipped folders.
+    The reasons of verdicts other than `equivalent`, time to equal quality, baseline, margin,
+    split, data, hardware, code, notes, published figures, failed runs, skipped folders.
     """
     return [
         *(f"warning: {plain(warning)}" for warning in comparison.warnings),
@@ -75,6 +75,7 @@ def footer(comparison: Comparison) -> list[str]:
             for v in comparison.variants[1:]
             if v.verdict.word != "equivalent"
         ),
+        *quality_text.lines(comparison),
         *answer.terms(comparison),
         *(f"note: {plain(note)}" for note in comparison.notes),
         *published.lines(comparison),

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.comparison import Comparison, Estimate, Interval, Variant
+from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval, Variant
 from mprun.records.files import jsonable
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells
@@ -121,6 +121,7 @@ def _record(variant: Variant) -> dict[str, Any]:
         "samples_per_second": variant.samples_per_second,
         **_estimate("throughput_ratio", variant.throughput_ratio),
         "no_time_verdict": variant.no_time_verdict,
+        **_equal_quality(variant.equal_quality),
         "artefacts": " ".join(artefact.cause for artefact in variant.artefacts),
         **{f"memory_{name}_bytes": variant.memory_bytes.get(name) for name in MEMORY},
         "memory_ratio": variant.memory_ratio,
@@ -132,6 +133,17 @@ def _record(variant: Variant) -> dict[str, Any]:
         "verdict_level": verdict.level,
         "more_seeds": verdict.more_seeds,
         "reason": verdict.reason,
+    }
+
+
+def _equal_quality(quality: EqualQuality | None) -> dict[str, Any]:
+    prefix = "equal_quality"
+    return {
+        f"{prefix}_samples": quality and quality.samples,
+        **_estimate(f"{prefix}_samples_ratio", quality.samples_ratio if quality else None),
+        f"{prefix}_seconds": quality and quality.seconds,
+        **_estimate(f"{prefix}_time_ratio", quality.time_ratio if quality else None),
+        f"{prefix}_missed": quality and quality.missed,
     }
 
 

@@ -26,7 +26,8 @@ def header(summary: Summary) -> list[str]:
         f"{_count(data.validation_samples)} validation, {_count(data.test_samples)} test samples",
         f"batch: {batch.micro} x {batch.accumulate} = {batch.effective}",
         f"device: {hardware.device}, {hardware.name}, {counted(backend.threads, 'thread')}; "
-        f"{backend.memory_format}, {backend.optimizer_impl} optimizer",
+        f"{backend.memory_format}, {backend.optimizer_impl} optimizer"
+        f"{', compiled' if backend.compile else ''}",
     ]
 
 

@@ -39,7 +39,7 @@ class Callback:
     """Notified of a run's events. Every method does nothing until a subclass overrides it."""
 
     def on_start(self, summary: Summary, folder: Path) -> None:
-        """The run has its folder and its first summary; the model is not built yet."""
+        """The run has its folder and its first summary; its model is built, unless that failed."""
 
     def on_message(self, text: str) -> None:
         """A note or a warning for the user."""

@@ -35,7 +35,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         if error.__cause__ is None or type(error) is not RunFailedError:
             raise
         raise RunFailedError(f"{error} {_write_traceback(folder)}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a model may call sys.exit()
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)
         elif is_out_of_memory(error):

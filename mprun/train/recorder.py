@@ -66,9 +66,12 @@ class Recorder(Callback):
         self._written_at = time.perf_counter()
         self._timed = summary.fp_exceptions is None  # the search for exceptions slows every op
         self._events: list[dict[str, Any]] = []
+        self._first_ms: float | None = None
+        """The time of this process's first step, in which the model is compiled."""
 
     def on_steps(self, lines: list[StepLine]) -> None:
         summary = self._summary
+        self._first_ms = lines[0].step_time_ms if self._first_ms is None else self._first_ms
         for line in lines:
             if line.timed and self._timed:
                 self._statistics.add(line.step_time_ms, line.data_time_ms, line.page_faults)
@@ -131,6 +134,8 @@ class Recorder(Callback):
         summary.history = self._history.epochs()
         summary.metrics = metric_rows(self._history.last, summary.test)
         summary.step_time_ms = statistics.step_times()
+        if summary.backend.compile and self._first_ms and summary.step_time_ms.median:
+            summary.backend.compile_s = (self._first_ms - summary.step_time_ms.median) / 1e3
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()

@@ -78,7 +78,7 @@ def described(error: BaseException, mode: str = "") -> str:
     return str(raised) + (f"; {fix}" if fix else "")
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the machine, not the code, is to blame for an error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True

@@ -16,7 +16,7 @@ SECTIONS = {command.name: command.settings for command in COMMANDS}
 MODES = set(options("precision"))
 CASES: dict[str, set[str]] = {
     "mprun adv": {"advise"},
-    "mprun s": {"sweep", "search-ops", "seed=", "speed="},
+    "mprun s": {"sweep", "search-ops", "seed=", "speed=", "speed."},
     "mprun prec": {"precision=", "precision."},
     "mprun train.optimizer.m": {"train.optimizer.momentum="},
     "mprun recipe=mnist prec": {"precision=", "precision."},
@@ -32,7 +32,7 @@ CASES: dict[str, set[str]] = {
     "mprun compare compare.mar": {"compare.margin="},
     "mprun memory memory.against=tf": {"tf32"},
     "mprun data ver": {"verify"},
-    "mprun doctor de": {"device="},
+    "mprun doctor de": {"debug.", "device="},
     "mprun --show": {"--show-config"},
     "mprun run.resume=x": set(),
 }

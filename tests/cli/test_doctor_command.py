@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mprun.cli.main import main
+from mprun.errors import UsageError
 from mprun.records.doctor_record import Examination
 from tests.schema import conforms
 
@@ -42,13 +43,63 @@ def test_json_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str])
     assert found["machine"]["hardware"]["device"] == "cpu"
 
 
+RECIPE = ["recipe=mnist", "precision=bf16_mixed", "train.batch_size=16", "doctor.steps=4"]
+
+
+def test_a_recipe_is_held_against_the_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *QUICK, *RECIPE]) == 0
+    out, _ = capsys.readouterr()
+    for text in (
+        "least time of a step: mnist, bf16_mixed, batch 16",
+        "matrix products",
+        "casts",
+        "optimizer, in one pass",
+        "of the roof",
+        "GB/s at 256 MiB",
+    ):
+        assert text in out, text
+    assert "measured rates in" not in out
+    assert list(Path().iterdir()) == []
+
+
+def test_json_has_the_roofline_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *QUICK, *RECIPE, "doctor.json=true"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found = json.loads(out)
+    assert conforms(found, Examination)
+    assert found["roofline"]["step_time_ms"]["n"] == 4
+
+
+@pytest.mark.parametrize(("speed", "keep"), [("auto", True), ("plain", False)])
+def test_page_faults_of_a_plain_step_are_not_prevented(
+    speed: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    def stop(device: str, budget_s: float, report: object, keep_heap: bool) -> None:
+        seen.append(keep_heap)
+        raise UsageError("planted")
+
+    monkeypatch.setattr("mprun.experiments.examine.examine", stop)
+    assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
+    assert seen == [keep]
+
+
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
         (
-            ["recipe=mnist"],
-            ["mprun doctor does not take 'recipe=mnist'", "legal: device, doctor."],
+            ["precision=fp32"],
+            [
+                "mprun doctor does not take 'precision=fp32' without recipe=NAME",
+                "legal: device, recipe, doctor.",
+            ],
         ),
+        (["recipe=mnits"], ["'recipe=mnits'", "did you mean 'mnist'?"]),
+        (["recipe=mnist", "precision=bf17"], ["'precision=bf17'"]),
+        (["recipe=mnist", "doctor.steps=-1"], ["doctor.steps=-1: legal is"]),
+        (["recipe=mnist", "run.resume=x"], ["run.resume=x"]),
         (["devise=cpu"], ["'devise=cpu'", "did you mean 'device'?"]),
         (["device=gpu"], ["'device=gpu': device is one of auto, cpu, cuda"]),
         (["device"], ["'device' is neither a command nor an override"]),

@@ -148,7 +148,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
     ("device=mps", ["'device=mps'", "device is one of auto, cpu, cuda"]),
     ("device=1", ["'device=1'", "device is one of auto, cpu, cuda"]),
-    ("speed=fast", ["'speed=fast'", "speed is one of plain, auto"]),
+    ("speed=fast", ["'speed=fast'", "speed is one of auto, plain"]),
     (
         "train.optimizer.name=adam",
         ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],

@@ -9,22 +9,31 @@ from mprun.doctor.speed_choices import SpeedChoice, choose
 
 
 @pytest.mark.parametrize(
-    ("speed", "device", "dtype", "optimizer", "memory_format", "implementation"),
+    ("speed", "device", "dtype", "optimizer", "amx", "memory_format", "implementation"),
     [
-        ("plain", "cpu", "float32", "adamw", "contiguous", "forloop"),
-        ("plain", "cpu", "bfloat16", "sgd", "contiguous", "forloop"),
-        ("plain", "cuda", "float32", "adamw", "contiguous", "foreach"),
-        ("auto", "cuda", "float32", "adamw", "contiguous", "foreach"),
-        ("auto", "cpu", "float32", "adamw", "channels_last", "fused"),
-        ("auto", "cpu", "bfloat16", "adamw", "contiguous", "fused"),
-        ("auto", "cpu", "float32", "sgd", "channels_last", "forloop"),
-        ("auto", "cpu", "bfloat16", "rmsprop", "contiguous", "forloop"),
+        ("plain", "cpu", "float32", "adamw", False, "contiguous", "forloop"),
+        ("plain", "cpu", "bfloat16", "sgd", False, "contiguous", "forloop"),
+        ("plain", "cuda", "float32", "adamw", False, "contiguous", "foreach"),
+        ("auto", "cuda", "float32", "adamw", False, "contiguous", "foreach"),
+        ("auto", "cpu", "float32", "adamw", True, "channels_last", "fused"),
+        ("auto", "cpu", "bfloat16", "adamw", True, "contiguous", "fused"),
+        ("auto", "cpu", "bfloat16", "adamw", False, "channels_last", "fused"),
+        ("auto", "cpu", "float16", "adamw", False, "contiguous", "fused"),
+        ("auto", "cpu", "float32", "sgd", False, "channels_last", "forloop"),
+        ("auto", "cpu", "bfloat16", "rmsprop", True, "contiguous", "forloop"),
     ],
 )
 def test_the_table(
-    speed: str, device: str, dtype: str, optimizer: str, memory_format: str, implementation: str
+    speed: str,
+    device: str,
+    dtype: str,
+    optimizer: str,
+    amx: bool,
+    memory_format: str,
+    implementation: str,
 ) -> None:
-    assert choose(speed, device, dtype, optimizer) == SpeedChoice(memory_format, implementation)
+    expected = SpeedChoice(memory_format, implementation)
+    assert choose(speed, device, dtype, optimizer, amx) == expected
 
 
 @pytest.mark.parametrize("implementation", ["forloop", "foreach", "fused"])

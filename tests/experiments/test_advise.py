@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.comparison import Estimate, Interval
+from mprun.compare.comparison import EqualQuality, Estimate, Interval, Variant
 from mprun.compare.evaluate import compare
 from mprun.config.settings import Objective
 from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial
 from mprun.records.run_record import LossScaleRow, Summary
 from tests.compare.folders import run_of
-from tests.experiments import comparison, variant
+from tests.experiments import comparison, ratio, variant
 from tests.summaries import example
 
 
@@ -79,6 +79,45 @@ def test_what_is_not_shown_is_not_taken(other: object, reason: str) -> None:
     assert found.label == "fp32"
     assert found.reason == "no other mode was shown to need less step time at an equal metric"
     assert found.rejected["x"].startswith(reason)
+
+
+def to_equal_quality(
+    row: Variant, samples: float, time: tuple[float, float, float], missed: int = 0
+) -> Variant:
+    """The row with ratios of samples and time to the baseline's validation loss."""
+    needs = ratio((samples, 0.98 * samples, 1.02 * samples))
+    found = EqualQuality(None, None, needs, None, None, ratio(time), missed, 0.02)
+    return replace(row, equal_quality=found)
+
+
+FASTER = variant("x", time=(0.83, 0.82, 0.84), throughput=(1.2, 1.18, 1.22))
+
+
+def test_a_mode_that_needs_as_many_more_samples_buys_nothing() -> None:
+    nothing = to_equal_quality(FASTER, 1.2, (1.0, 0.98, 1.02), missed=1)
+    found = advise(comparison(nothing), {}, Objective.time)
+    assert found.label == "fp32"
+    assert found.rejected["x"] == (
+        "buys nothing: 0.83 [0.82, 0.84] of the baseline's step time, but 1.20 [1.18, 1.22] of its "
+        "samples and 1.00 [0.98, 1.02] of its time to equal validation loss (never reached in "
+        "1 pair)"
+    )
+    assert advise(comparison(nothing), {}, Objective.memory).label == "x"
+
+
+def test_a_gain_to_equal_quality_is_taken_in_silence_and_an_open_one_with_a_note() -> None:
+    sound = advise(
+        comparison(to_equal_quality(FASTER, 1.0, (0.83, 0.81, 0.85))), {}, Objective.time
+    )
+    assert (sound.label, sound.notes) == ("x", ())
+    unsettled = to_equal_quality(FASTER, 1.1, (0.92, 0.8, 1.05))
+    found = advise(comparison(unsettled), {}, Objective.time)
+    assert found.label == "x"
+    (note,) = found.notes
+    assert note == (
+        "x was not shown to reach the baseline's validation loss sooner: 1.10 [1.08, 1.12] of its "
+        "samples and 0.92 [0.80, 1.05] of its time to equal validation loss"
+    )
 
 
 def test_two_pairs_that_scatter_prove_nothing_and_have_no_interval_to_quote() -> None:

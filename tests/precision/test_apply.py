@@ -193,6 +193,18 @@ def test_convert_keeps_values_and_sets_the_memory_format() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
+    memory_format: torch.memory_format,
+) -> None:
+    """Such an image is in both formats, so the weights decide, by their strides."""
+    model, image = nn.Conv2d(1, 4, 3), torch.rand(2, 1, 8, 8)
+    convert(model, CPU, torch.float32, memory_format)
+    output = model(image.contiguous(memory_format=memory_format))
+    assert output.is_contiguous(memory_format=memory_format)
+    assert (output.stride()[1] == 1) == (memory_format == torch.channels_last)
+
+
 def test_clip_norm_equals_the_definition() -> None:
     weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))]
     weights[0].grad, weights[1].grad = torch.tensor([2.0, 0, 0]), torch.tensor([0, 1.0])

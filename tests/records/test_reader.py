@@ -66,6 +66,8 @@ ADDED = (
     *(
         "page_fault_us",
         "allocator",
+        "speed_trial",
+        "compile_s",
         "page_faults_per_step",
         "time_budget_s",
         "conditions",

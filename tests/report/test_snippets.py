@@ -366,5 +366,5 @@ def test_text_of_a_record_stays_text(folder: Path) -> None:
 
 
 def test_compiled_models_are_compiled() -> None:
-    answer = dataclasses.replace(answer_of("bf16_mixed"), compile=True)
+    answer = answer_of("bf16_mixed", "speed.compile=true")
     assert all("model.compile()" in text for text in snippets(answer).values())

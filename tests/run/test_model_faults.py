@@ -116,3 +116,22 @@ def test_any_fault_of_a_model_is_one_line(
     text = Path("run/traceback.txt").read_text(encoding="utf-8")
     assert "in forward" in text
     assert "IndexError" in text
+
+
+def test_a_model_that_calls_exit_ends_as_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("exits.py").write_text(
+        "import sys, torch\n"
+        "calls = []\n"
+        "def model(): return torch.nn.Linear(4, 1)\n"
+        "def data(): return {'train': (torch.ones(64, 4), torch.ones(64, 1))}\n"
+        "def loss(output, batch):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) > 5:\n"
+        "        sys.exit(0)\n"
+        "    return (output - batch[1]).square().mean()\n",
+        encoding="utf-8",
+    )
+    _, line = refused(capsys, "recipe=exits.py", "run.dir=run", "device=cpu")
+    assert "the run failed: SystemExit: 0 (exits.py:8, in loss)" in line
+    summary = json.loads(Path("run/summary.json").read_text(encoding="utf-8"))
+    assert (summary["status"], summary["failed_by"]) == ("failed", "run")

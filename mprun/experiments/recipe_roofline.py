@@ -1,0 +1,245 @@
+"""The least time of a recipe's step on this machine, and the share of it that the step reaches.
+
+Ops are counted on fake tensors, in the ops that the mode needs: an emulated mode is held against
+its native one. Then steps are timed as a run times them, on one batch, without the wait for it.
+Last, a few steps are taken op by op, each op timed by itself: that shows in which group the time
+above the least is spent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mprun.assemble.parts import build_parts
+from mprun.assemble.plan import Plan
+from mprun.assemble.planned_memory import as_native, fake_step
+from mprun.config import compose
+from mprun.console import ReportPart, report_nothing
+from mprun.data import Batch
+from mprun.doctor.bandwidth import SIZES, measure_bandwidths
+from mprun.doctor.roofline import (
+    MachineRates,
+    format_name,
+    fused_ms,
+    group_ms,
+    roof_groups,
+    what_holds,
+)
+from mprun.errors import MprunError, RunFailedError
+from mprun.experiments.planned_run import PlannedRun, plan_run
+from mprun.numerics.op_cost import OpCost, count_costs
+from mprun.precision.rates import in_threads
+from mprun.records.doctor_record import Examination
+from mprun.records.roofline_record import GROUPS, GroupName, Roofline
+from mprun.records.run_record import StepTimes
+from mprun.train.clock import StepTime
+from mprun.train.loop import Parts, Trainer
+from mprun.train.user_code import described
+
+WARMUP = 5
+"""Steps before the first timed one."""
+COUNTED = 5
+"""Steps whose ops are timed one by one; the median counts."""
+
+EMULATED = (
+    "this mode is emulated here: the least time is that of its ops in native kernels, the step is "
+    "that of the emulation, so its share is no property of the model"
+)
+REPLACED = "ops that mprun computes itself are not timed one by one"
+ABOVE_THE_ROOF = (
+    "the step was faster than its least time: rates and step were measured at different loads; "
+    "measure again on a quiet machine, with a larger doctor.budget_s"
+)
+
+
+class MeasuredStep(NamedTuple):
+    """A step, taken again and again as a run takes it."""
+
+    times: list[StepTime]
+    group_ms: dict[GroupName, float] | None
+    """The time of each group's ops; None where mprun computes some ops itself."""
+
+
+def plan_step(overrides: Sequence[str]) -> PlannedRun:
+    """Plan a run whose step is examined, on generated data unless the user chose others.
+
+    The time of a step does not depend on the values of its samples.
+
+    Args:
+        overrides: of a run.
+
+    Raises:
+        UsageError: the run cannot be planned.
+    """
+    if any(text.lstrip("+~").startswith("data.") for text in overrides):
+        return plan_run(compose(overrides), "doctor")
+    composed = compose([*overrides, "data.source=generated"])
+    given = tuple(key for key in composed.given if key != "data.source")
+    return plan_run(replace(composed, given=given), "doctor")
+
+
+def recipe_roofline(
+    planned: PlannedRun,
+    examined: Examination,
+    steps: int,
+    report: ReportPart = report_nothing,
+) -> Roofline:
+    """Count a step of a planned run, hold it against the machine's rates, and time it.
+
+    Args:
+        planned: the run, with data that its steps can be taken on.
+        examined: doctor's examination of the plan's device; its threads are used.
+        steps: how many are timed; 0 for none.
+        report: is called before each part.
+
+    Raises:
+        RunFailedError: the step cannot run.
+        MprunError: the device has no memory for it.
+    """
+    plan = planned.plan
+    try:
+        with in_threads(examined.threads):
+            bandwidths = measure_bandwidths(plan.device, SIZES[plan.device.type], report)
+            report("counting the step's ops")
+            ops, why_real = count_step(planned)
+            timed = _timed(planned, steps, report) if steps else MeasuredStep([], None)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise MprunError(
+            f"out of memory on {plan.device.type} while measuring: free some, or take a smaller "
+            "train.batch_size"
+        ) from None
+    return _roofline(
+        planned, examined, MachineRates.of(examined.rates, bandwidths), ops, why_real, timed
+    )
+
+
+def count_step(planned: PlannedRun) -> tuple[list[OpCost], str | None]:
+    """The work of each op of the plan's step, and why it was counted in a real step, if it was.
+
+    Raises:
+        RunFailedError: the step cannot run.
+    """
+    native = as_native(planned.plan)
+    try:
+        with fake_step(native) as (parts, batch):
+            return _counted(native, parts, batch), None
+    except MprunError:
+        raise
+    except Exception as error:  # the model reads values, which fake tensors do not have
+        if planned.plan.execution == "emulated":
+            raise RunFailedError(
+                f"a step of {planned.plan.policy.name} cannot be counted on fake tensors, which "
+                f"have no values: {described(error, planned.plan.policy.name)}"
+            ) from error
+        reason = described(error, native.policy.name)
+    with _real_step(planned) as (parts, batch):
+        return _counted(native, parts, batch), reason
+
+
+def _counted(plan: Plan, parts: Parts, batch: Batch) -> list[OpCost]:
+    trainer = Trainer(parts, plan.limits)
+    return count_costs(lambda: trainer.optimizer_step(batch), parts.model, parts.optimizer)
+
+
+@contextmanager
+def _real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
+    with planned.executing(), torch.random.fork_rng(devices=[]):
+        parts = build_parts(planned.plan)
+        with closing(parts.train.epoch(parts.order.draw())) as batches:
+            yield parts, next(batches).trained
+
+
+def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> MeasuredStep:
+    with _real_step(planned) as (parts, batch):
+        trainer = Trainer(parts, planned.plan.limits)
+        for done in range(WARMUP + steps):
+            report("timing steps", done, WARMUP + steps)
+            parts.clock.start()
+            trainer.optimizer_step(batch)
+            parts.clock.stop()
+        times = parts.clock.take()[WARMUP:]
+        if planned.plan.execution == "emulated" or parts.precision.substitutions:
+            return MeasuredStep(times, None)
+        report("timing ops")
+        return MeasuredStep(
+            times, _op_times(planned.plan, parts, lambda: trainer.optimizer_step(batch))
+        )
+
+
+def _op_times(plan: Plan, parts: Parts, step: Callable[[], object]) -> dict[GroupName, float]:
+    def synchronize() -> None:
+        if plan.device.type == "cuda":
+            torch.cuda.synchronize(plan.device)
+
+    rows = [
+        group_ms(count_costs(step, parts.model, parts.optimizer, synchronize, warmup=0))
+        for _ in range(COUNTED)
+    ]
+    return {name: median(row[name] for row in rows) for name in GROUPS}
+
+
+def _roofline(
+    planned: PlannedRun,
+    examined: Examination,
+    rates: MachineRates,
+    ops: Sequence[OpCost],
+    why_real: str | None,
+    timed: MeasuredStep,
+) -> Roofline:
+    plan = planned.plan
+    groups = roof_groups(ops, rates, plan.native_tf32, timed.group_ms)
+    least_ms = sum(g.least_ms for g in groups)
+    times = _statistics(timed.times)
+    step_ms, price_us = times.median, examined.machine.hardware.page_fault_us
+    counted = [t.page_faults for t in timed.times if t.page_faults is not None]
+    faults = median(counted) if counted else None
+    in_ops_ms = None if timed.group_ms is None else sum(timed.group_ms.values())
+    formats = {format_name(op.dtype, plan.native_tf32) for op in ops if op.dtype is not None}
+    roof = Roofline(
+        recipe=plan.config.recipe.name,
+        precision=plan.policy.name,
+        variant=planned.summary.variant,
+        execution=planned.summary.execution,
+        batch_size=plan.batch.effective,
+        gflops={name: rate for name, rate in rates.gflops.items() if name in formats},
+        bandwidths=list(rates.bandwidths),
+        groups=groups,
+        least_ms=least_ms,
+        fused_ms=fused_ms(groups),
+        why_real=why_real,
+        step_time_ms=times,
+        share=least_ms / step_ms if step_ms else None,
+        outside_ms=max(0.0, step_ms - in_ops_ms) if step_ms and in_ops_ms is not None else None,
+        page_faults=faults,
+        page_faults_ms=None if faults is None or price_us is None else faults * price_us * 1e-3,
+        notes=[],
+    )
+    roof.notes = list(_notes(roof))
+    return roof
+
+
+def _notes(roof: Roofline) -> Iterator[str]:
+    if (held := what_holds(roof)) is not None:
+        yield held
+    if roof.why_real is not None:
+        yield f"ops were counted in a real step: {roof.why_real}"
+    if roof.execution == "emulated":
+        yield EMULATED
+    if roof.step_time_ms.n and roof.outside_ms is None:
+        yield REPLACED
+    if roof.share is not None and roof.share > 1:
+        yield ABOVE_THE_ROOF
+
+
+def _statistics(times: Sequence[StepTime]) -> StepTimes:
+    if not times:
+        return StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
+    p10, middle, p90 = (float(x) for x in np.percentile([t.ms for t in times], [10, 50, 90]))
+    return StepTimes(median=middle, p10=p10, p90=p90, n=len(times), warmup=WARMUP)

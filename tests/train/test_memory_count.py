@@ -1,0 +1,117 @@
+"""The memory of a step is counted after the first steps, and changes nothing of the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.cli.main import main
+from mprun.records.run_record import read_summary
+from mprun.train import memory_count
+from tests.summaries import example
+
+FIRST_STEP = """
+import sys
+from mprun.cli.main import main
+from mprun.train.loop import Trainer
+
+step = Trainer.optimizer_step
+
+def first_step(trainer, batch):
+    step(trainer, batch)
+    print("torch._dynamo" in sys.modules, flush=True)
+    raise SystemExit
+
+Trainer.optimizer_step = first_step
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("recipe", ["mnist", "fashion_mnist", "linear"])
+def test_a_run_takes_its_first_step_without_the_compiler(recipe: str, tmp_path: Path) -> None:
+    """Its import takes longer than everything else of a start."""
+    overrides = [f"recipe={recipe}", "data.source=generated", "train.batch_size=8"]
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_STEP, *overrides, "run.dir=run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "False\n" in done.stdout, done.stderr
+    assert "True\n" not in done.stdout
+
+
+def test_the_memory_is_counted_once_and_where_a_step_failed() -> None:
+    calls = []
+
+    def count() -> dict[str, int]:
+        calls.append(1)
+        return {"peak": 7}
+
+    for status, steps, peak in (("completed", 2, 7), ("failed", 0, 7), ("interrupted", 0, None)):
+        calls.clear()
+        summary = example()
+        summary.memory_bytes.peak = None
+        counted = memory_count.MemoryCount(summary, count, memory_count.Stopwatch())
+        for _ in range(steps):
+            counted.on_steps([])
+        counted.on_end(status)
+        assert summary.memory_bytes.peak == peak
+        assert len(calls) == (peak is not None)
+
+
+RANDOM = """
+import random
+import numpy as np
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        random.random(), np.random.rand()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = x + random.random() + float(np.random.rand())
+        return self.layer(nn.functional.dropout(x))
+
+
+def model():
+    return Model()
+
+
+def data():
+    x = torch.randn(64, 4)
+    return {"train": (x, x.sum(1, keepdim=True))}
+
+
+def loss(output, batch):
+    return nn.functional.mse_loss(output, batch[1])
+
+
+DEFAULTS = {"train.batch_size": 4, "train.max_steps": 20, "train.epochs": None}
+"""
+
+
+def test_the_count_touches_no_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.py").write_text(RANDOM)
+    losses = []
+    for name in ("early", "never"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mprun.train.loop.FLUSH_EVERY_S", 0.0)  # after each step
+            if name == "never":
+                patch.setattr(memory_count.MemoryCount, "on_steps", lambda *_: None)
+            assert main(["recipe=recipe.py", f"run.dir={name}", "device=cpu"]) == 0
+        summary = read_summary(Path(name))
+        assert (summary.memory_bytes.peak is None) == (name == "never")
+        losses.append(summary.train.loss)
+    assert losses[0] == losses[1]
