@@ -15,12 +15,14 @@ import atexit
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -156,7 +158,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
     except ValueError as error:
         return f"CC={os.environ['CC']} is no command line: {error}"
     if not compiler:
-        return "there is no C compiler (CC, cc, gcc, clang)"
+        return "there is no C compiler (CC, cc, gcc, clang; pip install 'mprun[compiler]' has one)"
     reason = ""
     for variant in VARIANTS:
         try:
@@ -170,7 +172,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The C compiler of CC with its arguments, or the first of the usual names; empty for none.
+    """The C compiler of CC with its arguments, or else the first that is installed; empty for none.
 
     Raises:
         ValueError: CC has a quotation that does not end.
@@ -178,7 +180,14 @@ def _compiler() -> tuple[str, ...]:
     given = shlex.split(os.environ.get("CC", ""))
     commands = [given] if given else [["cc"], ["gcc"], ["clang"]]
     installed = ((path, *rest) for name, *rest in commands if (path := shutil.which(name)))
-    return next(installed, ())
+    return next(installed, () if given else _zig())
+
+
+def _zig() -> tuple[str, ...]:
+    """The C compiler of the package `ziglang`, which pip installs; empty without it."""
+    if importlib.util.find_spec("ziglang") is None:
+        return ()
+    return sys.executable, "-m", "ziglang", "cc"
 
 
 def _compiled(
@@ -205,7 +214,7 @@ def _compiled(
             text=True,
             errors="replace",
             timeout=PATIENCE_S,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            env={**os.environ, "TMPDIR": str(scratch), "ZIG_GLOBAL_CACHE_DIR": str(folder / "zig")},
         )
         out.chmod(0o700)  # whatever the umask: see _is_ours
         with out.open("rb") as file:

@@ -101,6 +101,9 @@ class LabelledCaster(Caster):
     ) -> None:
         self._caster.backward(loss, retain_graph, create_graph)
 
+    def step_region(self) -> AbstractContextManager[object]:
+        return self._caster.step_region()
+
     def layer_region(self, dtype: torch.dtype) -> Callable[[], AbstractContextManager[object]]:
         return self._caster.layer_region(dtype)
 

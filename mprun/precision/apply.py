@@ -249,6 +249,13 @@ class Precision:
         for guard in self._guards.values():
             guard.before(step)
 
+    def step_region(self) -> AbstractContextManager[object]:
+        """Around all forward and backward passes of a step, if there are several.
+
+        A weight that one pass has cast is not cast again by the next.
+        """
+        return self._caster.step_region()
+
     @contextmanager
     def region(self) -> Iterator[None]:
         """The casts and the arithmetic of a forward pass, for code that calls the model itself."""

@@ -38,6 +38,10 @@ class Caster:
         """A new region for a forward pass."""
         return nullcontext()
 
+    def step_region(self) -> AbstractContextManager[object]:
+        """Around all passes of a step: what they share is cast once."""
+        return nullcontext()
+
     def backward(
         self, loss: Tensor, retain_graph: bool | None = None, create_graph: bool = False
     ) -> None:
@@ -68,18 +72,28 @@ class AutocastCaster(Caster):
 
     Checkpointing enters autocast again by itself, so the backward pass needs no region.
 
+    PyTorch forgets cast weights at the end of the outermost region. That is the forward pass, or
+    the step, where a step has several passes.
+
     Args:
         device_type: "cpu" or "cuda"; the lists differ between them.
         dtype: bfloat16 or float16, what listed ops compute in.
+        keep: keep cast weights from pass to pass inside `step_region`.
     """
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
+    def __init__(self, device_type: str, dtype: torch.dtype, keep: bool = False) -> None:
         self.columns = {"casting": "autocast", "compute_dtype": dtype_name(dtype)}
         self._device_type = device_type
         self._dtype = dtype
+        self._keep = keep
 
     def region(self) -> AbstractContextManager[object]:
         return torch.autocast(self._device_type, self._dtype)
+
+    def step_region(self) -> AbstractContextManager[object]:
+        if not self._keep:
+            return nullcontext()
+        return torch.autocast(self._device_type, enabled=False)
 
     def layer_region(self, dtype: torch.dtype) -> RegionFactory:
         if dtype == torch.float32:
@@ -194,11 +208,12 @@ def caster_of(
 
     Args:
         device_type: "cpu" or "cuda", whose kernels run.
-        lists, keep, watcher: see `OpListCaster`, which is made where `lists` are given.
+        keep: keep cast weights for all passes of a step.
+        lists, watcher: see `OpListCaster`, which is made where `lists` are given.
     """
     dtype = torch_dtype(policy.compute_dtype)
     if lists is not None:
         return OpListCaster(lists, dtype, device_type, keep, watcher)
     if policy.casting == "autocast":
-        return AutocastCaster(device_type, dtype)
+        return AutocastCaster(device_type, dtype, keep)
     return NoCaster()

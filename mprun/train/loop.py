@@ -353,19 +353,20 @@ class Trainer:
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
         forward, weight = partial(parts.recipe.forward, parts.model), batch.weight
-        for part in batch.parts:
-            loss, output = forward_backward(
-                parts.precision,
-                forward,
-                self._loss,
-                part.inputs,
-                part.content,
-                share=part.weight / weight,
-            )
-            for name, term in self._loss.take_parts().items():
-                terms[name] = terms.get(name, 0) + term * (part.weight / weight)
-            losses.append(loss)
-            outputs.append(map_tensors(Tensor.detach, output))
+        with parts.precision.step_region():
+            for part in batch.parts:
+                loss, output = forward_backward(
+                    parts.precision,
+                    forward,
+                    self._loss,
+                    part.inputs,
+                    part.content,
+                    share=part.weight / weight,
+                )
+                for name, term in self._loss.take_parts().items():
+                    terms[name] = terms.get(name, 0) + term * (part.weight / weight)
+                losses.append(loss)
+                outputs.append(map_tensors(Tensor.detach, output))
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()
         parts.scheduler.step(skipped)
