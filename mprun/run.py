@@ -22,7 +22,6 @@ from mprun.assemble.effective import effective, requested
 from mprun.assemble.initial_summary import initial_summary
 from mprun.assemble.planned_memory import has_room_for_another
 from mprun.assemble.run_loggers import run_loggers
-from mprun.data.random_states import untouched
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
@@ -294,7 +293,7 @@ def _footprint(plan: Plan, model: nn.Module, report: Callable[[str], None]) -> d
     """The memory of a step; a second model on real tensors is made only if it is small."""
     real = has_room_for_another(model, plan.device)
     try:
-        with untouched(), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
             counted, why_real = footprint(plan, real)
     except Exception as error:  # the step may not run at all: the run itself will say so

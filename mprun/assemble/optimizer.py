@@ -99,15 +99,18 @@ def check_optimizer(
     """Make the optimizer and its schedule of a model on fake tensors, to report mistakes early.
 
     A model or an optimizer that reads values cannot be made like this; then the run finds out. An
-    optimizer by name is made of values that were checked: nothing is left to find.
+    optimizer by name is made of values that were checked, so only the model is looked at, on the
+    meta device, which imports less than fake tensors.
 
     Raises:
         UsageError: see `build_optimizer` and `build_schedule`.
     """
     is_named = config.train.optimizer.target is None and not recipe.makes_optimizer
-    if is_named and not recipe.makes_schedule:
-        return
     try:
+        if is_named and not recipe.makes_schedule:
+            with torch.random.fork_rng(devices=[]), torch.device("meta"):
+                check_trainable(model_of(recipe), recipe)
+            return
         with fake_tensors():
             warnings.simplefilter("ignore")  # the run itself shows them
             model = model_of(recipe)
@@ -174,11 +177,7 @@ def build_optimizer(
         UsageError: all are frozen, the recipe's `optimizer` gives something else, or the class
             does not take its arguments.
     """
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError(
-            f"all parameters of the model of {type(recipe).__name__} are frozen "
-            "(requires_grad=False): there is nothing to train; leave one unfrozen"
-        )
+    check_trainable(model, recipe)
     if not recipe.makes_optimizer and config.target is None:
         return _named(config, model, lr, policy, speed, seed)
 
@@ -191,6 +190,15 @@ def build_optimizer(
     if speed.optimizer_impl != "masters":
         return make()
     return _with_masters(make, model, policy, seed)
+
+
+def check_trainable(model: nn.Module, recipe: Recipe) -> None:
+    """Raise `UsageError` where all parameters of a recipe's model are frozen."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            f"all parameters of the model of {type(recipe).__name__} are frozen "
+            "(requires_grad=False): there is nothing to train; leave one unfrozen"
+        )
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -15,6 +15,7 @@ from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
+from mprun.data.random_states import untouched
 from mprun.doctor.environment import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
@@ -163,7 +164,9 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
 def footprint(plan: Plan, real: bool = True) -> tuple[dict[str, int], str | None]:
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
-    The second value is the reason why the step was a real one; None on fake tensors.
+    The second value is the reason why the step was a real one; None on fake tensors. The process's
+    random numbers are restored.
     """
-    counted = step_memory(plan, real)
+    with untouched():
+        counted = step_memory(plan, real)
     return counted.totals, counted.why_real

@@ -65,6 +65,7 @@ ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     },
 }
 """The functions of each source, and their arguments; none returns anything."""
+NO_COMPILER = "there is no C compiler (CC, cc, gcc, clang, or pip install 'mprun[compiler]')"
 PATIENCE_S = 60
 """Time limit of the compiler, which needs a quarter of a second."""
 
@@ -158,7 +159,7 @@ def _load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL | str:
     except ValueError as error:
         return f"CC={os.environ['CC']} is no command line: {error}"
     if not compiler:
-        return "there is no C compiler (CC, cc, gcc, clang; pip install 'mprun[compiler]' has one)"
+        return NO_COMPILER
     reason = ""
     for variant in VARIANTS:
         try:

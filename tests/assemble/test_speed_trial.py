@@ -100,7 +100,7 @@ def test_a_trial_changes_no_weight_and_no_random_number() -> None:
     ("more", "planned_s", "expected"),
     [
         ((), 60.0, ["channels_last fused", "contiguous fused"]),
-        (("precision=bf16_mixed",), 60.0, ["contiguous fused", "channels_last fused"]),
+        (("precision=fp16_mixed",), 60.0, ["contiguous fused", "channels_last fused"]),
         ((), 7200.0, ["channels_last fused", "contiguous fused", "channels_last fused compiled"]),
         (("speed.compile=false",), 7200.0, ["channels_last fused", "contiguous fused"]),
         (("precision=tf32", "execution=emulated"), 7200.0, ["channels_last fused"]),

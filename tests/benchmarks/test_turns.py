@@ -138,7 +138,7 @@ def test_the_tables_name_every_peer_with_its_figures_or_its_problem(
     absent = replace(trainer("pass", "Keras 3 on torch"), needs=("no_such_package",))
     subjects = {**tiny, absent.name: absent}
     monkeypatch.setattr(bench, "subject", subjects.__getitem__)
-    groups = [Group(12, "fp32", heap) for heap in HEAPS]
+    groups = [Group("mnist", 12, "fp32", heap) for heap in HEAPS]
     results = measure(groups, list(subjects), threads=1, folder=Path("none"), limit_s=300, most=5)
     text = capsys.readouterr().out
     assert f"| {RAW} |" in text
@@ -163,10 +163,10 @@ def test_a_group_beyond_the_limit_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench, "subject", lambda name: trainer("pass", name))
-    groups = [Group(12, "fp32", "steady"), Group(256, "fp32", "steady")]
+    groups = [Group("mnist", size, "fp32", "steady") for size in (12, 256)]
     results = measure(groups, [RAW], threads=1, folder=Path("none"), limit_s=0.01)
     assert list(results) == groups[:1]
-    assert "batch 256, fp32, heap steady: left out" in capsys.readouterr().out
+    assert "mnist, batch 256, fp32, heap steady: left out" in capsys.readouterr().out
 
 
 def test_the_section_of_the_readme_is_replaced() -> None:

@@ -56,8 +56,9 @@ def test_tf32_is_a_format_of_its_hardware_alone(monkeypatch: pytest.MonkeyPatch)
     assert formats_of(torch.device("cuda")) == ("float32", "tf32", "bfloat16", "float16")
 
 
+@pytest.mark.parametrize("amx", [False, True])
 def test_formats_get_the_switch_and_the_memory_format_of_a_run(
-    monkeypatch: pytest.MonkeyPatch,
+    amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Any, ...]] = []
 
@@ -66,13 +67,14 @@ def test_formats_get_the_switch_and_the_memory_format_of_a_run(
         return warm(lambda: None, CPU)
 
     monkeypatch.setattr(measure, "timer", timer)
+    monkeypatch.setattr(measure, "has_amx", lambda: amx)
     for format_ in ("float32", "tf32", "bfloat16", "float16"):
         measure._timer(Case(matmul(8), format_), CPU)
     last, dense = torch.channels_last, torch.contiguous_format
     assert seen == [
         (torch.float32, CPU, False, last),
         (torch.float32, CPU, True, last),
-        (torch.bfloat16, CPU, False, dense),
+        (torch.bfloat16, CPU, False, dense if amx else last),
         (torch.float16, CPU, False, dense),
     ]
 

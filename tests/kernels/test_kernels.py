@@ -324,13 +324,41 @@ def assert_eager_with_the_same_bits(reason: str) -> None:
 
 def test_no_compiler_when_cc_names_none(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setenv("CC", str(tmp_path / "nowhere" / "cc"))
-    assert_eager_with_the_same_bits("there is no C compiler (CC, cc, gcc, clang)")
+    assert_eager_with_the_same_bits(kernels.NO_COMPILER)
 
 
 def test_no_compiler_on_an_empty_path(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.delenv("CC", raising=False)
     fresh.setenv("PATH", str(tmp_path))
-    assert_eager_with_the_same_bits("there is no C compiler (CC, cc, gcc, clang)")
+    assert_eager_with_the_same_bits(kernels.NO_COMPILER)
+
+
+ZIG = """
+import subprocess, sys
+
+assert sys.argv[1] == "cc"
+sys.exit(subprocess.run([{compiler!r}, *sys.argv[2:]]).returncode)
+"""
+
+
+@needs_compiler
+def test_the_compiler_that_pip_installs_is_the_last_choice(
+    fresh: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "site" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__main__.py").write_text(ZIG.format(compiler=COMPILER))
+    fresh.setenv("PYTHONPATH", str(package.parent))  # of the process that compiles
+    fresh.syspath_prepend(str(package.parent))
+    assert kernels._compiler()[:1] != (sys.executable,)
+    fresh.delenv("CC", raising=False)
+    command = (sys.executable, "-m", "ziglang", "cc")
+    fresh.setattr(kernels.shutil, "which", lambda name: None)
+    assert kernels._compiler() == command
+    assert kernels.why_not() is None
+    assert kernels.origin() == "compiled for this machine"
+    fresh.setenv("CC", "cc-of-the-user")
+    assert kernels._compiler() == ()
 
 
 def test_no_compiler_when_it_is_not_wanted(fresh: pytest.MonkeyPatch) -> None:

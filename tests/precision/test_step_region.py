@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -59,9 +60,7 @@ def step(model: nn.Module, caster: Caster, around: AbstractContextManager[object
             caster.backward(output.float().square().mean())
 
 
-@pytest.mark.parametrize(
-    "kind", ["plain", "reentrant", "not reentrant", "without gradients first"]
-)
+@pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant", "without gradients first"])
 def test_a_weight_is_cast_once_per_step_with_the_same_gradients(kind: str) -> None:
     caster = AutocastCaster("cpu", torch.bfloat16, keep=True)
     rows, counts = [], []
@@ -85,9 +84,9 @@ def test_a_weight_is_cast_once_per_step_with_the_same_gradients(kind: str) -> No
 def test_nothing_is_kept_after_the_step_nor_after_one_that_failed() -> None:
     model, caster = nn.Linear(6, 5), AutocastCaster("cpu", torch.bfloat16, keep=True)
     x = torch.randn(2, 6)
-    with pytest.raises(ZeroDivisionError), caster.step_region(), caster.region():
+    with contextlib.suppress(ValueError), caster.step_region(), caster.region():
         model(x)
-        1 / 0  # noqa: B018
+        raise ValueError
     with torch.no_grad():
         model.weight.mul_(2)
     with caster.region():

@@ -165,7 +165,7 @@ def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
 def test_the_dtype_of_a_moment_that_is_not_kept_changes_no_optimizer(moment: str) -> None:
     words = [*LINEAR, "train.optimizer.name=sgd", "device=cpu"]
     parts = build_parts(planned(*words, "precision=fp32", f"precision.{moment}_dtype=float16"))
-    assert type(parts.optimizer) is torch.optim.SGD
+    assert isinstance(parts.optimizer, torch.optim.SGD)
 
 
 def test_weights_are_drawn_in_float32_and_rounded_to_nearest() -> None:

@@ -270,13 +270,14 @@ def test_a_signal_while_the_step_is_measured_waits_until_it_was(
     """An exception out of PyTorch's C++ code that calls Python ends the process."""
     measured = []
 
-    def footprint(chosen: object) -> tuple[dict[str, int], None]:
+    def footprint(chosen: object, real: bool) -> tuple[dict[str, int], None]:
         signal.raise_signal(signal.SIGINT)
         measured.append(chosen)
         return {}, None
 
     monkeypatch.setattr(session, "footprint", footprint)
+    monkeypatch.setattr("mprun.train.loop.FLUSH_EVERY_S", 0.0)  # measured after the first step
     assert main(QUICK) == 130
     assert measured
     summary = read_summary(Path("run"))
-    assert (summary.status, summary.steps) == ("interrupted", 0)
+    assert (summary.status, summary.steps) == ("interrupted", 2)  # and it ends after the next one
