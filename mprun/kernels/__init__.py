@@ -46,13 +46,8 @@ FLAGS = (
     "-fPIC",
     "-std=c11",
 )
-# Tried in turn: with PyTorch's own OpenMP threads, already loaded; with the system's; without any.
-# Clang and older processors do not know every flag, hence the last try.
-VARIANTS = (
-    ("-mprefer-vector-width=512", "-fopenmp", "-nodefaultlibs", "-lc", "-lm"),
-    ("-mprefer-vector-width=512", "-fopenmp", "-lm"),
-    ("-lm",),
-)
+VARIANTS = (("-mprefer-vector-width=512", "-lm"), ("-lm",))
+"""Tried in turn: not every compiler and processor knows the flag."""
 _POINTER, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "update.c": {

@@ -1,7 +1,8 @@
 /* Blocks of numbers between memory and float32 arrays: the loops of formats.h over a block.
 
-float16 has conversions in the processor, which compilers use only where they are named. They take
-float32 numbers that float16 has exactly, or round to nearest, with the same result as formats.h. */
+Compilers do not find all conversions that processors have, so some are named here: those between 16
+and 32 bits, and those of float16. The latter take float32 numbers that float16 has exactly, or
+round to nearest, with the same result as formats.h. */
 
 #include "formats.h"
 
@@ -9,9 +10,41 @@ float32 numbers that float16 has exactly, or round to nearest, with the same res
 #include <immintrin.h>
 #endif
 
-#define BLOCK 512 /* a few arrays of it fit the nearest cache, 32 KiB and more */
+#define BLOCK 64 /* the arrays of a step stay in the nearest cache and need few registers */
 
+/* S16 is 2^6 times the number in float16, at most the largest: see SCALE in mprun/optim. */
 enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16 };
+
+/* Words of 16 bits as words of 32. */
+static inline void widen(const uint16_t *from, int n, uint32_t *restrict to) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm512_storeu_si512(to + i,
+                        _mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)(from + i))));
+#elif defined(__AVX2__)
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_si256((void *)(to + i),
+                        _mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(from + i))));
+#endif
+  for (; i < n; i++) to[i] = from[i];
+}
+
+/* The lower halves of words, whose upper halves are 0. */
+static inline void narrow(const uint32_t *from, int n, uint16_t *restrict to) {
+  int i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16)
+    _mm256_storeu_si256((void *)(to + i), _mm512_cvtepi32_epi16(_mm512_loadu_si512(from + i)));
+#elif defined(__AVX2__)
+  for (; i + 8 <= n; i += 8) {
+    __m256i words = _mm256_loadu_si256((const void *)(from + i));
+    _mm_storeu_si128((void *)(to + i), _mm_packus_epi32(_mm256_castsi256_si128(words),
+                                                        _mm256_extracti128_si256(words, 1)));
+  }
+#endif
+  for (; i < n; i++) to[i] = (uint16_t)from[i];
+}
 
 static inline void widen_F16(const F16 *from, int n, float *restrict to) {
   int i = 0;
@@ -38,8 +71,8 @@ static inline void narrow_F16(const float *from, int n, F16 *restrict to) {
   for (; i < n; i++) to[i] = nearest_to_F16(from[i], 0x7c00u);
 }
 
-/* `x` stochastically rounded to a number of float16, as a float32; `limit` is a pattern, from which
-on finite numbers become that one. */
+/* `x` stochastically rounded to a number of float16, as a float32; larger finite numbers become
+`limit`, a pattern. */
 static inline float drawn_F16(float x, uint32_t word, uint32_t limit) {
   uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE;
   float shift = number(choose(magnitude < QUANTUM, QUANTUM, 0u));
@@ -52,11 +85,23 @@ static inline float drawn_F16(float x, uint32_t word, uint32_t limit) {
 
 #define LARGEST_AS_F32 0x477fe000u /* float16's largest number */
 
+static inline void widen_BF16(const BF16 *from, int n, float *restrict to) {
+  uint32_t words[BLOCK];
+  widen(from, n, words);
+  for (int i = 0; i < n; i++) to[i] = number(words[i] << 16);
+}
+
+/* Remainders of Kahan sums, which have a sign. */
+static inline void widen_rest(const int16_t *from, int n, uint32_t *restrict to) {
+  widen((const uint16_t *)from, n, to);
+  for (int i = 0; i < n; i++) to[i] = (uint32_t)((int32_t)(to[i] << 16) >> 16);
+}
+
 static inline void load(const void *from, int format, int64_t at, int n, float *restrict to) {
   if (format == FORMAT_F32)
     memcpy(to, (const float *)from + at, sizeof(float) * (size_t)n);
   else if (format == FORMAT_BF16)
-    for (int i = 0; i < n; i++) to[i] = load_BF16(((const BF16 *)from)[at + i]);
+    widen_BF16((const BF16 *)from + at, n, to);
   else
     widen_F16((const F16 *)from + at, n, to);
   if (format == FORMAT_S16)
@@ -71,10 +116,12 @@ static inline void draw(uint32_t *restrict words, int n, const uint32_t *key, ui
 
 static inline void store_BF16(BF16 *restrict to, uint32_t top, int n, const float *from,
                               const uint32_t *words) {
+  uint32_t rounded[BLOCK];
   if (words)
-    for (int i = 0; i < n; i++) to[i] = stochastic_to_BF16(from[i], words[i], top);
+    for (int i = 0; i < n; i++) rounded[i] = stochastic_to_BF16(from[i], words[i], top);
   else
-    for (int i = 0; i < n; i++) to[i] = nearest_to_BF16(from[i], top);
+    for (int i = 0; i < n; i++) rounded[i] = nearest_to_BF16(from[i], top);
+  narrow(rounded, n, to);
 }
 
 static inline void store_F16(F16 *restrict to, float factor, int saturate, int n,
@@ -107,9 +154,11 @@ static inline void store(void *to, int format, int saturate, int64_t at, int n, 
 
 static inline void merge(const void *from, const int16_t *remainder, int format, int64_t at, int n,
                          float *restrict to) {
-  const int16_t *rest = remainder + at;
+  uint32_t rest[BLOCK];
+  widen_rest(remainder + at, n, rest);
   if (format == FORMAT_BF16) {
-    for (int i = 0; i < n; i++) to[i] = merge_BF16(((const BF16 *)from)[at + i], rest[i]);
+    widen_BF16((const BF16 *)from + at, n, to);
+    for (int i = 0; i < n; i++) to[i] = merged_BF16(to[i], rest[i]);
   } else {
     widen_F16((const F16 *)from + at, n, to);
     for (int i = 0; i < n; i++) to[i] = merged_F16(to[i], rest[i]);
@@ -118,17 +167,14 @@ static inline void merge(const void *from, const int16_t *remainder, int format,
 
 static inline void split(void *to, int16_t *remainder, int format, int64_t at, int n,
                          const float *from, float *restrict nearest) {
-  int16_t *restrict rest = remainder + at;
+  uint32_t rest[BLOCK], rounded[BLOCK];
   if (format == FORMAT_BF16) {
-    BF16 *restrict out = (BF16 *)to + at;
-    for (int i = 0; i < n; i++) {
-      int16_t cut;
-      out[i] = split_BF16(from[i], &cut);
-      rest[i] = cut;
-    }
+    for (int i = 0; i < n; i++) rounded[i] = split_BF16(from[i], rest + i);
+    narrow(rounded, n, (BF16 *)to + at);
   } else {
     narrow_F16(from, n, (F16 *)to + at);
     widen_F16((const F16 *)to + at, n, nearest);
     for (int i = 0; i < n; i++) rest[i] = cut_F16(from[i], nearest[i]);
   }
+  narrow(rest, n, (uint16_t *)remainder + at);
 }

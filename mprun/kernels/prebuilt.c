@@ -9,7 +9,7 @@ processor's); Python asks `mprun_level` which one to call. */
 #define AT_LEVEL(name, level) NAME(name##_, level)
 
 static void round_range(const void *job, int64_t start, int64_t stop) {
-  for (int64_t i = start; i < stop; i += BLOCK) round_block(job, i, block_at(i, stop));
+  round_blocks(job, start, stop);
 }
 
 void AT_LEVEL(mprun_round, LEVEL)(const float *from, void *to, float *wide, int64_t count,
@@ -26,8 +26,7 @@ typedef struct {
 
 static void update_range(const void *given, int64_t start, int64_t stop) {
   const Chosen *job = given;
-  for (int64_t i = start; i < stop; i += BLOCK)
-    update_block(job->as, &job->update, i, block_at(i, stop));
+  update_blocks(job->as, &job->update, start, stop);
 }
 
 void AT_LEVEL(mprun_update, LEVEL)(const Storage *as, void *param, const void *grad, void *first,

@@ -15,7 +15,7 @@ static void round_range(const void *given, int64_t start, int64_t stop) {
   Rounding job = *(const Rounding *)given;
   job.format = NAME(FORMAT_, TO);
   job.saturate = SATURATES;
-  for (int64_t i = start; i < stop; i += BLOCK) round_block(&job, i, block_at(i, stop));
+  round_blocks(&job, start, stop);
 }
 
 void round_stochastic(const float *from, TO *to, int64_t count, uint32_t start, uint32_t low,

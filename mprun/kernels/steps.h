@@ -12,7 +12,11 @@ has loaded one. */
 
 /* ---- threads ---- */
 
+#if defined(__ELF__)
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+#else
+static void (*const GOMP_parallel)(void (*)(void *), void *, unsigned, unsigned) = 0;
+#endif
 
 typedef void (*range_work)(const void *job, int64_t start, int64_t stop);
 typedef struct {
@@ -43,11 +47,6 @@ static void in_threads(range_work work, const void *job, int64_t count, int thre
     take_parts(&shared);
 }
 
-/* The elements of the block at `i`. */
-static inline int block_at(int64_t i, int64_t stop) {
-  return (int)(stop - i < BLOCK ? stop - i : BLOCK);
-}
-
 /* ---- rounding ---- */
 
 typedef struct {
@@ -66,6 +65,13 @@ static inline void round_block(const Rounding *job, int64_t i, int n) {
   store(job->to, job->format, job->saturate, i, n, job->from + i, scratch,
         job->key ? words : NULL);
   if (job->wide) load(job->to, job->format, i, n, job->wide + i);
+}
+
+/* Whole blocks first: compilers unroll what has a known length. */
+static inline void round_blocks(const Rounding *job, int64_t start, int64_t stop) {
+  int64_t i = start;
+  for (; i + BLOCK <= stop; i += BLOCK) round_block(job, i, BLOCK);
+  if (i < stop) round_block(job, i, (int)(stop - i));
 }
 
 /* ---- the optimizer step ---- */
@@ -203,4 +209,11 @@ static inline void update_block(const Storage *as, const Update *job, int64_t i,
   store_moment(job->first, as->first, as->saturate, i, n, m, scratch, words,
                as->first_stochastic ? keys + 2 : NULL, index);
   store_moment(job->second, as->second, as->saturate, i, n, v, scratch, words, keys + 4, index);
+}
+
+static inline void update_blocks(const Storage *as, const Update *job, int64_t start,
+                                 int64_t stop) {
+  int64_t i = start;
+  for (; i + BLOCK <= stop; i += BLOCK) update_block(as, job, i, BLOCK);
+  if (i < stop) update_block(as, job, i, (int)(stop - i));
 }

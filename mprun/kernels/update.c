@@ -43,7 +43,7 @@ static const Storage STORAGE = {
 };
 
 static void update_range(const void *job, int64_t start, int64_t stop) {
-  for (int64_t i = start; i < stop; i += BLOCK) update_block(&STORAGE, job, i, block_at(i, stop));
+  update_blocks(&STORAGE, job, start, stop);
 }
 
 void update(void *param, const void *grad, void *first, void *second, int16_t *remainder,

@@ -238,15 +238,18 @@ FORMATS = """
 #define ALL(T)                                                                            \\
   void all_##T(const float *from, int64_t n, T *nearest, float *loaded, T *rounded,       \\
                int16_t *rest, float *merged) {{                                           \\
-    for (int64_t i = 0; i < n; i++) {{                                                    \\
-      nearest[i] = nearest_##T(from[i]);                                                  \\
-      loaded[i] = load_##T(nearest[i]);                                                   \\
-      rounded[i] = split_##T(from[i], rest + i);                                          \\
-      merged[i] = merge_##T(rounded[i], rest[i]);                                         \\
+    float scratch[BLOCK];                                                                 \\
+    for (int64_t i = 0; i < n; i += BLOCK) {{                                             \\
+      int m = (int)(n - i < BLOCK ? n - i : BLOCK);                                       \\
+      store(nearest, FORMAT_##T, SATURATES, i, m, from + i, scratch, NULL);               \\
+      load(nearest, FORMAT_##T, i, m, loaded + i);                                        \\
+      split(rounded, rest, FORMAT_##T, i, m, from + i, scratch);                          \\
+      merge(rounded, rest, FORMAT_##T, i, m, merged + i);                                 \\
     }}                                                                                    \\
   }}                                                                                      \\
   void merge_all_##T(const T *rounded, const int16_t *rest, int64_t n, float *merged) {{  \\
-    for (int64_t i = 0; i < n; i++) merged[i] = merge_##T(rounded[i], rest[i]);           \\
+    for (int64_t i = 0; i < n; i += BLOCK)                                                \\
+      merge(rounded, rest, FORMAT_##T, i, (int)(n - i < BLOCK ? n - i : BLOCK), merged + i); \\
   }}
 ALL(F16)
 ALL(BF16)
@@ -255,9 +258,9 @@ ALL(BF16)
 
 def formats(folder: Path, overflow: str) -> ctypes.CDLL:
     source = folder / "all.c"
-    source.write_text(FORMATS.format(header=kernels.SOURCES / "formats.h"), encoding="utf-8")
+    source.write_text(FORMATS.format(header=kernels.SOURCES / "blocks.h"), encoding="utf-8")
     # The loader takes sources of its own folder; an absolute path replaces that folder.
-    return kernels.load(str(source), {"SATURATE": None} if overflow == "saturate" else {})
+    return kernels.load(str(source), {"SATURATES": str(int(overflow == "saturate"))})
 
 
 @needs_compiler
