@@ -72,6 +72,8 @@ def all_tensors(value: Any) -> list[Tensor]:
 
 def to_dtype(value: Any, dtype: torch.dtype) -> Any:
     """`value` with every floating tensor in it in `dtype`."""
+    if isinstance(value, Tensor) and value.dtype == dtype:
+        return value
     return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 

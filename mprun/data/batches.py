@@ -202,6 +202,9 @@ class Order(Protocol):
         """The next epoch's order, as `Batches.epoch` takes it."""
 
 
+_NO_STATE = torch.empty(0, dtype=torch.uint8)
+
+
 class TensorOrder:
     """The order in which an epoch visits the samples; its state is the generator's.
 
@@ -218,7 +221,7 @@ class TensorOrder:
 
     def state(self) -> Tensor:
         """The generator's state: what the next `draw` depends on; empty where none is drawn."""
-        return self._generator.get_state() if self._shuffle else torch.empty(0, dtype=torch.uint8)
+        return self._generator.get_state() if self._shuffle else _NO_STATE
 
     def restore(self, state: Tensor, drawn: bool) -> None:
         """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
@@ -316,7 +319,9 @@ class TensorBatches:
 
     def _content(self, order: Tensor | None, start: int, stop: int) -> Any:
         """The samples of a batch, on the device."""
-        if order is None:
+        if order is None and stop - start == self.samples:
+            content = self.data.content
+        elif order is None:
             content = map_tensors(lambda x: x[start:stop], self.data.content)
         else:
             index = order[start:stop]

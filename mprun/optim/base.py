@@ -31,12 +31,14 @@ from mprun.optim.formulas import HYPERS, Storage
 from mprun.optim.state import check_saved, complete_state, loaded_entries, second_name
 from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, not_finite
 from mprun.precision.policy import ROUNDINGS
-from mprun.precision.random_bits import NAME, key, tensor_number
+from mprun.precision.random_bits import NAME, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ScaledOptimizer
 
 SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
+NO_KEYS = [Key(0, 0)] * SITES
+"""For steps that draw no random bits."""
 
 
 class StorageOptions(TypedDict, total=False):
@@ -268,7 +270,9 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             state["remainder"] if storage.compensated else None,
         ]
         flat = [None if x is None else x.contiguous().view(-1) for x in tensors]
-        keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
+        keys = NO_KEYS
+        if storage.draws:
+            keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
         hyper = self._hyper(group, state["step"], factor, on_host)
         engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
         if engine == "c":  # written to behind autograd's back

@@ -87,6 +87,9 @@ def run(
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
     work = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}[engine]
+    if 0 < operands.param.numel() <= BLOCK:
+        work(storage, operands, hyper, keys, skip)
+        return
     for start in range(0, operands.param.numel(), BLOCK):
         part = operands.part(start, start + BLOCK)
         work(storage, part, hyper, tuple(k.at(start) for k in keys), skip)

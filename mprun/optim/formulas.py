@@ -118,6 +118,11 @@ class Storage:
         return self.second is not None and self.second != torch.float32
 
     @property
+    def draws(self) -> bool:
+        """Whether anything is rounded stochastically."""
+        return self.rounding != "nearest" or self.root
+
+    @property
     def compensated(self) -> bool:
         """Whether a remainder is stored beside the parameter."""
         return self.rounding == "kahan" and self.param != torch.float32

@@ -31,7 +31,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.layers import check_rounding, keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.op_lists import OpLists, disable_casts
+from mprun.precision.op_lists.mode import anything_casts
 from mprun.precision.plain_arguments import (
     chosen_arithmetic,
     device_of,
@@ -363,7 +364,7 @@ class Precision:
         self._stepped = True
         self.arithmetic.end_step()
         self._caster.end_step()
-        with disable_casts():
+        with disable_casts() if anything_casts() else nullcontext():
             skipped = self.loss_scale.step(optimizer, self._clip)
         for guard in self._guards.values():
             guard.after(skipped)

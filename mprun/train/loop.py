@@ -150,6 +150,10 @@ class Trainer:
     def _metrics(self) -> dict[str, RecipeMetric]:
         return metrics_of(self.parts.recipe)
 
+    @cached_property
+    def _counts_correct(self) -> bool:
+        return type(self.parts.recipe).correct is not Recipe.correct
+
     def _new_metric_pass(self) -> MetricPass:
         return MetricPass(self._metrics, self.parts.train.device)
 
@@ -206,7 +210,8 @@ class Trainer:
             self.epoch += 1
             self._order_state, self._batches_done = self.parts.order.state(), 0
             self._in_epoch, self._read_whole_epoch = True, False
-            self._metric_pass = self._new_metric_pass()
+            if self._metrics:
+                self._metric_pass = self._new_metric_pass()
         self._train_epoch()
         if self._finished():
             # Saved inside the epoch: a run resumed with more steps continues inside it.
@@ -308,14 +313,16 @@ class Trainer:
         asked_at = watch.switch("data")
         if not parts.model.training:
             parts.model.train()
-        epoch = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
-        with contextlib.closing(epoch) as batches:
+        batches = parts.train.epoch(parts.order.draw(), skip=self._batches_done)
+        try:
             while not self._finished():
                 if (batch := next(batches, None)) is None:
                     self._read_whole_epoch = True
                     break
                 self._train_on(batch.trained, asked_at)
                 asked_at = watch.switch("data")
+        finally:
+            batches.close()
 
     def _train_on(self, batch: Batch, asked_at: float) -> None:
         """Take a step on a batch that was asked for at a reading of `time.perf_counter`."""
@@ -328,7 +335,9 @@ class Trainer:
         self._time.step_s = watch.switch("metrics") - ready_at
         self.step += 1
         self._batches_done += 1
-        correct = count_correct(parts.recipe, result.outputs, batch)
+        correct = None
+        if self._counts_correct:
+            correct = count_correct(parts.recipe, result.outputs, batch)
         parts.readback.put(Scalars(result.loss, correct, scale, result.skipped, result.parts))
         self._metric_pass.add(result.outputs, batch, result.skipped)
         waited_ms = (ready_at - asked_at) * 1e3

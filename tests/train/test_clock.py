@@ -27,7 +27,8 @@ def test_the_host_clock_times_from_start_to_stop(monkeypatch: pytest.MonkeyPatch
     assert [x.ms for x in clock.take()] == [125.0]
 
 
-def test_the_host_clock_counts_the_page_faults_of_a_step() -> None:
+def test_the_host_clock_counts_the_page_faults_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "COUNTED_FROM_MS", 0.0)
     clock, pages = HostClock(), 1000
     with mmap.mmap(-1, 2 * pages * mmap.PAGESIZE) as block:
         touched = [slice(0, pages), slice(0, pages), slice(pages, 2 * pages)]
@@ -45,6 +46,23 @@ def test_the_host_clock_counts_the_page_faults_of_a_step() -> None:
     assert again is not None
     assert other is not None
     assert again < min(first, other)
+
+
+@pytest.mark.parametrize(("step_ms", "counted"), [(0.0, [0, 8, 16]), (3.0, [*range(17)])])
+def test_of_short_steps_every_eighth_is_counted(
+    step_ms: float, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(timing, "page_faults", lambda: 7)
+    clock = HostClock()
+    for _ in range(17):
+        clock.start()
+        now[0] += step_ms / 1e3
+        clock.stop()
+    times = clock.take()
+    assert [n for n, x in enumerate(times) if x.page_faults == 0] == counted
+    assert [x.ms for x in times] == pytest.approx([step_ms] * 17)
 
 
 class Event:

@@ -142,10 +142,19 @@ def disable_casts() -> Iterator[None]:
         @disable_casts()
         def penalty(weights): ...
     """
+    if not anything_casts():  # the common case, at every step of an optimizer
+        yield
+        return
     mode = _current()
     off = nullcontext() if mode is None else _off(mode)
     with off, _autocast_off("cpu"), _autocast_off("cuda"):
         yield
+
+
+def anything_casts() -> bool:
+    """Whether the calling thread is in a region of op lists or of autocast."""
+    by_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return by_autocast or _current() is not None
 
 
 def _autocast_off(device_type: str) -> AbstractContextManager[object]:
