@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from mprun import kernels
 from mprun._torch import onednn_takes
 from mprun.doctor import environment
 from mprun.records.doctor_record import Cuda, GpuUnused, Machine, OneDnn
@@ -212,6 +213,7 @@ def examine_machine(device: torch.device) -> Machine:
         variables={name: os.environ[name] for name in VARIABLES if os.environ.get(name)},
         cuda=cuda(device) if device.type == "cuda" else None,
         gpu_unused=None if device.type == "cuda" else gpu_unused(),
+        optimizer_kernels=kernels.origin(),
     )
 
 

@@ -57,6 +57,7 @@ def machine_table(examination: Examination) -> FittedTable:
         "load before": "unknown" if load is None else f"{load:.2f}",
         "CPU instructions": _instructions(machine),
         "oneDNN": _onednn(machine),
+        "optimizer kernels": machine.optimizer_kernels or "-",
         **_gpu(machine.cuda),
         "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
         "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
