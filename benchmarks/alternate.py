@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 BLOCKS = 100
@@ -52,12 +52,21 @@ def alternate(base: Iterator[float], other: Iterator[float], blocks: int = BLOCK
         for source, times in pair:
             times.append(next(source))
 
-    def ratio(index: list[int]) -> float:
-        return statistics.median(b[i] for i in index) / statistics.median(a[i] for i in index)
+    return compared(a, b)
 
+
+def compared(base_s: Sequence[float], other_s: Sequence[float]) -> Ratio:
+    """Medians of times that were taken in turns, and their ratio."""
+
+    def ratio(index: list[int]) -> float:
+        other = statistics.median(other_s[i] for i in index)
+        return other / statistics.median(base_s[i] for i in index)
+
+    blocks = len(base_s)
     low, high = interval(ratio, blocks)
-    whole = ratio(list(range(blocks)))
-    return Ratio(statistics.median(a) * 1e3, statistics.median(b) * 1e3, whole, low, high)
+    middle = ratio(list(range(blocks)))
+    medians_ms = statistics.median(base_s) * 1e3, statistics.median(other_s) * 1e3
+    return Ratio(*medians_ms, middle, low, high)
 
 
 def interval(ratio: Callable[[list[int]], float], n: int) -> tuple[float, float]:

@@ -18,6 +18,7 @@ loops' difference.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import subprocess
@@ -33,19 +34,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.alternate import BLOCKS, HEAPS, alternate, heap_environment
+from benchmarks.alternate import BLOCKS, HEAPS, compared, heap_environment
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.assemble.optimizer import CLASSES
 from mprun.assemble.parts import batch_form
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.doctor.environment import cpu_name, usable_cores
-from mprun.nested import map_tensors
+from mprun.nested import map_tensors, to_dtype
 from mprun.optim.engines import fastest
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.train.loop import Limits, Trainer
+from mprun.train.loop import Limits, StopRequestedError, Trainer
 
 
 @dataclass(frozen=True)
@@ -136,30 +137,13 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
             optimizer.zero_grad()
             with torch.autocast("cpu", dtype, enabled=autocast):
                 output = recipe.forward(model, form.convert(content))
-            loss = recipe.loss(output.float(), content)
+            loss = recipe.loss(to_dtype(output, torch.float32), content)
             scaler.scale(loss).backward()
             if clip_norm is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             scaler.step(optimizer)
             scaler.update()
-        yield (time.perf_counter() - start) / steps
-
-
-def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
-    """Seconds per step of mprun's loop, block after block."""
-    splits = plan.splits
-    assert isinstance(splits.train, TensorSet)
-    full = len(splits.train) // plan.batch.effective * plan.batch.effective
-    whole = replace(splits, train=splits.train.first(full), validation=splits.validation.first(0))
-    parts = build_parts(replace(plan, splits=whole))
-    done = 0
-    trainer = Trainer(parts, Limits(None, None, None))
-    while True:
-        done += steps
-        trainer.limit(Limits(None, done, None))
-        start = time.perf_counter()
-        trainer.fit()
         yield (time.perf_counter() - start) / steps
 
 
@@ -173,8 +157,33 @@ def planned(case: Case, precision: str) -> Plan:
 
 
 def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
-    """Alternate blocks of both loops; ratio of medians with its interval."""
-    comparison = alternate(raw_blocks(plan, steps), mprun_blocks(plan, steps), blocks)
+    """Alternate blocks of both loops; ratio of medians with its interval.
+
+    The raw loop takes its turns between two steps of mprun's, which is entered once: to begin and
+    end a training for each block would count as steps.
+    """
+    raw, raw_s, own_s = raw_blocks(plan, steps), list[float](), list[float]()
+    done, began = 0, 0.0
+
+    def between_steps() -> bool:
+        nonlocal done, began
+        done += 1
+        if done % steps == 0:
+            own_s.append((time.perf_counter() - began) / steps)
+            raw_s.append(next(raw))
+            began = time.perf_counter()
+        return len(raw_s) > blocks
+
+    splits = plan.splits
+    assert isinstance(splits.train, TensorSet)
+    full = len(splits.train) // plan.batch.effective * plan.batch.effective
+    whole = replace(splits, train=splits.train.first(full), validation=splits.validation.first(0))
+    trainer = Trainer(
+        build_parts(replace(plan, splits=whole)), Limits(None, None, None), stop=between_steps
+    )
+    with contextlib.suppress(StopRequestedError):
+        trainer.fit()
+    comparison = compared(raw_s[1:], own_s[1:])
     return {
         "raw_ms": comparison.base_ms,
         "mprun_ms": comparison.other_ms,
