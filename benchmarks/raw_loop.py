@@ -147,6 +147,29 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
+def of_full_batches(plan: Plan) -> Plan:
+    """The plan without a last smaller batch and without validation."""
+    splits = plan.splits
+    assert isinstance(splits.train, TensorSet)
+    full = len(splits.train) // plan.batch.effective * plan.batch.effective
+    none = splits.validation.first(0)
+    return replace(plan, splits=replace(splits, train=splits.train.first(full), validation=none))
+
+
+def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
+    """Seconds per step of mprun's loop, block after block, each a training of its own.
+
+    For comparing mprun with itself: both sides begin and end a training as often.
+    """
+    trainer, done = Trainer(build_parts(of_full_batches(plan)), Limits(None, None, None)), 0
+    while True:
+        done += steps
+        trainer.limit(Limits(None, done, None))
+        start = time.perf_counter()
+        trainer.fit()
+        yield (time.perf_counter() - start) / steps
+
+
 def planned(case: Case, precision: str) -> Plan:
     """The plan of a case, without the choices of `speed=auto` that change a raw loop too."""
     given = [*case.overrides, f"precision={precision}", "speed=plain", "device=cpu"]
@@ -174,13 +197,8 @@ def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
             began = time.perf_counter()
         return len(raw_s) > blocks
 
-    splits = plan.splits
-    assert isinstance(splits.train, TensorSet)
-    full = len(splits.train) // plan.batch.effective * plan.batch.effective
-    whole = replace(splits, train=splits.train.first(full), validation=splits.validation.first(0))
-    trainer = Trainer(
-        build_parts(replace(plan, splits=whole)), Limits(None, None, None), stop=between_steps
-    )
+    parts = build_parts(of_full_batches(plan))
+    trainer = Trainer(parts, Limits(None, None, None), stop=between_steps)
     with contextlib.suppress(StopRequestedError):
         trainer.fit()
     comparison = compared(raw_s[1:], own_s[1:])
