@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 
 from benchmarks.alternate import BLOCKS, HEAPS, compared, heap_environment
 from mprun.assemble import Plan, build_parts, make_plan
+from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.optimizer import CLASSES
 from mprun.assemble.parts import batch_form
 from mprun.config import compose
@@ -114,6 +115,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
     assert isinstance(data, TensorSet)
     model = build_parts(plan).model
     optimizer, clip_norm = raw_optimizer(plan, model), plan.config.train.clip_norm
+    schedule = build_schedule(plan.config.train, recipe, optimizer, plan.planned_steps)
     autocast = plan.policy.casting == "autocast"
     dtype = torch_dtype(plan.policy.compute_dtype) if autocast else torch.bfloat16
     scaler = torch.amp.GradScaler("cpu", enabled=plan.policy.name == "fp16_mixed")
@@ -144,6 +146,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
                 nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             scaler.step(optimizer)
             scaler.update()
+            schedule.step(None)
         yield (time.perf_counter() - start) / steps
 
 
