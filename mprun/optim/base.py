@@ -118,6 +118,7 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             "attempts": 0,
         }
         self.engine = engine
+        self._hypers: dict[tuple[int, float], Tensor] = {}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -219,6 +220,7 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
 
     def _step(self, factor: Tensor | None, skip: Tensor | None) -> None:
         position = 0
+        self._hypers = {}  # the parameters of a group that have taken as many steps share them
         for group in self.param_groups:
             group["attempts"] += 1
             for p, given in zip(group["params"], _given_names(group), strict=True):
@@ -269,7 +271,8 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             state[second_name(self.second, storage)] if storage.second else None,
             state["remainder"] if storage.compensated else None,
         ]
-        flat = [None if x is None else x.contiguous().view(-1) for x in tensors]
+        in_place = engine == "c" and all(x is None or x.is_contiguous() for x in tensors)
+        flat = tensors if in_place else [_flat(x) for x in tensors]
         keys = NO_KEYS
         if storage.draws:
             keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
@@ -277,6 +280,8 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
         engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
         if engine == "c":  # written to behind autograd's back
             torch.autograd.graph.increment_version(p)
+        if in_place:
+            return
         for tensor, updated in zip(tensors, flat, strict=True):
             if tensor is not None and tensor is not p.grad and not tensor.is_contiguous():
                 assert updated is not None
@@ -294,8 +299,12 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
     ) -> Tensor:
         """The formula's constants, computed in float64, as float32 [HYPERS] on the device."""
         if on_host:
-            values = [1.0 if factor is None else factor.item(), *self.hyper(group, step.item())]
-            return torch.tensor([*values, *[0.0] * (HYPERS - len(values))], dtype=torch.float32)
+            known = id(group), step.item()
+            if known not in self._hypers:
+                values = [1.0 if factor is None else factor.item(), *self.hyper(group, known[1])]
+                values += [0.0] * (HYPERS - len(values))
+                self._hypers[known] = torch.tensor(values, dtype=torch.float32)
+            return self._hypers[known]
         wide = [1.0 if factor is None else factor, *self.hyper(group, step.double())]
         wide += [0.0] * (HYPERS - len(wide))
         scalars = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in wide]
@@ -334,6 +343,10 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
                 if index in state_dict["state"]:
                     entries = state_dict["state"][index]
                     self.state[p] = loaded_entries(entries, p.device, ours="attempts" in saved)
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous().view(-1)
 
 
 def _given_names(group: dict[str, Any]) -> list[str] | list[None]:

@@ -37,7 +37,7 @@ ENGINES = ("c", "inductor", "eager")
 
 @dataclass
 class Operands:
-    """The flat tensors [n] of one parameter's step, updated in place."""
+    """The tensors of one parameter's step, each in one piece, updated in place."""
 
     param: Tensor
     grad: Tensor
@@ -48,7 +48,7 @@ class Operands:
     def part(self, start: int, stop: int) -> Operands:
         """The elements from `start` to `stop`."""
         parts = (self.param, self.grad, self.first, self.second, self.remainder)
-        return Operands(*(None if x is None else x[start:stop] for x in parts))  # type: ignore[arg-type]
+        return Operands(*(None if x is None else x.view(-1)[start:stop] for x in parts))  # type: ignore[arg-type]
 
 
 def fastest(device: torch.device, storage: Storage | None = None) -> str:

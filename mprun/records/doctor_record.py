@@ -126,7 +126,7 @@ class Machine:
     gpu_unused: GpuUnused | None
     """Why a GPU that seems to be present is not examined; null if none seems to be."""
     optimizer_kernels: str | None = None
-    """Where the CPU kernels of optimizers and stochastic rounding come from, or why there are none."""
+    """Where the CPU kernels of optimizers and of rounding come from, or why there are none."""
 
 
 @dataclass(kw_only=True)
