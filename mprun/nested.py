@@ -78,7 +78,7 @@ def to_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _sequence(value: Any, items: list[Any]) -> Any:
-    if all(new is old for new, old in zip(items, value, strict=True)):
+    if all(map(operator.is_, items, value)):
         return value
     kind = type(value)
     if hasattr(kind, "_make"):  # a named tuple

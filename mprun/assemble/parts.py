@@ -128,12 +128,13 @@ def batch_form(plan: Plan) -> BatchForm:
     Inputs that the loss does not read have that dtype and format in the batch itself.
     """
     recipe, dtype = plan.recipe, torch_dtype(plan.policy.input_dtype)
+    forwards_target = recipe.forwards_target
 
     def one(x: Tensor) -> Tensor:
         return plan.speed.inputs(x.to(dtype) if x.is_floating_point() else x)
 
     def convert(content: Any) -> Any:
-        if recipe.forwards_target or not isinstance(content, tuple | list) or len(content) < 2:
+        if forwards_target or not isinstance(content, tuple | list) or len(content) < 2:
             return map_tensors(one, content)
         *inputs, target = content
         return (*map_tensors(one, tuple(inputs)), target)

@@ -127,12 +127,12 @@ class Batch(NamedTuple):
     @property
     def size(self) -> int:
         """Samples."""
-        return sum(part.size for part in self.parts)
+        return sum([part.size for part in self.parts])
 
     @property
     def weight(self) -> float:
         """The sum of the parts' weights."""
-        return sum(part.weight for part in self.parts)
+        return sum([part.weight for part in self.parts])
 
     @property
     def trained(self) -> Batch:

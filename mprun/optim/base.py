@@ -18,26 +18,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, TypedDict
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun._torch import is_fake, load_hooks_run
+from mprun._torch import add_to_each, is_fake, load_hooks_run, zero_grad
 from mprun.optim import engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
 from mprun.optim.state import check_saved, complete_state, loaded_entries, second_name
 from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, not_finite
 from mprun.precision.policy import ROUNDINGS
-from mprun.precision.random_bits import NAME, Key, key, tensor_number
+from mprun.precision.random_bits import NAME, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ScaledOptimizer
 
 SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
-NO_KEYS = [Key(0, 0)] * SITES
+NO_KEYS = (Key(0, 0),) * SITES
 """For steps that draw no random bits."""
 
 
@@ -74,6 +75,25 @@ class StorageOptions(TypedDict, total=False):
 
     A named engine has no substitute: with c and no compiler the step fails.
     """
+
+
+class _Update(NamedTuple):
+    """The update of one parameter."""
+
+    p: Tensor
+    group: dict[str, Any]
+    number: int
+    """Of its random bits."""
+    state: dict[str, Tensor]
+    storage: Storage
+    engine: str
+    on_host: bool
+    """Whether numbers can be read at once."""
+
+    @property
+    def is_run(self) -> bool:
+        """False for fake tensors: what compiles allocates nothing."""
+        return self.engine == "eager" or not is_fake(self.p)
 
 
 class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
@@ -159,6 +179,8 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
         """Whether the first moment is stored between steps."""
         return True
 
+    zero_grad = zero_grad
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, as `torch.amp.GradScaler` calls it.
@@ -203,11 +225,10 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
             None where `scale` and `overflow` are None.
         """
-        updated = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for p in updated:
-            check_operands(p, p.grad, type(self).__name__)
-        gradients = [p.grad for p in updated if p.grad.numel()]
-        if overflow is None and scale is not None:
+        is_checked = overflow is None and scale is not None
+        gradients = self._gradients() if is_checked or max_norm is not None else []
+        if is_checked:
+            assert scale is not None
             overflow = not_finite(gradients, scale.device)
         self.grad_scale, self.found_inf = scale, overflow
         if max_norm is not None and gradients:
@@ -218,52 +239,61 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             del self.grad_scale, self.found_inf
         return overflow
 
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of the step, checked; without empty ones."""
+        gradients = []
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                check_operands(p, p.grad, type(self).__name__)
+                gradients.append(p.grad)
+        return [g for g in gradients if g.numel()]
+
     def _step(self, factor: Tensor | None, skip: Tensor | None) -> None:
-        position = 0
         self._hypers = {}  # the parameters of a group that have taken as many steps share them
+        updates = self._updates()
+        on_host = [update for update in updates if update.on_host]
+        if on_host and (skip is None or not skip.item()):
+            add_to_each([update.state["step"] for update in on_host], 1)
+            for update in on_host:
+                self._run(update, factor, None)
+        for update in updates:
+            if not update.on_host and update.is_run:
+                update.state["step"] += 1 if skip is None else 1 - skip
+                self._run(update, factor, skip)
+
+    def _updates(self) -> list[_Update]:
+        """What the step updates; all of it is checked before any of it changes."""
+        updates, position = [], 0
         for group in self.param_groups:
             group["attempts"] += 1
             for p, given in zip(group["params"], _given_names(group), strict=True):
                 if p.grad is not None:
                     name = getattr(p, NAME, given)
                     number = position if name is None else tensor_number(name)
-                    self._update(p, group, number, factor, skip)
+                    storage, state = self._storage(p, group), self.state[p]
+                    complete_state(state, p, storage, self.first, self.second)
+                    engine = self._engine(p, storage)
+                    on_host = p.is_cpu and not is_fake(p)
+                    updates.append(_Update(p, group, number, state, storage, engine, on_host))
                 position += 1
+        return updates
 
     def _storage(self, p: Tensor, group: dict[str, Any]) -> Storage:
         assert p.grad is not None
         check_operands(p, p.grad, type(self).__name__)
-        return Storage(
-            formula=self.formula_of(group),
-            param=p.dtype,
-            grad=p.grad.dtype,
-            first=group["momentum_dtype"] if self.keeps_first(group) else None,
-            second=None if self.second is None else group["variance_dtype"],
-            rounding=group["rounding"],
-            saturate=group["overflow"] == "saturate",
+        return _storage(
+            self.formula_of(group),
+            p.dtype,
+            p.grad.dtype,
+            group["momentum_dtype"] if self.keeps_first(group) else None,
+            None if self.second is None else group["variance_dtype"],
+            group["rounding"],
+            group["overflow"] == "saturate",
         )
 
-    def _update(
-        self,
-        p: Tensor,
-        group: dict[str, Any],
-        number: int,
-        factor: Tensor | None,
-        skip: Tensor | None,
-    ) -> None:
-        state, storage = self.state[p], self._storage(p, group)
-        complete_state(state, p, storage, self.first, self.second)
-        engine = self._engine(p, storage)
-        on_host = p.device.type == "cpu" and not is_fake(p)
-        if on_host and skip is not None:
-            if skip.item():
-                return
-            skip = None
-        if is_fake(p) and engine != "eager":
-            return  # the compiled ones allocate nothing
-        taken = 1 if skip is None else 1 - skip
-        state["step"] += taken
-        assert p.grad is not None
+    def _run(self, update: _Update, factor: Tensor | None, skip: Tensor | None) -> None:
+        """Update a parameter and its state, whose step is counted already."""
+        p, group, number, state, storage, engine, on_host = update
         tensors = [
             p.detach(),
             p.grad,
@@ -271,13 +301,13 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
             state[second_name(self.second, storage)] if storage.second else None,
             state["remainder"] if storage.compensated else None,
         ]
-        in_place = engine == "c" and all(x is None or x.is_contiguous() for x in tensors)
+        in_place = engine == "c" and all(map(_is_in_one_piece, tensors))
         flat = tensors if in_place else [_flat(x) for x in tensors]
-        keys = NO_KEYS
-        if storage.draws:
-            keys = [key(group["seed"], group["attempts"], number, site) for site in range(SITES)]
+        drawn = (
+            keys((group["seed"], group["attempts"], number), SITES) if storage.draws else NO_KEYS
+        )
         hyper = self._hyper(group, state["step"], factor, on_host)
-        engines.run(engine, storage, Operands(*flat), hyper, tuple(keys), skip)  # type: ignore[arg-type]
+        engines.run(engine, storage, Operands(*flat), hyper, drawn, skip)  # type: ignore[arg-type]
         if engine == "c":  # written to behind autograd's back
             torch.autograd.graph.increment_version(p)
         if in_place:
@@ -343,6 +373,14 @@ class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
                 if index in state_dict["state"]:
                     entries = state_dict["state"][index]
                     self.state[p] = loaded_entries(entries, p.device, ours="attempts" in saved)
+
+
+_storage = lru_cache(Storage)
+"""One object for all tensors that are stored in the same way."""
+
+
+def _is_in_one_piece(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.is_contiguous()
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:

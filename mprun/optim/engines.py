@@ -70,7 +70,7 @@ def run(
     storage: Storage,
     operands: Operands,
     hyper: Tensor,
-    keys: tuple[Key, Key, Key],
+    keys: tuple[Key, ...],
     skip: Tensor | None,
 ) -> None:
     """Update the operands.
@@ -86,7 +86,7 @@ def run(
     Raises:
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
-    work = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}[engine]
+    work = _WORK[engine]
     if 0 < operands.param.numel() <= BLOCK:
         work(storage, operands, hyper, keys, skip)
         return
@@ -101,13 +101,16 @@ def _in_c(
     count = operands.param.numel()
     pointers = (operands.param, operands.grad, operands.first, operands.second, operands.remainder)
     _library(storage)(
-        *(None if x is None else x.data_ptr() for x in pointers),
+        *[None if x is None else x.data_ptr() for x in pointers],
         count,
         0,
         hyper.data_ptr(),
-        (ctypes.c_uint32 * 6)(*(word for key in keys for word in key)),
+        _KeyWords(*[word for key in keys for word in key]),
         threads_for(count),
     )
+
+
+_KeyWords = ctypes.c_uint32 * 6
 
 
 @cache
@@ -247,3 +250,5 @@ def _compiled(storage: Storage) -> Callable[..., None]:
 
 
 _seen: list[Storage] = []
+
+_WORK = {"c": _in_c, "inductor": _by_inductor, "eager": _eagerly}

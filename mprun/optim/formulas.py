@@ -12,7 +12,8 @@ below 3e-8 to 0, and one of 1e-7 to 1.2e-7.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -102,6 +103,13 @@ class Storage:
     """
     saturate: bool
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(astuple(self))
+
     @property
     def first_scale(self) -> float:
         """The factor of the stored first moment."""
@@ -112,17 +120,17 @@ class Storage:
         """The factor of the stored root of the second moment."""
         return scale(self.second)
 
-    @property
+    @cached_property
     def root(self) -> bool:
         """Whether the second moment is stored as its square root."""
         return self.second is not None and self.second != torch.float32
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """Whether anything is rounded stochastically."""
         return self.rounding != "nearest" or self.root
 
-    @property
+    @cached_property
     def compensated(self) -> bool:
         """Whether a remainder is stored beside the parameter."""
         return self.rounding == "kahan" and self.param != torch.float32

@@ -53,10 +53,30 @@ class Key(NamedTuple):
 
 def key(*parts: int) -> Key:
     """Mix integers (seed, step, tensor, site) into a key; changing one changes about half of it."""
-    state = 0
+    return _key(_mixed(0, *parts))
+
+
+def keys(parts: tuple[int, ...], sites: int) -> tuple[Key, ...]:
+    """`key(*parts, site)` for each site below `sites`."""
+    *shared, tensor = parts
+    state = _mixed(_shared(*shared), tensor)
+    return tuple([_key(_mixed(state, site)) for site in range(sites)])
+
+
+def _key(state: int) -> Key:
+    return Key(state & 0xFFFFFFFF, state >> 32)
+
+
+def _mixed(state: int, *parts: int) -> int:
     for part in parts:
         state = _splitmix(state ^ (part & MASK))
-    return Key(state & 0xFFFFFFFF, state >> 32)
+    return state
+
+
+@lru_cache(maxsize=64)
+def _shared(*parts: int) -> int:
+    """Seed and step, which all tensors of a step share."""
+    return _mixed(0, *parts)
 
 
 def _splitmix(state: int) -> int:

@@ -412,9 +412,9 @@ class Trainer:
             self._sums.epoch = p.epoch
             self._sums.add(step_metrics, p.size, p.weight)
         self._report_buffers({line.step: line.epoch for line in lines})
-        for epoch, step in closed:
-            self._notify_epoch(epoch, step)
         with self._watch.during("logging"):
+            for epoch, step in closed:
+                self._notify_epoch(epoch, step)
             for callback in self._callbacks:
                 callback.on_steps(lines)
         self.parts.clock.pause()  # the callbacks' time is not part of the next step
@@ -450,12 +450,15 @@ class Trainer:
         is_read = self._read_whole_epoch or (length is not None and self._batches_done >= length)
         is_cut_off = ended.epoch == self.epoch and not is_read
         scores = with_metrics(ended.scores(), self._metric_pass.compute())
-        self._last_scores = replace(scores, samples=ended.samples if is_cut_off else None)
+        if is_cut_off:
+            scores = replace(scores, samples=ended.samples)
+        self._last_scores = scores
         return Epoch(epoch=ended.epoch, train=self._last_scores, validation=validation)
 
     def _end_epoch(self, validation: Scores) -> None:
         self._report_lost_metrics()
-        self._notify_epoch(self._close_epoch(validation), self.step)
+        with self._watch.during("logging"):
+            self._notify_epoch(self._close_epoch(validation), self.step)
 
     def _report_lost_metrics(self) -> None:
         """Report metrics that a resumed epoch has no value of."""
@@ -470,9 +473,8 @@ class Trainer:
                 )
 
     def _notify_epoch(self, epoch: Epoch, step: int) -> None:
-        with self._watch.during("logging"):
-            for callback in self._callbacks:
-                callback.on_epoch_end(epoch, step)
+        for callback in self._callbacks:
+            callback.on_epoch_end(epoch, step)
 
     def test(self) -> None:
         """Score the test set.

@@ -125,10 +125,10 @@ class Sums:
         accuracy = None if self.correct is None else self.correct / self.samples
         if not self.weight:
             return Scores(loss=None, accuracy=accuracy)
-        parts: dict[str, Number | None] = {
-            f"{PREFIX}{name}": part / self.weight for name, part in self.parts.items()
-        }
-        return Scores(loss=self.loss / self.weight, accuracy=accuracy, metrics=parts or None)
+        parts: dict[str, Number | None] | None = None
+        if self.parts:
+            parts = {f"{PREFIX}{name}": part / self.weight for name, part in self.parts.items()}
+        return Scores(loss=self.loss / self.weight, accuracy=accuracy, metrics=parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The sums, as part of a checkpoint; the parts only where the loss has some."""
