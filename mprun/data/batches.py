@@ -127,12 +127,14 @@ class Batch(NamedTuple):
     @property
     def size(self) -> int:
         """Samples."""
-        return sum([part.size for part in self.parts])
+        parts = self.parts
+        return parts[0].size if len(parts) == 1 else sum([part.size for part in parts])
 
     @property
     def weight(self) -> float:
         """The sum of the parts' weights."""
-        return sum([part.weight for part in self.parts])
+        parts = self.parts
+        return parts[0].weight if len(parts) == 1 else sum([part.weight for part in parts])
 
     @property
     def trained(self) -> Batch:
