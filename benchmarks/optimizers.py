@@ -58,7 +58,7 @@ def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[
         yield f"{name}, moments float32, kahan", kahan.step
     if device.type == "cpu":
         eager = AdamW([parameter(size, torch.bfloat16, device)], engine="eager")
-        yield "bfloat16, moments float32, stochastic, no compiler", eager.step
+        yield "bfloat16, moments float32, stochastic, no kernels", eager.step
     try:
         from torchao.optim import _AdamW
     except ImportError:
