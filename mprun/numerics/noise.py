@@ -21,8 +21,9 @@ from torch import Tensor
 
 from mprun.numerics.histograms import BLOCK, Histogram
 from mprun.numerics.sqnr import ratio_db
-from mprun.precision.formats import E4M3, E5M2, FORMATS, FP16, Format, exponent, quantise
+from mprun.precision.formats import BF16, E4M3, E5M2, FP16, TF32, Format, exponent, quantise
 
+FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
 SCALED = (FP16, E4M3, E5M2)
 """Formats whose rounding errors depend on per-tensor scaling."""
 
@@ -70,7 +71,7 @@ def noise_of(x: Tensor, seen: Histogram) -> Noise:
         powers[0] += torch.dot(block, block)
         for n, (to, name, shift) in enumerate(shifts, start=1):
             overflows = to in exceeded and name == to.name
-            error = quantise(block, to, shift, overflows).sub_(block)
+            error = quantise(block, to, shift, None if overflows else "none").sub_(block)
             powers[n] += torch.dot(error, error)
         for n, to in enumerate(exceeded):
             above[n] += to.too_large(block, 2.0**-top).sum()
@@ -117,7 +118,7 @@ def expected_db(seen: Histogram, signal: float, to: Format, scale: float = 1.0) 
     for e, count in seen.exponents.items():
         error = 7 / 3 * 4.0 ** (e - top)
         if e + by >= to.smallest - 1:
-            error = 4.0 ** (max(e + by, to.smallest_normal) - to.bits + 1 - by - top) / 12
+            error = 4.0 ** (max(e + by, to.smallest_normal) - to.mantissa_bits - by - top) / 12
         noise += count * error
     # No error is larger than its value.
     return max(0.0, ratio_db(signal / 2.0**top / 2.0**top, noise))

@@ -1,62 +1,116 @@
-"""Binary floating-point formats, and the one function that rounds float32 to any of them.
+"""Number formats as data, and the one function that rounds float32 numbers to any of them.
 
-A format of p significand bits (with the leading one), smallest normal number 2^e_min and largest
-number M has, at a value of exponent e, numbers that are
+A **format** has a sign, E exponent bits, M mantissa bits and a bias. Its smallest normal number is
+2^(1 - bias), and at a value of exponent e its numbers are
 
-    2^(max(e, e_min) - p + 1)
+    2^(max(e, 1 - bias) - M)
 
-apart: below 2^e_min this spacing is constant (subnormal numbers). Rounding is to nearest, ties to
-even. Above M float16, bfloat16 and TF32 have infinity. Conversion to the float8 formats saturates
-at M, as hardware and libraries do (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+apart: below the smallest normal number this spacing is constant (subnormal numbers). What the top
+of the code space means differs between formats, so the largest number does, too:
 
-There are two ways to round a float32. For a format with float32's exponents all neighbours are
-2^(24 - p) float32 bit patterns apart, so an integer addition and a mask do it, also for infinities.
-For a smaller exponent range, adding and subtracting 1.5 2^(24 - p) times the power of two below the
-value does it: a float32 of that size has the spacing of the format as its last bit, so the
-hardware's own rounding is the one needed. Below 2^e_min that power is 2^e_min.
+    ieee   the top exponent is infinity and NaN     float16, bfloat16, TF32, E5M2
+    fn     only the top code is NaN                 E4M3
+    fnuz   the code of -0 is NaN, there is no -0    E4M3 and E5M2 of AMD's MI300
+    none   every code is a number                   E3M2, E2M3, E2M1
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), and the Open Compute
+Project's "OFP8" (2023) and "Microscaling Formats (MX)" (2023) specifications.
+
+A **block format** adds scales: numbers of few bits have a small range, so blocks of them share a
+factor. Larger blocks cost fewer bits for scales; smaller ones let an outlier spoil fewer
+neighbours.
+
+    fp8_tensorwise  E4M3, one float32 scale for the tensor, which brings its largest number to 448
+    fp8_rowwise     the same for each row
+    mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest))
+    nvfp4           E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale for the tensor
+                    (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025)
+
+**Rounding to nearest**, ties to even, has two ways. For a format with float32's exponents all
+neighbours are 2^(23 - M) float32 bit patterns apart, so an integer addition and a mask do it, also
+for infinities. For a smaller exponent range, adding and subtracting 1.5 2^(23 - M) times the power
+of two below the value does it: a float32 of that size has the spacing of the format as its last
+bit, so the hardware's own rounding is the one needed. Below the smallest normal number 2^n that
+power is 2^n.
+
+**Stochastic rounding** adds random bits to the 23 - M that are cut off, and cuts them off: the
+upper neighbour is taken with a probability that is the distance to the lower one. Below 2^n that
+number is added first, which gives all values there the spacing of the format. The addition rounds
+to 2^(n - 24): nothing below a 2^(M - 24)th of the spacing is ever rounded up.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SIGNIFICAND_BITS, SMALLEST_NORMAL = 24, -126
+MANTISSA_BITS, SMALLEST_NORMAL = 23, -126
 """Of float32."""
+Specials = Literal["ieee", "fn", "fnuz", "none"]
+Overflow = Literal["special", "saturate", "none"]
+"""What becomes of numbers beyond the largest: what the format has there (infinity, else NaN, else
+the largest number); the largest number, also for infinities; they stay, as if it had no largest."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A binary floating-point format."""
+    """A binary floating-point format with a sign."""
 
     name: str
-    bits: int
-    """Significand bits, the leading one included."""
-    smallest_normal: int
-    """The exponent of the smallest normal number."""
-    largest: float
-    saturates: bool = False
-    """Whether larger values become the largest number instead of infinity."""
+    exponent_bits: int
+    mantissa_bits: int
+    """Without the leading one."""
+    bias: int
+    specials: Specials = "ieee"
+    overflow: Overflow = "special"
+    """What a conversion makes of too large numbers, unless told otherwise."""
+
+    @property
+    def smallest_normal(self) -> int:
+        """The exponent of the smallest normal number."""
+        return 1 - self.bias
 
     @property
     def smallest(self) -> int:
         """The exponent of the smallest subnormal number."""
-        return self.smallest_normal - self.bits + 1
+        return self.smallest_normal - self.mantissa_bits
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest number."""
+        top = 2**self.exponent_bits - 1 - self.bias
+        if self.specials == "ieee":
+            top -= 1
+        below = 2 if self.specials == "fn" else 1  # the top code is no number
+        return (2 - below * 2.0**-self.mantissa_bits) * 2.0**top
+
+    @property
+    def largest_exponent(self) -> int:
+        """That of the largest number."""
+        return exponent(self.largest)
 
     @property
     def limit(self) -> float:
         """The smallest magnitude that becomes infinite; the largest number if it saturates."""
-        if self.saturates:
+        if self.overflow == "saturate":
             return self.largest
-        return self.largest + 2.0 ** (exponent(self.largest) - self.bits)
+        return self.largest + 2.0 ** (self.largest_exponent - self.mantissa_bits - 1)
+
+    @property
+    def beyond(self) -> float:
+        """What the format has beyond its largest number."""
+        special = {"ieee": math.inf, "fn": math.nan, "fnuz": math.nan}
+        return special.get(self.specials, self.largest)
 
     def too_large(self, x: Tensor, factor: float) -> Tensor:
         """Whether each of `x` over `factor` exceeds the format's range."""
         limit = self.limit * factor
-        return x.abs() > limit if self.saturates else x.abs() >= limit
+        return x.abs() > limit if self.overflow == "saturate" else x.abs() >= limit
 
 
 def exponent(x: float) -> int:
@@ -64,45 +118,188 @@ def exponent(x: float) -> int:
     return math.frexp(x)[1] - 1
 
 
-FP16 = Format("fp16", 11, -14, 65504.0)
-BF16 = Format("bf16", 8, -126, (2 - 2**-7) * 2.0**127)
-TF32 = Format("tf32", 11, -126, (2 - 2**-10) * 2.0**127)
-E4M3 = Format("e4m3", 4, -6, 448.0, saturates=True)
-"""float8_e4m3fn: no infinity, and its top mantissa is NaN; for weights and activations."""
-E5M2 = Format("e5m2", 3, -14, 57344.0, saturates=True)
+FP16 = Format("fp16", 5, 10, 15)
+BF16 = Format("bf16", 8, 7, 127)
+TF32 = Format("tf32", 8, 10, 127)
+E4M3 = Format("e4m3", 4, 3, 7, "fn", "saturate")
+"""float8_e4m3fn; for weights and activations. Hardware and libraries saturate."""
+E5M2 = Format("e5m2", 5, 2, 15, "ieee", "saturate")
 """float8_e5m2: more range, less precision; for gradients."""
-FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
+E4M3FNUZ = Format("e4m3fnuz", 4, 3, 8, "fnuz", "saturate")
+E5M2FNUZ = Format("e5m2fnuz", 5, 2, 16, "fnuz", "saturate")
+E3M2 = Format("e3m2", 3, 2, 3, "none", "saturate")
+E2M3 = Format("e2m3", 2, 3, 1, "none", "saturate")
+E2M1 = Format("e2m1", 2, 1, 1, "none", "saturate")
+FORMATS = (FP16, BF16, TF32, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E3M2, E2M3, E2M1)
 
 
-def quantise(x: Tensor, to: Format, shift: int = 0, overflow: bool = True) -> Tensor:
+@dataclass(frozen=True)
+class BlockFormat:
+    """Numbers of a format, with scales that blocks of them share."""
+
+    name: str
+    element: Format
+    block: int | Literal["row", "tensor"]
+    """Neighbours along the last dimension that share a scale, the last block may have fewer; or a
+    whole row; or the whole tensor."""
+    scale: Literal["float32", "e8m0", "e4m3"]
+    """How a scale is stored. e8m0 is a power of two from 2^-127 to 2^127; e4m3 has a float32 scale
+    for the whole tensor beside it."""
+
+    def bits_per_number(self, row: int) -> float:
+        """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
+        element = 1 + self.element.exponent_bits + self.element.mantissa_bits
+        shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
+        return element + {"float32": 32, "e8m0": 8, "e4m3": 8}[self.scale] / float(shared)
+
+
+FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")
+FP8_ROWWISE = BlockFormat("fp8_rowwise", E4M3, "row", "float32")
+MXFP8 = BlockFormat("mxfp8", E4M3, 32, "e8m0")
+MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, "e8m0")
+MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2, 32, "e8m0")
+MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3, 32, "e8m0")
+MXFP4 = BlockFormat("mxfp4", E2M1, 32, "e8m0")
+NVFP4 = BlockFormat("nvfp4", E2M1, 16, "e4m3")
+BLOCK_FORMATS = (
+    FP8_TENSORWISE,
+    FP8_ROWWISE,
+    MXFP8,
+    MXFP8_E5M2,
+    MXFP6_E3M2,
+    MXFP6_E2M3,
+    MXFP4,
+    NVFP4,
+)
+
+
+def quantise(
+    x: Tensor,
+    to: Format | BlockFormat,
+    shift: int = 0,
+    overflow: Overflow | None = None,
+    bits: Tensor | None = None,
+) -> Tensor:
     """`x` times 2^shift, rounded to `to`, divided by 2^shift again.
 
     Args:
-        x: float32, any shape; finite and below 2^100, except for a format with float32's exponents
-            and no shift, which takes every float32.
+        x: float32, any shape. With `overflow="none"` finite and below 2^100.
+        to: the format. A block format takes no shift and no overflow.
         shift: the scale's exponent. Only `to` overflows, no intermediate result.
-        overflow: False rounds as if the format had no largest number.
+        overflow: what becomes of too large numbers; None: what the format says.
+        bits: int32 of that shape, 32 random bits each: round stochastically; None: to nearest.
+            The upper 23 - M of them are used.
 
     Returns:
-        float32 of that shape.
+        float32 of that shape. NaN stay NaN; signs of zeros stay where the format has them. In a
+        block format an infinity or NaN makes NaN of its block, which has no scale then.
+
+    Raises:
+        ValueError: a shift or an overflow with a block format.
     """
-    normal, dropped = to.smallest_normal - shift, SIGNIFICAND_BITS - to.bits
-    if overflow and shift == 0 and normal == SMALLEST_NORMAL:
+    if isinstance(to, BlockFormat):
+        if shift or overflow is not None:
+            raise ValueError(f"shift={shift}, overflow={overflow} with {to.name}; legal: neither")
+        return _in_blocks(x, to, bits)
+    overflow = overflow or to.overflow
+    dropped, normal = MANTISSA_BITS - to.mantissa_bits, to.smallest_normal - shift
+    if bits is not None:
+        rounded = _stochastic(x, bits, normal, dropped)
+    elif overflow != "none" and normal == SMALLEST_NORMAL:
         half = ((x.view(torch.int32) >> dropped) & 1).add_((1 << (dropped - 1)) - 1)
-        return add_and_truncate(x, half, dropped)
-    if normal > 100 + to.bits:  # half of the smallest number is above all values
-        return torch.zeros_like(x)
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+        rounded = add_and_truncate(x, half, dropped)
+    elif normal > 101 + to.mantissa_bits:  # half of the smallest number is above all values
+        rounded = torch.zeros_like(x)
+    else:
+        rounded = _nearest(x, to, shift, overflow)
+    if overflow != "none":
+        rounded = _limited(rounded, to, shift, overflow)
+    return rounded.add_(0.0) if to.specials == "fnuz" else rounded.copysign_(x)
+
+
+def _nearest(x: Tensor, to: Format, shift: int, overflow: Overflow) -> Tensor:
+    """To nearest, by an addition that drops the right bits."""
+    bounded = x
+    if overflow != "none":  # larger ones, infinities too, are as much too large as the bound
+        bound = 2.0 ** min(to.largest_exponent + 2 - shift, 100)
+        bounded = x.clamp(-bound, bound)
+    power = (bounded.view(torch.int32) & 0x7F800000).view(torch.float32)
+    normal, dropped = to.smallest_normal - shift, MANTISSA_BITS - to.mantissa_bits
     magic = power.clamp(min=2.0**normal).mul_(1.5 * 2.0**dropped)
-    rounded = (x + magic).sub_(magic)
+    return (bounded + magic).sub_(magic)
+
+
+def _stochastic(x: Tensor, bits: Tensor, normal: int, dropped: int) -> Tensor:
+    """`x` with random words added to what is cut off."""
+    word = (bits >> (32 - dropped)) & ((1 << dropped) - 1)
+    if normal == SMALLEST_NORMAL:
+        return add_and_truncate(x, word, dropped)
+    start = torch.full_like(x, 2.0**normal).copysign_(x)
+    small = x.abs() < 2.0**normal
+    rounded = add_and_truncate(torch.where(small, x + start, x), word, dropped)
+    return torch.where(small, rounded - start, rounded)  # the difference is exact
+
+
+def _limited(rounded: Tensor, to: Format, shift: int, overflow: Overflow) -> Tensor:
+    """Rounded numbers, the too large ones replaced."""
     largest = to.largest * 2.0**-shift
-    if not overflow or largest > torch.finfo(torch.float32).max:
-        return rounded
-    if to.saturates:
+    if overflow == "saturate" or to.beyond == to.largest:
         return rounded.clamp_(-largest, largest)
-    return rounded.masked_fill_(rounded > largest, math.inf).masked_fill_(
-        rounded < -largest, -math.inf
-    )
+    if to.specials == "ieee" and to.smallest_normal - shift == SMALLEST_NORMAL:
+        return rounded  # infinities have float32's code
+    if largest > torch.finfo(torch.float32).max:
+        return rounded
+    return rounded.masked_fill_(rounded.abs() > largest, to.beyond)
+
+
+def _in_blocks(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
+    """Every block over its scale, rounded, times the scale."""
+    if to.block == "tensor":
+        return _scaled(x.reshape(1, -1), to, bits).view(x.shape)
+    if to.block == "row" or x.shape[-1] <= to.block:
+        return _scaled(x, to, bits)
+    missing = -x.shape[-1] % to.block
+    blocks = torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, to.block))
+    if bits is not None:
+        bits = torch.nn.functional.pad(bits, (0, missing)).unflatten(-1, (-1, to.block))
+    return _scaled(blocks, to, bits).flatten(-2)[..., : x.shape[-1]].contiguous()
+
+
+def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
+    """Blocks [..., n] rounded with a scale each."""
+    if not x.numel():
+        return x.clone()
+    largest = x.abs().amax(-1, keepdim=True)
+    scale = scales(largest, to)
+    rounded = quantise(x / scale, to.element, bits=bits) * scale
+    return torch.where(scale > 0, rounded, scale * x)  # a zero, or NaN, for the whole block
+
+
+def scales(largest: Tensor, to: BlockFormat) -> Tensor:
+    """What the numbers of each block are divided by.
+
+    Args:
+        largest: the largest magnitude of each block, float32.
+        to: the format; where it has a scale for the tensor, `largest` has all blocks of it.
+
+    Returns:
+        float32 of that shape. 0 where a block is so much smaller than the largest of its tensor
+        that its scale vanishes; NaN where a block holds an infinity or NaN.
+    """
+    bad = ~torch.isfinite(largest)
+    if to.scale == "e8m0":
+        _, after = torch.frexp(largest)  # largest is below 2^after
+        power = (after - 1 - to.element.largest_exponent).clamp(-127, 127)
+        scale = torch.ldexp(torch.ones_like(largest), power)
+        scale = torch.where(largest > 0, scale, 2.0**-127)
+    elif to.scale == "float32":
+        scale = torch.where(largest > 0, largest / to.element.largest, 1.0)
+        scale = scale.clamp_min(2.0**-126)  # the quotient of subnormal numbers would be inexact
+    else:
+        known = torch.where(bad, 0.0, largest)
+        outer = (known.amax() / (to.element.largest * E4M3.largest)).clamp_min(2.0**-126)
+        scale = quantise(known / (to.element.largest * outer), E4M3) * outer
+    return torch.where(bad, math.nan, scale)
 
 
 def add_and_truncate(x: Tensor, addend: Tensor, dropped: int) -> Tensor:

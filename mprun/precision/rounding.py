@@ -42,12 +42,13 @@ import torch
 from torch import Tensor
 
 from mprun import kernels
-from mprun.precision.formats import add_and_truncate
-from mprun.precision.random_bits import BLOCK, Key, random_bits, shift_right
+from mprun.precision.formats import BF16, FP16, MANTISSA_BITS, quantise
+from mprun.precision.random_bits import BLOCK, Key, random_bits
 
 OVERFLOWS = ("infinity", "saturate")
 DTYPES = (torch.float16, torch.bfloat16)
-RANDOM_BITS = {torch.float16: 13, torch.bfloat16: 16}
+FORMATS = {torch.float16: FP16, torch.bfloat16: BF16}
+RANDOM_BITS = {dtype: MANTISSA_BITS - to.mantissa_bits for dtype, to in FORMATS.items()}
 """How many bits decide a stochastic rounding; they are the upper ones of the 32 given."""
 
 _SIGN = -(2**31)
@@ -75,17 +76,8 @@ def round_stochastic(
     Returns:
         The rounded numbers in `dtype`; a number of `dtype` does not change.
     """
-    word = shift_right(bits, 32 - RANDOM_BITS[dtype])
-    rounded = add_and_truncate(x, word, 16) if dtype == torch.bfloat16 else _to_float16(x, word)
+    rounded = quantise(x, FORMATS[dtype], overflow="none", bits=bits)
     return _saturated(rounded.to(dtype), x, overflow)
-
-
-def _to_float16(x: Tensor, word: Tensor) -> Tensor:
-    shift = _signed_quantum(x)
-    small = x.abs() < _SMALLEST_NORMAL
-    rounded = add_and_truncate(torch.where(small, x + shift, x), word, 13)
-    # The difference is exact; a zero takes the sign back that the addition took from it.
-    return torch.where(small, torch.copysign((rounded - shift).abs(), x), rounded)
 
 
 def _signed_quantum(x: Tensor) -> Tensor:

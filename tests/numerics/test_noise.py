@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun.numerics.histograms import histogram
-from mprun.numerics.noise import SCALED, Noise, expected_db, noise_of
+from mprun.numerics.noise import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.numerics.sqnr import ratio_db, sqnr_db
-from mprun.precision.formats import FORMATS, FP16
+from mprun.precision.formats import FP16
 from tests.precision.test_formats import cast
 
 SPREADS = [1.0, 1e-3, 1e-7, 3e-9, 1e-25, 1e-38, 1e3, 1e30]
