@@ -58,7 +58,7 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
         content, inspected = recipe_numerics(planned, settings, stop, progress.begin)
     steps, skipped = inspected.steps, inspected.skipped
-    _print(inspected.result, settings.top)
+    _print(inspected.result, settings)
     names = _write(content, inspected, folder, settings.plots)
     print_line(
         console,
@@ -71,13 +71,15 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
     return EXIT_OK
 
 
-def _print(result: NumericsResult, top: int) -> None:
+def _print(result: NumericsResult, settings: NumericsSettings) -> None:
     from mprun.report.numerics_tables import lost_table, rows_table, scales_table, sentences
 
     console = stdout_console()
     for line in sentences(result):
         print_text(console, line)
-    for table in (scales_table(result), rows_table(result, top), lost_table(result, top // 2)):
+    further, top = [f.name for f in settings.formats], settings.top
+    rows = rows_table(result, top, further)
+    for table in (scales_table(result), rows, lost_table(result, top // 2)):
         print_table(console, table)
 
 

@@ -140,6 +140,24 @@ class MemorySettings:
     """Whether the plots are drawn."""
 
 
+class FurtherFormat(Enum):
+    """Formats that `mprun numerics` measures where they are asked for."""
+
+    e4m3fnuz = "e4m3fnuz"
+    e5m2fnuz = "e5m2fnuz"
+    e3m2 = "e3m2"
+    e2m3 = "e2m3"
+    e2m1 = "e2m1"
+    fp8_tensorwise = "fp8_tensorwise"
+    fp8_rowwise = "fp8_rowwise"
+    mxfp8 = "mxfp8"
+    mxfp8_e5m2 = "mxfp8_e5m2"
+    mxfp6_e3m2 = "mxfp6_e3m2"
+    mxfp6_e2m3 = "mxfp6_e2m3"
+    mxfp4 = "mxfp4"
+    nvfp4 = "nvfp4"
+
+
 @dataclass
 class NumericsSettings:
     """Which steps are inspected, and what their numbers must keep."""
@@ -156,6 +174,8 @@ class NumericsSettings:
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
     try_scales: bool = False
     """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
+    formats: list[FurtherFormat] = field(default_factory=list)
+    """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
     top: int = 20
     """Rows of the table, the worst first; all are in numerics.json."""
     plots: bool = True

@@ -52,7 +52,7 @@ from mprun.numerics.rounding_errors import (
     weights_moved,
 )
 from mprun.numerics.updates import DTYPES
-from mprun.precision.formats import FP16
+from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
 from mprun.records.numerics_record import NumericsResult
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
@@ -213,13 +213,20 @@ class _StepInspector:
         self.skipped: list[int] = []
         self._settings, self._run = settings, parts.model
         self._kind = parts.precision.loss_scale.kind
+        further = [BY_NAME[f.name] for f in settings.formats]
         self.of_run = Statistics(
-            parts.model, parts.optimizer, parts.precision.loss_scale, FROM_THE_RUN
+            parts.model,
+            parts.optimizer,
+            parts.precision.loss_scale,
+            FROM_THE_RUN,
+            further=further,
         )
         self._exact_probe = PolicyProbe(plan, policy(EXACT))
         self._fp16_probe = PolicyProbe(plan, policy_in(plan, "fp16"))
         self._bf16_probe = PolicyProbe(plan, policy_in(plan, "bf16"))
-        self._exact = Statistics(self._exact_probe.model, formats=("activations", *GRADIENTS))
+        self._exact = Statistics(
+            self._exact_probe.model, formats=("activations", *GRADIENTS), further=further
+        )
         self._largest: list[tuple[float, str]] = []
         self._rounding = RoundingErrors()
         self._true = Statistics(self._exact_probe.model, formats=(), kinds=ROWS_BY_POWER)

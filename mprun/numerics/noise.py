@@ -5,6 +5,9 @@ judged with *per-tensor scaling*: values are multiplied by the power of two that
 of them closest to M, the format's largest number, from below, and divided by it afterwards. This
 is how float8 is used. For bfloat16 and TF32, which have float32's range, it changes nothing.
 
+Further formats can be asked for. Block formats have blocks along the last dimension, which a linear
+layer sums over; of tensors with four dimensions or more, along the channels, as convolutions do.
+
 Everything is computed in float32 on the values divided by a power of two near the largest: the
 ratio is the same, and the square of a gradient of 1e-25 does not vanish. Values more than 2^126
 below the largest are taken as 0.
@@ -13,7 +16,7 @@ below the largest are taken as 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +24,17 @@ from torch import Tensor
 
 from mprun.numerics.histograms import BLOCK, Histogram
 from mprun.numerics.sqnr import ratio_db
-from mprun.precision.formats import BF16, E4M3, E5M2, FP16, TF32, Format, exponent, quantise
+from mprun.precision.formats import (
+    BF16,
+    E4M3,
+    E5M2,
+    FP16,
+    TF32,
+    BlockFormat,
+    Format,
+    exponent,
+    quantise,
+)
 
 FORMATS = (FP16, BF16, TF32, E4M3, E5M2)
 SCALED = (FP16, E4M3, E5M2)
@@ -35,7 +48,8 @@ class Noise:
     signal: float = 0.0
     """Sum of squares of the finite values."""
     noise: dict[str, float] = field(default_factory=dict)
-    """Format to the sum of squared rounding errors; names with a scale end in `_scaled`."""
+    """Format to the sum of squared rounding errors; names with a scale end in `_scaled`, but for
+    those of further formats, which all have one."""
     above: dict[str, int] = field(default_factory=dict)
     """Format to how many finite values round to more than its largest number."""
 
@@ -51,12 +65,13 @@ class Noise:
         return self
 
 
-def noise_of(x: Tensor, seen: Histogram) -> Noise:
+def noise_of(x: Tensor, seen: Histogram, further: Sequence[Format | BlockFormat] = ()) -> Noise:
     """The noise of rounding a tensor's values to each of `FORMATS`.
 
     Args:
         x: any shape, floating; infinities and NaN are left out.
         seen: its histogram.
+        further: more formats; those without blocks are measured with per-tensor scaling.
     """
     if not seen.nonzero:
         return Noise()
@@ -76,17 +91,30 @@ def noise_of(x: Tensor, seen: Histogram) -> Noise:
         for n, to in enumerate(exceeded):
             above[n] += to.too_large(block, 2.0**-top).sum()
     signal, *noise = (p * 2.0**top * 2.0**top for p in powers.tolist())
-    return Noise(
-        signal,
-        {name: p for (_, name, _), p in zip(shifts, noise, strict=True)},
-        {f.name: n for f, n in zip(exceeded, above.tolist(), strict=True)},
-    )
+    by_name = {name: p for (_, name, _), p in zip(shifts, noise, strict=True)}
+    if further:
+        (whole,) = _blocks(x.detach(), top, not (seen.infinite or seen.nan), size=x.numel())
+        for more in further:
+            power = _further_noise(whole.view(x.shape), more, mantissa)
+            by_name[more.name] = power * 2.0**top * 2.0**top
+    counts = {f.name: n for f, n in zip(exceeded, above.tolist(), strict=True)}
+    return Noise(signal, by_name, counts)
 
 
-def _blocks(x: Tensor, top: int, finite: bool) -> Iterator[Tensor]:
+def _further_noise(x: Tensor, to: Format | BlockFormat, largest: float) -> float:
+    """The sum of squared rounding errors of `x` (float32), which is at most `largest`."""
+    if isinstance(to, Format):
+        error = quantise(x, to, exponent(to.largest / largest), "none").sub_(x)
+    else:
+        rows = x.movedim(1, -1) if x.dim() > 3 else x
+        error = quantise(rows, to).sub_(rows)
+    return float(error.double().square().sum())
+
+
+def _blocks(x: Tensor, top: int, finite: bool, size: int = BLOCK) -> Iterator[Tensor]:
     """The values over 2^top, in float32; infinities and NaN as 0."""
     flat = x.reshape(-1)
-    for block in flat.split(BLOCK if x.device.type == "cpu" else len(flat)):
+    for block in flat.split(size if x.device.type == "cpu" else len(flat)):
         wide = block.float() if block.dtype.itemsize < 4 else block
         wide = wide if finite else torch.nan_to_num(wide, 0.0, 0.0, 0.0)
         if abs(top) > 100:  # 2^top, or its reciprocal, may not be a float32

@@ -87,7 +87,8 @@ class Format:
         if self.specials == "ieee":
             top -= 1
         below = 2 if self.specials == "fn" else 1  # the top code is no number
-        return (2 - below * 2.0**-self.mantissa_bits) * 2.0**top
+        largest: float = (2 - below * 2.0**-self.mantissa_bits) * 2.0**top
+        return largest
 
     @property
     def largest_exponent(self) -> int:
@@ -171,6 +172,8 @@ BLOCK_FORMATS = (
     MXFP4,
     NVFP4,
 )
+
+BY_NAME: dict[str, Format | BlockFormat] = {x.name: x for x in (*FORMATS, *BLOCK_FORMATS)}
 
 
 def quantise(

@@ -19,8 +19,18 @@ RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
 ELSEWHERE = "numerics.json"
 
 
-def rows_table(result: NumericsResult, top: int) -> FittedTable:
-    """The `top` rows that float16 changes most; verdicts other than "either" come first."""
+USUAL = ("bf16", "e4m3_scaled")
+"""Formats, beside float16, that have a column in any case."""
+
+
+def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
+    """The `top` rows that float16 changes most; verdicts other than "either" come first.
+
+    Args:
+        result: the statistics.
+        top: how many rows.
+        further: names in `sqnr_db` of formats that get a column, too.
+    """
     judged = [row for row in result.rows if row.verdict is not None]
     rows = sorted(judged, key=lambda row: (row.verdict == "either", fp16_db(row)))
     scale = result.loss_scale.in_use
@@ -37,6 +47,7 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
         figure_column("fp16 dB", 8),
         figure_column("bf16 dB", 7),
         figure_column("e4m3 dB", 3),
+        *(figure_column(f"{name} dB", 2) for name in further),
         text_column("verdict", narrow=12),
         elsewhere=ELSEWHERE,
     )
@@ -46,7 +57,7 @@ def rows_table(result: NumericsResult, top: int) -> FittedTable:
             in_run = row.loss_scaled.fp16
         total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
         shares = (counts.zero / total, in_run.below_normal, in_run.becoming_zero)
-        low = (row.sqnr_db.get(name, float("inf")) for name in ("bf16", "e4m3_scaled"))
+        low = (row.sqnr_db.get(name, float("inf")) for name in (*USUAL, *further))
         table.add_row(
             KINDS[row.kind],
             row.name,

@@ -10,10 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mprun.config.settings import FurtherFormat
 from mprun.numerics.histograms import histogram
 from mprun.numerics.noise import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.numerics.sqnr import ratio_db, sqnr_db
-from mprun.precision.formats import FP16
+from mprun.precision.formats import (
+    BY_NAME,
+    E2M1,
+    E3M2,
+    FP8_ROWWISE,
+    FP16,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    Format,
+    quantise,
+)
 from tests.precision.test_formats import cast
 
 SPREADS = [1.0, 1e-3, 1e-7, 3e-9, 1e-25, 1e-38, 1e3, 1e30]
@@ -129,3 +142,34 @@ def test_ratios() -> None:
     assert ratio_db(1.0, 0.0) == math.inf
     assert ratio_db(0.0, 1.0) == ratio_db(1.0, math.inf) == -math.inf
     assert ratio_db(1e-300, 1e300) == pytest.approx(-6000)  # the quotient would be 0
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("to", [E2M1, E3M2, MXFP8, NVFP4, FP8_ROWWISE], ids=lambda f: f.name)
+def test_further_formats_have_a_scale_whatever_the_size(
+    to: Format | BlockFormat, spread: float
+) -> None:
+    x = sample(spread).view(100, 700)
+    db = noise_of(x, histogram(x), [to]).db(to.name)
+    # The same numbers near 1, where nothing under- or overflows; a power of two changes no bit.
+    near = (x.double() * 2.0 ** -math.frexp(x.abs().max().item())[1]).float()
+    low = quantise(near, to)
+    if isinstance(to, Format):  # with the largest power of two at which nothing overflows
+        by = next(p for p in range(10, -10, -1) if near.abs().max() * 2.0**p <= to.largest)
+        low = quantise(near * 2.0**by, to) * 2.0**-by
+    assert db == pytest.approx(sqnr_db(near, low), abs=1e-3)
+
+
+def test_convolutions_have_blocks_along_their_channels() -> None:
+    x = torch.randn(4, 64, 3, 3, generator=torch.Generator().manual_seed(0))
+    x[:, :, 0, 0] *= 1e4  # would spoil its neighbours in a row
+    low = quantise(x.permute(0, 2, 3, 1), MXFP4).permute(0, 3, 1, 2)
+    assert noise_of(x, histogram(x), [MXFP4]).db("mxfp4") == pytest.approx(
+        sqnr_db(x, low), abs=1e-3
+    )
+    assert (low[:, :, 1, 1] != 0).any()
+
+
+def test_every_further_format_can_be_asked_for() -> None:
+    usual = {f.name for f in FORMATS}
+    assert [f.name for f in FurtherFormat] == [name for name in BY_NAME if name not in usual]
