@@ -20,7 +20,8 @@ A **block format** adds scales: numbers of few bits have a small range, so block
 factor. Larger blocks cost fewer bits for scales; smaller ones let an outlier spoil fewer
 neighbours.
 
-    fp8_tensorwise  E4M3, one float32 scale for the tensor, which brings its largest number to 448
+    fp8_tensorwise  E4M3, one float32 factor for the tensor, which brings its largest number to 448
+                    (torchao's: the quotient of both in float64, rounded to float32)
     fp8_rowwise     the same for each row
     mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest))
     nvfp4           E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale for the tensor
@@ -51,6 +52,8 @@ from torch import Tensor
 
 MANTISSA_BITS, SMALLEST_NORMAL = 23, -126
 """Of float32."""
+SMALLEST_SCALED = 2.0**-110
+"""Largest numbers of blocks below it get the factor of this one, as a larger one may overflow."""
 Specials = Literal["ieee", "fn", "fnuz", "none"]
 Overflow = Literal["special", "saturate", "none"]
 """What becomes of numbers beyond the largest: what the format has there (infinity, else NaN, else
@@ -273,13 +276,17 @@ def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
     if not x.numel():
         return x.clone()
     largest = x.abs().amax(-1, keepdim=True)
+    if to.scale == "float32":
+        bad = ~torch.isfinite(largest)
+        factor = (to.element.largest / largest.double().clamp_min(SMALLEST_SCALED)).float()
+        return torch.where(bad, math.nan, quantise(x * factor, to.element, bits=bits) / factor)
     scale = scales(largest, to)
     rounded = quantise(x / scale, to.element, bits=bits) * scale
     return torch.where(scale > 0, rounded, scale * x)  # a zero, or NaN, for the whole block
 
 
 def scales(largest: Tensor, to: BlockFormat) -> Tensor:
-    """What the numbers of each block are divided by.
+    """What the numbers of each block are divided by, in a format with e8m0 or e4m3 scales.
 
     Args:
         largest: the largest magnitude of each block, float32.
@@ -295,9 +302,6 @@ def scales(largest: Tensor, to: BlockFormat) -> Tensor:
         power = (after - 1 - to.element.largest_exponent).clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), power)
         scale = torch.where(largest > 0, scale, 2.0**-127)
-    elif to.scale == "float32":
-        scale = torch.where(largest > 0, largest / to.element.largest, 1.0)
-        scale = scale.clamp_min(2.0**-126)  # the quotient of subnormal numbers would be inexact
     else:
         known = torch.where(bad, 0.0, largest)
         outer = (known.amax() / (to.element.largest * E4M3.largest)).clamp_min(2.0**-126)
