@@ -1,13 +1,20 @@
 """The compiled part of a wheel: the CPU kernels of mprun/kernels/prebuilt.c.
 
-Everything else about the package stands in pyproject.toml. A missing or failing compiler never
-fails an installation: mprun then compiles its kernels where it runs, or works without them.
+Everything else about the package stands in pyproject.toml. Where there is no C compiler, the build
+asks pip for the one of the package `ziglang`, which is gone after the installation. A missing or
+failing compiler never fails an installation: mprun then compiles its kernels where it runs, or
+works without them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
+import shlex
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,11 +40,33 @@ LEVELS = {
 """Bits of a vector to the flags for processors that have them; chosen between at run time."""
 
 
+ZIG = "ziglang>=0.13"
+ZIG_LEVELS = {
+    0: ["-mcpu=baseline"],
+    256: ["-mcpu=x86_64_v3"],
+    512: ["-mcpu=x86_64_v4", "-mprefer-vector-width=512"],
+}
+"""Zig compiles for the processor at hand unless told otherwise."""
+
+
+def has_compiler() -> bool:
+    """Whether there is the compiler that setuptools takes: that of CC, or of Python's own build."""
+    command = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    try:
+        return shutil.which(shlex.split(command)[0]) is not None
+    except (ValueError, IndexError):  # no command line
+        return False
+
+
 class Kernels(build_ext):
     """Compiles the file once for each level and links one library, which is no Python module."""
 
     def run(self) -> None:
         """Build what can be built; whatever a compiler or its absence raises, is a message."""
+        self.levels = LEVELS
+        if not has_compiler() and importlib.util.find_spec("ziglang") is not None:
+            os.environ["CC"] = shlex.join([sys.executable, "-m", "ziglang", "cc"])
+            self.levels = ZIG_LEVELS
         try:
             super().run()
         except Exception as error:
@@ -48,7 +77,7 @@ class Kernels(build_ext):
         texts = b"\0".join((FOLDER / name).read_bytes() for name in SOURCES)
         fingerprint = int.from_bytes(hashlib.sha256(texts).digest()[:4], "little")
         objects = []
-        for level, flags in LEVELS.items():
+        for level, flags in self.levels.items():
             macros = [("LEVEL", str(level)), ("SOURCES", f"{fingerprint}u")]
             folder = str(Path(self.build_temp, str(level)))
             try:
@@ -82,5 +111,6 @@ class Wheel(bdist_wheel):
 LIBRARY = Extension("mprun.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True)
 setup(
     ext_modules=[] if sys.platform == "win32" else [LIBRARY],
+    setup_requires=[] if has_compiler() else [ZIG],
     cmdclass={"build_ext": Kernels, "bdist_wheel": Wheel},
 )

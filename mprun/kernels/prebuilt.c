@@ -2,7 +2,7 @@
 
 round.c and update.c are compiled for one combination of dtypes; there are hundreds. A wheel holds
 this file instead. It is compiled for several LEVELs, the bits of a processor's vectors (0: any
-processor's); Python asks `mprun_level` which one to call. */
+processor's); Python knows which one to call. */
 
 #include "steps.h"
 
@@ -37,18 +37,6 @@ void AT_LEVEL(mprun_update, LEVEL)(const Storage *as, void *param, const void *g
 }
 
 #if LEVEL == 0
-
-/* The best level that this processor and its system can run: 512 for AVX-512, 256 for AVX2. */
-int mprun_level(void) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2")) return 0;
-  int bits_and_words = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-  return bits_and_words && __builtin_cpu_supports("avx512vl") ? 512 : 256;
-#else
-  return 0;
-#endif
-}
 
 /* Which sources this was built from: Python compares it with those beside it. */
 uint32_t mprun_sources(void) { return SOURCES; }

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 FOLDER = Path(__file__).resolve().parent
 SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
 """What the library is built from."""
@@ -22,6 +24,9 @@ FORMATS = (None, "F32", "F16", "BF16", "S16")
 """The formats of blocks.h by number, as the macros of the other kernels name them."""
 FORMULAS = ("ADAMW", "SGD", "NESTEROV", "RMSPROP")
 RULES = ("NEAREST", "STOCHASTIC", "KAHAN")
+
+LEVELS = {"AVX2": 256, "AVX512": 512}
+"""What PyTorch finds of a processor, to the level of the library: bits of a vector."""
 
 Defines = Mapping[str, str | None]
 """Macros of a kernel: see `mprun.kernels.load`."""
@@ -55,7 +60,7 @@ def levels() -> list[int]:
     made = library()
     if isinstance(made, str):
         return []
-    best = made.mprun_level()
+    best = LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0)
     return [n for n in (512, 256, 0) if n <= best and hasattr(made, f"mprun_update_{n}")]
 
 

@@ -211,3 +211,35 @@ def test_no_kernels_when_none_are_wanted(monkeypatch: pytest.MonkeyPatch) -> Non
     forget()
     assert kernels.why_not() == "MPRUN_NO_KERNELS is set"
     assert engines.fastest(torch.device("cpu")) == "eager"
+
+
+REQUIRES = "from setuptools import build_meta; print(build_meta.get_requires_for_build_wheel())"
+
+
+@pytest.mark.parametrize("command", ["", "no-such-compiler -m64", f"'{sys.executable}' -O"])
+def test_an_installation_without_a_compiler_asks_pip_for_one(tmp_path: Path, command: str) -> None:
+    """CC names a compiler that is there, or one that is not, or there is no CC and no PATH."""
+    for part in PARTS:
+        (tmp_path / part).symlink_to(ROOT / part)
+    done = subprocess.run(
+        [sys.executable, "-c", REQUIRES],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": "", "CC": command},
+        check=True,
+    )
+    wanted = "[]" if "python" in command else "['ziglang>=0.13']"
+    assert done.stdout.splitlines()[-1] == wanted
+
+
+def test_the_level_is_what_pytorch_finds_of_the_processor(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prebuilt, "FOLDER", installed)
+    prebuilt.library.cache_clear()
+    made = [n for n in LEVELS if hasattr(prebuilt.library(), f"mprun_update_{n}")]
+    for capability, best in (("DEFAULT", 0), ("AVX2", 256), ("AVX512", 512), ("SVE256", 0)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        assert prebuilt.levels() == [n for n in reversed(made) if n <= best]
+    prebuilt.library.cache_clear()
