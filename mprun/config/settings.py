@@ -149,6 +149,7 @@ class FurtherFormat(Enum):
     e2m3 = "e2m3"
     e2m1 = "e2m1"
     fp8_tensorwise = "fp8_tensorwise"
+    fp8_tensorwise_e5m2 = "fp8_tensorwise_e5m2"
     fp8_rowwise = "fp8_rowwise"
     mxfp8 = "mxfp8"
     mxfp8_e5m2 = "mxfp8_e5m2"

@@ -22,7 +22,7 @@ neighbours.
 
     fp8_tensorwise  E4M3, one float32 factor for the tensor, which brings its largest number to 448
                     (torchao's: the quotient of both in float64, rounded to float32)
-    fp8_rowwise     the same for each row
+    fp8_rowwise     a factor for each row, the power of two below that quotient
     mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest))
     nvfp4           E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale for the tensor
                     (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025)
@@ -146,19 +146,20 @@ class BlockFormat:
     block: int | Literal["row", "tensor"]
     """Neighbours along the last dimension that share a scale, the last block may have fewer; or a
     whole row; or the whole tensor."""
-    scale: Literal["float32", "e8m0", "e4m3"]
-    """How a scale is stored. e8m0 is a power of two from 2^-127 to 2^127; e4m3 has a float32 scale
-    for the whole tensor beside it."""
+    scale: Literal["float32", "power_of_two", "e8m0", "e4m3"]
+    """How a scale is stored. power_of_two is a float32 that is one; e8m0 is one from 2^-127 to
+    2^127, in 8 bits; e4m3 has a float32 scale for the whole tensor beside it."""
 
     def bits_per_number(self, row: int) -> float:
         """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
         element = 1 + self.element.exponent_bits + self.element.mantissa_bits
         shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
-        return element + {"float32": 32, "e8m0": 8, "e4m3": 8}[self.scale] / float(shared)
+        return element + (8 if self.scale in ("e8m0", "e4m3") else 32) / float(shared)
 
 
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")
-FP8_ROWWISE = BlockFormat("fp8_rowwise", E4M3, "row", "float32")
+FP8_TENSORWISE_E5M2 = BlockFormat("fp8_tensorwise_e5m2", E5M2, "tensor", "float32")
+FP8_ROWWISE = BlockFormat("fp8_rowwise", E4M3, "row", "power_of_two")
 MXFP8 = BlockFormat("mxfp8", E4M3, 32, "e8m0")
 MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, "e8m0")
 MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2, 32, "e8m0")
@@ -167,6 +168,7 @@ MXFP4 = BlockFormat("mxfp4", E2M1, 32, "e8m0")
 NVFP4 = BlockFormat("nvfp4", E2M1, 16, "e4m3")
 BLOCK_FORMATS = (
     FP8_TENSORWISE,
+    FP8_TENSORWISE_E5M2,
     FP8_ROWWISE,
     MXFP8,
     MXFP8_E5M2,
@@ -276,9 +278,11 @@ def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
     if not x.numel():
         return x.clone()
     largest = x.abs().amax(-1, keepdim=True)
-    if to.scale == "float32":
+    if to.scale in ("float32", "power_of_two"):
         bad = ~torch.isfinite(largest)
         factor = (to.element.largest / largest.double().clamp_min(SMALLEST_SCALED)).float()
+        if to.scale == "power_of_two":
+            factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
         return torch.where(bad, math.nan, quantise(x * factor, to.element, bits=bits) / factor)
     scale = scales(largest, to)
     rounded = quantise(x / scale, to.element, bits=bits) * scale

@@ -201,15 +201,17 @@ def test_nvfp4_is_its_definition(columns: int) -> None:
 
 
 @pytest.mark.parametrize("to", [FP8_TENSORWISE, FP8_ROWWISE], ids=named)
-def test_float8_scales_bring_the_largest_number_to_448(to: BlockFormat) -> None:
+def test_float8_factors_bring_the_largest_number_below_448(to: BlockFormat) -> None:
     x = spread_out(6, 33)
     parts = [x] if to is FP8_TENSORWISE else list(x)
     result = quantise(x, to)
     rounded = [result] if to is FP8_TENSORWISE else list(result)
     for part, low in zip(parts, rounded, strict=True):
         factor = (448 / part.abs().max().double()).float()
+        if to is FP8_ROWWISE:
+            factor = torch.exp2(factor.log2().floor())
         assert same_bits(low, quantise(part * factor, E4M3) / factor)
-        assert low.abs().max() == torch.tensor(448.0) / factor
+        assert 224 <= low.abs().max() * factor <= 448
 
 
 @pytest.mark.parametrize("to", BLOCK_FORMATS, ids=named)
@@ -220,7 +222,7 @@ def test_an_infinity_or_nan_spoils_its_own_block_alone(to: BlockFormat) -> None:
         expected = quantise(x, to)
         x[1, 40] = bad
         spoilt = quantise(x, to).isnan()
-        if to is FP8_TENSORWISE:
+        if to.block == "tensor":
             assert spoilt.all()
             continue
         first, last = (0, 64) if to.block == "row" else (40 - 40 % int(to.block), 0)

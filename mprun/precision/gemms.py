@@ -1,0 +1,128 @@
+"""Linear layers whose three matrix products have number formats of their own.
+
+A linear layer multiplies three times in a training step:
+
+    forward      output      = input     weight^T   sums over the input's features
+    grad_input               = gradient  weight     sums over the output's features
+    grad_weight              = gradient^T input     sums over samples
+
+In a format of 8 bits or fewer both factors of a product are rounded to it, with a scale for each
+block. Blocks lie along the dimension that is summed: then a scale is a factor of a partial sum. So
+input, weight and gradient are rounded twice each, in two directions. Where a scale belongs to the
+whole tensor both results are the same.
+
+This is the emulation: factors are rounded, multiplied exactly and summed in float32, and the
+product is rounded to the dtype of the layer. The hardware's units sum in fewer bits, in an order of
+their own. Parameters keep their dtype, so the optimizer's step is that of the mode around it.
+
+Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipes of torchao 0.18
+(`torchao.float8`), whose emulation gives the same bits; OCP, "Microscaling Formats" (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mprun.precision.formats import (
+    FP8_ROWWISE,
+    FP8_TENSORWISE,
+    FP8_TENSORWISE_E5M2,
+    MXFP8,
+    NVFP4,
+    BlockFormat,
+    quantise,
+)
+
+
+class Gemm(NamedTuple):
+    """The formats of a product's factors; None: it is computed in the dtype of the layer."""
+
+    left: BlockFormat | None
+    right: BlockFormat | None
+
+
+HIGH = Gemm(None, None)
+
+
+class LinearGemms(NamedTuple):
+    """The three products of a linear layer."""
+
+    forward: Gemm
+    """Input and weight."""
+    grad_input: Gemm
+    """Gradient of the output, and weight."""
+    grad_weight: Gemm
+    """Gradient of the output, and input."""
+
+
+def _alike(to: BlockFormat) -> LinearGemms:
+    return LinearGemms(Gemm(to, to), Gemm(to, to), Gemm(to, to))
+
+
+_TENSORWISE = Gemm(FP8_TENSORWISE_E5M2, FP8_TENSORWISE)
+_ROWWISE = Gemm(FP8_ROWWISE, FP8_ROWWISE)
+# All factors of torchao's rowwise recipes are powers of two.
+_HP = Gemm(FP8_ROWWISE, replace(FP8_TENSORWISE, scale="power_of_two"))
+GEMMS = {
+    "fp8_tensorwise": LinearGemms(Gemm(FP8_TENSORWISE, FP8_TENSORWISE), _TENSORWISE, _TENSORWISE),
+    "fp8_rowwise": LinearGemms(_ROWWISE, _ROWWISE, _ROWWISE),
+    "fp8_rowwise_hp": LinearGemms(_ROWWISE, _HP, HIGH),
+    "mxfp8": _alike(MXFP8),
+    "nvfp4": _alike(NVFP4),
+}
+"""The products of each mode with formats of 8 bits or fewer."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms) -> Tensor:
+    """`torch.nn.functional.linear` with products in the given formats.
+
+    Args:
+        x: [..., in], in the dtype that the layer computes in: float32 or 16 bits.
+        weight: [out, in].
+        bias: [out], or None; added to the rounded product.
+        gemms: the formats.
+
+    Returns:
+        [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.
+    """
+    output: Tensor = _Linear.apply(x, weight, gemms)
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+def product(a: Tensor, b: Tensor, gemm: Gemm, dtype: torch.dtype) -> Tensor:
+    """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K."""
+    if gemm == HIGH:
+        return a.to(dtype) @ b.to(dtype).t()
+    return (_rounded(a, gemm.left) @ _rounded(b, gemm.right).t()).to(dtype)
+
+
+def _rounded(x: Tensor, to: BlockFormat | None) -> Tensor:
+    wide = x.float().contiguous()
+    return wide if to is None else quantise(wide, to)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, gemms: LinearGemms) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gemms = gemms
+        flat = x.reshape(-1, x.shape[-1])
+        return product(flat, weight, gemms.forward, x.dtype).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gemms: LinearGemms = ctx.gemms
+        flat, g = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, len(weight))
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = product(g, weight.t(), gemms.grad_input, x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = product(g.t(), flat.t(), gemms.grad_weight, x.dtype).to(weight.dtype)
+        return of_input, of_weight, None
