@@ -23,6 +23,17 @@ class DType(Enum):
     bfloat16 = "bfloat16"
 
 
+class Gemms(Enum):
+    """Formats of matrix products, by the mode that has them."""
+
+    none = "none"
+    fp8_tensorwise = "fp8_tensorwise"
+    fp8_rowwise = "fp8_rowwise"
+    fp8_rowwise_hp = "fp8_rowwise_hp"
+    mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+
+
 class Casting(Enum):
     """How an op's dtype is decided: not at all, by PyTorch's autocast, or by op lists."""
 
@@ -206,6 +217,8 @@ class PrecisionConfig:
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
+    gemms: Gemms = Gemms.none
+    """Format of the products of inner linear layers; none: the compute dtype."""
     layers: dict[Any, LayerDType] = field(default_factory=dict)
     """Modules with a dtype or mode of their own, by name or glob: {fc2: fp32, enc.*: bf16}."""
     layers_file: str | None = None

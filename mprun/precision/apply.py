@@ -49,6 +49,7 @@ from mprun.precision.arithmetic import (
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.convert import accumulate_in, convert
+from mprun.precision.gemms import GEMMS, convert_gemms
 from mprun.precision.layers import check_rounding, keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.op_lists import OpLists, disable_casts
@@ -168,6 +169,8 @@ class Precision:
         self.arithmetic = arithmetic
         self.steps = 0
         """The number of the step that began last."""
+        self.converted_gemms: list[str] | None = None
+        """Linear layers whose products have formats of their own; None in modes without any."""
         self._caster = caster
         self._clip = clip
         self._layers = layers or {}
@@ -228,6 +231,8 @@ class Precision:
             caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
             keep_layers(model, named, None if casts else dtype, caster.layer_region)
         self._caster.convert(model)
+        if self.policy.gemms != "none":
+            self.converted_gemms = convert_gemms(model, GEMMS[self.policy.gemms], named)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1

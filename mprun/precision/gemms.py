@@ -21,13 +21,15 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipe
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mprun.precision.convert import ForwardWrapper
 from mprun.precision.formats import (
     FP8_ROWWISE,
     FP8_TENSORWISE,
@@ -126,3 +128,66 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_weight = product(g.t(), flat.t(), gemms.grad_weight, x.dtype).to(weight.dtype)
         return of_input, of_weight, None
+
+
+DIVISOR = 16
+"""Features in and out of a converted layer are multiples of it, as 8-bit units need."""
+
+
+class FormattedLinear(ForwardWrapper):
+    """The forward of `nn.Linear` with products in formats of their own.
+
+    Inside autocast its input is cast as autocast casts a linear layer's.
+    """
+
+    def __init__(self, module: nn.Module, gemms: LinearGemms) -> None:
+        super().__init__(module)
+        self._gemms = gemms
+
+    def __call__(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            return linear(x, self._module.weight, self._module.bias, self._gemms)
+
+
+def convert_gemms(
+    model: nn.Module, gemms: LinearGemms, left_out: Collection[str] = ()
+) -> list[str]:
+    """Give linear layers of a model products in formats of their own; the names of those layers.
+
+    The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
+    "Pretraining Large Language Models with NVFP4", 2025), and so do layers whose features are no
+    multiple of 16, and subclasses with a forward of their own.
+
+    Args:
+        model: in the dtype that it trains in.
+        gemms: the formats.
+        left_out: modules that keep their products, with all inside them.
+
+    Raises:
+        ValueError: no layer is left.
+    """
+    found: dict[str, Any] = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
+    inner = list(found)[1:-1]
+    fitting = [name for name in inner if _fits(found[name])]
+    converted = [n for n in fitting if not any(n == k or n.startswith(f"{k}.") for k in left_out)]
+    if not converted:
+        raise ValueError(
+            f"no product of this model can have the mode's format: of {len(found)} linear layers "
+            f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
+            f"are no multiple of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
+            "model with such layers between its first and last, or precision=bf16_mixed"
+        )
+    for name in converted:
+        found[name].forward = FormattedLinear(found[name], gemms)
+    return converted
+
+
+def _fits(layer: nn.Linear) -> bool:
+    return layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from mprun.precision.gemms import GEMMS
 from mprun.records.mode_names import ALIASES, mode_hint
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
@@ -55,6 +56,14 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "bf16_sr": _true("bfloat16", "stochastic"),
     "half_sr": _true("float16", "stochastic"),
     "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
+    **{
+        name: {
+            "casting": ("autocast", "op_lists"),
+            "compute_dtype": ("bfloat16",),
+            "gemms": (name,),
+        }
+        for name in GEMMS
+    },
 }
 """Columns that the names of the shipped modes fix."""
 
@@ -101,6 +110,8 @@ class Policy:
     """Accumulation inside a matmul or convolution."""
     tf32: bool
     """Whether float32 matmuls and convolutions may round their inputs to TensorFloat-32."""
+    gemms: str = "none"
+    """The formats of the products of inner linear layers; none: `compute_dtype`."""
 
     def __post_init__(self) -> None:
         for key, legal in self._legal().items():
@@ -146,6 +157,7 @@ class Policy:
             "variance_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),
+            "gemms": ("none",),
         }
         # A shipped mode's name fixes these: another value needs another name.
         named = NAMED.get(self.name, {})

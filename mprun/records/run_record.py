@@ -65,6 +65,8 @@ class PrecisionRow:
     variance_dtype: str
     partials_dtype: str
     tf32: bool
+    gemms: str = "none"
+    """The formats of the products of inner linear layers."""
 
 
 @dataclass(kw_only=True)
@@ -318,6 +320,8 @@ class Summary:
     """The warnings that the user got, for example of fields without effect."""
     time_budget_s: TimeBudget | None = None
     """What `wall_time_s` consists of."""
+    converted_gemms: list[str] | None = None
+    """Linear layers whose products have the format of `gemms`; null in modes without one."""
     recipe_sha256: str | None = None
     """SHA-256 of the recipe's file; null for a recipe by name."""
     failed_by: Literal["run", "machine"] | None = None
