@@ -138,6 +138,7 @@ def _train(
         try:
             parts, exceptions = build_run(plan, messages.report)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
+            summary.converted_gemms = parts.precision.converted_gemms
             summary.effective = replace(row, partials_dtype=summary.effective.partials_dtype)
         finally:
             for callback in callbacks:

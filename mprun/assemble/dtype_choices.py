@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mprun.errors import UsageError, hint
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy
 from mprun.precision.convert import convert
+from mprun.precision.gemms import formatted_layers
 from mprun.precision.layers import check_rounding, layer_precisions, resolve
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.names import spelled
@@ -169,3 +171,22 @@ def _layers_file(path: Path) -> dict[str, str]:
                 f"mode, one of {', '.join(legal)}{hint(str(value)[:40], legal)}"
             )
     return {str(key): LayerDType[value].name for key, value in content.items()}
+
+
+def check_gemms(recipe: Recipe, policy: Policy, layers: Collection[str]) -> None:
+    """Check that a mode with formats for products has some in the recipe's model.
+
+    Raises:
+        UsageError: it has none, and would train like bf16_mixed.
+    """
+    if policy.gemms == "none":
+        return
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            model = model_of(recipe)
+    except Exception:  # it is the user's, and may need values: the run finds out
+        return
+    try:
+        formatted_layers(model, layers)
+    except ValueError as error:
+        raise UsageError(f"precision={policy.name}: {error}") from None

@@ -17,6 +17,7 @@ from torch import nn
 
 from mprun.assemble.dtype_choices import (
     build_policy,
+    check_gemms,
     choose_layers,
     choose_op_lists,
     displaced_ops,
@@ -164,6 +165,7 @@ def make_plan(
     chosen = choose_execution(wanted, policy, device, config.speed.name)
     execution = chosen.name
     layers = choose_layers(config, recipe, policy)
+    check_gemms(recipe, policy, layers)
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)

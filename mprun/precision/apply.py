@@ -49,7 +49,7 @@ from mprun.precision.arithmetic import (
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.convert import accumulate_in, convert
-from mprun.precision.gemms import GEMMS, convert_gemms
+from mprun.precision.gemms import GEMMS, convert_gemms, formatted_layers
 from mprun.precision.layers import check_rounding, keep_layers, layer_precisions, resolve
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.op_lists import OpLists, disable_casts
@@ -232,7 +232,8 @@ class Precision:
             keep_layers(model, named, None if casts else dtype, caster.layer_region)
         self._caster.convert(model)
         if self.policy.gemms != "none":
-            self.converted_gemms = convert_gemms(model, GEMMS[self.policy.gemms], named)
+            self.converted_gemms = formatted_layers(model, named)
+            convert_gemms(model, self.converted_gemms, GEMMS[self.policy.gemms])
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1

@@ -143,6 +143,23 @@ class NativeArithmetic(Arithmetic):
         self._watch = self._in_step = False  # later steps have the same ops, and their full speed
 
 
+class EmulatedProducts(Arithmetic):
+    """PyTorch's kernels, but for linear layers whose products `gemms.py` computes.
+
+    Args:
+        gemms: the name of their formats.
+    """
+
+    execution = "emulated"
+
+    def __init__(self, gemms: str) -> None:
+        super().__init__()
+        reason = "emulated: factors rounded to the format, products and sums in float32"
+        self.substitutions = (OpSubstitution("linear", gemms, reason),)
+        self.columns = {"gemms": gemms}
+        self.occurred.add("linear")
+
+
 class Float16Fallback(Arithmetic):
     """float16 on a CPU; ops without a fast kernel are computed in float32 and rounded.
 

@@ -13,7 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from mprun.precision.arithmetic import Arithmetic, Float16Fallback, NativeArithmetic
+from mprun.precision.arithmetic import (
+    Arithmetic,
+    EmulatedProducts,
+    Float16Fallback,
+    NativeArithmetic,
+)
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
@@ -88,6 +93,11 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
         return emulated, (
             "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
         )
+    if policy.gemms != "none":
+        return emulated, (
+            f"precision={policy.name} computes products in float32, of factors that are rounded to "
+            "its format; mprun has no native ones yet"
+        )
     if policy.tf32:
         no = f"{device.type} here has no TensorFloat-32"
         return (both, "") if has_tf32(device) else (emulated, no)
@@ -128,6 +138,8 @@ def arithmetic_for(
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
     """
+    if policy.gemms != "none":
+        return EmulatedProducts(policy.gemms)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":

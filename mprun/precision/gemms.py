@@ -21,7 +21,7 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipe
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,44 +149,47 @@ class FormattedLinear(ForwardWrapper):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            return linear(x, self._module.weight, self._module.bias, self._gemms)
+            layer: Any = self._module
+            return linear(x, layer.weight, layer.bias, self._gemms)
 
 
-def convert_gemms(
-    model: nn.Module, gemms: LinearGemms, left_out: Collection[str] = ()
-) -> list[str]:
-    """Give linear layers of a model products in formats of their own; the names of those layers.
+def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[str]:
+    """The linear layers of a model whose products get formats of their own.
 
     The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
     "Pretraining Large Language Models with NVFP4", 2025), and so do layers whose features are no
     multiple of 16, and subclasses with a forward of their own.
 
     Args:
-        model: in the dtype that it trains in.
-        gemms: the formats.
+        model: on any device.
         left_out: modules that keep their products, with all inside them.
 
     Raises:
         ValueError: no layer is left.
     """
-    found: dict[str, Any] = {
+    found = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     }
     inner = list(found)[1:-1]
     fitting = [name for name in inner if _fits(found[name])]
-    converted = [n for n in fitting if not any(n == k or n.startswith(f"{k}.") for k in left_out)]
-    if not converted:
+    left = [n for n in fitting if not any(n == k or n.startswith(f"{k}.") for k in left_out)]
+    if not left:
         raise ValueError(
             f"no product of this model can have the mode's format: of {len(found)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
             f"are no multiple of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
             "model with such layers between its first and last, or precision=bf16_mixed"
         )
-    for name in converted:
-        found[name].forward = FormattedLinear(found[name], gemms)
-    return converted
+    return left
+
+
+def convert_gemms(model: nn.Module, names: Iterable[str], gemms: LinearGemms) -> None:
+    """Give the products of linear layers, by their names in `model`, formats of their own."""
+    for name in names:
+        layer: Any = model.get_submodule(name)
+        layer.forward = FormattedLinear(layer, gemms)
 
 
 def _fits(layer: nn.Linear) -> bool:

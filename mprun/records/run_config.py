@@ -13,6 +13,7 @@ from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
 LARGEST_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
+LATER_PRECISION: dict[str, Any] = {"gemms": "none"}
 """Fields that earlier versions did not have, with the value that changes nothing."""
 SPEEDS: dict[str, dict[str, Any]] = {
     "auto": {"name": "auto", "compile": "auto"},
@@ -55,7 +56,11 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     train = config.get("train", {})
     for key in ("log_every", "checkpoint_every_steps"):
         train.pop(key, None)
-    for section, later in ((train, LATER_TRAIN), (train.get("optimizer", {}), LATER_OPTIMIZER)):
+    for section, later in (
+        (train, LATER_TRAIN),
+        (train.get("optimizer", {}), LATER_OPTIMIZER),
+        (config.get("precision", {}), LATER_PRECISION),
+    ):
         for key, default in later.items():
             if key in section and section[key] == default:
                 del section[key]
