@@ -233,7 +233,8 @@ class Precision:
         self._caster.convert(model)
         if self.policy.gemms != "none":
             self.converted_gemms = formatted_layers(model, named)
-            convert_gemms(model, self.converted_gemms, GEMMS[self.policy.gemms])
+            bits = getattr(self.arithmetic, "bits", None)
+            convert_gemms(model, self.converted_gemms, GEMMS[self.policy.gemms], bits)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import TorchDispatchMode, aten_packets, onednn_has_lstm
+from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
     CONVOLUTION_BACKWARD,
@@ -148,16 +149,21 @@ class EmulatedProducts(Arithmetic):
 
     Args:
         gemms: the name of their formats.
+        seed: of stochastic rounding of gradients.
     """
 
     execution = "emulated"
 
-    def __init__(self, gemms: str) -> None:
+    def __init__(self, gemms: str, seed: int) -> None:
         super().__init__()
+        self.bits = StepBits(seed)
         reason = "emulated: factors rounded to the format, products and sums in float32"
         self.substitutions = (OpSubstitution("linear", gemms, reason),)
         self.columns = {"gemms": gemms}
         self.occurred.add("linear")
+
+    def begin_step(self, step: int) -> None:
+        self.bits.begin_step(step)
 
 
 class Float16Fallback(Arithmetic):

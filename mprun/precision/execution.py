@@ -139,7 +139,7 @@ def arithmetic_for(
         watch: list the 16-bit products of the first training step, for a record.
     """
     if policy.gemms != "none":
-        return EmulatedProducts(policy.gemms)
+        return EmulatedProducts(policy.gemms, seed)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":

@@ -39,6 +39,7 @@ from mprun.precision.formats import (
     BlockFormat,
     quantise,
 )
+from mprun.precision.random_bits import key, random_bits
 
 
 class Gemm(NamedTuple):
@@ -46,6 +47,8 @@ class Gemm(NamedTuple):
 
     left: BlockFormat | None
     right: BlockFormat | None
+    stochastic: bool = False
+    """Whether the left factor, a gradient, is rounded stochastically."""
 
 
 HIGH = Gemm(None, None)
@@ -62,8 +65,9 @@ class LinearGemms(NamedTuple):
     """Gradient of the output, and input."""
 
 
-def _alike(to: BlockFormat) -> LinearGemms:
-    return LinearGemms(Gemm(to, to), Gemm(to, to), Gemm(to, to))
+def _alike(to: BlockFormat, stochastic: bool = False) -> LinearGemms:
+    backward = Gemm(to, to, stochastic)
+    return LinearGemms(Gemm(to, to), backward, backward)
 
 
 _TENSORWISE = Gemm(FP8_TENSORWISE_E5M2, FP8_TENSORWISE)
@@ -75,12 +79,39 @@ GEMMS = {
     "fp8_rowwise": LinearGemms(_ROWWISE, _ROWWISE, _ROWWISE),
     "fp8_rowwise_hp": LinearGemms(_ROWWISE, _HP, HIGH),
     "mxfp8": _alike(MXFP8),
-    "nvfp4": _alike(NVFP4),
+    "nvfp4": _alike(NVFP4, stochastic=True),
 }
 """The products of each mode with formats of 8 bits or fewer."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms) -> Tensor:
+SITE = 2**33
+"""Separates these random bits from those of results and of optimizer updates."""
+
+
+class StepBits:
+    """The random bits of a step's gradients, in the order of their rounding.
+
+    Args:
+        seed: the run's.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed, self._step, self._site = seed, 0, 0
+
+    def begin_step(self, step: int) -> None:
+        """Training step number `step` begins."""
+        self._step, self._site = step, 0
+
+    def words(self, x: Tensor) -> Tensor:
+        """32 bits for each number of `x`, int32 of its shape."""
+        self._site += 1
+        drawn = key(self._seed, self._step, SITE, self._site)
+        return random_bits(drawn, x.numel(), x.device).view(x.shape)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms, bits: StepBits | None = None
+) -> Tensor:
     """`torch.nn.functional.linear` with products in the given formats.
 
     Args:
@@ -88,31 +119,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms) -
         weight: [out, in].
         bias: [out], or None; added to the rounded product.
         gemms: the formats.
+        bits: for stochastic rounding of gradients; None: all is rounded to nearest.
 
     Returns:
         [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.
     """
-    output: Tensor = _Linear.apply(x, weight, gemms)
+    output: Tensor = _Linear.apply(x, weight, gemms, bits)
     return output if bias is None else output + bias.to(output.dtype)
 
 
-def product(a: Tensor, b: Tensor, gemm: Gemm, dtype: torch.dtype) -> Tensor:
+def product(
+    a: Tensor, b: Tensor, gemm: Gemm, dtype: torch.dtype, bits: StepBits | None = None
+) -> Tensor:
     """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K."""
     if gemm == HIGH:
         return a.to(dtype) @ b.to(dtype).t()
-    return (_rounded(a, gemm.left) @ _rounded(b, gemm.right).t()).to(dtype)
+    left = _rounded(a, gemm.left, bits if gemm.stochastic else None)
+    return (left @ _rounded(b, gemm.right).t()).to(dtype)
 
 
-def _rounded(x: Tensor, to: BlockFormat | None) -> Tensor:
+def _rounded(x: Tensor, to: BlockFormat | None, bits: StepBits | None = None) -> Tensor:
     wide = x.float().contiguous()
-    return wide if to is None else quantise(wide, to)
+    if to is None:
+        return wide
+    return quantise(wide, to, bits=None if bits is None else bits.words(wide))
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, gemms: LinearGemms) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gemms: LinearGemms, bits: StepBits | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gemms = gemms
+        ctx.gemms, ctx.bits = gemms, bits
         flat = x.reshape(-1, x.shape[-1])
         return product(flat, weight, gemms.forward, x.dtype).view(*x.shape[:-1], len(weight))
 
@@ -124,10 +163,11 @@ class _Linear(torch.autograd.Function):
         flat, g = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, len(weight))
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = product(g, weight.t(), gemms.grad_input, x.dtype).view(x.shape)
+            of_input = product(g, weight.t(), gemms.grad_input, x.dtype, ctx.bits).view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = product(g.t(), flat.t(), gemms.grad_weight, x.dtype).to(weight.dtype)
-        return of_input, of_weight, None
+            of_weight = product(g.t(), flat.t(), gemms.grad_weight, x.dtype, ctx.bits)
+            of_weight = of_weight.to(weight.dtype)
+        return of_input, of_weight, None, None
 
 
 DIVISOR = 16
@@ -140,9 +180,9 @@ class FormattedLinear(ForwardWrapper):
     Inside autocast its input is cast as autocast casts a linear layer's.
     """
 
-    def __init__(self, module: nn.Module, gemms: LinearGemms) -> None:
+    def __init__(self, module: nn.Module, gemms: LinearGemms, bits: StepBits | None) -> None:
         super().__init__(module)
-        self._gemms = gemms
+        self._gemms, self._bits = gemms, bits
 
     def __call__(self, x: Tensor) -> Tensor:
         device = x.device.type
@@ -150,7 +190,7 @@ class FormattedLinear(ForwardWrapper):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             layer: Any = self._module
-            return linear(x, layer.weight, layer.bias, self._gemms)
+            return linear(x, layer.weight, layer.bias, self._gemms, self._bits)
 
 
 def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[str]:
@@ -185,11 +225,13 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     return left
 
 
-def convert_gemms(model: nn.Module, names: Iterable[str], gemms: LinearGemms) -> None:
+def convert_gemms(
+    model: nn.Module, names: Iterable[str], gemms: LinearGemms, bits: StepBits | None = None
+) -> None:
     """Give the products of linear layers, by their names in `model`, formats of their own."""
     for name in names:
         layer: Any = model.get_submodule(name)
-        layer.forward = FormattedLinear(layer, gemms)
+        layer.forward = FormattedLinear(layer, gemms, bits)
 
 
 def _fits(layer: nn.Linear) -> bool:

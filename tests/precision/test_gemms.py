@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.precision.formats import quantise
-from mprun.precision.gemms import GEMMS, HIGH, LinearGemms, linear
+from mprun.precision.formats import NVFP4, quantise
+from mprun.precision.gemms import GEMMS, HIGH, LinearGemms, StepBits, linear
 
 TORCHAO = {
     "fp8_tensorwise": "tensorwise",
@@ -78,7 +78,7 @@ def test_products_are_those_of_rounded_factors_in_float64(
     x, weight, bias, gradient = case(shape, torch.float32)
 
     def exact(a: Tensor, b: Tensor, gemm: object) -> tuple[Tensor, Tensor]:
-        left, right = gemm  # type: ignore[misc]
+        left, right, _ = gemm  # type: ignore[misc]
         a = a if left is None else quantise(a.contiguous(), left)
         b = b if right is None else quantise(b.contiguous(), right)
         return a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
@@ -120,3 +120,46 @@ def test_a_second_derivative_is_refused() -> None:
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def test_gradients_in_nvfp4_are_right_on_average() -> None:
+    """Of the gradient alone: the other factor is rounded to nearest, the same in every step."""
+    x, weight, _, gradient = case((32, 64, 48), torch.float32)
+    gradient = gradient.clamp(-2e-3, 2e-3)
+    gradient[::16], gradient[:, ::16] = 2e-3, 2e-3  # the largest of each block, which is exact
+    bits, count = StepBits(0), 400
+    totals = [torch.zeros_like(x).double(), torch.zeros_like(weight).double()]
+    squares = [torch.zeros_like(t) for t in totals]
+    for step in range(count):
+        bits.begin_step(step)
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        linear(*leaves, None, GEMMS["nvfp4"], bits).backward(gradient)
+        for n, leaf in enumerate(leaves):
+            assert leaf.grad is not None
+            totals[n] += leaf.grad.double()
+            squares[n] += leaf.grad.double().square()
+    wide = gradient.double()
+    exact = (
+        wide @ quantise(weight.t().contiguous(), NVFP4).t().double(),
+        wide.t() @ quantise(x.t().contiguous(), NVFP4).t().double(),
+    )
+    for total, square, expected in zip(totals, squares, exact, strict=True):
+        mean = total / count
+        deviation = (square / count - mean.square()).clamp_min(0).sqrt() / count**0.5
+        # Six standard errors: one of 5,120 numbers is beyond with a probability of 1e-5.
+        assert ((mean - expected).abs() <= 6 * deviation + 1e-4 * expected.abs().max()).all()
+
+
+def test_the_bits_of_a_step_come_again() -> None:
+    x, weight, _, gradient = case(SHAPES[0], torch.float32)
+
+    def gradients(step: int) -> Tensor:
+        bits = StepBits(3)
+        bits.begin_step(step)
+        leaf = weight.clone().requires_grad_()
+        linear(x, leaf, None, GEMMS["nvfp4"], bits).backward(gradient)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert torch.equal(gradients(1), gradients(1))
+    assert not torch.equal(gradients(1), gradients(2))
