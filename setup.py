@@ -1,9 +1,9 @@
 """The compiled part of a wheel: the CPU kernels of mprun/kernels/prebuilt.c.
 
 Everything else about the package stands in pyproject.toml. Where there is no C compiler, the build
-asks pip for the one of the package `ziglang`, which is gone after the installation. A missing or
-failing compiler never fails an installation: mprun then compiles its kernels where it runs, or
-works without them.
+asks pip for the one of the package `ziglang`, which is gone after the installation; pip's option
+`--no-build-isolation` does without it. A compiler that is missing or fails never fails an
+installation: mprun then compiles its kernels where it runs, or works without them.
 """
 
 from __future__ import annotations
@@ -108,9 +108,10 @@ class Wheel(bdist_wheel):
 
 
 # Windows exports nothing without further marks, and its compiler knows no such flags.
+HAS_KERNELS = sys.platform != "win32"
 LIBRARY = Extension("mprun.kernels._prebuilt", [str(FOLDER / "prebuilt.c")], optional=True)
 setup(
-    ext_modules=[] if sys.platform == "win32" else [LIBRARY],
-    setup_requires=[] if has_compiler() else [ZIG],
+    ext_modules=[LIBRARY] if HAS_KERNELS else [],
+    setup_requires=[ZIG] if HAS_KERNELS and not has_compiler() else [],
     cmdclass={"build_ext": Kernels, "bdist_wheel": Wheel},
 )
