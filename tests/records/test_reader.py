@@ -74,6 +74,8 @@ ADDED = (
         "failed_by",
         "recipe_sha256",
         "observed",
+        "gemms",
+        "converted_gemms",
     ),
     *("samples", "metrics"),
 )
