@@ -273,7 +273,7 @@ def test_a_recipe_that_tells_its_sample_is_not_asked_for_data(
     assert "warning" not in err
     assert found["parameters"] == (6 * 3 + 3) * 4
     # As large a batch as asked: inputs, targets, output, the loss and its gradient.
-    assert found["activations"] == 30 * (6 + 3 + 3) * 4 + 2 * 4
+    assert found["activations"] == 30 * (6 + 3 + 3 + 3) * 4 + 4
 
 
 @pytest.mark.parametrize("own", [("nn.Linear(6, 3)", "")], indirect=True)
@@ -282,7 +282,7 @@ def test_a_recipe_that_does_not_is(own: list[str], capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert "loading" in out
     assert "the data were loaded to see a sample's shape; Own.sample" in err
-    assert found["activations"] == 30 * (6 + 3 + 3) * 4 + 2 * 4
+    assert found["activations"] == 30 * (6 + 3 + 3 + 3) * 4 + 4
 
 
 READS = "nn.Sequential(Reads(), nn.Linear(6, 3))"
