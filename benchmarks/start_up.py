@@ -63,6 +63,7 @@ def seconds(code: str, *arguments: str) -> float:
         [sys.executable, "-c", code, *arguments],
         check=True,
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
     )
     return time.perf_counter() - began

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
@@ -44,7 +46,6 @@ __all__ = [  # what is PyTorch's own; the functions below are mprun's
     "OpOverload",
     "OpOverloadPacket",
     "StorageWeakRef",
-    "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "tree_leaves",
     "tree_map",
@@ -52,6 +53,30 @@ __all__ = [  # what is PyTorch's own; the functions below are mprun's
 
 FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
 """Where PyTorch keeps its functions that are written in C++."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """PyTorch's, without the import of the compiler at the first op that it sees.
+
+    Dynamo must not trace `__torch_dispatch__`, so PyTorch imports it (1.8 s) to disable it there.
+    Here that is done when a mode is entered in a process that has imported it.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Any:
+        if "torch._dynamo" in sys.modules:
+            mode: Any = type(self)
+            _not_traced(mode)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+
+@functools.cache
+def _not_traced(mode: Any) -> None:
+    mode.__torch_dispatch__ = _disable_dynamo(mode.__torch_dispatch__, recursive=True)
 
 
 class FakeTensorMode(fake_tensor.FakeTensorMode):
@@ -63,6 +88,14 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
     def __deepcopy__(self, memo: Any) -> FakeTensorMode:
         return self
+
+
+class EagerOptimizer(Optimizer):
+    """A base of optimizers whose methods do not import the compiler, as `eager_optimizer`'s."""
+
+    add_param_group: Any = inspect.unwrap(Optimizer.add_param_group)
+    state_dict: Any = inspect.unwrap(Optimizer.state_dict)
+    load_state_dict: Any = inspect.unwrap(Optimizer.load_state_dict)
 
 
 @functools.cache

@@ -56,6 +56,9 @@ from mprun.train.saved_form import check_form, check_moments
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
 
+QUICK_STEP_S = 0.2
+"""Two steps of less take less time than a step on fake tensors, whose first imports a compiler."""
+
 
 class RunResult(NamedTuple):
     """How a run ended."""
@@ -290,13 +293,17 @@ def _first_summary(
     return summary
 
 
-def _footprint(plan: Plan, model: nn.Module, report: Callable[[str], None]) -> dict[str, int]:
+def _footprint(
+    plan: Plan, model: nn.Module, report: Callable[[str], None], step_s: float | None
+) -> dict[str, int]:
     """The memory of a step; a second model on real tensors is made only if it is small."""
     real = has_room_for_another(model, plan.device)
+    on_cpu = plan.device.type == "cpu"  # a GPU's peak is measured, and would rise
+    quick = real and on_cpu and step_s is not None and step_s < QUICK_STEP_S
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them
-            counted, why_real = footprint(plan, real)
+            counted, why_real = footprint(plan, real, quick)
     except Exception as error:  # the step may not run at all: the run itself will say so
         report(f"note: the memory of a step was not measured ({first_line(error)})")
         return {}

@@ -109,15 +109,17 @@ def native_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mprun.precision.execution.slowdown", lambda dtype, device: 0.5)
 
 
-def _remembered_footprint(plan: Plan, real: bool = True) -> tuple[dict[str, int], str | None]:
+def _remembered_footprint(
+    plan: Plan, real: bool = True, quick: bool = False
+) -> tuple[dict[str, int], str | None]:
     config = plan.config
     train = dataclasses.replace(config.train, max_steps=None, init_from=None)
     same = dataclasses.replace(config, seed=0, run=RunConfig(), train=train)
     key = f"{same} {plan.policy} {plan.execution} {plan.batch} {plan.splits.train.samples}"
     if not config.recipe.target.startswith("mprun.recipes."):
-        return footprint(plan, real)
+        return footprint(plan, real, quick)
     if key not in _measured:
-        _measured[key] = footprint(plan, real)
+        _measured[key] = footprint(plan, real, quick)
     counted, why_real = _measured[key]
     return dict(counted), why_real
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -65,12 +66,10 @@ def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
 
 def as_native(plan: Plan) -> Plan:
     """The plan with the ops that its mode needs, without those that emulate or replace some."""
-    return replace(
-        plan,
-        execution="native",
-        policy=replace(plan.policy, partials_dtype="float32"),
-        fp32_fallback="none",
-    )
+    policy = replace(plan.policy, partials_dtype="float32")
+    if (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none"):
+        return plan
+    return replace(plan, execution="native", policy=policy, fp32_fallback="none")
 
 
 @contextmanager
@@ -161,12 +160,21 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     return replace(plan, batch=batch)
 
 
-def footprint(plan: Plan, real: bool = True) -> tuple[dict[str, int], str | None]:
+def footprint(
+    plan: Plan, real: bool = True, quick: bool = False
+) -> tuple[dict[str, int], str | None]:
     """Bytes alive at the peak of that step, by category, as in a record's `memory_bytes`.
 
-    The second value is the reason why the step was a real one; None on fake tensors. The process's
-    random numbers are restored.
+    The second value is the reason why the step could not be one on fake tensors, else None. The
+    process's random numbers are restored.
+
+    Args:
+        plan: the plan.
+        real: take a real step where fake tensors cannot.
+        quick: real steps are quick: take them rather than import PyTorch's compiler (1.8 s), which
+            the first fake tensor does.
     """
     with untouched():
-        counted = step_memory(plan, real)
+        quick = quick and as_native(plan) is plan and "torch._dynamo" not in sys.modules
+        counted = _on_real_tensors(plan) if quick else step_memory(plan, real)
     return counted.totals, counted.why_real

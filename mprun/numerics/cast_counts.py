@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import TorchDispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
+from mprun._torch import DispatchMode, in_backward, local_tensor, op_name, storage_key, viewed
 from mprun.numerics.audit_finding import AuditFinding, fewest_modules
 from mprun.numerics.op_watcher import dtype_name
 
@@ -75,7 +75,7 @@ class RepeatedCast:
     """Why they were cast again: a key of `FIXES`."""
 
 
-class CastCounts(TorchDispatchMode):
+class CastCounts(DispatchMode):
     """Counts the casts of a model's parameters while it is entered: around one call of the model.
 
     Args:
@@ -107,7 +107,7 @@ class CastCounts(TorchDispatchMode):
             if module not in watched and not in_backward():
                 watched.add(module)
                 calls.append(module)
-                self.__enter__()  # type: ignore[no-untyped-call]
+                self.__enter__()
 
         def end(module: nn.Module, args: Any, outputs: Any) -> None:
             if not torch.compiler.is_compiling() and calls and calls[-1] is module:

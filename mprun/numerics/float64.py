@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mprun._torch import TorchDispatchMode, tree_map
+from mprun._torch import DispatchMode, tree_map
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class _Widening(TorchFunctionMode):
         return tree_map(_wide, func(*args, **kwargs))
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(DispatchMode):
     """Random numbers that would be drawn in float64 are drawn in float32."""
 
     def __torch_dispatch__(

@@ -40,6 +40,7 @@ from mprun._torch import (
     FakeTensorMode,
     conversions_replace_parameters,
     in_backward,
+    is_fake,
     is_traceable_wrapper_subclass,
     op_name,
     storage_key,
@@ -55,6 +56,14 @@ SAME_DTYPE = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr", "convolution")
 )
 """ATen ops whose kernels need all floating inputs in one dtype; fake tensors do not check it."""
+
+REDUCED_IN_PLACE = frozenset(
+    ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
+"""Losses whose kernels reduce into the tensor of the single losses: their scalar keeps its memory.
+
+The result of a fake tensor has the memory of a scalar.
+"""
 
 NO_OPS = ("prim", "profiler")
 """Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
@@ -188,6 +197,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         result = run()
         if func.namespace in NO_OPS:
             return result
+        if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
+            result.untyped_storage().resize_(args[0].nbytes)
         self._went_backward = back or (self._went_backward and context.phase != "forward")
         later = self._went_backward or context.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _owner_of(context)

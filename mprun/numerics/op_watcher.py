@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import (
-    TorchDispatchMode,
+    DispatchMode,
     op_name,
     schema_of,
     storage_key,
@@ -35,7 +35,7 @@ from mprun.numerics.tracker import StepListener, StepTracker
 RunOp = Callable[[], Any]
 
 
-class OpWatcher(TorchDispatchMode):
+class OpWatcher(DispatchMode):
     """Hands each op to `on_op` while it is entered; it may be entered twice."""
 
     def __init__(self) -> None:

@@ -23,9 +23,8 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from mprun._torch import add_to_each, is_fake, load_hooks_run, zero_grad
+from mprun._torch import EagerOptimizer, add_to_each, is_fake, load_hooks_run, zero_grad
 from mprun.optim import engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
@@ -96,7 +95,7 @@ class _Update(NamedTuple):
         return self.engine == "eager" or not is_fake(self.p)
 
 
-class LowPrecisionOptimizer(Optimizer, ScaledOptimizer):
+class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
     """The base of all optimizers; a subclass gives its formula, its moments and its constants.
 
     Args:

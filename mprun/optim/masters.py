@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import is_fake, own_parameters
+from mprun._torch import EagerOptimizer, is_fake, own_parameters
 from mprun.optim.step_gradients import check_operands, clipping_scale, not_finite
 from mprun.precision.policy import ROUNDINGS
 from mprun.precision.products import LOW
@@ -70,7 +70,7 @@ def float32_masters(model: nn.Module) -> Iterator[Masters]:
             own[name] = p
 
 
-class MasterWeights(Optimizer, MasteredOptimizer):
+class MasterWeights(EagerOptimizer, MasteredOptimizer):
     """An optimizer whose 16-bit parameters have float32 masters.
 
     `param_groups` and `state` have the 16-bit parameters; options are those of `inner`, which gets

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import TorchDispatchMode, aten_packets, onednn_has_lstm
+from mprun._torch import DispatchMode, aten_packets, onednn_has_lstm
 from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
@@ -190,7 +190,7 @@ class Float16Fallback(Arithmetic):
         return _KernelMode(self.products, self._fallback, lambda op, _: self.occurred.add(op))
 
 
-class _KernelMode(TorchDispatchMode):
+class _KernelMode(DispatchMode):
     """Lists products in 16 bits, and computes ops of a table in float32.
 
     Args:

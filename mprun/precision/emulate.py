@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from mprun._torch import (
-    TorchDispatchMode,
+    DispatchMode,
     aten_packets,
     dispatch_modes,
     in_recomputation,
@@ -242,7 +242,7 @@ class BlockedConvolutions(Arithmetic):
         return _BlockedMode(self.occurred)
 
 
-class _BlockedMode(TorchDispatchMode):
+class _BlockedMode(DispatchMode):
     def __init__(self, occurred: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._occurred = occurred
@@ -292,7 +292,7 @@ def _forget_all(argument: Any) -> None:
             forget(x)
 
 
-class _EmulationMode(TorchDispatchMode):
+class _EmulationMode(DispatchMode):
     def __init__(self, arithmetic: Emulated16, partials: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.arithmetic = arithmetic

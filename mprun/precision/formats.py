@@ -50,6 +50,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mprun.precision.random_bits import shift_right
+
 MANTISSA_BITS, SMALLEST_NORMAL = 23, -126
 """Of float32."""
 SMALLEST_SCALED = 2.0**-110
@@ -239,7 +241,7 @@ def _nearest(x: Tensor, to: Format, shift: int, overflow: Overflow) -> Tensor:
 
 def _stochastic(x: Tensor, bits: Tensor, normal: int, dropped: int) -> Tensor:
     """`x` with random words added to what is cut off."""
-    word = (bits >> (32 - dropped)) & ((1 << dropped) - 1)
+    word = shift_right(bits, 32 - dropped)
     if normal == SMALLEST_NORMAL:
         return add_and_truncate(x, word, dropped)
     start = torch.full_like(x, 2.0**normal).copysign_(x)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun._torch import TorchDispatchMode, tree_leaves
+from mprun._torch import DispatchMode, tree_leaves
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.formats import TF32, quantise
 from mprun.precision.products import (
@@ -56,7 +56,7 @@ class EmulatedTf32(Arithmetic):
             warnings.warn(f"{name} is {reason}; it is computed in float32", stacklevel=2)
 
 
-class _Tf32Mode(TorchDispatchMode):
+class _Tf32Mode(DispatchMode):
     ROUNDED = all_products()
 
     def __init__(self, arithmetic: EmulatedTf32) -> None:

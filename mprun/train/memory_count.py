@@ -19,26 +19,27 @@ class MemoryCount(Callback):
 
     Args:
         summary: the run's.
-        count: gives bytes by category, and touches nothing of the run.
+        count: gives bytes by category, and touches nothing of the run; it takes the seconds of the
+            shortest step so far, None where no step was timed.
         watch: counts the run's seconds; these belong to its start-up.
     """
 
     def __init__(
-        self, summary: Summary, count: Callable[[], Mapping[str, int]], watch: Stopwatch
+        self, summary: Summary, count: Callable[[float | None], Mapping[str, int]], watch: Stopwatch
     ) -> None:
         self._summary, self._count, self._watch = summary, count, watch
         self._done = False
 
     def on_steps(self, lines: list[StepLine]) -> None:
-        self._once()
+        self._once(min((line.step_time_ms / 1e3 for line in lines), default=None))
 
     def on_end(self, status: Status) -> None:
         if status == "failed":  # for want of memory, perhaps
-            self._once()
+            self._once(None)
 
-    def _once(self) -> None:
+    def _once(self, step_s: float | None) -> None:
         if self._done:
             return
         self._done = True
         with self._watch.during("start_up"):
-            self._summary.memory_bytes = replace(self._summary.memory_bytes, **self._count())
+            self._summary.memory_bytes = replace(self._summary.memory_bytes, **self._count(step_s))

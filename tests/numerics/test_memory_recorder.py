@@ -29,6 +29,7 @@ from mprun.assemble import (
 from mprun.config import compose
 from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
+from mprun.numerics.memory_recorder import REDUCED_IN_PLACE
 from mprun.train.loop import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -67,9 +68,9 @@ def test_linear_with_sgd_equals_hand_computed_bytes() -> None:
     assert found["parameters"] == PARAMETERS
     assert found["gradients"] == PARAMETERS
     assert found["buffers"] == found["optimizer_state"] == 0
-    # At the end of the backward pass: inputs, targets, output, the loss and its gradient, and the
-    # gradient of the output, made in the backward pass, still held for the bias.
-    assert found["activations"] == INPUTS + TARGETS + OUTPUT + 2 * 4
+    # At the end of the backward pass: inputs, targets, output, the loss in the memory of the single
+    # losses, its gradient, and the gradient of the output, still held for the bias.
+    assert found["activations"] == INPUTS + TARGETS + 2 * OUTPUT + 4
     assert found["temporary"] == OUTPUT
 
 
@@ -83,7 +84,7 @@ def test_linear_in_16_bits_equals_hand_computed_bytes() -> None:
         "gradients": WEIGHTS * 2,
         "optimizer_state": 2 * 4,  # our optimizer counts steps, for each parameter
         # Inputs in 16 bits; the output is cast to float32 and kept so by the loss.
-        "activations": INPUTS // 2 + TARGETS + OUTPUT + 2 * 4,
+        "activations": INPUTS // 2 + TARGETS + 2 * OUTPUT + 4,
         "temporary": OUTPUT // 2,
     }
 
@@ -265,6 +266,29 @@ def tracked(parts: Any, batch: Any, trainer: Trainer) -> int:
         trainer.optimizer_step(batch)
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     return int(peak["Total"])
+
+
+@pytest.mark.parametrize("name", sorted(REDUCED_IN_PLACE))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_loss_keeps_the_memory_of_the_single_losses(name: str, reduction: str) -> None:
+    """As the real kernels do, on fake tensors too."""
+    loss = getattr(F, name)
+
+    def counted() -> StepMemory:
+        model = nn.Linear(3, 5)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x, y = torch.ones(100, 3), torch.ones(100, 5)
+
+        def step() -> None:
+            loss(model(x).sigmoid(), y, reduction=reduction).sum().backward()
+            optimizer.step()
+
+        return memory(step, model, optimizer, (x, y))
+
+    real = counted()
+    with fake_tensors():
+        fake = counted()
+    assert real.timeline == fake.timeline
 
 
 class Encoder(nn.Module):

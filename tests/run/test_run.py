@@ -270,7 +270,7 @@ def test_a_signal_while_the_step_is_measured_waits_until_it_was(
     """An exception out of PyTorch's C++ code that calls Python ends the process."""
     measured = []
 
-    def footprint(chosen: object, real: bool) -> tuple[dict[str, int], None]:
+    def footprint(chosen: object, real: bool, quick: bool) -> tuple[dict[str, int], None]:
         signal.raise_signal(signal.SIGINT)
         measured.append(chosen)
         return {}, None

@@ -45,11 +45,40 @@ def test_a_run_takes_its_first_step_without_the_compiler(recipe: str, tmp_path: 
     assert "True\n" not in done.stdout
 
 
+WHOLE_RUN = """
+import sys
+from mprun.cli.main import main
+
+status = main(sys.argv[1:])
+print("compiler imported:", "torch._dynamo" in sys.modules)
+sys.exit(status)
+"""
+
+
+@pytest.mark.representative("fp32")
+@pytest.mark.parametrize("mode", ["fp32", "bf16_true", "bf16_sr"])
+def test_a_run_of_short_steps_never_imports_the_compiler(mode: str, tmp_path: Path) -> None:
+    """Its memory is counted in a real step, as the first fake tensor imports the compiler."""
+    words = ["recipe=linear", "train.epochs=20", f"precision={mode}", "device=cpu"]
+    done = subprocess.run(
+        [sys.executable, "-c", WHOLE_RUN, *words, "execution=native", "run.dir=run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "compiler imported: False" in done.stdout
+    counted = read_summary(tmp_path / "run").memory_bytes
+    assert main([*words, "execution=native", "run.dir=fake"]) == 0
+    assert read_summary(Path("fake")).memory_bytes == counted
+
+
 def test_the_memory_is_counted_once_and_where_a_step_failed() -> None:
     calls = []
 
-    def count() -> dict[str, int]:
-        calls.append(1)
+    def count(step_s: float | None) -> dict[str, int]:
+        calls.append(step_s)
         return {"peak": 7}
 
     for status, steps, peak in (("completed", 2, 7), ("failed", 0, 7), ("interrupted", 0, None)):

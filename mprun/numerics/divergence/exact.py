@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import TorchDispatchMode, no_dispatch, op_name, tree_map
+from mprun._torch import DispatchMode, no_dispatch, op_name, tree_map
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.nonfinite.op_call import op_spec
 
@@ -51,7 +51,7 @@ def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
             own[name].data = value.detach().to(own[name].device, own[name].dtype, copy=True)
 
 
-class Exact(TorchDispatchMode):
+class Exact(DispatchMode):
     """Casts return float64. Results are rounded to `dtype`, where it is not None.
 
     Enter it with `exact_arithmetic`.
