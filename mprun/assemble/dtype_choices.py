@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,23 @@ from typing import Any
 import torch
 
 from mprun.config import Config
-from mprun.config.schema import Casting, LayerDType, OpListsConfig, Unlisted
-from mprun.errors import UsageError, hint
+from mprun.config.schema import Casting, OpListsConfig, Unlisted
+from mprun.errors import UsageError
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.precision import Policy
 from mprun.precision.convert import convert
-from mprun.precision.gemms import formatted_layers
-from mprun.precision.layers import check_rounding, layer_precisions, resolve
+from mprun.precision.gemms import model_gemms
+from mprun.precision.layers import (
+    check_rounding,
+    layer_precisions,
+    resolve,
+    with_layer_formats,
+)
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
+from mprun.records.layer_values import layer_value
 from mprun.records.yaml_reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
 
@@ -43,7 +49,7 @@ def choose_layers(config: Config, recipe: Recipe, policy: Policy) -> dict[str, s
 
     A model on fake tensors is converted to these dtypes, to check that they can be used.
     """
-    asked = {str(key): dtype.name for key, dtype in config.precision.layers.items()}
+    asked = dict(config.precision.layers)
     if config.precision.layers_file is not None:
         asked = {**_layers_file(Path(config.precision.layers_file)), **asked}
     if not asked:
@@ -151,7 +157,6 @@ def _without_displaced(
 
 def _layers_file(path: Path) -> dict[str, str]:
     """The mapping in a file, checked: name to dtype or mode."""
-    legal = list(LayerDType.__members__)
     try:
         _, content = read_yaml(path)
     except OSError as error:
@@ -164,29 +169,35 @@ def _layers_file(path: Path) -> dict[str, str]:
             f"precision.layers_file={path}: it is not a mapping; legal is a line for each module, "
             "'name: dtype'"
         )
+    layers = {}
     for key, value in content.items():
-        if value not in legal:
-            raise UsageError(
-                f"precision.layers_file={path}: {key}: {str(value)[:40]!r}; legal is a dtype or a "
-                f"mode, one of {', '.join(legal)}{hint(str(value)[:40], legal)}"
-            )
-    return {str(key): LayerDType[value].name for key, value in content.items()}
+        try:
+            layers[str(key)] = layer_value(value)
+        except ValueError as error:
+            raise UsageError(f"precision.layers_file={path}: {key}: {error}") from None
+    return layers
 
 
-def check_gemms(recipe: Recipe, policy: Policy, layers: Collection[str]) -> None:
-    """Check that a mode with formats for products has some in the recipe's model.
+def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> Policy:
+    """The policy, which says whether `layers` names formats of products.
 
     Raises:
-        UsageError: it has none, and would train like bf16_mixed.
+        UsageError: the mode cannot have them; or no layer of the recipe's model can have the mode's
+            or its own, so that it would train like bf16_mixed.
     """
+    try:
+        policy = with_layer_formats(policy, layers.values())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if policy.gemms == "none":
-        return
+        return policy
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = model_of(recipe)
     except Exception:  # it is the user's, and may need values: the run finds out
-        return
+        return policy
     try:
-        formatted_layers(model, layers)
+        model_gemms(model, layers, policy.gemms)
     except ValueError as error:
         raise UsageError(f"precision={policy.name}: {error}") from None
+    return policy

@@ -31,7 +31,7 @@ from mprun.optim import engines
 from mprun.optim.by_policy import low_precision, with_masters
 from mprun.precision import Policy
 from mprun.precision.convert import convert
-from mprun.precision.layers import layer_precision, layer_precisions
+from mprun.precision.layers import layer_precisions, own_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
 from mprun.train.user_code import model_of
@@ -48,7 +48,7 @@ def stores_low_precision(
 ) -> bool:
     """Whether the optimizer writes anything in 16 bits: parameters, layers or moments."""
     moments = {getattr(policy, f"{moment}_dtype") for moment in stored_moments(config)}
-    in_layers = {layer_precision(value, policy.casting).stored for value in layers.values()}
+    in_layers = {x.stored for x in own_precisions(layers.values(), policy.casting)}
     return {policy.param_dtype, *moments} != {"float32"} or not in_layers <= {torch.float32}
 
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from mprun.assemble.dtype_choices import (
     build_policy,
-    check_gemms,
     choose_layers,
     choose_op_lists,
     displaced_ops,
+    with_formats,
 )
 from mprun.assemble.file_recipe import RecipeSource
 from mprun.assemble.learning_rate import warmup_warning
@@ -161,11 +161,11 @@ def make_plan(
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices)
     device = choose_device(earlier.get("device", config.device.name))
+    layers = choose_layers(config, recipe, policy)
+    policy = with_formats(policy, recipe, layers)
     wanted = earlier.get("execution", config.execution.name)
     chosen = choose_execution(wanted, policy, device, config.speed.name)
     execution = chosen.name
-    layers = choose_layers(config, recipe, policy)
-    check_gemms(recipe, policy, layers)
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)

@@ -119,28 +119,6 @@ class LossScaleKind(Enum):
     dynamic = "dynamic"
 
 
-class LayerDType(Enum):
-    """A module's own precision: a dtype, or a mode's name."""
-
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    fp16_mixed = "fp16_mixed"
-    bf16_mixed = "bf16_mixed"
-    fp16_true = "fp16_true"
-    bf16_true = "bf16_true"
-    half_sr = "half_sr"
-    fp16_sr = "half_sr"  # noqa: PIE796 - another name
-    bf16_sr = "bf16_sr"
-    half_sr_full = "half_sr_full"
-
-
-FLOAT16_LAYERS = {"fp16", "fp16_mixed", "fp16_true", "half_sr", "half_sr_full"}
-"""Values that compute in float16."""
-LAYERS_STORED_LOW = {"fp16_true", "bf16_true", "half_sr", "bf16_sr", "half_sr_full"}
-"""Values that store 16 bits in every mode; fp16 and bf16 do so where nothing is cast."""
-
-
 class FpExceptions(Enum):
     """The action after an op that produces a number that is not finite."""
 
@@ -219,8 +197,10 @@ class PrecisionConfig:
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
     gemms: Gemms = Gemms.none
     """Format of the products of inner linear layers; none: the compute dtype."""
-    layers: dict[Any, LayerDType] = field(default_factory=dict)
-    """Modules with a dtype or mode of their own, by name or glob: {fc2: fp32, enc.*: bf16}."""
+    hadamard: bool = False
+    """In modes with such formats: a random Hadamard transform before gradients of weights."""
+    layers: dict[Any, Any] = field(default_factory=dict)
+    """Modules with a dtype, mode or formats of their own: {fc2: fp32, enc.*: {forward: fp8}}."""
     layers_file: str | None = None
     """A YAML file with such a mapping; precision.layers adds to it and wins."""
 

@@ -18,8 +18,6 @@ from omegaconf import MISSING
 
 from mprun.config.logger_checks import check_logger_fields, unused_logger_fields
 from mprun.config.schema import (
-    FLOAT16_LAYERS,
-    LAYERS_STORED_LOW,
     Casting,
     Config,
     DataFallback,
@@ -36,6 +34,7 @@ from mprun.config.schema import (
     Scheduler,
 )
 from mprun.errors import UsageError
+from mprun.records.layer_values import FLOAT16_LAYERS, LAYERS_STORED_LOW
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def loss_scale_kind(config: Config, layers: Iterable[str] = ()) -> str:
     """
     kind = config.loss_scale.name
     if kind is LossScaleKind.auto:
-        named = {dtype.name for dtype in config.precision.layers.values()} | {*layers}
+        named = {*config.precision.layers.values(), *layers}
         needs = config.precision.compute_dtype is DType.float16 or named & FLOAT16_LAYERS
         kind = LossScaleKind.dynamic if needs else LossScaleKind.none
     return kind.name
@@ -388,7 +387,7 @@ def stored_low(config: Config) -> set[str]:
     """
     row = config.precision
     low = {m for m in stored_moments(config.train.optimizer) if _is_low(getattr(row, f"{m}_dtype"))}
-    layers = {dtype.name for dtype in row.layers.values()}
+    layers = {*row.layers.values()}
     low_layers = layers & LAYERS_STORED_LOW or (
         row.casting is Casting.none and layers & {"fp16", "bf16"}
     )

@@ -49,9 +49,16 @@ from mprun.precision.arithmetic import (
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.convert import accumulate_in, convert
-from mprun.precision.gemms import GEMMS, convert_gemms, formatted_layers
-from mprun.precision.layers import check_rounding, keep_layers, layer_precisions, resolve
+from mprun.precision.gemms import GEMMS, convert_gemms, model_gemms
+from mprun.precision.layers import (
+    check_rounding,
+    keep_layers,
+    layer_precisions,
+    resolve,
+    with_layer_formats,
+)
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.native_gemms import convert_natively
 from mprun.precision.op_lists import OpLists, disable_casts
 from mprun.precision.op_lists.mode import anything_casts
 from mprun.precision.plain_arguments import (
@@ -65,6 +72,7 @@ from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.switches import backend_flags
 from mprun.precision.update import Clip
+from mprun.records.layer_values import layer_value
 
 CPU = torch.device("cpu")
 NOT_COMPILED = (
@@ -86,7 +94,8 @@ class Precision:
         loss_scale: auto (dynamic if the mode or a layer computes in float16), none, dynamic,
             static, or the factor of a static one.
         max_norm: `step` clips the global L2 norm of an optimizer's gradients to this; None: never.
-        layers: module names or globs to the precision of each: fp32, fp16, bf16, or a mode.
+        layers: module names or globs to the precision of each: fp32, fp16, bf16, fp8, a mode, or
+            formats of a linear layer's products, `{"forward": "fp8", "grad_weight": "fp32"}`.
         op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
             ones, such as "hmp"; None for autocast.
 
@@ -107,12 +116,14 @@ class Precision:
         seed: int = 0,
         loss_scale: LossScale | str | float = "auto",
         max_norm: float | None = None,
-        layers: Mapping[str, str] | None = None,
+        layers: Mapping[str, str | Mapping[str, str]] | None = None,
         op_lists: OpLists | str | None = None,
     ) -> None:
-        place, named = device_of(device), dict(layers or {})
+        place = device_of(device)
+        named = {name: layer_value(value) for name, value in (layers or {}).items()}
         row, lists = with_op_lists(policy_of(policy), op_lists, place.type)
         check_rounding(named, row)
+        row = with_layer_formats(row, named.values())
         self._take_parts(
             row,
             caster_of(row, place.type, lists),
@@ -204,7 +215,11 @@ class Precision:
     def columns(self) -> dict[str, object]:
         """The policy's columns that caster, arithmetic and the cast of outputs decide."""
         output_dtype = dtype_name(self._output_dtype)
-        return {**self._caster.columns, **self.arithmetic.columns, "output_dtype": output_dtype}
+        formats = {name: getattr(self.policy, name) for name in ("gemms", "hadamard")}
+        if not self.converted_gemms:
+            formats = {}
+        own = {**self._caster.columns, **self.arithmetic.columns, **formats}
+        return {**own, "output_dtype": output_dtype}
 
     def prepare(
         self,
@@ -223,18 +238,16 @@ class Precision:
         """
         device = self.device if device is None else device
         self._replaced |= {id(p): weakref.ref(p) for p in model.parameters()}
-        named = layer_precisions(resolve(model, self._layers), self.policy)
+        layers = resolve(model, self._layers)
+        named = layer_precisions(layers, self.policy)
         dtype = torch_dtype(self.policy.param_dtype)
         convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
+        self._give_formats(model, layers)
         if named:
             casts = self.policy.casts
             caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
             keep_layers(model, named, None if casts else dtype, caster.layer_region)
         self._caster.convert(model)
-        if self.policy.gemms != "none":
-            self.converted_gemms = formatted_layers(model, named)
-            bits = getattr(self.arithmetic, "bits", None)
-            convert_gemms(model, self.converted_gemms, GEMMS[self.policy.gemms], bits)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
         number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
@@ -243,6 +256,22 @@ class Precision:
         self._guards[model] = BufferGuard(model, prefix, active=needed)
         name_parameters(model, prefix)
         return model
+
+    def _give_formats(self, model: nn.Module, layers: Mapping[str, str]) -> None:
+        """Formats for the products of linear layers, before other code wraps them."""
+        if self.policy.gemms == "none":
+            return
+        gemms = model_gemms(model, layers, self.policy.gemms, self.policy.hadamard)
+        self.converted_gemms = [*(self.converted_gemms or []), *gemms]
+        if self.execution == "native":
+            if self.policy.hadamard or {*gemms.values()} != {GEMMS[self.policy.gemms]}:
+                raise ValueError(
+                    "execution=native with formats of single layers or a Hadamard transform, which "
+                    "are emulated; legal: execution=emulated"
+                )
+            convert_natively(model, gemms, self.policy.gemms)
+            return
+        convert_gemms(model, gemms, getattr(self.arithmetic, "bits", None))
 
     def begin_step(self, step: int | None = None) -> None:
         """An optimizer step begins: call it before the step's first forward pass.

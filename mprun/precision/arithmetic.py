@@ -159,7 +159,6 @@ class EmulatedProducts(Arithmetic):
         self.bits = StepBits(seed)
         reason = "emulated: factors rounded to the format, products and sums in float32"
         self.substitutions = (OpSubstitution("linear", gemms, reason),)
-        self.columns = {"gemms": gemms}
         self.occurred.add("linear")
 
     def begin_step(self, step: int) -> None:

@@ -20,6 +20,7 @@ from mprun.precision.arithmetic import (
     NativeArithmetic,
 )
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.native_gemms import why_not_native
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import has_tf32
@@ -94,9 +95,14 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
             "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
         )
     if policy.gemms != "none":
-        return emulated, (
-            f"precision={policy.name} computes products in float32, of factors that are rounded to "
-            "its format; mprun has no native ones yet"
+        why = why_not_native(policy.gemms, device)
+        return (
+            (both, "")
+            if why is None
+            else (
+                emulated,
+                f"products are computed in float32, of factors rounded to their format: {why}",
+            )
         )
     if policy.tf32:
         no = f"{device.type} here has no TensorFloat-32"
@@ -138,7 +144,7 @@ def arithmetic_for(
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
     """
-    if policy.gemms != "none":
+    if policy.gemms != "none" and execution == "emulated":
         return EmulatedProducts(policy.gemms, seed)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()

@@ -21,7 +21,7 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,15 +40,20 @@ from mprun.precision.formats import (
     quantise,
 )
 from mprun.precision.random_bits import key, random_bits
+from mprun.records.layer_values import product_formats
 
 
 class Gemm(NamedTuple):
-    """The formats of a product's factors; None: it is computed in the dtype of the layer."""
+    """The formats of a product's factors; None: they are in `dtype`."""
 
     left: BlockFormat | None
     right: BlockFormat | None
     stochastic: bool = False
     """Whether the left factor, a gradient, is rounded stochastically."""
+    dtype: torch.dtype | None = None
+    """Of factors without a format; None: that of the layer."""
+    hadamard: bool = False
+    """Whether both factors go through the transform of `Bits.rotated` first."""
 
 
 HIGH = Gemm(None, None)
@@ -57,11 +62,11 @@ HIGH = Gemm(None, None)
 class LinearGemms(NamedTuple):
     """The three products of a linear layer."""
 
-    forward: Gemm
+    forward: Gemm = HIGH
     """Input and weight."""
-    grad_input: Gemm
+    grad_input: Gemm = HIGH
     """Gradient of the output, and weight."""
-    grad_weight: Gemm
+    grad_weight: Gemm = HIGH
     """Gradient of the output, and input."""
 
 
@@ -82,14 +87,40 @@ GEMMS = {
     "nvfp4": _alike(NVFP4, stochastic=True),
 }
 """The products of each mode with formats of 8 bits or fewer."""
+PRODUCT_FORMATS = {
+    **GEMMS,
+    "fp8": GEMMS["fp8_tensorwise"],
+    "float8_e4m3fn": _alike(FP8_TENSORWISE),
+    "float8_e5m2": _alike(FP8_TENSORWISE_E5M2),
+    **{
+        name: LinearGemms(*[Gemm(None, None, dtype=dtype)] * 3)
+        for name, dtype in (
+            ("fp32", torch.float32),
+            ("bf16", torch.bfloat16),
+            ("fp16", torch.float16),
+        )
+    },
+}
+"""What a name in `precision.layers` means for each of the three products."""
+
+
+def gemms_of(formats: Mapping[str, str]) -> LinearGemms:
+    """The products of a layer, by name in `PRODUCT_FORMATS`; others stay in its dtype."""
+    return LinearGemms(**{name: getattr(PRODUCT_FORMATS[f], name) for name, f in formats.items()})
 
 
 SITE = 2**33
 """Separates these random bits from those of results and of optimizer updates."""
 
 
+HADAMARD = 16
+"""Numbers that are transformed together."""
+
+
 class StepBits:
     """The random bits of a step's gradients, in the order of their rounding.
+
+    The signs of the Hadamard transform are the run's, the same in every step.
 
     Args:
         seed: the run's.
@@ -102,11 +133,32 @@ class StepBits:
         """Training step number `step` begins."""
         self._step, self._site = step, 0
 
+    def rotated(self, x: Tensor) -> Tensor:
+        """float32 [M, K] times D H along K, in blocks of 16: D random signs, H Hadamard's matrix.
+
+        D H is orthogonal, so the product of two factors that went through it is theirs. An outlier
+        is spread over its block, which then needs a smaller scale. K is filled up with zeros.
+        """
+        signs = key(self._seed, 0, SITE, 0)
+        drawn = random_bits(signs, HADAMARD, x.device)
+        matrix = _hadamard(HADAMARD).to(x.device) * (1.0 - 2.0 * (drawn < 0)).unsqueeze(1)
+        blocks = nn.functional.pad(x, (0, -x.shape[1] % HADAMARD)).unflatten(1, (-1, HADAMARD))
+        rotated: Tensor = (blocks @ matrix).flatten(1)
+        return rotated
+
     def words(self, x: Tensor) -> Tensor:
         """32 bits for each number of `x`, int32 of its shape."""
         self._site += 1
         drawn = key(self._seed, self._step, SITE, self._site)
         return random_bits(drawn, x.numel(), x.device).view(x.shape)
+
+
+def _hadamard(size: int) -> Tensor:
+    """Hadamard's matrix of a power of two, divided by its root: orthogonal, float32."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix.mul(size**-0.5)
 
 
 def linear(
@@ -131,18 +183,20 @@ def linear(
 def product(
     a: Tensor, b: Tensor, gemm: Gemm, dtype: torch.dtype, bits: StepBits | None = None
 ) -> Tensor:
-    """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K."""
-    if gemm == HIGH:
-        return a.to(dtype) @ b.to(dtype).t()
-    left = _rounded(a, gemm.left, bits if gemm.stochastic else None)
-    return (left @ _rounded(b, gemm.right).t()).to(dtype)
+    """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K.
 
-
-def _rounded(x: Tensor, to: BlockFormat | None, bits: StepBits | None = None) -> Tensor:
-    wide = x.float().contiguous()
-    if to is None:
-        return wide
-    return quantise(wide, to, bits=None if bits is None else bits.words(wide))
+    Args:
+        bits: for stochastic rounding of `a`, and for the Hadamard transform of both.
+    """
+    if gemm.left is None or gemm.right is None:
+        factors = gemm.dtype or dtype
+        return (a.to(factors) @ b.to(factors).t()).to(dtype)
+    wide = [x.float().contiguous() for x in (a, b)]
+    if gemm.hadamard and bits is not None:
+        wide = [bits.rotated(x) for x in wide]
+    words = bits.words(wide[0]) if gemm.stochastic and bits is not None else None
+    left, right = quantise(wide[0], gemm.left, bits=words), quantise(wide[1], gemm.right)
+    return (left @ right.t()).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -193,12 +247,21 @@ class FormattedLinear(ForwardWrapper):
             return linear(x, layer.weight, layer.bias, self._gemms, self._bits)
 
 
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model by name, without subclasses that have a forward of their own."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    }
+
+
 def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[str]:
-    """The linear layers of a model whose products get formats of their own.
+    """The linear layers of a model whose products get the mode's formats.
 
     The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
     "Pretraining Large Language Models with NVFP4", 2025), and so do layers whose features are no
-    multiple of 16, and subclasses with a forward of their own.
+    multiple of 16.
 
     Args:
         model: on any device.
@@ -207,31 +270,85 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     Raises:
         ValueError: no layer is left.
     """
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
-    }
+    found = linear_layers(model)
     inner = list(found)[1:-1]
     fitting = [name for name in inner if _fits(found[name])]
-    left = [n for n in fitting if not any(n == k or n.startswith(f"{k}.") for k in left_out)]
+    left = [name for name in fitting if not any(_is_inside(name, k) for k in left_out)]
     if not left:
         raise ValueError(
             f"no product of this model can have the mode's format: of {len(found)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
             f"are no multiple of {DIVISOR}, and precision.layers names {len(fitting)}; legal: a "
-            "model with such layers between its first and last, or precision=bf16_mixed"
+            "model with such layers between its first and last, precision.layers with a format "
+            "for a layer by name, or precision=bf16_mixed"
         )
     return left
 
 
+def layer_gemms(model: nn.Module, named: Mapping[str, str]) -> dict[str, LinearGemms]:
+    """The formats that `precision.layers` gives to linear layers, by their names.
+
+    Args:
+        model: on any device.
+        named: module names to values of `precision.layers`. A value holds for all inside.
+
+    Raises:
+        ValueError: a module with a format has no linear layer that can have it.
+    """
+    found, given = linear_layers(model), dict[str, LinearGemms]()
+    for module in sorted(named, key=len):  # what is inside a named module comes after it
+        formats = product_formats(named[module])
+        inside = [name for name in found if _is_inside(name, module)]
+        for name in inside:
+            given.pop(name, None)
+        if formats is None:
+            continue
+        fitting = [name for name in inside if _fits(found[name])]
+        if not fitting:
+            raise ValueError(
+                f"precision.layers: {module}: {named[module]} is a format of nn.Linear's products, "
+                f"and {module} has no such layer with features that are multiples of {DIVISOR}"
+            )
+        given |= dict.fromkeys(fitting, gemms_of(formats))
+    return given
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def model_gemms(
+    model: nn.Module, named: Mapping[str, str], mode: str, hadamard: bool = False
+) -> dict[str, LinearGemms]:
+    """The formats of a model's linear layers: those by name, and the mode's for inner ones.
+
+    Args:
+        model: on any device.
+        named: module names to values of `precision.layers`.
+        mode: a key of `GEMMS`, or layers, for a mode that has none itself.
+        hadamard: whether factors of gradients of weights are transformed (`StepBits.rotated`).
+
+    Raises:
+        ValueError: no layer can have the mode's formats, or a module cannot have its own.
+    """
+    given = layer_gemms(model, named)
+    if mode != "layers":
+        given |= dict.fromkeys(formatted_layers(model, named), GEMMS[mode])
+    if not hadamard:
+        return given
+    return {
+        name: gemms._replace(grad_weight=gemms.grad_weight._replace(hadamard=True))
+        for name, gemms in given.items()
+    }
+
+
 def convert_gemms(
-    model: nn.Module, names: Iterable[str], gemms: LinearGemms, bits: StepBits | None = None
+    model: nn.Module, gemms: Mapping[str, LinearGemms], bits: StepBits | None = None
 ) -> None:
     """Give the products of linear layers, by their names in `model`, formats of their own."""
-    for name in names:
+    for name, of_layer in gemms.items():
         layer: Any = model.get_submodule(name)
-        layer.forward = FormattedLinear(layer, gemms, bits)
+        layer.forward = FormattedLinear(layer, of_layer, bits)
 
 
 def _fits(layer: nn.Linear) -> bool:

@@ -14,6 +14,10 @@ bfloat16. One optimizer rounds all 16-bit parameters alike, so the names that st
 (`bf16_sr`, `half_sr`; `bf16_true`, `fp16_true`) need a mode that rounds like them, and
 `half_sr_full`, which rounds every result, needs itself around it.
 
+A format of 8 bits or fewer is one of products, so it is for `nn.Linear` alone: `fp8`, or one for
+each of the three products, keeps what the mode around it gives the layer (`gemms.py`). The names of
+modes with formats (`mxfp8`) give what the mode has: casts to bfloat16 and its formats.
+
 A layer casts its floating inputs to what it computes in, whether it has parameters or not. Its
 output stays as computed. In modes without casting every other module that has parameters casts its
 inputs to their dtype as well, as Keras' layers do.
@@ -25,8 +29,9 @@ precision of a module holds for all modules inside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -40,7 +45,7 @@ from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
-from mprun.records.mode_names import OWN_ALIASES
+from mprun.records.layer_values import layer_value, product_formats
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that a layer can have, by the names users write."""
@@ -70,24 +75,34 @@ NEAREST = [
 ]
 
 
-def layer_precision(value: str, casting: str) -> LayerPrecision:
+def layer_precision(value: str, casting: str) -> LayerPrecision | None:
     """What a value of `precision.layers` means in a mode with that casting.
 
+    None where it names formats of products alone, and the layer has the precision of the mode.
+
     Raises:
-        ValueError: it is neither a dtype nor a mode that a layer can have.
+        ValueError: it is no value that a layer can have.
     """
-    value = OWN_ALIASES.get(value, value)
+    try:
+        value = layer_value(value)
+    except ValueError as error:
+        raise ValueError(f"precision.layers: a layer cannot be in {error}") from None
     if value in LAYER_MODES:
         return LAYER_MODES[value]
     if value not in LAYER_DTYPES:
-        legal = ", ".join([*LAYER_DTYPES, *LAYER_MODES, *OWN_ALIASES])
-        raise ValueError(f"precision.layers: a layer cannot be in '{value}'; legal: {legal}")
+        return None
     dtype = LAYER_DTYPES[value]
     return LayerPrecision(dtype if casting == "none" else torch.float32, dtype)
 
 
+def own_precisions(values: Iterable[str], casting: str) -> list[LayerPrecision]:
+    """`layer_precision` of those values that have one."""
+    found = [layer_precision(value, casting) for value in values]
+    return [layer for layer in found if layer is not None]
+
+
 def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, LayerPrecision]:
-    """`layer_precision` of each module of `named` under `policy`.
+    """`layer_precision` of each module of `named` under `policy` that has one of its own.
 
     Raises:
         ValueError: as `layer_precision`, or a layer is to round every result in another mode.
@@ -99,7 +114,22 @@ def layer_precisions(named: Mapping[str, str], policy: Policy) -> dict[str, Laye
                 f"one layer of precision={policy.name} cannot; legal: half_sr where the mode "
                 "rounds stochastically, precision=half_sr_full"
             )
-    return {name: layer_precision(value, policy.casting) for name, value in named.items()}
+    found = {name: layer_precision(value, policy.casting) for name, value in named.items()}
+    return {name: layer for name, layer in found.items() if layer is not None}
+
+
+def with_layer_formats(policy: Policy, values: Iterable[str]) -> Policy:
+    """`policy` with `gemms="layers"` if some of these values name formats of products.
+
+    Raises:
+        ValueError: the mode computes or casts ops in a way that formats of products do not follow.
+    """
+    if not any(product_formats(value) for value in values) or policy.gemms != "none":
+        return policy
+    try:
+        return replace(policy, gemms="layers")
+    except ValueError as error:
+        raise ValueError(f"precision.layers with formats of products: {error}") from None
 
 
 def check_rounding(named: Mapping[str, str], policy: Policy) -> None:
@@ -129,7 +159,7 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: a key fits no module, or two globs fit one.
     """
-    layers = {key: OWN_ALIASES.get(value, value) for key, value in layers.items()}
+    layers = {key: _checked(key, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
     named = {key: dtype for key, dtype in layers.items() if key in names}
     for name in (n for n in names if n not in layers):
@@ -145,6 +175,13 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
                 f"legal: {', '.join(names)}"
             )
     return named
+
+
+def _checked(key: str, value: object) -> str:
+    try:
+        return layer_value(value)
+    except ValueError as error:
+        raise ValueError(f"precision.layers: {key}: {error}") from None
 
 
 class LayerRow(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
-from mprun.precision.layers import layer_precision
+from mprun.precision.layers import own_precisions
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
 from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
@@ -108,7 +108,7 @@ def loss_scale_of(
         return StaticLossScale(float(given), device)
     kind = given
     if kind == "auto":
-        computes = {layer_precision(value, policy.casting).compute for value in layers}
+        computes = {x.compute for x in own_precisions(layers, policy.casting)}
         needed = policy.compute_dtype == "float16" or torch.float16 in computes
         kind = "dynamic" if needed else "none"
     if kind not in LOSS_SCALES:

@@ -58,7 +58,7 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
     **{
         name: {
-            "casting": ("autocast", "op_lists"),
+            "casting": ("autocast",),
             "compute_dtype": ("bfloat16",),
             "gemms": (name,),
         }
@@ -111,7 +111,10 @@ class Policy:
     tf32: bool
     """Whether float32 matmuls and convolutions may round their inputs to TensorFloat-32."""
     gemms: str = "none"
-    """The formats of the products of inner linear layers; none: `compute_dtype`."""
+    """The formats of the products of inner linear layers, by the mode that has them; none:
+    `compute_dtype`; layers: `precision.layers` names them."""
+    hadamard: bool = False
+    """Whether factors of the gradients of weights go through a random Hadamard transform."""
 
     def __post_init__(self) -> None:
         for key, legal in self._legal().items():
@@ -157,11 +160,20 @@ class Policy:
             "variance_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),
-            "gemms": ("none",),
+            "gemms": ("none", *(("layers", *GEMMS) if self._may_have_formats else ())),
+            "hadamard": (False, self.gemms != "none"),
         }
         # A shipped mode's name fixes these: another value needs another name.
-        named = NAMED.get(self.name, {})
+        named = dict(NAMED.get(self.name, {}))
+        if named:
+            named.setdefault("gemms", tuple(x for x in legal["gemms"] if x not in GEMMS))
         return {key: named.get(key, values) for key, values in legal.items()}
+
+    @property
+    def _may_have_formats(self) -> bool:
+        """Whether products may have formats of their own: nothing else decides how they run."""
+        plain = self.partials_dtype == "float32" and self.rounding_scope == "update"
+        return plain and self.casting != "op_lists" and not self.tf32
 
     def columns(self) -> dict[str, Any]:
         """The row without its name, as in records."""

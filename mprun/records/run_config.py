@@ -13,7 +13,7 @@ from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
 LARGEST_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
-LATER_PRECISION: dict[str, Any] = {"gemms": "none"}
+LATER_PRECISION: dict[str, Any] = {"gemms": "none", "hadamard": False}
 """Fields that earlier versions did not have, with the value that changes nothing."""
 SPEEDS: dict[str, dict[str, Any]] = {
     "auto": {"name": "auto", "compile": "auto"},

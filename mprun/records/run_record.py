@@ -66,7 +66,9 @@ class PrecisionRow:
     partials_dtype: str
     tf32: bool
     gemms: str = "none"
-    """The formats of the products of inner linear layers."""
+    """The formats of the products of inner linear layers; layers: those of `layers`."""
+    hadamard: bool = False
+    """Whether factors of gradients of weights go through a random Hadamard transform."""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,82 @@
+"""What `precision.layers` can say of a module: a dtype, a mode, or a format for each product.
+
+A linear layer multiplies three times in a training step: forward, for the gradient of its input and
+for the gradient of its weight. `{forward: fp8, grad_weight: fp32}` gives some of these products a
+format of their own; in plans and records it is the text `forward=fp8,grad_weight=fp32`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mprun.errors import hint
+from mprun.records.mode_names import OWN_ALIASES
+
+DTYPES = ("fp32", "fp16", "bf16")
+FORMATS = ("fp8", "float8_e4m3fn", "float8_e5m2")
+"""Formats of products; `fp8` is what the mode fp8_tensorwise has."""
+FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
+"""The modes that give products a format."""
+MODES = (
+    "fp16_mixed",
+    "bf16_mixed",
+    "fp16_true",
+    "bf16_true",
+    "half_sr",
+    "bf16_sr",
+    "half_sr_full",
+    *FORMAT_MODES,
+)
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+FLOAT16_LAYERS = {"fp16", "fp16_mixed", "fp16_true", "half_sr", "half_sr_full"}
+"""Values that compute in float16."""
+LAYERS_STORED_LOW = {"fp16_true", "bf16_true", "half_sr", "bf16_sr", "half_sr_full"}
+"""Values that store 16 bits in every mode; fp16 and bf16 do so where nothing is cast."""
+
+LEGAL = (*DTYPES, *FORMATS, *MODES, *OWN_ALIASES)
+OF_A_PRODUCT = (*DTYPES, *FORMATS, *FORMAT_MODES)
+
+
+def layer_value(value: object) -> str:
+    """A value of `precision.layers` as plans and records have it.
+
+    Raises:
+        ValueError: it is none; the text names what is legal.
+    """
+    if isinstance(value, str) and "=" in value:
+        value = dict(part.partition("=")[::2] for part in value.split(","))
+    if isinstance(value, Mapping):
+        return _of_products(value)
+    text = str(value)
+    if text not in LEGAL:
+        raise ValueError(
+            f"{text[:40]!r}; legal is a dtype or a mode, one of {', '.join(LEGAL)}, or a format "
+            f"for each product, {{forward: fp8, grad_weight: fp32}}{hint(text[:40], LEGAL)}"
+        )
+    return OWN_ALIASES.get(text, text)
+
+
+def _of_products(given: Mapping[object, object]) -> str:
+    texts = {str(key): str(value) for key, value in given.items()}
+    for name, value in texts.items():
+        if name not in PRODUCTS:
+            legal = ", ".join(PRODUCTS)
+            raise ValueError(f"{name[:40]!r} is no product{hint(name, PRODUCTS)}; legal: {legal}")
+        if value not in OF_A_PRODUCT:
+            raise ValueError(
+                f"{name}: {value[:40]!r}; legal for a product: {', '.join(OF_A_PRODUCT)}"
+                f"{hint(value[:40], OF_A_PRODUCT)}"
+            )
+    if not texts:
+        raise ValueError(f"{{}} names no product; legal: {', '.join(PRODUCTS)}")
+    return ",".join(f"{name}={texts[name]}" for name in PRODUCTS if name in texts)
+
+
+def product_formats(value: str) -> dict[str, str] | None:
+    """Product to format of such a text; None for a dtype or a mode without formats.
+
+    A mode's name, and a format's, stand for all three products.
+    """
+    if "=" in value:
+        return dict(part.partition("=")[::2] for part in value.split(","))
+    return dict.fromkeys(PRODUCTS, value) if value in (*FORMATS, *FORMAT_MODES) else None
