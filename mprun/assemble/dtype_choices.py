@@ -26,7 +26,7 @@ from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
 from mprun.precision.op_lists.names import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.records.layer_values import layer_value
+from mprun.records.layer_values import layer_values
 from mprun.records.yaml_reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
 
@@ -169,13 +169,10 @@ def _layers_file(path: Path) -> dict[str, str]:
             f"precision.layers_file={path}: it is not a mapping; legal is a line for each module, "
             "'name: dtype'"
         )
-    layers = {}
-    for key, value in content.items():
-        try:
-            layers[str(key)] = layer_value(value)
-        except ValueError as error:
-            raise UsageError(f"precision.layers_file={path}: {key}: {error}") from None
-    return layers
+    try:
+        return layer_values(content)
+    except ValueError as error:
+        raise UsageError(f"precision.layers_file={path}: {error}") from None
 
 
 def with_formats(policy: Policy, recipe: Recipe, layers: Mapping[str, str]) -> Policy:

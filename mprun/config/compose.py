@@ -33,7 +33,7 @@ from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
-from mprun.records.layer_values import layer_value
+from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
 from mprun.records.yaml_reader import NotYamlError, read_yaml
@@ -133,22 +133,15 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
     except OmegaConfBaseException as error:
         raise UsageError(_explain(error, parsed)) from None
     given = tuple(o.key_or_group for o in parsed)
-    config.precision.layers = _layers(config.precision.layers)
+    try:
+        config.precision.layers = layer_values(config.precision.layers)
+    except ValueError as error:
+        raise UsageError(f"precision.layers.{error}") from None
+    resolved["precision"]["layers"] = dict(config.precision.layers)
     check(config)
     if new:
         _read_op_lists(config, resolved)
     return Composed(config, resolved, given, tuple(without_effect(config, given)))
-
-
-def _layers(given: dict[Any, Any]) -> dict[str, str]:
-    """The values as plans and records have them."""
-    layers = {}
-    for name, value in given.items():
-        try:
-            layers[str(name)] = layer_value(value)
-        except ValueError as error:
-            raise UsageError(f"precision.layers.{name}: {error}") from None
-    return layers
 
 
 def _limit_length(raw: DictConfig) -> None:

@@ -25,6 +25,7 @@ from mprun.config.schema import (
     DType,
     Execution,
     FpExceptions,
+    Gemms,
     LossScaleKind,
     OptimizerConfig,
     OptimizerName,
@@ -177,6 +178,11 @@ def _check_op_lists(config: Config) -> None:
             f"op_lists={lists.name} with precision={precision.name}: op lists choose between "
             "float32 parameters and a 16-bit dtype; legal: precision=bf16_mixed, "
             "precision=fp16_mixed"
+        )
+    if by_lists and precision.gemms is not Gemms.none:
+        raise UsageError(
+            f"op_lists={lists.name} with precision={precision.name}, whose products have formats "
+            "of their own; legal: precision=bf16_mixed, precision=fp16_mixed"
         )
     if by_lists and lists.name == "none":
         raise UsageError(

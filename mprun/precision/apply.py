@@ -72,7 +72,7 @@ from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.switches import backend_flags
 from mprun.precision.update import Clip
-from mprun.records.layer_values import layer_value
+from mprun.records.layer_values import layer_values
 
 CPU = torch.device("cpu")
 NOT_COMPILED = (
@@ -120,7 +120,7 @@ class Precision:
         op_lists: OpLists | str | None = None,
     ) -> None:
         place = device_of(device)
-        named = {name: layer_value(value) for name, value in (layers or {}).items()}
+        named = layer_values(layers or {})
         row, lists = with_op_lists(policy_of(policy), op_lists, place.type)
         check_rounding(named, row)
         row = with_layer_formats(row, named.values())

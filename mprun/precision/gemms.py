@@ -137,7 +137,9 @@ class StepBits:
         """float32 [M, K] times D H along K, in blocks of 16: D random signs, H Hadamard's matrix.
 
         D H is orthogonal, so the product of two factors that went through it is theirs. An outlier
-        is spread over its block, which then needs a smaller scale. K is filled up with zeros.
+        is spread over its block, which needs a smaller scale then: fewer small numbers become 0.
+        The mean squared error is not smaller: the outlier itself is no longer exact. K is filled up
+        with zeros.
         """
         signs = key(self._seed, 0, SITE, 0)
         drawn = random_bits(signs, HADAMARD, x.device)

@@ -46,6 +46,7 @@ from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
 from mprun.records.layer_values import layer_value, product_formats
+from mprun.records.mode_names import OWN_ALIASES
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that a layer can have, by the names users write."""
@@ -159,7 +160,7 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: a key fits no module, or two globs fit one.
     """
-    layers = {key: _checked(key, value) for key, value in layers.items()}
+    layers = {key: OWN_ALIASES.get(value, value) for key, value in layers.items()}
     names = [name for name, _ in model.named_modules() if name]
     named = {key: dtype for key, dtype in layers.items() if key in names}
     for name in (n for n in names if n not in layers):
@@ -175,13 +176,6 @@ def resolve(model: nn.Module, layers: Mapping[str, str]) -> dict[str, str]:
                 f"legal: {', '.join(names)}"
             )
     return named
-
-
-def _checked(key: str, value: object) -> str:
-    try:
-        return layer_value(value)
-    except ValueError as error:
-        raise ValueError(f"precision.layers: {key}: {error}") from None
 
 
 class LayerRow(NamedTuple):

@@ -8,6 +8,7 @@ format of their own; in plans and records it is the text `forward=fp8,grad_weigh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from mprun.errors import hint
 from mprun.records.mode_names import OWN_ALIASES
@@ -54,6 +55,21 @@ def layer_value(value: object) -> str:
             f"for each product, {{forward: fp8, grad_weight: fp32}}{hint(text[:40], LEGAL)}"
         )
     return OWN_ALIASES.get(text, text)
+
+
+def layer_values(given: Mapping[Any, object]) -> dict[str, str]:
+    """`layer_value` of each, by the name of its module.
+
+    Raises:
+        ValueError: as `layer_value`; the text names the module.
+    """
+    layers = {}
+    for name, value in given.items():
+        try:
+            layers[str(name)] = layer_value(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return layers
 
 
 def _of_products(given: Mapping[object, object]) -> str:

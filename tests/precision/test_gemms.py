@@ -6,14 +6,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mprun.precision import Precision
 from mprun.precision.formats import NVFP4, quantise
-from mprun.precision.gemms import GEMMS, HIGH, LinearGemms, StepBits, linear
+from mprun.precision.gemms import (
+    GEMMS,
+    HIGH,
+    PRODUCT_FORMATS,
+    Gemm,
+    LinearGemms,
+    StepBits,
+    convert_gemms,
+    formatted_layers,
+    gemms_of,
+    linear,
+    model_gemms,
+)
+from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
+from mprun.records.layer_values import FORMAT_MODES
 
-TORCHAO = {
-    "fp8_tensorwise": "tensorwise",
-    "fp8_rowwise": "rowwise",
-    "fp8_rowwise_hp": "rowwise_with_gw_hp",
-}
 SHAPES = [(32, 64, 48), (16, 16, 16), (80, 128, 32)]
 """Samples, features in and out."""
 
@@ -42,19 +52,18 @@ def passes(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mode", TORCHAO)
+@pytest.mark.parametrize("mode", RECIPES)
 def test_float8_layers_are_those_of_torchao(
     mode: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    float8 = pytest.importorskip("torchao.float8")
     x, weight, bias, gradient = case(shape, dtype)
     layer = nn.Linear(shape[1], shape[2]).to(dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)
-    config = float8.Float8LinearConfig.from_recipe_name(TORCHAO[mode])
-    object.__setattr__(config, "emulate", True)
-    model = float8.convert_to_float8_training(nn.Sequential(layer), config=config)
+    model = nn.Sequential(layer)
+    convert_natively(model, ["0"], mode, emulate=True)
+    assert type(model[0]).__name__ == "Float8Linear"
     given = x.clone().requires_grad_()
     output = model(given)
     output.backward(gradient)
@@ -77,10 +86,9 @@ def test_products_are_those_of_rounded_factors_in_float64(
     gemms = GEMMS[mode]
     x, weight, bias, gradient = case(shape, torch.float32)
 
-    def exact(a: Tensor, b: Tensor, gemm: object) -> tuple[Tensor, Tensor]:
-        left, right, _ = gemm  # type: ignore[misc]
-        a = a if left is None else quantise(a.contiguous(), left)
-        b = b if right is None else quantise(b.contiguous(), right)
+    def exact(a: Tensor, b: Tensor, gemm: Gemm) -> tuple[Tensor, Tensor]:
+        a = a if gemm.left is None else quantise(a.contiguous(), gemm.left)
+        b = b if gemm.right is None else quantise(b.contiguous(), gemm.right)
         return a.double() @ b.double().t(), a.double().abs() @ b.double().abs().t()
 
     expected = [
@@ -163,3 +171,168 @@ def test_the_bits_of_a_step_come_again() -> None:
 
     assert torch.equal(gradients(1), gradients(1))
     assert not torch.equal(gradients(1), gradients(2))
+
+
+# ---- a format for each product -------------------------------------------------------------------
+
+
+def test_each_product_has_its_own_format() -> None:
+    x, weight, bias, gradient = case(SHAPES[0], torch.float32)
+    high = passes(LinearGemms(), x, weight, bias, gradient)
+    for position, name in enumerate(LinearGemms._fields):
+        found = passes(gemms_of({name: "nvfp4"}), x, weight, bias, gradient)
+        differ = [n for n in range(3) if not torch.equal(found[n], high[n])]
+        assert differ == [position], name
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_product_in_16_bits_has_factors_and_result_of_that_dtype(
+    name: str, dtype: torch.dtype
+) -> None:
+    x, weight, *_ = case(SHAPES[0], torch.float32)
+    result = linear(x, weight, None, PRODUCT_FORMATS[name])
+    assert torch.equal(result, (x.to(dtype) @ weight.to(dtype).t()).float())
+
+
+def test_float32_products_of_a_16_bit_layer_are_rounded_once() -> None:
+    x, weight, *_ = case(SHAPES[0], torch.bfloat16)
+    result = linear(x, weight, None, gemms_of({"forward": "fp32"}))
+    assert torch.equal(result, (x.float() @ weight.float().t()).bfloat16())
+
+
+# ---- the Hadamard transform ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [16, 48, 50])
+def test_a_transform_of_both_factors_changes_no_exact_product(samples: int) -> None:
+    """H is orthogonal: float32 errors of 16 additions, twice, remain."""
+    bits = StepBits(7)
+    a, b = torch.randn(9, samples), torch.randn(5, samples)
+    rotated = bits.rotated(a) @ bits.rotated(b).t()
+    torch.testing.assert_close(rotated, a @ b.t(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(bits.rotated(a), StepBits(7).rotated(a))
+    assert not torch.equal(bits.rotated(a), StepBits(8).rotated(a))
+
+
+def test_a_transform_spreads_an_outlier() -> None:
+    """One large number in a block of 16 makes all others 0 in NVFP4."""
+    a = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    a[:, ::16] = 50
+    plain, spread = ((quantise(x, NVFP4) == 0).float().mean() for x in (a, StepBits(0).rotated(a)))
+    assert plain > 0.9
+    assert spread < 0.1
+
+
+def test_the_transform_is_that_of_gradients_of_weights_alone() -> None:
+    model, plain = mlp(), mlp()
+    for made, hadamard in ((model, True), (plain, False)):
+        convert_gemms(made, model_gemms(made, {}, "nvfp4", hadamard), StepBits(0))
+        made(torch.randn(32, 32, generator=torch.Generator().manual_seed(1))).sum().backward()
+    grads, expected = ([p.grad for p in m[1].parameters()] for m in (model, plain))
+    assert not torch.equal(grads[0], expected[0])
+    assert torch.equal(grads[1], expected[1])  # the bias's, which follows from grad_input
+    assert torch.equal(model[0].bias.grad, plain[0].bias.grad)
+
+
+# ---- whole models --------------------------------------------------------------------------------
+
+
+def mlp(layers: int = 4, width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
+
+
+def prepared(mode: str, layers: object = None, model: nn.Module | None = None) -> Precision:
+    made = Precision(mode, device="cpu", execution="emulated", layers=layers)  # type: ignore[arg-type]
+    made.prepare(mlp() if model is None else model)
+    return made
+
+
+@pytest.mark.parametrize("mode", FORMAT_MODES)
+def test_inner_layers_are_converted_and_the_execution_is_emulated(mode: str) -> None:
+    found = prepared(mode)
+    assert found.converted_gemms == ["1", "2"]
+    assert found.execution == "emulated"
+    assert found.columns["gemms"] == mode
+    assert [x.op for x in found.substitutions] == ["linear"]
+
+
+def test_layers_by_name_have_formats_in_any_mode() -> None:
+    layers = {"0": "fp8", "3": {"forward": "mxfp8", "grad_weight": "fp32"}}
+    found = prepared("fp32", layers)
+    assert found.converted_gemms == ["0", "3"]
+    assert found.columns["gemms"] == "layers"
+    model = mlp()
+    made = Precision("fp32", device="cpu", execution="emulated", layers=layers)
+    made.prepare(model)
+    x = torch.randn(8, 32)
+    hidden = linear(x, model[0].weight, model[0].bias, PRODUCT_FORMATS["fp8"])
+    for n in (1, 2):
+        hidden = nn.functional.linear(hidden, model[n].weight, model[n].bias)
+    expected = linear(hidden, model[3].weight, model[3].bias, gemms_of({"forward": "mxfp8"}))
+    assert torch.equal(made.forward(model, x), expected)
+
+
+def test_a_named_layer_keeps_out_of_the_format_of_the_mode() -> None:
+    assert prepared("mxfp8", {"1": "bf16"}).converted_gemms == ["2"]
+    assert prepared("mxfp8", {"1": {"forward": "fp8"}}).converted_gemms == ["1", "2"]
+
+
+def test_a_mode_of_a_layer_is_that_mode() -> None:
+    model, whole = mlp(), mlp()
+    made = Precision("fp32", device="cpu", execution="emulated", layers={"1": "nvfp4"})
+    made.prepare(model)
+    x = torch.randn(8, 32)
+    first = nn.functional.linear(x, whole[0].weight, whole[0].bias).bfloat16()
+    second = linear(first, whole[1].weight, whole[1].bias, GEMMS["nvfp4"])
+    expected = whole[3](whole[2](second.float()))
+    assert torch.equal(made.forward(model, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("mode", "layers", "message"),
+    [
+        ("bf16_mixed", {"0": "fp9"}, "'fp9'; legal is a dtype or a mode"),
+        ("bf16_mixed", {"0": {"forwards": "fp8"}}, "did you mean 'forward'"),
+        ("bf16_mixed", {"0": {"forward": "bf16_mixed"}}, "legal for a product: fp32, fp16, bf16"),
+        ("bf16_mixed", {"0": {}}, "names no product"),
+        ("half_sr_full", {"0": "fp8"}, "precision.gemms=layers with precision=half_sr_full"),
+    ],
+)
+def test_what_no_layer_can_have_is_refused(mode: str, layers: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prepared(mode, layers)
+
+
+def test_a_format_needs_a_linear_layer_that_fits() -> None:
+    odd = nn.Sequential(nn.Linear(10, 7), nn.ReLU())
+    for name in ("0", "1"):
+        with pytest.raises(ValueError, match=f"{name}: fp8 is a format of nn.Linear's products"):
+            prepared("fp32", {name: "fp8"}, odd)
+    with pytest.raises(ValueError, match="of 2 linear layers the first and the last keep theirs"):
+        formatted_layers(mlp(2))
+
+
+def test_why_products_are_not_native() -> None:
+    cpu = torch.device("cpu")
+    assert why_not_native("fp8_tensorwise", cpu) == "cpu has no float8 matmuls"
+    assert why_not_native("nvfp4", cpu) == "mprun has no native products in nvfp4"
+    with pytest.raises(ValueError, match="execution=native: products are computed in float32"):
+        Precision("fp8_rowwise", device="cpu", execution="native")
+
+
+@pytest.mark.parametrize("mode", FORMAT_MODES)
+def test_a_model_learns_in_each_mode(mode: str) -> None:
+    model, x = mlp(), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    made = Precision(mode, device="cpu", execution="emulated")
+    made.prepare(model)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(60):
+        optimizer.zero_grad()
+        made.begin_step()
+        loss = made.loss(nn.functional.mse_loss, made.forward(model, x), x.flip(1))
+        made.backward(loss)
+        made.step(optimizer)
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.config.schema import FLOAT16_LAYERS, LAYERS_STORED_LOW, LayerDType
 from mprun.precision import (
     Clip,
     NativeArithmetic,
@@ -25,6 +24,7 @@ from mprun.precision import (
     op_lists,
 )
 from mprun.precision.caster import AutocastCaster, Caster
+from mprun.precision.gemms import GEMMS, PRODUCT_FORMATS
 from mprun.precision.layers import (
     LAYER_DTYPES,
     LAYER_MODES,
@@ -35,6 +35,14 @@ from mprun.precision.layers import (
     resolve,
 )
 from mprun.precision.policy import torch_dtype
+from mprun.records.layer_values import (
+    FLOAT16_LAYERS,
+    FORMAT_MODES,
+    FORMATS,
+    LAYERS_STORED_LOW,
+    LEGAL,
+    OF_A_PRODUCT,
+)
 from mprun.records.mode_names import OWN_ALIASES
 from tests.precision.test_policy import policy
 
@@ -310,7 +318,7 @@ def test_modes_that_one_layer_cannot_have_are_refused(
     assert main([*command, f"precision.layers={layers}"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert message in printed
-    assert "legal: " in printed or "one of fp32, fp16, bf16, fp16_mixed" in printed
+    assert "legal: " in printed or "one of fp32, fp16, bf16, fp8" in printed
 
 
 def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
@@ -322,7 +330,9 @@ def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
         assert (row.casting != "none") == layer.casts
         assert (name in FLOAT16_LAYERS) == (row.compute_dtype == "float16")
         assert (name in LAYERS_STORED_LOW) == (row.param_dtype != "float32")
-    assert {*LayerDType.__members__} == {*LAYER_DTYPES, *LAYER_MODES, *OWN_ALIASES}
+    assert {*LEGAL} == {*LAYER_DTYPES, *FORMATS, *LAYER_MODES, *OWN_ALIASES}
+    assert {*FORMAT_MODES} == {*GEMMS}
+    assert {*OF_A_PRODUCT} == {*PRODUCT_FORMATS}
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
