@@ -29,7 +29,7 @@ def why_not_native(gemms: str, device: torch.device) -> str | None:
         return "mprun has no native products " + (
             "of single layers" if gemms == "layers" else f"in {gemms}"
         )
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return f"{device.type} has no float8 matmuls"
     capability = torch.cuda.get_device_capability(device)
     if capability < FLOAT8_FROM[gemms]:

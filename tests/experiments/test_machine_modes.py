@@ -13,9 +13,11 @@ from mprun.config import Composed, compose
 from mprun.experiments import machine_modes as module
 from mprun.experiments.machine_modes import ATEN, examine_modes
 from mprun.precision import execution
+from mprun.precision.native_gemms import RECIPES
 from mprun.precision.policy import NAMED
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.doctor_record import OPS, Mode
+from mprun.records.layer_values import FORMAT_MODES
 from tests.schema import conforms
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -66,7 +68,8 @@ def test_on_a_cpu_tf32_and_full_rounding_are_emulated_with_a_reason(
 ) -> None:
     rows = examined(monkeypatch, "none")
     emulated = {name: row for name, row in rows.items() if row.execution == "emulated"}
-    assert set(emulated) == {"tf32", "half_sr_full"}
+    assert set(emulated) == {"tf32", "half_sr_full", *FORMAT_MODES}
+    assert "cpu has no float8 matmuls" in str(rows["fp8_rowwise"].why_emulated)
     assert "no TensorFloat-32" in str(rows["tf32"].why_emulated)
     assert "rounding_scope=all" in str(rows["half_sr_full"].why_emulated)
     assert {row.accelerated for row in emulated.values()} == {None}
@@ -75,9 +78,24 @@ def test_on_a_cpu_tf32_and_full_rounding_are_emulated_with_a_reason(
 
 def test_hardware_with_tf32_has_it_natively(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     rows = examined(monkeypatch, "none", tf32=True, device=CUDA)
     assert rows["tf32"].execution == "native"
     assert rows["half_sr_full"].execution == "emulated"
+    assert "this GPU has compute capability 8.0" in str(rows["fp8_tensorwise"].why_emulated)
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"),
+    [((8, 9), {"fp8_tensorwise"}), ((9, 0), {*RECIPES}), ((10, 0), {*RECIPES})],
+)
+def test_hardware_with_float8_has_torchao_s_products(
+    capability: tuple[int, int], native: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    rows = examined(monkeypatch, "none", tf32=True, device=CUDA)
+    assert {name for name in FORMAT_MODES if rows[name].execution == "native"} == native
 
 
 def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +111,7 @@ def test_native_16_bit_modes_say_what_records_say(monkeypatch: pytest.MonkeyPatc
         "bf16_sr": True,
         "half_sr": False,
         "half_sr_full": None,
+        **dict.fromkeys(FORMAT_MODES),
     }
 
 

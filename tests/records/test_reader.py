@@ -76,6 +76,7 @@ ADDED = (
         "observed",
         "gemms",
         "converted_gemms",
+        "hadamard",
     ),
     *("samples", "metrics"),
 )

@@ -114,6 +114,8 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
         "variance_dtype": "float32",
         "partials_dtype": "float32",
         "tf32": False,
+        "gemms": "none",
+        "hadamard": False,
     }
     assert summary.execution == ("emulated" if mode == "half_sr_full" else "native")
     scale = summary.loss_scale
