@@ -22,6 +22,7 @@ from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.step_memory import StepMemory
+from mprun.records.layer_values import without_formats
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
@@ -65,11 +66,20 @@ def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
 
 
 def as_native(plan: Plan) -> Plan:
-    """The plan with the ops that its mode needs, without those that emulate or replace some."""
+    """The plan with the ops that its mode needs, without those that emulate or replace some.
+
+    Products with formats of their own are bfloat16's: native ones keep the same tensors between
+    forward and backward pass, and rounded factors live no longer than their product.
+    """
     policy = replace(plan.policy, partials_dtype="float32")
     if (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none"):
         return plan
-    return replace(plan, execution="native", policy=policy, fp32_fallback="none")
+    plan = replace(plan, execution="native", policy=policy, fp32_fallback="none")
+    if policy.gemms == "none":
+        return plan
+    name = "bf16_mixed" if policy.gemms == policy.name else policy.name
+    plain = replace(policy, name=name, gemms="none", hadamard=False)
+    return replace(plan, policy=plain, layers=without_formats(plan.layers))
 
 
 @contextmanager

@@ -92,19 +92,27 @@ def _examined(
         return examine(device, settings.budget_s, report)
     keep_heap = planned.plan.config.speed.name != "plain"
     examination = examine(device, settings.budget_s, report, keep_heap)
+    from mprun.experiments.recipe_formats import recipe_formats
     from mprun.experiments.recipe_roofline import recipe_roofline
 
     return replace(
-        examination, roofline=recipe_roofline(planned, examination, settings.steps, report)
+        examination,
+        roofline=recipe_roofline(planned, examination, settings.steps, report),
+        formats=recipe_formats(planned, [gpu.name for gpu in settings.gpus], report),
     )
 
 
 def _parts(examination: Examination) -> Iterator[FittedTable | str]:
     """The machine's tables, or those of the recipe's step on it."""
     from mprun.report.doctor_tables import renderables
+    from mprun.report.format_tables import NO_FORMATS, format_parts
     from mprun.report.roofline_tables import roofline_parts
 
     if examination.roofline is None:
         yield from renderables(examination)
-    else:
-        yield from roofline_parts(examination.roofline)
+        return
+    yield from roofline_parts(examination.roofline)
+    if not examination.formats:
+        yield NO_FORMATS
+    for gains in examination.formats or ():
+        yield from format_parts(gains)

@@ -114,6 +114,17 @@ class DoubleSettings:
     """Share taken off the largest batch that fits."""
 
 
+class Gpu(Enum):
+    """GPUs whose published rates are known."""
+
+    rtx4090 = "rtx4090"
+    l40s = "l40s"
+    h100 = "h100"
+    h200 = "h200"
+    b200 = "b200"
+    mi300x = "mi300x"
+
+
 @dataclass
 class DoctorSettings:
     """How a machine is examined."""
@@ -124,6 +135,8 @@ class DoctorSettings:
     """About how long rates are measured, in seconds; at least six rounds are made."""
     steps: int = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu.h100, Gpu.b200])
+    """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
 
 
 @dataclass

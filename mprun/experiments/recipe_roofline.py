@@ -139,7 +139,7 @@ def count_step(planned: PlannedRun) -> tuple[list[OpCost], str | None]:
                 f"have no values: {described(error, planned.plan.policy.name)}"
             ) from error
         reason = described(error, native.policy.name)
-    with _real_step(planned) as (parts, batch):
+    with real_step(planned) as (parts, batch):
         return _counted(native, parts, batch), reason
 
 
@@ -149,7 +149,8 @@ def _counted(plan: Plan, parts: Parts, batch: Batch) -> list[OpCost]:
 
 
 @contextmanager
-def _real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
+def real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
+    """What a step of the plan runs on, and its batch, on real tensors; the step runs inside."""
     with planned.executing(), torch.random.fork_rng(devices=[]):
         parts = build_parts(planned.plan)
         with closing(parts.train.epoch(parts.order.draw())) as batches:
@@ -157,7 +158,7 @@ def _real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
 
 
 def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> MeasuredStep:
-    with _real_step(planned) as (parts, batch):
+    with real_step(planned) as (parts, batch):
         trainer = Trainer(parts, planned.plan.limits)
         for done in range(WARMUP + steps):
             report("timing steps", done, WARMUP + steps)

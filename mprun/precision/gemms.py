@@ -274,7 +274,7 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     """
     found = linear_layers(model)
     inner = list(found)[1:-1]
-    fitting = [name for name in inner if _fits(found[name])]
+    fitting = [name for name in inner if fits(found[name])]
     left = [name for name in fitting if not any(_is_inside(name, k) for k in left_out)]
     if not left:
         raise ValueError(
@@ -305,7 +305,7 @@ def layer_gemms(model: nn.Module, named: Mapping[str, str]) -> dict[str, LinearG
             given.pop(name, None)
         if formats is None:
             continue
-        fitting = [name for name in inside if _fits(found[name])]
+        fitting = [name for name in inside if fits(found[name])]
         if not fitting:
             raise ValueError(
                 f"precision.layers: {module}: {named[module]} is a format of nn.Linear's products, "
@@ -353,5 +353,6 @@ def convert_gemms(
         layer.forward = FormattedLinear(layer, of_layer, bits)
 
 
-def _fits(layer: nn.Linear) -> bool:
+def fits(layer: nn.Linear) -> bool:
+    """Whether 8-bit units can multiply a layer's features."""
     return layer.in_features % DIVISOR == 0 and layer.out_features % DIVISOR == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mprun.records.format_record import FormatGains
 from mprun.records.roofline_record import Roofline
 from mprun.records.run_record import Hardware
 
@@ -193,4 +194,6 @@ class Examination(Measured):
     findings: list[Finding]
     conclusions: list[Conclusion]
     roofline: Roofline | None = None
+    formats: list[FormatGains] | None = None
+    """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without one."""
     """Of a recipe's step, where a recipe was named."""

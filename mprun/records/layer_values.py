@@ -88,6 +88,12 @@ def _of_products(given: Mapping[object, object]) -> str:
     return ",".join(f"{name}={texts[name]}" for name in PRODUCTS if name in texts)
 
 
+def without_formats(layers: Mapping[str, str]) -> dict[str, str]:
+    """The same layers in the 16-bit precision around their formats; none for formats alone."""
+    dtypes = {name: "bf16_mixed" if x in FORMAT_MODES else x for name, x in layers.items()}
+    return {name: value for name, value in dtypes.items() if product_formats(value) is None}
+
+
 def product_formats(value: str) -> dict[str, str] | None:
     """Product to format of such a text; None for a dtype or a mode without formats.
 
