@@ -66,6 +66,8 @@ def _search(
     for note in planned.notes():
         print_line(console, note)
     folder, proof = new_folder(planned.low.composed.config.run.dir), None
+    if planned.low.plan.policy.gemms != "none":
+        return _search_formats(planned, folder, overrides, config_dir, stop)
     with stop.deferred():
         with JobProgress(stderr_console()) as progress, traceback_in(folder):
             try:
@@ -87,6 +89,50 @@ def _search(
         print_line(console, f"written: {folder}/{', '.join(names)}")
         if search.search is not None:
             command = _command_with_result(overrides, config_dir, search, folder)
+            print_line(console, f"use it: {shlex.join(command)}")
+    return EXIT_OK if stop.received is None else stop.exit_status
+
+
+def _search_formats(
+    planned: PlannedSearch,
+    folder: Path,
+    overrides: list[str],
+    config_dir: Path | None,
+    stop: BudgetSignals,
+) -> int:
+    """The same for a mode whose products have formats of 8 bits or fewer."""
+    from mprun.experiments.search_formats import content, measure_formats, prove_formats
+    from mprun.records.files import jsonable, write_files
+    from mprun.report.format_search_tables import conclusion, layers_text, search_parts
+    from mprun.report.op_list_text import LAYERS
+
+    console = stdout_console()
+    with stop.deferred():
+        with JobProgress(stderr_console()) as progress, traceback_in(folder):
+            try:
+                search = measure_formats(planned, LimitedParts(stop, progress.begin))
+            except EndedEarlyError:
+                raise _nothing_measured(stop) from None
+        for part in search_parts(search):
+            if isinstance(part, str):
+                print_text(console, part)
+            else:
+                print_table(console, part)
+        if planned.settings.search_ops.steps:
+            with JobProgress(stderr_console()) as progress:
+                search = prove_formats(planned, search, LimitedParts(stop, progress.begin))
+        text = json.dumps(jsonable(content(planned, search)), indent=1, allow_nan=False)
+        files = {"search_ops.json": text}
+        if search.high:
+            files[LAYERS] = layers_text(search)
+        for line in conclusion(search):
+            print_text(console, line)
+        print_line(console, f"written: {folder}/{', '.join(write_files(folder, files))}")
+        if search.high is not None and len(search.high) < len(search.layers):
+            own = [] if config_dir is None else ["--config-dir", str(config_dir)]
+            kept = [text for text in overrides if not text.startswith("run.")]
+            result = [f"precision.layers_file={folder / LAYERS}"] * bool(search.high)
+            command = ["mprun", *own, *kept, *result]
             print_line(console, f"use it: {shlex.join(command)}")
     return EXIT_OK if stop.received is None else stop.exit_status
 

@@ -70,6 +70,7 @@ def advised_answer(
 
 def search_answer(plan: Plan, casts: SelectedCasts, notes: tuple[str, ...]) -> TrainingAnswer:
     """What a search for op lists ended with; arguments as `plan_answer`."""
+    assert casts.lists is not None
     answer = plan_answer(plan, notes)
     scale = answer.scale
     if plan.config.loss_scale.value is None and scale.kind == "dynamic":

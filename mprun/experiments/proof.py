@@ -48,7 +48,8 @@ EVALUATIONS = 5
 class SelectedCasts:
     """The casts to prove."""
 
-    lists: OpLists
+    lists: OpLists | None
+    """None for the mode's own casts."""
     layers: Mapping[str, str]
     """Modules in another dtype, as in `precision.layers`."""
     loss_scale: float

@@ -116,13 +116,19 @@ class PlannedSearch:
         """The content of search_ops.json."""
         return {
             "schema_version": SCHEMA_VERSION,
+            **self.described(),
+            "proof": None if proof is None else asdict(proof),
+            **asdict(search),
+        }
+
+    def described(self) -> dict[str, Any]:
+        """What was searched, and with which settings."""
+        return {
             **self.low.described(
                 *("recipe", "precision", "seed", "execution"),
                 *("hardware", "versions", "backend", "data"),
             ),
             "settings": {**asdict(self.settings.search_ops), "seeds": self.seeds},
-            "proof": None if proof is None else asdict(proof),
-            **asdict(search),
         }
 
     def prove(self, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
@@ -171,7 +177,8 @@ def _composed(overrides: list[str], config_dir: Path | None) -> Composed:
     if precision.casting.name == "none":
         raise UsageError(
             f"precision={precision.name} casts no op: mprun search-ops chooses between float32 and "
-            "a 16-bit dtype; legal: precision=bf16_mixed, precision=fp16_mixed"
+            "a 16-bit dtype, or between bfloat16 and a format; legal: precision=bf16_mixed, "
+            "precision=fp16_mixed, precision=mxfp8 and its like"
         )
     if precision.layers or precision.layers_file is not None:
         raise UsageError(
@@ -204,7 +211,7 @@ def _search(
         parts("measuring float32")
         built = build_parts(low)
         built.model.load_state_dict(weights)
-        samples, batches = _batches(built, settings.batches, low.batch.micro)
+        samples, batches = batches_of(built, settings.batches, low.batch.micro)
         arithmetic = build_arithmetic(low)
         native = low.execution == "native"  # times of emulation are not the hardware's
         measured = unmeasured(
@@ -362,7 +369,7 @@ def loss_scales(plan: Plan) -> tuple[float, ...]:
     return tuple(scales)
 
 
-def _batches(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
+def batches_of(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
     """Batches of validation data of the training's size, smaller if there is less data."""
     held_out = not parts.validation.is_empty
     source = parts.validation if held_out else parts.train

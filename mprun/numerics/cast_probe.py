@@ -25,7 +25,7 @@ as a dynamic scale would use.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from statistics import median, stdev
 
 import torch
@@ -110,7 +110,17 @@ class CastProbe:
         Each is moved at random by at most as much as rounding to that dtype moves it; everything is
         computed in float32, so that no range is exceeded.
         """
-        with weights_moved(self._passes.parameters, torch.finfo(dtype).eps / 2):
+        return self.with_moved(self._passes.names, torch.finfo(dtype).eps / 2)
+
+    def with_moved(self, names: Collection[str], most: float) -> Deviation:
+        """The distance from float32 of weights moved at random by at most this share of each.
+
+        Args:
+            names: of parameters; those that are not trained stay.
+            most: the largest share.
+        """
+        named = zip(self._passes.names, self._passes.parameters, strict=True)
+        with weights_moved([p for name, p in named if name in names], most):
             return self.measure(FLOAT32)
 
     def time_ratio(self, base: CastPlan, other: CastPlan, repeats: int) -> float | None:

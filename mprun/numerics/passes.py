@@ -33,6 +33,7 @@ from mprun.precision import (
 )
 from mprun.precision.caster import LayerRegions
 from mprun.precision.forward_backward import call, forward_backward
+from mprun.precision.gemms import LinearGemms, computing_with
 from mprun.precision.layers import computing_in
 from mprun.precision.policy import policy
 
@@ -70,11 +71,14 @@ class CastPlan:
     """The regions inside them; None for the caster's own."""
     arithmetic: Arithmetic = field(default_factory=NativeArithmetic)
     """Computes the ops."""
+    gemms: Mapping[str, LinearGemms] = field(default_factory=dict)
+    """Linear layers whose products have formats of their own."""
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
         """The modules of `model` are wrapped; enter `caster.region` for each forward pass."""
-        with computing_in(model, self.modules, self.layer_region or self.caster.layer_region):
+        region = self.layer_region or self.caster.layer_region
+        with computing_with(model, self.gemms, 0), computing_in(model, self.modules, region):
             yield
 
 

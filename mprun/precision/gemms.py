@@ -21,7 +21,8 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -351,6 +352,23 @@ def convert_gemms(
     for name, of_layer in gemms.items():
         layer: Any = model.get_submodule(name)
         layer.forward = FormattedLinear(layer, of_layer, bits)
+
+
+@contextmanager
+def computing_with(model: nn.Module, gemms: Mapping[str, LinearGemms], seed: int) -> Iterator[None]:
+    """Inside, the products of these linear layers have these formats; the same bits each time."""
+    bits = StepBits(seed)
+    bits.begin_step(1)
+    layers = [model.get_submodule(name) for name in gemms]
+    before = [vars(layer).get("forward") for layer in layers]
+    convert_gemms(model, gemms, bits)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
 
 
 def fits(layer: nn.Linear) -> bool:
