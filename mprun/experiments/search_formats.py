@@ -19,7 +19,7 @@ from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.experiments.proof import SelectedCasts, prove, weights_after
 from mprun.experiments.search_ops import PlannedSearch, batches_of
 from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.format_search import HALF_STEP, FormatSensitivity, HighLayers
+from mprun.numerics.format_search import SLACK_DB, FormatSensitivity, HighLayers
 from mprun.numerics.passes import Passes
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
@@ -52,8 +52,9 @@ def measure_formats(planned: PlannedSearch, parts: LimitedParts) -> FormatSearch
         )
         gemms = model_gemms(built.model, {}, mode, low.policy.hadamard)
         shares = _shares(built.model, gemms)
-        measured = FormatSensitivity(probe, gemms, HALF_STEP[mode], low.device.type, parts)
-        tolerance = Tolerance(settings.tolerance, settings.gradient_db).beside(measured.unavoidable)
+        measured = FormatSensitivity(probe, gemms, low.device.type, parts)
+        asked = Tolerance(settings.tolerance, settings.gradient_db)
+        tolerance = asked.beside(measured.unavoidable, SLACK_DB)
         high: HighLayers | None = None
         with suppress(EndedEarlyError):
             measured.measure(tolerance)

@@ -57,12 +57,12 @@ class Tolerance(SearchTolerance):
     """Lowest SQNR of any parameter's gradient, in dB: at 20 its error is a tenth of it. None judges
     the loss alone."""
 
-    def beside(self, unavoidable: Deviation) -> Tolerance:
-        """This, and at least what goes with `CastProbe.unavoidable`."""
-        loss = max(self.loss, unavoidable.loss_difference * 10 ** (SLACK_DB / 20))
+    def beside(self, unavoidable: Deviation, slack_db: float = SLACK_DB) -> Tolerance:
+        """This, and at least what goes with `CastProbe.unavoidable`, and so much worse."""
+        loss = max(self.loss, unavoidable.loss_difference * 10 ** (slack_db / 20))
         if self.gradient_db is None:
             return Tolerance(loss, None)
-        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - SLACK_DB))
+        return Tolerance(loss, min(self.gradient_db, unavoidable.worst_db - slack_db))
 
     def harm(self, measure: Deviation) -> float:
         """The share of the tolerance that is used up: 1 is all; infinite for NaN."""

@@ -36,11 +36,12 @@ class ForwardWrapper:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = vars(module).get("forward")
+        self.before = vars(module).get("forward")
+        """What it wraps, another wrapper; None for the class's own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            return self._before(*args, **kwargs)
+        if self.before is not None:
+            return self.before(*args, **kwargs)
         return type(self._module).forward(self._module, *args, **kwargs)
 
 

@@ -152,6 +152,11 @@ class BlockFormat:
     """How a scale is stored. power_of_two is a float32 that is one; e8m0 is one from 2^-127 to
     2^127, in 8 bits; e4m3 has a float32 scale for the whole tensor beside it."""
 
+    @property
+    def half_step(self) -> float:
+        """By which share of itself a number is moved at most, where the format has its bits."""
+        return 2.0 ** -(self.element.mantissa_bits + 1)
+
     def bits_per_number(self, row: int) -> float:
         """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
         element = 1 + self.element.exponent_bits + self.element.mantissa_bits

@@ -54,7 +54,12 @@ class Gemm(NamedTuple):
     dtype: torch.dtype | None = None
     """Of factors without a format; None: that of the layer."""
     hadamard: bool = False
-    """Whether both factors go through the transform of `Bits.rotated` first."""
+    """Whether both factors go through the transform of `StepBits.rotated` first."""
+
+    @property
+    def formats(self) -> list[BlockFormat]:
+        """Those of the factors that have one."""
+        return [x for x in (self.left, self.right) if x is not None]
 
 
 HIGH = Gemm(None, None)
@@ -234,20 +239,23 @@ DIVISOR = 16
 class FormattedLinear(ForwardWrapper):
     """The forward of `nn.Linear` with products in formats of their own.
 
-    Inside autocast its input is cast as autocast casts a linear layer's.
+    Inside autocast its input is cast as autocast casts a linear layer's. In float64, which measures
+    errors, nothing is rounded.
     """
 
     def __init__(self, module: nn.Module, gemms: LinearGemms, bits: StepBits | None) -> None:
         super().__init__(module)
-        self._gemms, self._bits = gemms, bits
+        self.gemms, self._bits = gemms, bits
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            return super().__call__(x)  # type: ignore[no-any-return]
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             layer: Any = self._module
-            return linear(x, layer.weight, layer.bias, self._gemms, self._bits)
+            return linear(x, layer.weight, layer.bias, self.gemms, self._bits)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -369,6 +377,14 @@ def computing_with(model: nn.Module, gemms: Mapping[str, LinearGemms], seed: int
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
+
+
+def formats_of(module: nn.Module) -> list[BlockFormat]:
+    """The formats of a layer's products, without those in its dtype."""
+    forward = vars(module).get("forward")
+    while forward is not None and not isinstance(forward, FormattedLinear):
+        forward = getattr(forward, "before", None)
+    return [] if forward is None else [f for gemm in forward.gemms for f in gemm.formats]
 
 
 def fits(layer: nn.Linear) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from mprun._torch import in_backward, is_compiled, original_module
 from mprun.nested import all_tensors, map_tensors
+from mprun.precision.formats import BlockFormat
+from mprun.precision.gemms import formats_of
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Fewest bits first."""
@@ -34,11 +36,23 @@ class Boundary:
     """The module's class."""
     dtype: torch.dtype
     """The one with the fewest bits that the call was given: by autocast, inputs or parameters."""
+    format: BlockFormat | None
+    """Of a linear layer's products, the one with the fewest bits; None: they are in `dtype`."""
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
     """By the number of the input; those that the backward pass reached."""
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def half_step(self) -> float:
+        """By which share of itself rounding moves a number at most."""
+        return torch.finfo(self.dtype).eps / 2 if self.format is None else self.format.half_step
+
+    @property
+    def rounding(self) -> str:
+        """The name of the format, or else of the dtype."""
+        return str(self.dtype).removeprefix("torch.") if self.format is None else self.format.name
 
 
 @dataclass
@@ -132,6 +146,7 @@ class Boundaries:
             place,
             type(original_module(module)).__name__,
             given_dtype(module, inputs, self._low),
+            max(formats_of(original_module(module)), key=lambda f: f.half_step, default=None),
             [_kept(x) for x in inputs],
         )
         self._open.append(boundary)

@@ -80,18 +80,18 @@ def forced(
 
 
 def _move_parameters(twin: nn.Module, side: Recording) -> None:
-    dtypes = {boundary.place[0]: boundary.dtype for boundary in side.boundaries.values()}
+    steps = {boundary.place[0]: boundary.half_step for boundary in side.boundaries.values()}
     for path, module in twin.named_modules():
         for p in module.parameters(recurse=False):
-            if path in dtypes:
-                p.data = moved(p.data, dtypes[path])
+            if path in steps:
+                p.data = moved(p.data, steps[path])
 
 
-def moved(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in float64, each number moved at random by up to half a unit of `dtype`."""
+def moved(x: Tensor, most: float) -> Tensor:
+    """`x` in float64, each number moved at random by up to this share of itself."""
     generator = torch.Generator().manual_seed(x.numel())
     share = torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1
-    return x.double() * (1 + share.to(x.device) * torch.finfo(dtype).eps / 2)
+    return x.double() * (1 + share.to(x.device) * most)
 
 
 class _ForcedRun:
@@ -175,7 +175,7 @@ class _ForcedRun:
                 return x
             wide = numbers[count].to(x.device).double()
             if self._rounded and reader is not None:
-                wide = moved(wide, reader.boundary.dtype)
+                wide = moved(wide, reader.boundary.half_step)
             forced = wide.requires_grad_()
             if reader is not None:
                 reader.starts.append((f"{name} {count}", forced, gradients.get(count)))
@@ -208,8 +208,8 @@ class _ForcedRun:
         starts = [(name, x, g) for name, x, g in piece.starts if g is not None]
         trained = [(name, p, None) for name, p in parameters.items() if p.requires_grad]
         wanted: list[tuple[str, Tensor, Tensor | None]] = [*starts, *trained]
-        dtype = piece.boundary.dtype
-        sent = [moved(g, dtype) if self._rounded else g.double() for _, g in ends]
+        most = piece.boundary.half_step
+        sent = [moved(g, most) if self._rounded else g.double() for _, g in ends]
         computed = torch.autograd.grad(
             [x for x, _ in ends],
             [x for _, x, _ in wanted],
