@@ -165,6 +165,7 @@ class FurtherFormat(Enum):
     fp8_tensorwise_e5m2 = "fp8_tensorwise_e5m2"
     fp8_rowwise = "fp8_rowwise"
     mxfp8 = "mxfp8"
+    mxfp8_rceil = "mxfp8_rceil"
     mxfp8_e5m2 = "mxfp8_e5m2"
     mxfp6_e3m2 = "mxfp6_e3m2"
     mxfp6_e2m3 = "mxfp6_e2m3"

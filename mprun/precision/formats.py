@@ -23,7 +23,10 @@ neighbours.
     fp8_tensorwise  E4M3, one float32 factor for the tensor, which brings its largest number to 448
                     (torchao's: the quotient of both in float64, rounded to float32)
     fp8_rowwise     a factor for each row, the power of two below that quotient
-    mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest))
+    mxfp8, mxfp6, mxfp4  blocks of 32 with a power of two (E8M0), from 2^floor(log2(largest)): the
+                    largest number of a block may be beyond the format's, and saturates
+    mxfp8_rceil     the power of two at or above largest / 448, so that nothing saturates, which
+                    training needs (Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025)
     nvfp4           E2M1 in blocks of 16 with an E4M3 scale, and a float32 scale for the tensor
                     (NVIDIA, "Pretraining Large Language Models with NVFP4", 2025)
 
@@ -148,9 +151,10 @@ class BlockFormat:
     block: int | Literal["row", "tensor"]
     """Neighbours along the last dimension that share a scale, the last block may have fewer; or a
     whole row; or the whole tensor."""
-    scale: Literal["float32", "power_of_two", "e8m0", "e4m3"]
+    scale: Literal["float32", "power_of_two", "e8m0", "e8m0_up", "e4m3"]
     """How a scale is stored. power_of_two is a float32 that is one; e8m0 is one from 2^-127 to
-    2^127, in 8 bits; e4m3 has a float32 scale for the whole tensor beside it."""
+    2^127, in 8 bits, rounded down (e8m0_up: up); e4m3 has a float32 scale for the tensor beside
+    it."""
 
     @property
     def half_step(self) -> float:
@@ -161,13 +165,14 @@ class BlockFormat:
         """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
         element = 1 + self.element.exponent_bits + self.element.mantissa_bits
         shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
-        return element + (8 if self.scale in ("e8m0", "e4m3") else 32) / float(shared)
+        return element + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(shared)
 
 
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")
 FP8_TENSORWISE_E5M2 = BlockFormat("fp8_tensorwise_e5m2", E5M2, "tensor", "float32")
 FP8_ROWWISE = BlockFormat("fp8_rowwise", E4M3, "row", "power_of_two")
 MXFP8 = BlockFormat("mxfp8", E4M3, 32, "e8m0")
+MXFP8_RCEIL = BlockFormat("mxfp8_rceil", E4M3, 32, "e8m0_up")
 MXFP8_E5M2 = BlockFormat("mxfp8_e5m2", E5M2, 32, "e8m0")
 MXFP6_E3M2 = BlockFormat("mxfp6_e3m2", E3M2, 32, "e8m0")
 MXFP6_E2M3 = BlockFormat("mxfp6_e2m3", E2M3, 32, "e8m0")
@@ -178,6 +183,7 @@ BLOCK_FORMATS = (
     FP8_TENSORWISE_E5M2,
     FP8_ROWWISE,
     MXFP8,
+    MXFP8_RCEIL,
     MXFP8_E5M2,
     MXFP6_E3M2,
     MXFP6_E2M3,
@@ -308,9 +314,14 @@ def scales(largest: Tensor, to: BlockFormat) -> Tensor:
         that its scale vanishes; NaN where a block holds an infinity or NaN.
     """
     bad = ~torch.isfinite(largest)
-    if to.scale == "e8m0":
-        _, after = torch.frexp(largest)  # largest is below 2^after
-        power = (after - 1 - to.element.largest_exponent).clamp(-127, 127)
+    if to.scale in ("e8m0", "e8m0_up"):
+        if to.scale == "e8m0":
+            _, after = torch.frexp(largest)  # largest is below 2^after
+            power = after - 1 - to.element.largest_exponent
+        else:
+            part, after = torch.frexp(largest / to.element.largest)
+            power = after - (part == 0.5).int()  # a power of two itself
+        power = power.clamp(-127, 127)
         scale = torch.ldexp(torch.ones_like(largest), power)
         scale = torch.where(largest > 0, scale, 2.0**-127)
     else:

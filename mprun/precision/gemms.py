@@ -35,7 +35,7 @@ from mprun.precision.formats import (
     FP8_ROWWISE,
     FP8_TENSORWISE,
     FP8_TENSORWISE_E5M2,
-    MXFP8,
+    MXFP8_RCEIL,
     NVFP4,
     BlockFormat,
     quantise,
@@ -89,7 +89,7 @@ GEMMS = {
     "fp8_tensorwise": LinearGemms(Gemm(FP8_TENSORWISE, FP8_TENSORWISE), _TENSORWISE, _TENSORWISE),
     "fp8_rowwise": LinearGemms(_ROWWISE, _ROWWISE, _ROWWISE),
     "fp8_rowwise_hp": LinearGemms(_ROWWISE, _HP, HIGH),
-    "mxfp8": _alike(MXFP8),
+    "mxfp8": _alike(MXFP8_RCEIL),
     "nvfp4": _alike(NVFP4, stochastic=True),
 }
 """The products of each mode with formats of 8 bits or fewer."""

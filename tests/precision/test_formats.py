@@ -33,11 +33,13 @@ from mprun.precision.formats import (
     MXFP6_E3M2,
     MXFP8,
     MXFP8_E5M2,
+    MXFP8_RCEIL,
     NVFP4,
     TF32,
     BlockFormat,
     Format,
     quantise,
+    scales,
 )
 
 CASTS = {
@@ -342,3 +344,14 @@ def test_every_float32_can_be_rounded_to_formats_with_its_exponents() -> None:
         kept = ~x.isnan()
         assert torch.equal(result[kept], expected[kept])
         assert torch.equal(result[kept].signbit(), x[kept].signbit())
+
+
+def test_rounded_up_scales_are_the_smallest_that_saturate_nothing() -> None:
+    powers = 2.0 ** torch.arange(-20, 21)
+    drawn = torch.rand(500) * 2.0 ** torch.randint(-100, 100, (500,))
+    largest = torch.cat([drawn, powers * 448])
+    scale = scales(largest, MXFP8_RCEIL)
+    assert (torch.frexp(scale)[0] == 0.5).all()
+    assert (largest <= 448 * scale).all()
+    assert (largest > 224 * scale).all()
+    assert torch.equal(scales(powers * 448, MXFP8_RCEIL), powers)

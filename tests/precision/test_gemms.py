@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -75,6 +77,33 @@ def test_float8_layers_are_those_of_torchao(
         strict=True,
     ):
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(32, 64, 96), (96, 32, 128)])
+def test_mxfp8_layers_are_those_of_torchao(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Its emulation with scales that are rounded up, and sums of `torch.mm` in `dtype`."""
+    mx_mm = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear").mx_mm
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    kernel = importlib.import_module("torchao.quantization.quantize_.common.kernel_preference")
+    x, weight, bias, gradient = case(shape, dtype)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    output = mx_mm.apply(
+        *leaves,
+        *[torch.float8_e4m3fn] * 3,
+        32,
+        kernel.KernelPreference.EMULATED,
+        config.MXFP8Dim0CastKernelChoice.TORCH,
+        config.MXFP8Dim1CastKernelChoice.TORCH,
+        config.ScaleCalculationMode.RCEIL,
+        False,
+    )
+    output.backward(gradient)
+    ours = passes(GEMMS["mxfp8"], x, weight, torch.zeros_like(bias), gradient)[:3]
+    for mine, theirs in zip(ours, [output.detach(), *(t.grad for t in leaves)], strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=torch.finfo(dtype).eps, atol=1e-6 * float(theirs.abs().max())
+        )
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (10, 50, 7)])
