@@ -120,7 +120,10 @@ class Precision:
         op_lists: OpLists | str | None = None,
     ) -> None:
         place = device_of(device)
-        named = layer_values(layers or {})
+        try:
+            named = layer_values(layers or {})
+        except ValueError as error:
+            raise ValueError(f"layers: {error}") from None
         row, lists = with_op_lists(policy_of(policy), op_lists, place.type)
         check_rounding(named, row)
         row = with_layer_formats(row, named.values())

@@ -16,6 +16,7 @@ from mprun.config import compose
 from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale, op_lists
 from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
 from mprun.precision.policy import NAMED, policy
+from mprun.records.layer_values import FORMAT_MODES
 
 CPU = torch.device("cpu")
 
@@ -33,7 +34,7 @@ def test_the_defaults_are_those_of_a_run(mode: str) -> None:
     expected = build_loss_scale(composed.config, {}, CPU)
     assert type(ours.loss_scale) is type(expected)
     assert ours.loss_scale.state_dict() == expected.state_dict()
-    emulated = mode in ("tf32", "half_sr_full")
+    emulated = mode in ("tf32", "half_sr_full", *FORMAT_MODES)
     assert ours.execution == ("emulated" if emulated else "native")
     assert ours.columns["casting" if ours.policy.casts else "output_dtype"] in (
         "autocast",
@@ -48,7 +49,7 @@ def test_a_policy_a_name_and_another_s_name_are_the_same() -> None:
     assert precision(row).policy is row
 
 
-@pytest.mark.parametrize("mode", ["tf32", "half_sr_full"])
+@pytest.mark.parametrize("mode", ["tf32", "half_sr_full", "nvfp4"])
 def test_emulation_that_was_not_asked_for_is_warned_of(mode: str) -> None:
     with pytest.warns(UserWarning, match=rf"^precision={mode} is emulated: .*execution='emulated'"):
         Precision(mode, device="cpu")
@@ -180,7 +181,7 @@ def test_switches_are_those_of_the_mode_inside_only(mode: str) -> None:
         ("fp16_mixed", {"loss_scale": 0}, "loss_scale=0; legal is a number above 0"),
         ("bf16_sr", {"op_lists": "hmp"}, "which casts no op; legal: bf16_mixed"),
         ("bf16_mixed", {"op_lists": "hpm"}, "no op lists are named 'hpm'; did you mean 'hmp'"),
-        ("bf16_mixed", {"layers": {"0": "fp8"}}, "a layer cannot be in 'fp8'"),
+        ("bf16_mixed", {"layers": {"0": "fp9"}}, "layers: 0: 'fp9'; legal is a dtype"),
         ("bf16_mixed", {"layers": {"0": "bf16_sr"}}, "one optimizer rounds all of them alike"),
     ],
 )
