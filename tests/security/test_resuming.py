@@ -25,10 +25,15 @@ from tests.security.records import has_run, write_config, write_recipe
 
 @pytest.fixture(autouse=True)
 def imported_anew() -> Iterator[None]:
-    """A module that a test imports is unknown to the next one."""
+    """A module that a test imports, of any file of tests, is unknown to the next one."""
     path = list(sys.path)
+    _forget_modules()
     yield
     sys.path[:] = path
+    _forget_modules()
+
+
+def _forget_modules() -> None:
     own = ("run", "runs", "study", "mine", "elsewhere")
     for name in [name for name in sys.modules if name.partition(".")[0] in own]:
         del sys.modules[name]
