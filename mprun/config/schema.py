@@ -14,6 +14,8 @@ from typing import Any
 
 from omegaconf import II, MISSING
 
+from mprun.records.format_names import FORMAT_MODES
+
 
 class DType(Enum):
     """A floating dtype by PyTorch's name."""
@@ -23,15 +25,8 @@ class DType(Enum):
     bfloat16 = "bfloat16"
 
 
-class Gemms(Enum):
-    """Formats of matrix products, by the mode that has them."""
-
-    none = "none"
-    fp8_tensorwise = "fp8_tensorwise"
-    fp8_rowwise = "fp8_rowwise"
-    fp8_rowwise_hp = "fp8_rowwise_hp"
-    mxfp8 = "mxfp8"
-    nvfp4 = "nvfp4"
+Gemms = Enum("Gemms", [(x, x) for x in ("none", *FORMAT_MODES)])  # type: ignore[misc]
+"""Formats of matrix products, by the mode that has them."""
 
 
 class Casting(Enum):
@@ -195,7 +190,7 @@ class PrecisionConfig:
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
     """Whether float32 matmuls and convolutions use TensorFloat-32."""
-    gemms: Gemms = Gemms.none
+    gemms: Gemms = Gemms["none"]
     """Format of the products of inner linear layers; none: the compute dtype."""
     hadamard: bool = False
     """In modes with such formats: a random Hadamard transform before gradients of weights."""

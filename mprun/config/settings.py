@@ -20,6 +20,7 @@ from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
 from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, first_line, hint
+from mprun.records.format_names import FURTHER_FORMATS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
@@ -153,24 +154,8 @@ class MemorySettings:
     """Whether the plots are drawn."""
 
 
-class FurtherFormat(Enum):
-    """Formats that `mprun numerics` measures where they are asked for."""
-
-    e4m3fnuz = "e4m3fnuz"
-    e5m2fnuz = "e5m2fnuz"
-    e3m2 = "e3m2"
-    e2m3 = "e2m3"
-    e2m1 = "e2m1"
-    fp8_tensorwise = "fp8_tensorwise"
-    fp8_tensorwise_e5m2 = "fp8_tensorwise_e5m2"
-    fp8_rowwise = "fp8_rowwise"
-    mxfp8 = "mxfp8"
-    mxfp8_rceil = "mxfp8_rceil"
-    mxfp8_e5m2 = "mxfp8_e5m2"
-    mxfp6_e3m2 = "mxfp6_e3m2"
-    mxfp6_e2m3 = "mxfp6_e2m3"
-    mxfp4 = "mxfp4"
-    nvfp4 = "nvfp4"
+FurtherFormat = Enum("FurtherFormat", [(x, x) for x in FURTHER_FORMATS])  # type: ignore[misc]
+"""Formats that `mprun numerics` measures where they are asked for."""
 
 
 @dataclass

@@ -25,7 +25,6 @@ from mprun.config.schema import (
     DType,
     Execution,
     FpExceptions,
-    Gemms,
     LossScaleKind,
     OptimizerConfig,
     OptimizerName,
@@ -179,7 +178,7 @@ def _check_op_lists(config: Config) -> None:
             "float32 parameters and a 16-bit dtype; legal: precision=bf16_mixed, "
             "precision=fp16_mixed"
         )
-    if by_lists and precision.gemms is not Gemms.none:
+    if by_lists and precision.gemms.name != "none":
         raise UsageError(
             f"op_lists={lists.name} with precision={precision.name}, whose products have formats "
             "of their own; legal: precision=bf16_mixed, precision=fp16_mixed"

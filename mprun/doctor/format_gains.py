@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from mprun.precision.formats import E2M1, BlockFormat
+from mprun.precision.gemms import GEMMS, Gemm, LinearGemms
 from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
 from mprun.precision.rates import warm
 from mprun.records.format_record import PAYS_FROM, FormatGains, LayerGain, LayerGains
@@ -55,24 +57,8 @@ GPUS = {
 }
 MATMUL_SHARE, BANDWIDTH_SHARE, LAUNCH_US = 0.75, 0.85, 4.0
 """Of the published rates, in large kernels; and the time of a launch, in microseconds."""
-
-
-class RoundingWork(NamedTuple):
-    """The work of rounding a bfloat16 factor."""
-
-    bytes: float
-    """Read and written for each number."""
-    launches: int
-
-
-ROUNDING = {
-    "fp8_tensorwise": RoundingWork(2 + 2 + 1, 2),  # the largest number first, in a pass of its own
-    "fp8_rowwise": RoundingWork(2 + 1, 1),
-    "mxfp8": RoundingWork(2 + 1 + 1 / 32, 1),
-    "nvfp4": RoundingWork(2 + 2 + 0.5 + 1 / 16, 2),  # it has a factor of the whole tensor too
-}
-STORED = {"fp8_tensorwise": 1.0, "fp8_rowwise": 1.0, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes for each number of a rounded factor."""
+LARGE = 2**20
+"""Numbers in a row whose scale takes no memory to speak of."""
 
 
 class Shape(NamedTuple):
@@ -83,48 +69,70 @@ class Shape(NamedTuple):
     out_features: int
 
 
-def formats_of(gpu: GpuRates) -> list[str]:
+def modes_of(gpu: GpuRates) -> list[str]:
     """The modes whose products a GPU has."""
-    names = ["fp8_tensorwise"] + ["fp8_rowwise", "fp8_rowwise_hp"] * gpu.row_scales
-    return names + ["mxfp8"] * gpu.block_scales + ["nvfp4"] * (gpu.nvfp4 is not None)
+    return [name for name, gemms in GEMMS.items() if all(_has(gpu, gemm) for gemm in gemms)]
 
 
-def predicted_us(shape: Shape, name: str | None, gpu: GpuRates) -> float:
+def _has(gpu: GpuRates, gemm: Gemm) -> bool:
+    return all(_rate(gpu, form) is not None for form in gemm.formats)
+
+
+def _rate(gpu: GpuRates, form: BlockFormat) -> float | None:
+    """10^12 operations a second of products of a format; None where a GPU has none."""
+    if form.element == E2M1:
+        return gpu.nvfp4
+    if form.block == "row":
+        return gpu.float8 if gpu.row_scales else None
+    return gpu.float8 if form.block == "tensor" or gpu.block_scales else None
+
+
+def predicted_us(shape: Shape, mode: str | None, gpu: GpuRates) -> float:
     """Microseconds of a layer's three products.
 
     Args:
         shape: of the layer.
-        name: a mode of `formats_of(gpu)`; None for bfloat16.
+        mode: one of `modes_of(gpu)`; None for bfloat16.
         gpu: the rates.
     """
     m, k, n = shape
     # samples x in, out x in, samples x out: which two are factors, and which is the result
     x, weight, gradient = m * k, n * k, m * n
     products = [(x, weight, gradient), (gradient, weight, x), (gradient, x, weight)]
-    formats = [name] * 3
-    if name == "fp8_rowwise_hp":
-        formats = ["fp8_rowwise", "fp8_rowwise", None]
+    gemms = LinearGemms() if mode is None else GEMMS[mode]
     return sum(
-        _product_us(2.0 * m * k * n, *sizes, form, gpu)
-        for sizes, form in zip(products, formats, strict=True)
+        _product_us(2.0 * m * k * n, left, right, result, gemm, gpu)
+        for (left, right, result), gemm in zip(products, gemms, strict=True)
     )
 
 
 def _product_us(
-    operations: float, left: int, right: int, result: int, form: str | None, gpu: GpuRates
+    operations: float, left: int, right: int, result: int, gemm: Gemm, gpu: GpuRates
 ) -> float:
     bytes_per_us = gpu.bandwidth * 1e3 * BANDWIDTH_SHARE
-    rate = gpu.bfloat16 if form is None else gpu.float8
-    if form == "nvfp4" and gpu.nvfp4 is not None:
-        rate = gpu.nvfp4
-    stored = 2.0 if form is None else STORED[form]
-    traffic_us = ((left + right) * stored + 2 * result) / bytes_per_us
-    product_us = max(operations / (rate * 1e6 * MATMUL_SHARE), traffic_us) + LAUNCH_US
-    if form is None:
-        return product_us
-    rounding = ROUNDING[form]
-    rounding_us = (left + right) * rounding.bytes / bytes_per_us
-    return product_us + rounding_us + 2 * rounding.launches * LAUNCH_US
+    rates = [gpu.bfloat16 if form is None else _rate(gpu, form) for form in (gemm.left, gemm.right)]
+    rate = min(rate for rate in rates if rate is not None)
+    factors = [(left, gemm.left), (right, gemm.right)]
+    read = sum(count * _stored_bytes(form) for count, form in factors)
+    traffic_us = (read + 2 * result) / bytes_per_us
+    rounding_us = sum(
+        _rounding_us(n, form, bytes_per_us) for n, form in factors if form is not None
+    )
+    return max(operations / (rate * 1e6 * MATMUL_SHARE), traffic_us) + LAUNCH_US + rounding_us
+
+
+def _stored_bytes(form: BlockFormat | None) -> float:
+    """Bytes of each number of a factor; the scales of rows are few."""
+    return 2.0 if form is None else form.bits_per_number(LARGE) / 8
+
+
+def _rounding_us(count: int, form: BlockFormat, bytes_per_us: float) -> float:
+    """Time to round a bfloat16 factor.
+
+    A factor of the whole tensor needs its largest number first: a pass of its own.
+    """
+    passes = 2 if form.block == "tensor" or form.scale == "e4m3" else 1
+    return count * (2 * passes + _stored_bytes(form)) / bytes_per_us + passes * LAUNCH_US
 
 
 def predicted(
@@ -146,7 +154,7 @@ def predicted(
         f"{gpu.bandwidth:,.0f} GB/s; {MATMUL_SHARE:.0%} and {BANDWIDTH_SHARE:.0%} of them reached, "
         f"{LAUNCH_US:g} us a launch"
     )
-    found = _gains(shapes, formats_of(gpu), time_us)
+    found = _gains(shapes, modes_of(gpu), time_us)
     speedup = _speedup(found, {*converted})
     return FormatGains(gpu=gpu.name, source="predicted", basis=basis, shapes=found, speedup=speedup)
 

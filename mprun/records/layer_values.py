@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from mprun.errors import hint
+from mprun.records.format_names import FORMAT_MODES
 from mprun.records.mode_names import OWN_ALIASES
 
 DTYPES = ("fp32", "fp16", "bf16")
 FORMATS = ("fp8", "float8_e4m3fn", "float8_e5m2")
 """Formats of products; `fp8` is what the mode fp8_tensorwise has."""
-FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
-"""The modes that give products a format."""
 MODES = (
     "fp16_mixed",
     "bf16_mixed",

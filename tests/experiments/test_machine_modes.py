@@ -17,7 +17,7 @@ from mprun.precision.native_gemms import RECIPES
 from mprun.precision.policy import NAMED
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.records.doctor_record import OPS, Mode
-from mprun.records.layer_values import FORMAT_MODES
+from mprun.records.format_names import FORMAT_MODES
 from tests.schema import conforms
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -18,7 +18,7 @@ from mprun.numerics.format_search import SLACK_DB, FormatSensitivity
 from mprun.numerics.passes import Passes
 from mprun.numerics.tolerance import DEFAULT
 from mprun.precision.gemms import formats_of, model_gemms
-from mprun.records.layer_values import FORMAT_MODES
+from mprun.records.format_names import FORMAT_MODES
 
 WIDTH, OUTLIER = 64, "3"
 """The name of the layer behind the outliers."""

@@ -24,7 +24,7 @@ from mprun.precision.gemms import (
     model_gemms,
 )
 from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
-from mprun.records.layer_values import FORMAT_MODES
+from mprun.records.format_names import FORMAT_MODES
 
 SHAPES = [(32, 64, 48), (16, 16, 16), (80, 128, 32)]
 """Samples, features in and out."""

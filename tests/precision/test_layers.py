@@ -35,9 +35,9 @@ from mprun.precision.layers import (
     resolve,
 )
 from mprun.precision.policy import torch_dtype
+from mprun.records.format_names import FORMAT_MODES
 from mprun.records.layer_values import (
     FLOAT16_LAYERS,
-    FORMAT_MODES,
     FORMATS,
     LAYERS_STORED_LOW,
     LEGAL,

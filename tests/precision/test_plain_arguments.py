@@ -16,7 +16,7 @@ from mprun.config import compose
 from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale, op_lists
 from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
 from mprun.precision.policy import NAMED, policy
-from mprun.records.layer_values import FORMAT_MODES
+from mprun.records.format_names import FORMAT_MODES
 
 CPU = torch.device("cpu")
 
