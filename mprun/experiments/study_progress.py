@@ -90,6 +90,7 @@ class StudyProgress(ProgressDisplay):
         """A run ended."""
         elapsed_s = time.monotonic() - self._run_started_s  # short if an earlier process ran it
         self._run_s.append(max(elapsed_s, 0.0 if summary is None else summary.wall_time_s))
+        self._fraction = 0.0  # the run counts as done now
         runs = self._variants[variant]
         runs.add(summary, error)
         if error is not None:

@@ -177,3 +177,14 @@ def test_the_views_show_every_run(live: bool) -> None:
     assert "fp32 seed 1 failed: [red]it failed" in shown
     assert "12.50 ms EMULATED" in shown
     assert "accuracy 0.9219" in shown
+
+
+def test_the_time_left_is_that_of_the_runs_that_are_not_done() -> None:
+    """A run that ended counts once: two runs of 40 s are done, the third will take as long."""
+    text = io.StringIO()
+    view = StudyProgress(Console(file=text, width=120), ["fp32"], seeds=3)
+    for seed in range(2):
+        view.begin("fp32", seed)
+        view.update("epoch 1", 1.0)
+        view.end("fp32", replace(example(), wall_time_s=40.0), None)
+    assert "2 of 3 runs, about 40 s left" in text.getvalue()
