@@ -17,12 +17,16 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from torch import nn
 
-from mprun.assemble import Plan, build_run, footprint
+from mprun.assemble import Plan, build_run, footprint, make_plan
 from mprun.assemble.effective import effective, requested
 from mprun.assemble.initial_summary import initial_summary
 from mprun.assemble.planned_memory import has_room_for_another
 from mprun.assemble.run_loggers import run_loggers
+from mprun.config import Config
 from mprun.errors import MprunError, UsageError, first_line
+from mprun.parallel.layouts import Layout
+from mprun.parallel.meeting import Meeting, here
+from mprun.parallel.ranks import PeerLostError
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Status, Summary, read_summary
@@ -119,7 +123,7 @@ def run(
                 summary.error = f"{stop.name} at step {summary.steps}"
             except CheckpointMisfitError:
                 if earlier is not None:
-                    folder.summary(earlier)
+                    folder.restore(earlier)
                 raise
             folder.summary(summary)
     return RunResult(summary, folder.path)
@@ -136,10 +140,15 @@ def _train(
     watch: Stopwatch,
 ) -> None:
     """Assemble the run, train, test and check it."""
-    train = plan.config.train
+    train, meeting = plan.config.train, here()
+    layout = meeting.layout(plan.config.parallel.name.name, plan.device)
+    meeting.announce(Job(plan.config, plan.choices, saved, plan.untrusted))
+    meeting.keep_folder(folder.path)
     with stop.deferred():
         try:
-            parts, exceptions = build_run(plan, messages.report)
+            with meeting.together():
+                layout.ranks.agree(False)  # the others have planned
+                parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
             summary.converted_gemms = parts.precision.converted_gemms
             summary.effective = replace(row, partials_dtype=summary.effective.partials_dtype)
@@ -147,7 +156,8 @@ def _train(
             for callback in callbacks:
                 callback.on_start(summary, folder.path)
             messages.warn(slow_dtype_warning(summary))
-    stop.check()
+        with meeting.together():
+            _raise_if_stopped(layout, stop)
 
     arithmetic = parts.precision.arithmetic
     recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
@@ -163,7 +173,7 @@ def _train(
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
-        with restoring(folder.path):
+        with restoring(folder.path), meeting.together():
             _restore(trainer, saved["trainer"], "trainer")
             check_moments(parts.optimizer)
             _restore(recorder, saved["journal"], "journal")
@@ -176,14 +186,16 @@ def _train(
                 "exactly only if the stream gives the same samples as before"
             )
 
-    with _ending(everyone, watch), stop.deferred():
+    with _ending(everyone, watch), stop.deferred(), meeting.together():
         for callback in everyone:
             callback.on_train_start(parts.model, watch.after_start_up_s)
         for notice in exceptions.attach(parts.model, parts.optimizer, log.on_step_end):
             messages.report(f"note: {notice}")
         trainer.fit()
+        layout.ranks.agree(summary.steps == summary.skipped_steps)
         check_steps_taken(summary)
         trainer.test()
+        meeting.finish()
     messages.warn(skipped_warning(summary))
     messages.warn(page_fault_warning(summary))
     messages.warn(partial_scores_warning(summary))
@@ -192,6 +204,65 @@ def _train(
         messages.warn(
             check_loss_falls(recorder.losses.values, plan.planned_steps, recorder.losses.width)
         )
+
+
+def _raise_if_stopped(layout: Layout, stop: StopSignals) -> None:
+    """End the run in all processes if one of them was asked to while it was assembled."""
+    if any(layout.ranks.agree(stop.requested())):
+        raise StopRequestedError
+
+
+class Job(NamedTuple):
+    """What the other processes need to train beside the first one."""
+
+    config: Config
+    choices: dict[str, Any]
+    """`Plan.choices`, so that all processes make the same."""
+    saved: dict[str, Any] | None
+    """The checkpoint of the run to resume."""
+    untrusted: Path | None
+    """A folder whose code is not run."""
+
+
+def follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
+    """Train beside the first process, without a record: this process's part of a job.
+
+    Raises:
+        PeerLostError: another process is gone.
+    """
+    with stop.deferred():
+        try:
+            _follow(job, stop, meeting)
+        except PeerLostError:
+            raise
+        except (Exception, StopRequestedError):  # the first process fails too, and reports it
+            return
+
+
+def _follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
+    with contextlib.ExitStack() as flags:
+        with meeting.together():
+            plan = make_plan(
+                job.config, (), job.choices, untrusted=job.untrusted, resumed=job.saved is not None
+            )
+            flags.enter_context(plan.backend_flags())
+            layout = meeting.layout(plan.config.parallel.name.name, plan.device)
+            layout.ranks.agree(False)
+            parts, exceptions = build_run(plan, lambda line: None, layout)
+        with meeting.together():
+            _raise_if_stopped(layout, stop)
+        every = plan.config.train.checkpoint_every_steps
+        trainer = Trainer(parts, plan.limits, [], stop.requested, every, Stopwatch())
+        if job.saved is not None:
+            with meeting.together():
+                trainer.state_dict()  # the first process compares its own with the checkpoint
+                trainer.load_state_dict(job.saved["trainer"])
+                exceptions.load_state_dict(job.saved.get("exceptions", {}))
+        with meeting.together():
+            exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
+            trainer.fit()
+            if not any(layout.ranks.agree(False)):
+                trainer.test()
 
 
 @contextlib.contextmanager

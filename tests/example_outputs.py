@@ -25,9 +25,12 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
+from mprun.compare.notes import variant_notes
+from mprun.compare.time_ratios import OVERLAPPED
 from mprun.config.settings import Objective
 from mprun.doctor.machine_findings import findings
 from mprun.doctor.mode_verdicts import conclusions
+from mprun.doctor.scaling import estimate_scaling
 from mprun.experiments.advise import advise, screened
 from mprun.experiments.double import double
 from mprun.experiments.trials import Outcome, Trial
@@ -36,6 +39,7 @@ from mprun.records.run_record import TimeBudget
 from mprun.records.search_ops_record import OpSearch, Proof
 from mprun.report import tables
 from mprun.report.doctor_tables import renderables
+from mprun.report.scaling_tables import scaling_parts
 from mprun.report.search_ops_tables import answer_sentence, outcome_table, proof_lines, rows_table
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
@@ -146,10 +150,14 @@ def advice() -> tuple[str, str]:
         real = printed("advise", *words, "compare.report=false")
     (path,) = Path().glob("outputs/*/*/preset/advised.yaml")
     outcomes = []
+    hours = itertools.count()
     for name, step_ms in (("fp32", 10.0), ("fp16_mixed", 12.0)):
-        summary = example_summary()
-        summary.step_time_ms.median = step_ms
-        outcomes += [Outcome(Trial(name, seed, ()), summary, None) for seed in (0, 1)]
+        for seed in (0, 1):  # one run after the other
+            summary = example_summary()
+            summary.step_time_ms.median = step_ms
+            summary.started_at = f"2026-11-21T{next(hours):02}:00:00+00:00"
+            summary.written_at = summary.started_at
+            outcomes.append(Outcome(Trial(name, seed, ()), summary, None))
     dropped = screened(outcomes, "fp32", Objective.time, pairs=2)
     no_gain = variant("fp16_true", time=(1.07, 0.95, 1.2))
     found = [
@@ -214,6 +222,21 @@ def memory(example: Example) -> str:
     return in_small(replace(example, run=run), "memory.picture=false") + printed(
         "memory", *words, "memory.picture=false"
     )
+
+
+def scale_time(_: Example) -> str:
+    """The estimate for a link that is fast enough, and for one that is not."""
+    scaling = estimate_scaling(
+        parallel="fsdp2",
+        world_size=8,
+        compute_ms=57.5,
+        compute_from="measured step",
+        gather_dtype="bfloat16",
+        reduce_dtype="float32",
+        nbytes=5_630_000,
+        links=["nvlink4", "ethernet_10g", "ethernet_1g"],
+    )
+    return shown(scaling_parts(scaling))
 
 
 def numerics(example: Example) -> str:
@@ -306,14 +329,23 @@ def own_mistake(example: Example) -> str:
     return printed(f"recipe={SPIRALS}", "device=cpu", status=int(example.status))
 
 
+def no_time_verdict() -> str:
+    """The note of a comparison whose runs overlapped."""
+    overlapped = replace(variant("bf16_mixed"), no_time_verdict=OVERLAPPED)
+    return "".join(f"note: {text}\n" for text in variant_notes([overlapped]))
+
+
 OUTPUTS: dict[str, Callable[[Example], str]] = {
     "sweep": lambda _: study(),
     "advise": lambda _: advice()[0],
+    "no-time-verdict": lambda _: no_time_verdict(),
     "advise-answer": lambda _: advice()[0],
     "double": doubling,
     "doctor": doctor,
     "time": time_line,
     "memory": memory,
+    "scale-memory": lambda example: in_small(example, "memory.picture=false"),
+    "scale-time": scale_time,
     "numerics": numerics,
     "trace": lambda example: in_small(example, *LINEAR),
     "search-ops": search_ops,

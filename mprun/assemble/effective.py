@@ -76,6 +76,8 @@ def effective(
         )
     row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
     row.update(precision.columns)
+    if plan.config.parallel.world_size == 1:  # nothing is sent
+        row["reduce_dtype"] = "float32"
     if row["casting"] != "op_lists":
         row["op_lists"] = "none"
     return PrecisionRow(**row)

@@ -24,6 +24,7 @@ from mprun.records.run_record import (
     LossScaleRow,
     Memory,
     Metric,
+    ParallelRow,
     PrecisionRow,
     Scores,
     StepTimes,
@@ -111,6 +112,10 @@ def initial_summary(
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
         fp_exceptions=_fp_exceptions(plan),
         warnings=list(plan.warnings),
+        parallel=ParallelRow(
+            kind=config.parallel.name.name if config.parallel.world_size > 1 else "none",
+            world_size=config.parallel.world_size,
+        ),
         metric=Metric(
             name=plan.recipe.METRIC[0],
             higher_is_better=plan.recipe.METRIC[1] == "max",
@@ -135,4 +140,6 @@ def variant_label(plan: Plan) -> str:
     label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
     label += "+files" if any(files) else ""
     label += "+skip" if plan.config.debug.fp_exceptions.name == "skip" else ""
-    return label + (f" x{factor}" if factor > 1 else "")
+    label += f" x{factor}" if factor > 1 else ""
+    parallel = plan.config.parallel
+    return label + (f" {parallel.name.name}{parallel.world_size}" * (parallel.world_size > 1))

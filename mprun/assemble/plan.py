@@ -36,7 +36,7 @@ from mprun.assemble.optimizer import (
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config
-from mprun.config.schema import LrRule, Scheduler
+from mprun.config.schema import LrRule, ParallelKind, Scheduler
 from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
@@ -55,6 +55,7 @@ from mprun.records.run_record import BatchRow
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loggers import check_logger
 from mprun.train.loop import Limits
+from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
 
 
@@ -87,6 +88,8 @@ class Plan:
     """Warnings to print before the run, a sentence each."""
     why_not_compiled: str | None = None
     """Why the model cannot be compiled in this mode; None where it can."""
+    untrusted: Path | None = None
+    """A folder whose code is not run."""
     speed_reason: str | None = None
     """How `speed` was chosen, a sentence; None by the table."""
 
@@ -105,6 +108,7 @@ class Plan:
             "optimizer_impl": self.speed.optimizer_impl,
             "compile": self.speed.compile,
             "fp32_fallback": self.fp32_fallback,
+            "effective_batch": self.batch.effective,
         }
 
     @property
@@ -119,7 +123,8 @@ class Plan:
         micro_batches = self.splits.train.batches(self.batch.micro)
         if micro_batches is None:
             return self.limits.planned_steps(None)
-        return self.limits.planned_steps(-(-micro_batches // self.batch.accumulate))
+        per_step = self.batch.accumulate * self.config.parallel.world_size
+        return self.limits.planned_steps(-(-micro_batches // per_step))
 
     def backend_flags(self) -> AbstractContextManager[None]:
         """Set PyTorch's process-wide switches by the policy; restore them at the end."""
@@ -137,6 +142,7 @@ def make_plan(
     choices: Mapping[str, Any] | None = None,
     load: Load = load_data,
     untrusted: Path | None = None,
+    resumed: bool | None = None,
 ) -> Plan:
     """Choose, check and load.
 
@@ -147,6 +153,7 @@ def make_plan(
         load: gives a recipe's samples; a `DataCache` if several runs share them.
         untrusted: a folder whose code is not run: by default that of `run.resume`, unless
             `run.trust` is set.
+        resumed: whether a run is resumed, with its own weights; None: where there are `choices`.
 
     Raises:
         UsageError: see the package's text.
@@ -159,7 +166,7 @@ def make_plan(
     recipe_source = source_of(config)
     recipe = recipe_of(config, untrusted)
     policy = build_policy(config)
-    earlier, resumed = dict(choices or {}), bool(choices)
+    earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
     device = choose_device(earlier.get("device", config.device.name))
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
@@ -169,6 +176,7 @@ def make_plan(
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
         raise UsageError(SATURATES)
+    check_parallel(config, recipe, policy)
     low = stores_low_precision(policy, layers, config.train.optimizer)
     speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
     # older checkpoints have the key by_float32
@@ -180,6 +188,9 @@ def make_plan(
         weights = load_weights(config.train.init_from, recipe, config.recipe.name)
     splits = as_stored(load(recipe, data_request(config)), recipe, policy)
     batch, capped = batch_sizes(config, splits.train.own_batch_size)
+    if (whole := earlier.get("effective_batch")) is not None:
+        own = splits.train.own_batch_size
+        batch = with_effective(batch, whole, config.parallel.world_size, own)
     if splits.train.is_empty:
         raise UsageError(f"{splits.name} has no training sample")
     _check_schedule(config, splits.train)
@@ -222,6 +233,7 @@ def make_plan(
         fp32_fallback=fp32_fallback,
         warnings=tuple(warnings),
         why_not_compiled=why_not_compiled,
+        untrusted=untrusted,
     )
     warmup = warmup_warning(config.train, plan.planned_steps, given)
     return replace(plan, warnings=(*plan.warnings, *filter(None, [warmup])))
@@ -265,11 +277,40 @@ def why_not(config: Config, execution: str, fp32_fallback: str) -> str | None:
         return "emulated arithmetic rounds op by op, which compiled code does not do"
     if fp32_fallback != "none":
         return "this CPU's float16 ops are computed in float32 op by op"
+    if config.parallel.world_size > 1 and config.parallel.name is ParallelKind.fsdp2:
+        return "parallel=fsdp2 gathers parameters between modules, which was not tried compiled"
     if config.debug.fp_exceptions.name != "off":
         return "debug.fp_exceptions inspects single ops, which compiled code does not run"
     if not (os.environ.get("CXX") or any(map(shutil.which, ("c++", "g++", "clang++", "cl")))):
         return "torch.compile needs a C++ compiler, and there is none"
     return None
+
+
+def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
+    """Raise `UsageError` for what several processes cannot do together."""
+    parallel = config.parallel
+    if parallel.world_size == 1:
+        return
+    action = config.debug.fp_exceptions.name
+    if parallel.name is ParallelKind.fsdp2 and action != "off":
+        raise UsageError(
+            f"debug.fp_exceptions={action} with parallel=fsdp2: gradients change their tensors "
+            "between the backward pass and the step, so what they come from is not known; legal: "
+            "off, or parallel=ddp"
+        )
+    if parallel.name is ParallelKind.fsdp2 and policy.accum_dtype != policy.param_dtype:
+        raise UsageError(
+            f"precision.accum_dtype={policy.accum_dtype} with parallel=fsdp2: FSDP2 keeps "
+            f"gradients in the parameters' dtype, {policy.param_dtype}; legal: that, or "
+            "parallel=ddp"
+        )
+    for name, metric in metrics_of(recipe).items():
+        if not callable(getattr(metric.metric, "merge_state", None)):
+            raise UsageError(
+                f"metric {name!r} has no merge_state(other), and each of {parallel.world_size} "
+                "processes sees other samples; legal: a metric that adds another one's batches to "
+                "its own by merge_state, as those of torchmetrics and of mprun.metrics do"
+            )
 
 
 def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:
@@ -339,17 +380,51 @@ def batch_sizes(config: Config, own: int | None = None) -> tuple[BatchRow, str |
     """
     base, cap = config.train.batch_size, config.preset.max_batch_size
     notice, factor = None, config.batch.factor
+    rule, world_size = config.batch.lr_rule.name, config.parallel.world_size
     if own is not None:
-        sizes = {"micro": own, "accumulate": config.train.accumulate * factor}
-        effective = own * sizes["accumulate"]
-        rule = config.batch.lr_rule.name
-        return BatchRow(**sizes, effective=effective, base=own, lr_rule=rule), None
+        accumulate = config.train.accumulate * factor
+        effective = own * accumulate * world_size
+        return BatchRow(
+            micro=own, accumulate=accumulate, effective=effective, base=own, lr_rule=rule
+        ), None
     if cap is not None and base > cap:
         notice = f"preset={config.preset.name} caps train.batch_size={base} at {cap}"
         base = cap
     micro, accumulate = base * factor, config.train.accumulate
-    sizes = {"micro": micro, "accumulate": accumulate, "effective": micro * accumulate}
-    return BatchRow(**sizes, base=base, lr_rule=config.batch.lr_rule.name), notice
+    effective = micro * accumulate * world_size
+    return BatchRow(
+        micro=micro, accumulate=accumulate, effective=effective, base=base, lr_rule=rule
+    ), notice
+
+
+def with_effective(
+    batch: BatchRow, effective: int, world_size: int, own: int | None = None
+) -> BatchRow:
+    """The sizes with which another number of processes takes the same global batches.
+
+    A process takes as many micro-batches as it needs; one that is too large is cut.
+
+    Args:
+        batch: the sizes that the configuration gives this number of processes.
+        effective: samples of a global batch.
+        world_size: the number of processes.
+        own: the batch size of a recipe's own loader, whose batches are not cut.
+
+    Raises:
+        UsageError: the processes cannot share a global batch evenly.
+    """
+    if batch.effective == effective:
+        return batch
+    each, rest = divmod(effective, world_size)
+    if rest or not each or (own is not None and each % own):
+        units = effective // (own or 1)
+        legal = [n for n in range(1, min(units, 64) + 1) if units % n == 0]
+        raise UsageError(
+            f"the run's batch of {effective} samples cannot be shared evenly by {world_size} "
+            f"processes; legal numbers of processes: {', '.join(map(str, legal))}"
+        )
+    micro = math.gcd(batch.micro, each)
+    return replace(batch, micro=micro, accumulate=each // micro, effective=effective)
 
 
 def lr_factor(rule: LrRule, factor: int) -> float:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mprun._torch import is_fake
 from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
+from mprun.config.schema import ParallelKind
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
 from mprun.data.random_states import untouched
@@ -21,17 +23,22 @@ from mprun.doctor.environment import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
+from mprun.numerics.model_blocks import blocks_of, cast_modules, checkpointed
+from mprun.numerics.process_memory import OneProcess, ProcessRule, ReplicatedModel, ShardedModel
 from mprun.numerics.step_memory import StepMemory
+from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.layer_values import without_formats
+from mprun.records.memory_record import ProcessLayout
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
 
+ONE_PROCESS = ProcessLayout()
 MOST_MEMORY = 0.1
 """Of the device's memory: a model with more parameters gets no second one beside it."""
 
 
-def step_memory(plan: Plan, real: bool = True) -> StepMemory:
+def step_memory(plan: Plan, real: bool = True, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:
     """The tensors alive during one training step of this plan, on fake tensors.
 
     The batch is never larger than the training set, unless the plan was made with `load_shapes`.
@@ -40,6 +47,7 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
         plan: the plan.
         real: take a real step where the model reads values, which fake tensors do not have. The
             result then has `why_real`.
+        layout: of the processes; the memory is that of one of them.
 
     Raises:
         DtypeMismatchError: the step cannot run.
@@ -48,14 +56,14 @@ def step_memory(plan: Plan, real: bool = True) -> StepMemory:
     native = as_native(plan)
     try:
         with fake_step(native) as (parts, batch):
-            return _of_step(native, parts, batch)
+            return _of_step(native, parts, batch, layout)
     except (DtypeMismatchError, UsageError):
         raise
     except Exception as error:
         if not real:
             raise
         reason = f"it does not run on fake tensors ({described(error, plan.policy.name)})"
-        return replace(_on_real_tensors(native), why_real=reason)
+        return replace(_on_real_tensors(native, layout), why_real=reason)
 
 
 def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
@@ -99,23 +107,45 @@ def fake_step(plan: Plan) -> Iterator[tuple[Parts, Batch]]:
         yield parts, _fake_batch(plan, shapes, form)
 
 
-def _on_real_tensors(plan: Plan) -> StepMemory:
+def _on_real_tensors(plan: Plan, layout: ProcessLayout = ONE_PROCESS) -> StepMemory:
     if isinstance(plan.splits.train, TensorSet) and plan.splits.train.device.type == "meta":
         plan = replace(plan, splits=load_data(plan.recipe, data_request(plan.config)))
     with plan.backend_flags(), torch.random.fork_rng(devices=[]):
         parts = build_parts(plan)
         with closing(parts.train.epoch(parts.order.draw())) as batches:
-            return _of_step(plan, parts, next(batches).trained)
+            return _of_step(plan, parts, next(batches).trained, layout)
 
 
-def _of_step(plan: Plan, parts: Parts, batch: Batch) -> StepMemory:
+def _of_step(plan: Plan, parts: Parts, batch: Batch, layout: ProcessLayout) -> StepMemory:
     trainer = Trainer(parts, plan.limits)
-    return memory(
-        lambda: trainer.optimizer_step(batch),
-        parts.model,
-        parts.optimizer,
-        all_tensors([(part.content, part.inputs) for part in batch.parts]),
-    )
+    fake = any(is_fake(p) for p in parts.model.parameters())
+    with checkpointed(parts.model, not fake) if layout.checkpointing else nullcontext():
+        return memory(
+            lambda: trainer.optimizer_step(batch),
+            parts.model,
+            parts.optimizer,
+            all_tensors([(part.content, part.inputs) for part in batch.parts]),
+            rule=_rule(layout, plan.policy, parts.model),
+        )
+
+
+def _rule(layout: ProcessLayout, policy: Policy, model: nn.Module) -> ProcessRule:
+    """What a process of this layout holds."""
+    if layout.world_size == 1:
+        return OneProcess()
+    reduce = torch_dtype(policy.reduce_dtype)
+    if layout.parallel == "ddp":
+        return ReplicatedModel(reduce.itemsize)
+    blocks = [path for path, _ in blocks_of(model)]
+    gathered = gathered_itemsizes(model, policy)
+    return ShardedModel(layout.world_size, blocks, gathered, reduce.itemsize)
+
+
+def gathered_itemsizes(model: nn.Module, policy: Policy) -> dict[str, int]:
+    """Module to the bytes of a number of its parameters as FSDP2 gathers them, where it casts."""
+    if policy.casting != "autocast":
+        return {}
+    return dict.fromkeys(cast_modules(model), torch_dtype(policy.compute_dtype).itemsize)
 
 
 def _shapes(plan: Plan) -> TensorSet | MicroBatch:
@@ -123,7 +153,7 @@ def _shapes(plan: Plan) -> TensorSet | MicroBatch:
 
     Samples that a loader reads are taken from its first batch.
     """
-    train, rows = plan.splits.train, plan.batch.effective
+    train, rows = plan.splits.train, plan.batch.micro * plan.batch.accumulate
     if isinstance(train, TensorSet):
         known = train.device.type != "meta"
         return _resized(train.content, min(rows, len(train)) if known else rows)
@@ -154,7 +184,7 @@ def _fake_batch(plan: Plan, shapes: TensorSet | MicroBatch, form: BatchForm) -> 
         return torch.empty(x.shape, dtype=x.dtype, device=plan.device)
 
     if isinstance(shapes, TensorSet):
-        sizes = (plan.batch.effective, plan.batch.micro)
+        sizes = (plan.batch.micro * plan.batch.accumulate, plan.batch.micro)
         batches = TensorBatches(shapes.map(fake), sizes[0], form, plan.device, sizes[1])
         return next(batches.epoch(None))
     content = form.prepared(map_tensors(fake, shapes.content))
@@ -168,6 +198,16 @@ def with_batch_size(plan: Plan, size: int) -> Plan:
     preset = replace(plan.config.preset, max_batch_size=None)
     batch, _ = batch_sizes(replace(plan.config, train=train, preset=preset))
     return replace(plan, batch=batch)
+
+
+def run_layout(plan: Plan) -> ProcessLayout:
+    """The processes that the plan's run trains in."""
+    parallel = plan.config.parallel
+    if parallel.world_size == 1:
+        return ONE_PROCESS
+    if parallel.name is ParallelKind.fsdp2:
+        return ProcessLayout(world_size=parallel.world_size, parallel="fsdp2")
+    return ProcessLayout(world_size=parallel.world_size, parallel="ddp")
 
 
 def footprint(
@@ -184,7 +224,8 @@ def footprint(
         quick: real steps are quick: take them rather than import PyTorch's compiler (1.8 s), which
             the first fake tensor does.
     """
+    layout = run_layout(plan)
     with untouched():
         quick = quick and as_native(plan) is plan and "torch._dynamo" not in sys.modules
-        counted = _on_real_tensors(plan) if quick else step_memory(plan, real)
+        counted = _on_real_tensors(plan, layout) if quick else step_memory(plan, real, layout)
     return counted.totals, counted.why_real

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -10,11 +11,14 @@ from mprun.assemble.plan import Plan
 from mprun.config import Config, schema
 from mprun.config.validate import loss_scale_kind
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
+from mprun.parallel.ranks import Ranks
 from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Precision
 from mprun.precision.caster import caster_of
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.execution import arithmetic_for
 from mprun.precision.loss_scale import loss_scale_of_kind
 from mprun.precision.op_lists import Watcher
+from mprun.train.process_exceptions import of_all_processes
 
 
 def build_precision(
@@ -22,6 +26,7 @@ def build_precision(
     caster: Caster | None = None,
     arithmetic: Arithmetic | None = None,
     make: Callable[..., Precision] = Precision.of_parts,
+    combine: Combine = ALONE,
 ) -> Precision:
     """What carries out the plan's policy.
 
@@ -30,24 +35,31 @@ def build_precision(
         caster: replaces the plan's, which decides the dtypes of ops.
         arithmetic: replaces the plan's, which decides whose kernels compute.
         make: a function with the arguments of `Precision.of_parts`.
+        combine: what processes with shards agree on norms and overflows by.
     """
     return make(
         plan.policy,
         caster or build_caster(plan),
         arithmetic or build_arithmetic(plan),
         build_loss_scale(plan.config, plan.layers, plan.device),
-        Clip(plan.config.train.clip_norm),
+        Clip(plan.config.train.clip_norm, combine),
         layers=plan.layers,
     )
 
 
-def build_exceptions(plan: Plan) -> RunExceptions:
-    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for."""
+def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
+    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for.
+
+    Args:
+        plan: the plan.
+        ranks: the processes that train together; None: one.
+    """
     debug = plan.config.debug
     if debug.fp_exceptions is schema.FpExceptions.off:
         return RunExceptions()
     saturates = plan.policy.overflow == "saturate"
-    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates)
+    share = partial(of_all_processes, ranks or Ranks())
+    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates, share)
 
 
 def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
@@ -56,9 +68,15 @@ def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
     return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
 
-def build_arithmetic(plan: Plan) -> Arithmetic:
-    """Whose kernels compute: PyTorch's or mprun's."""
-    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, plan.config.seed)
+def build_arithmetic(plan: Plan, rank: int = 0) -> Arithmetic:
+    """Whose kernels compute: PyTorch's or mprun's.
+
+    Args:
+        plan: the plan.
+        rank: the process's number; each rounds its own samples' results with bits of its own.
+    """
+    seed = plan.config.seed + (rank << 32)  # a seed of a run has 32 bits
+    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed)
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:

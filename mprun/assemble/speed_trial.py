@@ -76,8 +76,14 @@ def with_fastest(plan: Plan) -> Plan:
     if not isinstance(plan.splits.train, TensorSet):
         return plan
     key = trial_key(plan)
-    if (kept := speed_cache.read(key)) is not None:
-        return _with(plan, kept.choice, kept.reason + KEPT)
+    with speed_cache.locked(key):  # of processes that begin at once, one tries
+        if (kept := speed_cache.read(key)) is not None:
+            return _with(plan, kept.choice, kept.reason + KEPT)
+        return _after_trial(plan, key)
+
+
+def _after_trial(plan: Plan, key: str) -> Plan:
+    """The plan with what a trial finds, which is kept."""
     try:
         with plan.backend_flags(), untouched(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself shows them

@@ -42,28 +42,31 @@ PRESET = "advised"
 
 def advise_command(args: Sequence[str]) -> int:
     """Run `mprun advise`; the exit status."""
-    request = request_of("advise", args, "advise", refused=("compare.baseline", "compare.split"))
+    refused = ("compare.baseline", "compare.split")
+    request = request_of("advise", args, "advise", "launcher", refused=refused)
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
     from mprun.cli.compare_command import check, compared, report
     from mprun.experiments.advise import (
         advise,
         alarms_by_variant,
         new_advise_study,
-        screened,
         without_run,
         without_trial,
     )
+    from mprun.experiments.launched_study import check_launcher
+    from mprun.experiments.study_worker import Screening
     from mprun.report.answer import advice_lines
 
-    objective, screen = request.settings.advise.objective, request.settings.advise.screen
+    launcher, own = request.settings.launcher, request.settings.advise
+    objective, screening = own.objective, Screening(own.objective, own.screen)
+    decides_by_time = objective.name == "time"
+    check_launcher(launcher, "advise.objective=time" if decides_by_time else "")
     study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
-    ran, status = run_study(
-        study, budget, lambda so_far: screened(so_far, study.baseline, objective, screen)
-    )
+    ran, status = run_study(study, launcher, budget, screening)
     if status is not None:
         return status
     outcomes = ran.outcomes
-    dropped = screened(outcomes, study.baseline, objective, screen)
+    dropped = screening.drop(study)(outcomes)
     settings = for_choice(request, study, outcomes)
     names = [o.trial.name for o in outcomes if o.trial.variant not in dropped and o.summary]
     comparison = compared([study.folder / name for name in names], settings)

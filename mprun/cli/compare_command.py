@@ -39,21 +39,27 @@ def compare_command(args: Sequence[str]) -> int:
 
 
 def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
-    """The comparison of the runs in these folders.
+    """The comparison of the runs in these folders; those of one study may be of several machines.
 
     Raises:
         UsageError: there is no run, or the runs cannot be compared.
     """
     from mprun.compare.evaluate import compare
-    from mprun.compare.load import find_runs
+    from mprun.compare.load import find_runs, others_in
+    from mprun.records.study_record import study_of_runs
 
+    runs, skipped = find_runs(paths)
+    mix = [aspect.value for aspect in settings.mix]
+    study = study_of_runs([run.path for run in runs])
     return compare(
-        *find_runs(paths),
+        runs,
+        skipped,
         margin=settings.margin,
         relative_margin=settings.relative_margin,
         baseline=settings.baseline,
         split=settings.split.value,
-        mix=[aspect.value for aspect in settings.mix],
+        mix=mix if study is None else [*mix, "hardware"],
+        beside=() if study is None else others_in(study, runs),
     )
 
 

@@ -2,6 +2,7 @@
 
     mprun doctor [device=auto|cpu|cuda] [doctor.budget_s=5] [doctor.json=true]
     mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
+    mprun doctor recipe=mnist doctor.world_size=8 [doctor.parallel=fsdp2]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
 else (`mprun.records.doctor_record` has its fields).
@@ -36,15 +37,23 @@ if TYPE_CHECKING:
     from mprun.console.fitted_table import FittedTable
     from mprun.experiments.planned_run import PlannedRun
     from mprun.records.doctor_record import Examination
+    from mprun.records.scaling_record import ScalingEstimate
 
 
 def doctor_command(args: Sequence[str]) -> int:
     """Run `mprun doctor`; the exit status."""
-    from mprun.config.settings import take
+    from mprun.config.settings import of_several_processes, take
 
-    settings, rest = take(parse_arguments("doctor", args).overrides, "doctor")
+    overrides = parse_arguments("doctor", args).overrides
+    settings, rest = take(overrides, "doctor")
     doctor = settings.doctor
+    if doctor.world_size == 1:
+        warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
     device, planned = _subject(rest)
+    if planned is None and doctor.world_size > 1:
+        raise UsageError(
+            f"doctor.world_size={doctor.world_size} estimates a recipe's step: add recipe=NAME"
+        )
     if doctor.json:
         examination = _examined(device, planned, doctor, report_nothing)
         print(json.dumps(asdict(examination), indent=1, allow_nan=False))
@@ -95,10 +104,28 @@ def _examined(
     from mprun.experiments.recipe_formats import recipe_formats
     from mprun.experiments.recipe_roofline import recipe_roofline
 
-    return replace(
+    examination = replace(
         examination,
         roofline=recipe_roofline(planned, examination, settings.steps, report),
         formats=recipe_formats(planned, [gpu.name for gpu in settings.gpus], report),
+    )
+    return replace(examination, scaling=_scaling(planned, examination, settings))
+
+
+def _scaling(
+    planned: PlannedRun, examination: Examination, settings: DoctorSettings
+) -> ScalingEstimate | None:
+    """The estimate for several processes, if several are asked for."""
+    from mprun.experiments.recipe_scaling import recipe_scaling
+
+    if settings.world_size == 1 or examination.roofline is None:
+        return None
+    return recipe_scaling(
+        planned,
+        examination.roofline,
+        settings.parallel.value,
+        settings.world_size,
+        [link.name for link in settings.links],
     )
 
 
@@ -107,6 +134,7 @@ def _parts(examination: Examination) -> Iterator[FittedTable | str]:
     from mprun.report.doctor_tables import renderables
     from mprun.report.format_tables import NO_FORMATS, format_parts
     from mprun.report.roofline_tables import roofline_parts
+    from mprun.report.scaling_tables import scaling_parts
 
     if examination.roofline is None:
         yield from renderables(examination)
@@ -116,3 +144,5 @@ def _parts(examination: Examination) -> Iterator[FittedTable | str]:
         yield NO_FORMATS
     for gains in examination.formats or ():
         yield from format_parts(gains)
+    if examination.scaling is not None:
+        yield from scaling_parts(examination.scaling)

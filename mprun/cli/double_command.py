@@ -37,7 +37,7 @@ def double_command(args: Sequence[str]) -> int:
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
-    ran, status = run_study(study)
+    ran, status = run_study(study, request.settings.launcher)
     if status is not None:
         return status
     settings = for_choice(request, study, ran.outcomes)

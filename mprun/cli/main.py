@@ -21,6 +21,7 @@ from mprun.cli.double_command import double_command
 from mprun.cli.memory_command import memory_command
 from mprun.cli.new_recipe_command import new_recipe_command
 from mprun.cli.numerics_command import numerics_command
+from mprun.cli.processes import in_all_processes
 from mprun.cli.replay_command import replay_command
 from mprun.cli.search_ops_command import search_ops_command
 from mprun.cli.standard_streams import patient_streams, reserve_descriptors
@@ -62,9 +63,9 @@ class Command:
 STUDY = ("compare", "seeds", "first_seed")
 COMMANDS = (
     Command("train", train_command),
-    Command("sweep", sweep_command, ("sweep", *STUDY)),
+    Command("sweep", sweep_command, ("sweep", "launcher", *STUDY)),
     Command("compare", compare_command, ("compare",)),
-    Command("advise", advise_command, ("advise", *STUDY)),
+    Command("advise", advise_command, ("advise", "launcher", *STUDY)),
     Command("double", double_command, ("double", *STUDY)),
     Command("trace", trace_command, ("trace",)),
     Command("doctor", doctor_command, ("doctor",)),
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reserve_descriptors()
     args = list(sys.argv[1:] if arguments is None else arguments)
     with patient_streams() as output:
-        status = _status(args, process_start() if is_process else time.perf_counter())
+        started_at = process_start() if is_process else time.perf_counter()
+        status = in_all_processes(lambda: _status(args, started_at))
     return output.status(status)
 
 

@@ -2,6 +2,7 @@
 
     mprun memory recipe=fashion_mnist precision=fp32,half_sr
     mprun memory recipe=mnist precision=bf16_mixed memory.fits=16GiB
+    mprun memory recipe=char_gpt memory.world_size=8 memory.parallel=fsdp2 memory.checkpointing=true
 
 Takes the overrides of a run; each list of values makes columns. The step runs on fake tensors: no
 data are loaded, and no memory of the model's size is allocated. Writes `memory.json`, `memory.png`
@@ -29,16 +30,19 @@ from mprun.console import (
 from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
-    from mprun.records.memory_record import MemoryRecord
+    from mprun.config.settings import MemorySettings
+    from mprun.records.memory_record import MemoryRecord, ProcessLayout
 
 
 def memory_command(args: Sequence[str]) -> int:
     """Run `mprun memory`; the exit status."""
-    from mprun.config.settings import parse_size, take
+    from mprun.config.settings import of_several_processes, parse_size, take
 
     known = parse_arguments("memory", args)
     all_settings, overrides = take(known.overrides, "memory")
     settings = all_settings.memory
+    if settings.world_size == 1:
+        warn(of_several_processes(known.overrides, "memory.parallel"))
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
@@ -51,7 +55,7 @@ def memory_command(args: Sequence[str]) -> int:
     given = [key for mode in modes for key in mode.composed.given]
     plans = [(mode.label, mode.plan) for mode in modes]
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
-        record = side_by_side(plans, given, settings.fits, progress.begin)
+        record = side_by_side(plans, given, settings.fits, progress.begin, _layout(settings))
     print_line(console, _header(record))
     print_table(console, category_table(record))
     for mode in record.modes:
@@ -67,12 +71,24 @@ def memory_command(args: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def _layout(settings: MemorySettings) -> ProcessLayout:
+    from mprun.records.memory_record import ProcessLayout
+
+    if settings.world_size == 1:
+        return ProcessLayout(checkpointing=settings.checkpointing)
+    return ProcessLayout(settings.world_size, settings.parallel.value, settings.checkpointing)
+
+
 def _header(record: MemoryRecord) -> str:
-    batch = record.modes[0].batch
+    batch, layout = record.modes[0].batch, record.layout
     pieces = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
+    each = " per process" if layout.parallel else ""
+    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
+    if layout.checkpointing:
+        how += ", blocks checkpointed"
     return (
-        f"recipe {record.recipe}, batch {batch.effective}{pieces}, "
-        f"{record.modes[0].optimizer.name}, {record.device}; counted on {_kind(record)}"
+        f"recipe {record.recipe}, batch {batch.effective}{pieces}{each}, "
+        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
     )
 
 

@@ -13,9 +13,11 @@ from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
-    from mprun.config.settings import CompareSettings
+    from mprun.config.settings import CompareSettings, LauncherSettings
     from mprun.config.study_request import StudyRequest
-    from mprun.experiments.study import Drop, Study, StudyResult
+    from mprun.experiments.study import Study
+    from mprun.experiments.study_loop import StudyResult
+    from mprun.experiments.study_worker import Screening
     from mprun.experiments.trials import Outcome
 
 
@@ -52,21 +54,33 @@ def study_of(
 
 
 def run_study(
-    study: Study, budget: Budget | None = None, drop: Drop | None = None
+    study: Study,
+    launcher: LauncherSettings,
+    budget: Budget | None = None,
+    screening: Screening | None = None,
 ) -> tuple[StudyResult, int | None]:
-    """Run a study's trials; what was run, and the exit status if nothing can be compared."""
-    from mprun.experiments.study import StudyResult
+    """Run a study's trials; what was run, and the exit status if nothing can be compared.
+
+    Args:
+        study: the study.
+        launcher: which processes run it, see `check_launcher`.
+        budget: its time; None for no limit.
+        screening: how variants are dropped; None if none is.
+    """
+    from mprun.experiments.launched_study import run_launched
+    from mprun.experiments.study_loop import StudyResult
     from mprun.experiments.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError
 
     plan = study.plan
-    progress = StudyProgress(stdout_console(), list(plan.variants), len(plan.seeds))
+    count = launcher.count
+    progress = StudyProgress(stdout_console(), list(plan.variants), len(plan.seeds), count)
     progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
     stop = BudgetSignals(budget or Budget())
     with stop:
         progress.start()
         try:
-            result = study.run(stop, progress, drop)
+            result = run_launched(study, launcher, stop, progress, screening)
         except (StoppedError, SignalReceivedError):
             progress.line(f"stopped by {stop.name}; resume with: {study.resume_command}")
             return StudyResult([], {}), stop.exit_status
@@ -94,7 +108,8 @@ def budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]:
     """What the budget left out, and the command that continues the study; or nothing."""
     if not result.not_run:
         return []
-    text = not_run_text(result.not_run, budget.text, len(study.trials))
+    by = result.left_out_by or budget.text
+    text = not_run_text(result.not_run, by, len(study.trials))
     return [f"{text}; continue with: {study.resume_command}"]
 
 

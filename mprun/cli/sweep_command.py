@@ -4,6 +4,12 @@
     mprun sweep recipe=mnist precision=fp32,bf16_mixed op_lists=none,hmp seeds=10
     mprun sweep recipe=mnist sweep.budget_min=30    (what fits into half an hour)
     mprun sweep run.resume=outputs/DATE/TIME
+    mprun sweep recipe=mnist seeds=10 launcher=joblib launcher.processes=4
+    mprun sweep recipe=mnist launcher=submitit launcher.options.slurm_partition=gpu
+
+Any number of processes may work on one study: each takes the next open run. The same command with
+the same run.dir, or run.resume, in another terminal or on another machine helps. Runs that share a
+machine at the same time have verdicts on the metric and none on time.
 
 The runs go seed by seed over all modes. A run that fails is reported, and the others continue. The
 exit status is 1 if a run failed to start, or if the machine ended it (a full disk, too little
@@ -29,16 +35,18 @@ from mprun.experiments.budget import Budget
 
 def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
-    request = request_of("sweep", args, "sweep")
+    request = request_of("sweep", args, "sweep", "launcher")
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import check, compared, report
+    from mprun.experiments.launched_study import check_launcher
     from mprun.experiments.study import new_sweep
 
+    check_launcher(request.settings.launcher)
     errors = stderr_console()
     study = study_of(
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
-    ran, status = run_study(study, budget)
+    ran, status = run_study(study, request.settings.launcher, budget)
     if status is not None:
         return status
     settings = request.settings.compare

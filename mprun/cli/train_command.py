@@ -17,6 +17,7 @@ from mprun.cli.arguments import Arguments, parse_arguments
 from mprun.cli.standard_streams import patient_streams
 from mprun.console import print_line, print_table, stdout_console, warn
 from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, StoppedError, UsageError
+from mprun.parallel.launch import launch_of
 from mprun.train.signals import StopSignals, interruptible
 from mprun.train.stopwatch import Stopwatch
 
@@ -40,7 +41,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
     if known.multirun:
         return _sweep(known)
-    composed = compose(known.overrides, known.config_dir)
+    composed = compose(_restarted(known.overrides), known.config_dir)
     if known.show_config:
         from omegaconf import OmegaConf
 
@@ -49,8 +50,21 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
     return _run(composed, watch)
 
 
+def _restarted(overrides: Sequence[str]) -> Sequence[str]:
+    """The overrides of the run to resume, where torchrun started the processes again."""
+    if not launch_of().restarts:
+        return overrides
+    from mprun.config.plain_text import as_text, quoted
+    from mprun.parallel.meeting import here
+
+    folder = here().earlier_folder()
+    return overrides if folder is None else [f"run.resume={quoted(as_text(str(folder)))}"]
+
+
 def _run(composed: Composed, watch: Stopwatch) -> int:
-    return interruptible(lambda stop: _train(composed, stop, watch), " before the run started")
+    signals = StopSignals(patient=not launch_of().is_alone)
+    when = " before the run started"
+    return interruptible(lambda stop: _train(composed, stop, watch), when, signals)
 
 
 def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:

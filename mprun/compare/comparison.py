@@ -162,6 +162,8 @@ class Variant:
     """
     artefacts: tuple[Artefact, ...] = ()
     """What leaves both ratios without a verdict, besides the order of the runs."""
+    untimed: str = ""
+    """Why times of some pairs are not used: `2 of 10 pairs: ...`; empty if all are."""
     equal_quality: EqualQuality | None = None
     """Time and samples to the baseline's validation loss; None for the baseline, and for runs that
     were not validated."""

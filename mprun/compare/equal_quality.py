@@ -38,9 +38,9 @@ from typing import NamedTuple
 
 from mprun.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
 from mprun.compare.formatting import counted
-from mprun.compare.measures import RunGroup, comparable_pairs
+from mprun.compare.measures import RunGroup
 from mprun.compare.statistics import geometric_mean
-from mprun.compare.time_ratios import SAME, judge_ratio
+from mprun.compare.time_ratios import SAME, TimedPairs, judge_ratio
 from mprun.errors import UsageError
 from mprun.records.epoch_lines import ValidationLoss, read_validation_losses
 from mprun.records.run_record import Summary
@@ -105,7 +105,7 @@ def equal_quality(
     group: RunGroup,
     base: RunGroup,
     tolerance: float,
-    no_time_verdict: str,
+    timed: TimedPairs,
     curve_of: Callable[[Path], Curve],
 ) -> EqualQuality | None:
     """What a variant needs to reach the baseline's validation loss.
@@ -114,7 +114,7 @@ def equal_quality(
         group: the variant's runs.
         base: the baseline's.
         tolerance: differences within this share of the baseline's best loss do not matter.
-        no_time_verdict: why the spread of times is no measure of their error; empty if it is.
+        timed: the pairs whose times are compared, and why these allow no conclusion.
         curve_of: `read_curve`, or one that keeps the baseline's for the next variant.
 
     Returns:
@@ -137,14 +137,14 @@ def equal_quality(
     if not found:
         return _nothing(tolerance, reason)
     samples = [_samples(*item) for item in found]
-    timed = {id(own) for own, _ in comparable_pairs(group, base)}
+    with_times = {id(own) for own, _ in timed.pairs}
     seconds = [
         (ours / own.samples_per_second, theirs / other.samples_per_second)
         for (own, other, _), (ours, theirs) in zip(found, samples, strict=True)
-        if id(own) in timed and own.samples_per_second and other.samples_per_second
+        if id(own) in with_times and own.samples_per_second and other.samples_per_second
     ]
     time_ratio = _ratio(seconds)
-    if time_ratio is not None and no_time_verdict:
+    if time_ratio is not None and timed.no_verdict:
         time_ratio = time_ratio._replace(interval=None)
     return EqualQuality(
         *_medians(samples),

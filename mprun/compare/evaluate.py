@@ -22,7 +22,7 @@ from mprun.compare.load import latest
 from mprun.compare.measures import RunGroup
 from mprun.compare.notes import artefact_warnings, comparison_notes, variant_notes
 from mprun.compare.statistics import ALPHA, estimate, interval
-from mprun.compare.time_ratios import no_time_verdict, overlapping
+from mprun.compare.time_ratios import TWO_KINDS, TimedPairs, overlapping, timed_pairs
 from mprun.compare.verdicts import Criterion, Evidence, error_text, evidence_on, failures, judge
 from mprun.errors import UsageError
 from mprun.records.mode_names import mode_hint, own_label
@@ -40,6 +40,7 @@ def compare(
     baseline: str | None = None,
     split: Literal["auto", "test", "validation", "train"] = "auto",
     mix: Collection[str] = (),
+    beside: Sequence[Run] = (),
 ) -> Comparison:
     """RunGroup runs by variant and compare each variant with the baseline.
 
@@ -54,6 +55,7 @@ def compare(
         split: whose samples the metric is of; auto: test if every run has it, else validation,
             else train.
         mix: what runs may differ in besides the variant: recipes, data, hardware, code.
+        beside: further runs, which are not compared but may have shared a machine with those.
 
     Raises:
         UsageError: no run is complete, runs differ in something that is not in `mix`, or there is
@@ -76,12 +78,15 @@ def compare(
     criterion = Criterion(used_split, name, limit, is_relative, resolution, more)
     evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
     verdicts = judge(evidence, more)
-    shared = overlapping(runs)
-    rows = [_variant(base, base, used_split, shared, None, Verdict("baseline", failures(base)))]
+    shared = overlapping([*runs, *beside])
+    timed = _timed(base, base, shared)
+    rows = [_variant(base, base, used_split, timed, None, Verdict("baseline", failures(base)))]
     curve_of = cache(read_curve)
     for group, own_evidence, verdict in zip(groups[1:], evidence, verdicts, strict=True):
-        row = _variant(group, base, used_split, shared, own_evidence, verdict)
-        quality = equal_quality(group, base, relative_margin, row.no_time_verdict, curve_of)
+        timed = _timed(group, base, shared)
+        row = _variant(group, base, used_split, timed, own_evidence, verdict)
+        timed = timed._replace(no_verdict=row.no_time_verdict)
+        quality = equal_quality(group, base, relative_margin, timed, curve_of)
         rows.append(replace(row, equal_quality=quality))
     tested = sum(e.is_tested for e in evidence)
     return Comparison(
@@ -153,11 +158,20 @@ def _split(groups: Sequence[RunGroup], wanted: str) -> str:
     return wanted
 
 
+def _timed(group: RunGroup, base: RunGroup, shared: set[int]) -> TimedPairs:
+    """The pairs whose times are compared."""
+    pairs = measures.comparable_pairs(group, base)
+    timed = timed_pairs(pairs, shared)
+    if not pairs and measures.native_pairs(group, base):
+        return timed._replace(no_verdict=TWO_KINDS)
+    return timed
+
+
 def _variant(
     group: RunGroup,
     base: RunGroup,
     split: str,
-    shared: set[int],
+    timed: TimedPairs,
     evidence: Evidence | None,
     verdict: Verdict,
 ) -> Variant:
@@ -165,9 +179,9 @@ def _variant(
     values = list(measures.scores(group, split).values())
     whole = all(map(math.isfinite, values))
     sample = evidence.sample if evidence is not None and evidence.unit and whole else None
-    pairs = measures.comparable_pairs(group, base)
+    pairs = timed.pairs
     unsettling = artefacts(group.label, base.label, pairs)
-    reason = no_time_verdict(pairs, shared) or (unsettling[0].text if unsettling else "")
+    reason = timed.no_verdict or (unsettling[0].text if unsettling else "")
     return Variant(
         label=group.label,
         variant_hash=summary.variant_hash,
@@ -188,4 +202,5 @@ def _variant(
         verdict=verdict,
         substituted=substitution_label(run.summary for run in group.completed),
         artefacts=unsettling,
+        untimed=timed.left_out,
     )

@@ -7,6 +7,7 @@ disk of someone who trains has many. Only `summary.json` is read here.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -55,6 +56,17 @@ def find_runs(paths: Iterable[Path]) -> LoadedRuns:
         elif not search.visit(path):
             search.skip(path, f"contains no run (no {SUMMARY})")
     return LoadedRuns(tuple(search.runs), tuple(search.skipped))
+
+
+def others_in(study: Path, runs: Iterable[Run]) -> list[Run]:
+    """The runs of a study besides these, whatever became of them."""
+    known = {run.path.resolve() for run in runs}
+    others = []
+    for path in sorted(study.glob(f"*/{SUMMARY}")):
+        if path.parent.resolve() not in known:
+            with contextlib.suppress(UsageError):
+                others.append(Run(path.parent, read_summary(path.parent)))
+    return others
 
 
 def latest(runs: Sequence[Run]) -> tuple[list[Run], list[Skipped]]:

@@ -133,11 +133,16 @@ def comparable_pairs(group: RunGroup, baseline: RunGroup) -> list[tuple[Summary,
 
     Both ran it, on equal hardware, natively.
     """
+    pairs = native_pairs(group, baseline)
+    return [(own, base) for own, base in pairs if hardware(own) == hardware(base)]
+
+
+def native_pairs(group: RunGroup, baseline: RunGroup) -> list[tuple[Summary, Summary]]:
+    """The summaries of the variant and the baseline of each seed that both ran natively."""
     if group is baseline or not (group.is_native and baseline.is_native):
         return []
     ours, theirs = group.by_seed, baseline.by_seed
-    pairs = [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
-    return [(own, base) for own, base in pairs if hardware(own) == hardware(base)]
+    return [(ours[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
 
 
 def ratio(

@@ -12,7 +12,13 @@ from mprun.compare.equal_quality import is_faster_per_sample
 from mprun.compare.formatting import counted, readable, substitution_label
 from mprun.compare.measures import RunGroup
 from mprun.compare.mixing import MOST_KINDS
-from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN
+from mprun.compare.time_ratios import (
+    NOT_INTERLEAVED,
+    OVERLAPPED,
+    TWO_KINDS,
+    TWO_MACHINES,
+    UNKNOWN,
+)
 from mprun.records.run_record import Summary
 
 
@@ -74,7 +80,11 @@ def _changed_recipes(summaries: Sequence[Summary]) -> Iterator[str]:
 REMEDIES = {
     NOT_INTERLEAVED: "a drift of the machine changes the ratios without spreading them: run "
     "mprun sweep, or mprun -m with the seed listed first",
-    OVERLAPPED: "they slowed each other: run them one after the other",
+    OVERLAPPED: "they slowed each other: run them one after the other, with one process for each "
+    "machine",
+    TWO_MACHINES: "equal machines differ by some percent: mprun sweep with one process for each "
+    "machine keeps the runs of a seed on one",
+    TWO_KINDS: "run both variants on one machine",
     UNKNOWN: "a drift of the machine cannot be separated from the modes",
 }
 """Why times allow no conclusion, to the remedy or the consequence."""
@@ -96,6 +106,9 @@ def variant_notes(variants: Sequence[Variant]) -> Iterator[str]:
         labels = [v.label for v in variants if v.no_time_verdict == reason]
         if labels:
             yield f"no verdict on the times of {', '.join(labels)}: {reason}; {remedy}"
+    for v in variants:
+        if v.untimed:
+            yield f"the times of {v.label} are without {v.untimed}"
     yield from _unknown_quality(variants)
     pairs = [v.difference.n for v in variants if v.difference and v.verdict.word in KEEPS]
     if pairs:

@@ -5,7 +5,11 @@ pairs of equal seed share the drift if each pair is complete before the next one
 sweep`, or `mprun -m` with the seed listed first). If one variant ran with all seeds before the
 other began (`mprun -m` with the seed listed last), the drift is part of every pair's ratio. It does
 not spread the ratios, so an interval computed from their spread does not contain it. Runs that
-shared the machine slowed each other.
+shared the machine slowed each other. Two machines of one kind differ by some percent.
+
+So a pair counts if both runs had one machine, and had it for themselves. If fewer than two pairs
+do, there is no verdict. Machines are told apart by `hardware.host`; older records do not have it,
+and equal hardware counts as one machine there.
 
 `started_at` has seconds in older records and milliseconds in newer ones, and `wall_time_s` of older
 records excludes the preparation of a run. Both checks report only what is certain: runs shorter
@@ -19,6 +23,7 @@ reaches farther than a factor of `WIDE` from the ratio, the size of the ratio is
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Literal, NamedTuple
@@ -29,6 +34,8 @@ from mprun.compare.statistics import Sample, fewest_further, half_width
 from mprun.records.run_record import Summary
 
 OVERLAPPED = "runs overlapped in time on one machine"
+TWO_MACHINES = "the runs of a pair were on two machines"
+TWO_KINDS = "the runs of a pair were on different hardware"
 NOT_INTERLEAVED = "runs were not interleaved over seeds"
 UNKNOWN = "it is not recorded when the runs began"
 
@@ -48,22 +55,28 @@ class RunPeriod(NamedTuple):
     """The earliest possible start."""
     latest_start_s: float
     """The latest possible one: later by one unit of the record's last digit."""
-    wall_time_s: float
-
-    @property
-    def end_s(self) -> float:
-        """The earliest possible end: older wall times exclude the preparation of a run."""
-        return self.start_s + self.wall_time_s
+    end_s: float
+    """The earliest possible end: older wall times exclude the preparation of a run."""
 
 
 def period(summary: Summary) -> RunPeriod | None:
     """When a run took place; None if its record has no valid time."""
-    try:
-        start_s = datetime.fromisoformat(summary.started_at).timestamp()
-    except (ValueError, OverflowError, OSError):
+    start_s, written_s = _seconds(summary.started_at), _seconds(summary.written_at)
+    if start_s is None:
         return None
     last_digit_s = 0.001 if "." in summary.started_at else 1.0
-    return RunPeriod(start_s, start_s + last_digit_s, max(0.0, summary.wall_time_s))
+    end_s = start_s + max(0.0, summary.wall_time_s)
+    if written_s is not None:  # a run that was resumed ended later than its wall time says
+        end_s = max(end_s, written_s)
+    return RunPeriod(start_s, start_s + last_digit_s, end_s)
+
+
+def _seconds(text: str | None) -> float | None:
+    """A time of a record, in seconds since 1970; None if it is not known or not valid."""
+    try:
+        return None if text is None else datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def overlapping(runs: Iterable[Run]) -> set[int]:
@@ -76,14 +89,68 @@ def overlapping(runs: Iterable[Run]) -> set[int]:
             if second.latest_start_s >= first.end_s:
                 break
             # The second may have come first if both starts lie within one digit.
-            if first.latest_start_s < second.end_s and _machine(one) == _machine(other):
+            if first.latest_start_s < second.end_s and _on_one_machine(one, other):
                 ids |= {id(one), id(other)}
     return ids
 
 
-def _machine(summary: Summary) -> tuple[object, ...]:
+def _on_one_machine(one: Summary, other: Summary) -> bool:
+    """Whether two runs had the same machine, as far as their records can tell."""
+    hosts = (one.hardware.host, other.hardware.host)
+    if None not in hosts:
+        return hosts[0] == hosts[1]
+    return _properties(one) == _properties(other)
+
+
+def _properties(summary: Summary) -> tuple[object, ...]:
     """The machine's properties; runs with other threads may share it."""
     return tuple(value for name, value in hardware(summary).items() if name != "threads")
+
+
+Pairs = Sequence[tuple[Summary, Summary]]
+"""The summaries of a variant and of the baseline, of each seed in common."""
+
+
+class TimedPairs(NamedTuple):
+    """The pairs whose times are compared."""
+
+    pairs: Pairs
+    no_verdict: str
+    """Why their times allow no conclusion; empty if they allow one."""
+    left_out: str
+    """Why times of further pairs are not used: `2 of 10 pairs: ...`; empty if all are."""
+
+
+def timed_pairs(pairs: Pairs, shared: set[int]) -> TimedPairs:
+    """The pairs whose times are compared: those that had one machine for themselves.
+
+    If fewer than two are left, all pairs are taken, with the reason why they allow no conclusion.
+
+    Args:
+        pairs: on equal hardware.
+        shared: `overlapping` of all runs.
+    """
+    reasons = [_no_pair(*pair, shared) for pair in pairs]
+    good = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
+    wrong = [reason for reason in reasons if reason]
+    if not wrong:
+        return TimedPairs(pairs, _no_time_verdict(pairs), "")
+    if len(good) < 2:
+        return TimedPairs(pairs, wrong[0], "")
+    count = f"{len(wrong)} of {len(pairs)} pairs: {'; '.join(dict.fromkeys(wrong))}"
+    return TimedPairs(good, _no_time_verdict(good), count)
+
+
+def is_timed_pair(own: Summary, other: Summary, shared: set[int]) -> bool:
+    """Whether two runs had one machine, with equal hardware, for themselves."""
+    return hardware(own) == hardware(other) and not _no_pair(own, other, shared)
+
+
+def _no_pair(own: Summary, other: Summary, shared: set[int]) -> str:
+    """Why the times of two runs are not compared; empty if they are."""
+    if id(own) in shared or id(other) in shared:
+        return OVERLAPPED
+    return "" if _on_one_machine(own, other) else TWO_MACHINES
 
 
 def is_interleaved(pairs: Sequence[tuple[RunPeriod, RunPeriod]]) -> bool:
@@ -97,22 +164,17 @@ def is_interleaved(pairs: Sequence[tuple[RunPeriod, RunPeriod]]) -> bool:
     return True
 
 
-def no_time_verdict(pairs: Sequence[tuple[Summary, Summary]], shared: set[int]) -> str:
-    """Why two variants' times allow no conclusion; empty if they allow one.
-
-    Args:
-        pairs: the summaries of a variant and of the baseline, of each seed in common.
-        shared: `overlapping` of all runs.
-    """
-    if any(id(summary) in shared for pair in pairs for summary in pair):
-        return OVERLAPPED
+def _no_time_verdict(pairs: Pairs) -> str:
+    """Why the times of pairs, each on one machine, allow no conclusion; empty if they allow one."""
     if len(pairs) < 2:
         return ""
-    periods = [(period(one), period(other)) for one, other in pairs]
-    known = [(one, other) for one, other in periods if one is not None and other is not None]
-    if len(known) < len(pairs):
-        return UNKNOWN
-    return "" if is_interleaved(known) else NOT_INTERLEAVED
+    by_host: dict[str | None, list[tuple[RunPeriod, RunPeriod]]] = defaultdict(list)
+    for own, other in pairs:
+        one, two = period(own), period(other)
+        if one is None or two is None:
+            return UNKNOWN
+        by_host[own.hardware.host].append((one, two))
+    return "" if all(map(is_interleaved, by_host.values())) else NOT_INTERLEAVED
 
 
 class RatioVerdict(NamedTuple):

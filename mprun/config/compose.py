@@ -33,6 +33,7 @@ from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
+from mprun.parallel.launch import launch_of
 from mprun.records.layer_values import layer_values
 from mprun.records.mode_names import ALIASES, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
@@ -125,6 +126,7 @@ def to_composed(raw: DictConfig, parsed: Sequence[Override] = (), new: bool = Tr
         new: whether op-list files are read; a resumed run has their names in its configuration.
     """
     _limit_length(raw)
+    _take_launch(raw, parsed)
     try:
         resolved: Any = OmegaConf.to_container(
             raw, resolve=True, throw_on_missing=True, enum_to_str=True
@@ -152,6 +154,25 @@ def _limit_length(raw: DictConfig) -> None:
             (train.epochs, train.max_steps, train.max_time_s)
         ):
             train.epochs = EPOCHS
+
+
+def _take_launch(raw: DictConfig, parsed: Sequence[Override]) -> None:
+    """Set the number of processes to what torchrun started, in a resumed run too."""
+    launch = launch_of()
+    for override in parsed:
+        if override.key_or_group == "parallel.world_size" and override.value() != launch.world_size:
+            raise UsageError(
+                f"'{override.input_line}': torchrun decides it, and the processes here are "
+                f"{launch.world_size}; start them with torchrun --nproc-per-node=N -m mprun ..."
+            )
+    with suppress(OmegaConfBaseException):  # reported where the values are read
+        raw.parallel.world_size = launch.world_size
+        if launch.world_size > 1 and str(raw.parallel.name) in ("none", "ParallelKind.none"):
+            raise UsageError(
+                f"torchrun started {launch.world_size} processes, and parallel=none trains in one; "
+                "legal: parallel=ddp (each process holds the whole model) or parallel=fsdp2 (each "
+                "holds a shard)"
+            )
 
 
 def _read_op_lists(config: Config, resolved: dict[str, Any]) -> None:

@@ -22,7 +22,10 @@ from omegaconf import MISSING
 
 from mprun.config.schema import Config
 
-GROUPS = ("recipe", "precision", "op_lists", "loss_scale", "batch", "speed", "logger", "preset")
+GROUPS = (
+    *("recipe", "precision", "op_lists", "loss_scale", "batch"),
+    *("speed", "parallel", "logger", "preset"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,20 @@ class Field:
         return enum_names(self.type) if isinstance(self.type, EnumMeta) else []
 
     @property
+    def item_choices(self) -> list[str]:
+        """The same of the items of a list."""
+        kind = get_args(self.type)[0] if get_origin(self.type) is list else None
+        return enum_names(kind) if isinstance(kind, EnumMeta) else []
+
+    @property
     def default_text(self) -> str:
         """The default as a user would type it; "set by its group" if it is in conf/."""
         if self.default == MISSING:
             return "set by its group"
         if isinstance(self.default, Enum):
             return str(self.default.name)
+        if isinstance(self.default, list):
+            return f"[{','.join(x.name if isinstance(x, Enum) else str(x) for x in self.default)}]"
         if self.default is None:
             return "null"
         if isinstance(self.default, str) and self.default.startswith("${"):

@@ -35,6 +35,7 @@ MAY_CHANGE = (
     "train.max_time_s",
     "train.log_every",
     "train.checkpoint_every_steps",
+    "parallel",
     "data.root",
     "debug.fp_exceptions",
     "debug.halt_after",
@@ -67,6 +68,7 @@ def _apply(config: DictConfig, override: Override) -> None:
     if key == "run.resume":
         return
     if key in MAY_CHANGE:
+        key = "parallel.name" if key == "parallel" else key
         _check_length(config, key, value)
         _check_skip(config, key, value)
         _update(config, key, value, str(override.input_line))

@@ -186,6 +186,8 @@ class PrecisionConfig:
     """Dtype of the optimizer's first moment."""
     variance_dtype: DType = MISSING
     """Dtype of the optimizer's second moment; in 16 bits its square root is stored."""
+    reduce_dtype: DType = DType.float32
+    """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
     partials_dtype: DType = MISSING
     """Dtype matmul and convolution accumulate in: float32, or float16 in float16 modes."""
     tf32: bool = MISSING
@@ -286,6 +288,24 @@ class LoggerConfig:
     """MLflow's store, sqlite:///FILE or https://SERVER; null: mlflow.db beside the runs."""
     mode: LoggerMode = LoggerMode.offline
     """W&B: offline keeps all in files for `wandb sync`; online sends it while the run trains."""
+
+
+class ParallelKind(Enum):
+    """How several processes train one model."""
+
+    none = "none"
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
+@dataclass
+class ParallelConfig:
+    """Training in several processes, which torchrun starts."""
+
+    name: ParallelKind = MISSING
+    """none; ddp: each process holds the whole model; fsdp2: each holds a shard of it."""
+    world_size: int = 1
+    """How many processes train; torchrun decides it."""
 
 
 @dataclass
@@ -420,6 +440,8 @@ class Config:
     """Batch size against the recipe's."""
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     """How a step is made fast."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Several processes."""
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     """A further output."""
     preset: PresetConfig = field(default_factory=PresetConfig)

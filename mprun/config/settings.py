@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, cast
 
@@ -21,9 +21,15 @@ from mprun.config.reference import Field, walk
 from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.format_names import FURTHER_FORMATS
+from mprun.records.link_bandwidths import LINK_BANDWIDTHS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
+USUAL_LINKS = ("nvlink4", "pcie4", "infiniband_ndr", "ethernet_10g")
+PROCESSES = 4
+"""Processes of a study if `launcher.processes` is null."""
+LAUNCHER = "launcher.name"
+"""The field behind `launcher=NAME`."""
 SEEDS = {"sweep": 5, "advise": 10, "double": 10, "search-ops": 5}
 """Runs of each variant if `seeds` is null."""
 
@@ -91,6 +97,64 @@ class SweepSettings:
     """Minutes for the sweep; trials that would exceed them are left out. null: no limit."""
 
 
+class Launcher(Enum):
+    """What starts the processes of a study."""
+
+    local = "local"
+    joblib = "joblib"
+    submitit = "submitit"
+
+
+class Executor(Enum):
+    """Where submitit runs jobs; auto: on Slurm if it is there, else on this machine."""
+
+    auto = "auto"
+    local = "local"
+    slurm = "slurm"
+    debug = "debug"
+
+
+@dataclass
+class LauncherSettings:
+    """Which processes run a study's trials."""
+
+    name: Launcher = Launcher.local
+    """What runs the trials: local (this process), joblib (processes here) or submitit (jobs)."""
+    processes: int | None = None
+    """Processes of joblib, or jobs of submitit (a job array on Slurm); null for 4."""
+    executor: Executor = Executor.auto
+    """Of submitit: auto, slurm, local (jobs on this machine) or debug (in this process)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of submitit, its parameters: {slurm_partition: gpu, timeout_min: 60, gpus_per_node: 1}."""
+
+    @property
+    def count(self) -> int:
+        """How many processes are started; 1 is this process."""
+        return 1 if self.name is Launcher.local else (self.processes or PROCESSES)
+
+    def check(self) -> None:
+        """Refuse fields that the launcher does not have.
+
+        Raises:
+            UsageError: there is one.
+        """
+        given = {
+            "launcher.processes": (self.processes, (Launcher.joblib, Launcher.submitit)),
+            "launcher.executor": (
+                None if self.executor is Executor.auto else self.executor.name,
+                (Launcher.submitit,),
+            ),
+            "launcher.options": (self.options or None, (Launcher.submitit,)),
+        }
+        for key, (value, launchers) in given.items():
+            if value is not None and self.name not in launchers:
+                legal = " or ".join(f"launcher={x.name}" for x in launchers)
+                raise UsageError(
+                    f"{key}={value} has no effect with launcher={self.name.name}; add {legal}, or "
+                    "leave it out"
+                )
+
+
 @dataclass
 class AdviseSettings:
     """How a mode is recommended."""
@@ -126,6 +190,17 @@ class Gpu(Enum):
     mi300x = "mi300x"
 
 
+class PlannedParallel(Enum):
+    """How processes share a step: whole models, or parts of it."""
+
+    ddp = "ddp"
+    fsdp2 = "fsdp2"
+
+
+LinkName = Enum("LinkName", [(x, x) for x in LINK_BANDWIDTHS])  # type: ignore[misc]
+"""Links between processes whose bandwidth is published."""
+
+
 @dataclass
 class DoctorSettings:
     """How a machine is examined."""
@@ -138,6 +213,12 @@ class DoctorSettings:
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu.h100, Gpu.b200])
     """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
+    world_size: int = 1
+    """With a recipe: estimate its step on this many processes, each with train.batch_size."""
+    parallel: PlannedParallel = PlannedParallel.ddp
+    """How they share the step: ddp (all-reduce) or fsdp2 (all-gather and reduce-scatter)."""
+    links: list[LinkName] = field(default_factory=lambda: [LinkName[x] for x in USUAL_LINKS])
+    """Links to estimate it for."""
 
 
 @dataclass
@@ -152,6 +233,12 @@ class MemorySettings:
     """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
     """Whether the plots are drawn."""
+    world_size: int = 1
+    """Plan one of this many processes; each takes train.batch_size samples."""
+    parallel: PlannedParallel = PlannedParallel.ddp
+    """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
+    checkpointing: bool = False
+    """Whether the activations of blocks are recomputed in the backward pass instead of kept."""
 
 
 FurtherFormat = Enum("FurtherFormat", [(x, x) for x in FURTHER_FORMATS])  # type: ignore[misc]
@@ -226,6 +313,8 @@ class Settings:
     """How runs are compared."""
     sweep: SweepSettings = field(default_factory=SweepSettings)
     """How many trials a sweep makes."""
+    launcher: LauncherSettings = field(default_factory=LauncherSettings)
+    """Which processes run a study's trials."""
     advise: AdviseSettings = field(default_factory=AdviseSettings)
     """How a mode is recommended."""
     double: DoubleSettings = field(default_factory=DoubleSettings)
@@ -246,18 +335,23 @@ class Settings:
     """The first seed; the others follow. A higher one makes a study with fresh seeds."""
 
 
+WORLD_SIZE = Range(1, 2**20)
+
 RANGES = {
     # 0.5, written for half a point, would make everything equivalent.
     "compare.margin": Range(0, 0.1, low_open=True),
     "compare.relative_margin": Range(0, 1, low_open=True),
     "sweep.budget_min": POSITIVE,
+    "launcher.processes": COUNT,
     "advise.budget_min": POSITIVE,
     "advise.max_steps": COUNT,
     "advise.screen": COUNT,
     "double.headroom": Range(0, 1, high_open=True),
     "doctor.budget_s": Range(0, 600, low_open=True),
     "doctor.steps": NOT_NEGATIVE,
+    "doctor.world_size": WORLD_SIZE,
     "memory.depth": COUNT,
+    "memory.world_size": WORLD_SIZE,
     "numerics.steps": COUNT,
     "numerics.warmup": NOT_NEGATIVE,
     "numerics.span": COUNT,
@@ -280,8 +374,19 @@ RANGES = {
 
 def fields(sections: Sequence[str] = ()) -> dict[str, Field]:
     """Key to field, for keys whose first part is in `sections`; all keys if it is empty."""
-    known = {f.key: f for f in walk(Settings)}
+    known = {f.key: f for f in map(_as_typed, walk(Settings))}
     return {k: f for k, f in known.items() if not sections or k.partition(".")[0] in sections}
+
+
+def _as_typed(field: Field) -> Field:
+    """The field with the key that users type."""
+    return replace(field, key="launcher") if field.key == LAUNCHER else field
+
+
+def _field_of(key: str, known: Mapping[str, Field]) -> Field | None:
+    """The field of a key, or the mapping that has it as an entry; None without one."""
+    above = known.get(key.rpartition(".")[0])
+    return known.get(key) or (above if above and isinstance(above.default, dict) else None)
 
 
 def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]:
@@ -303,15 +408,26 @@ def take(overrides: Sequence[str], *sections: str) -> tuple[Settings, list[str]]
             continue
         override = _setting(text)
         key = override.key_or_group
-        if key not in known:
+        field = _field_of(key, known)
+        if field is None:
             raise UsageError(
                 f"'{text}': there is no field '{key}'{hint(key, known)}; legal: {', '.join(known)}"
             )
-        _set(settings, known[key], override.value(), text)
-        given[key] = override
+        _set(settings, field, key, override.value(), text)
+        given[field.key] = override
     for key, override in given.items():
         _check_value(settings, known[key], override)
     return cast(Settings, OmegaConf.to_object(settings)), rest
+
+
+def of_several_processes(overrides: Sequence[str], *keys: str) -> list[str]:
+    """A warning for each of these settings that is given, where there is one process."""
+    given = {text.partition("=")[0] for text in overrides}
+    return [
+        f"{key} has no effect: {key.partition('.')[0]}.world_size is 1"
+        for key in keys
+        if key in given
+    ]
 
 
 def _setting(text: str) -> Override:
@@ -331,18 +447,26 @@ def _setting(text: str) -> Override:
     return override
 
 
-def _set(settings: Any, field: Field, value: Any, text: str) -> None:
+def _path(key: str) -> str:
+    """The place in `Settings` of a key that users type."""
+    return LAUNCHER if key == "launcher" else key
+
+
+def _set(settings: Any, field: Field, key: str, value: Any, text: str) -> None:
     try:
-        OmegaConf.update(settings, field.key, value)
+        OmegaConf.update(settings, _path(key), value)
     except (OmegaConfBaseException, ValueError):
-        near = hint(str(value), field.choices)
+        given = value if isinstance(value, list) else [value]
+        names = field.choices or field.item_choices
+        wrong = [str(x) for x in given if str(x) not in names]
+        near = hint(wrong[0], names) if wrong else ""
         raise UsageError(f"'{text}': {field.key} is {field.legal}{near}") from None
 
 
 def _check_value(settings: Any, field: Field, override: Override) -> None:
     """Raise `UsageError` unless the value that a setting stands for exists and is in its range."""
     try:
-        value = OmegaConf.select(settings, field.key, throw_on_missing=True)
+        value = OmegaConf.select(settings, _path(field.key), throw_on_missing=True)
         if isinstance(value, ListConfig):
             items: Any = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
             if any(isinstance(item, list | dict) for item in items):

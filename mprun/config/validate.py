@@ -99,6 +99,7 @@ RANGES = {
     "data.train_limit": COUNT,
     "data.eval_limit": COUNT,
     "data.workers": Range(0, 1024),
+    "parallel.world_size": COUNT,
 }
 
 PATHS = {
@@ -252,6 +253,7 @@ def without_effect(config: Config, given: Sequence[str]) -> Iterator[str]:
     for key in dict.fromkeys(given):
         field = "train.optimizer.args" if is_argument(key) else key
         field = "logger.tags" if key.startswith("logger.tags.") else field
+        field = "parallel.name" if key == "parallel" else field
         if field in reasons:
             yield f"{key} has no effect: {reasons[field]}"
 
@@ -262,6 +264,7 @@ def is_argument(key: str) -> bool:
 
 
 NEUTRAL = {
+    "parallel.name": "none",
     "precision.rounding": "nearest",
     "precision.momentum_dtype": "float32",
     "precision.variance_dtype": "float32",
@@ -305,6 +308,10 @@ LISTS = ("lower", "fp32", "promote", "cuda_lower", "cuda_fp32", "cuda_promote")
 
 
 def _reasons(config: Config) -> Iterator[tuple[str, str]]:
+    if config.parallel.world_size == 1:
+        one = "there is one process; torchrun --nproc-per-node=N -m mprun ... starts several"
+        yield "parallel.name", one
+        yield "precision.reduce_dtype", one
     if config.run.resume is None:
         yield "run.trust", "it is about the folder of run.resume"
     source = config.data.source

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
 
@@ -106,6 +107,12 @@ class TensorSet:
         return self.map(lambda x: x.to(device))
 
 
+NOTHING_COUNTS = (
+    "count returned 0 for all samples of a step, so there is nothing to train on; leave samples "
+    "out of the training data that have nothing to count"
+)
+
+
 class MicroBatch(NamedTuple):
     """The samples of one forward pass, on the training device."""
 
@@ -114,44 +121,78 @@ class MicroBatch(NamedTuple):
     inputs: Any
     """As the model takes them: the same in the mode's input dtype and memory format."""
     size: int
-    """Samples."""
+    """Samples; 0 for a spare one, which is computed and does not count."""
     weight: float
     """How much its loss counts in the step: what the recipe's `count` gives, else samples."""
 
+    @property
+    def as_spare(self) -> MicroBatch:
+        """The same samples, for a process that must compute and has none of its own."""
+        return self._replace(size=0, weight=0.0)
+
+
+class Whole(NamedTuple):
+    """A batch over all processes."""
+
+    size: int
+    """Samples."""
+    weight: float | None
+    """The sum of weights; None: each process knows its own part's alone."""
+
 
 class Batch(NamedTuple):
-    """The samples of one optimizer step."""
+    """The samples of one optimizer step, or the part of them that this process takes."""
 
     parts: tuple[MicroBatch, ...]
+    whole: Whole | None = None
+    """The batch that this is a part of; None: this is all of it."""
 
     @property
     def size(self) -> int:
-        """Samples."""
+        """Samples of the whole batch."""
+        if self.whole is not None:
+            return self.whole.size
         parts = self.parts
         return parts[0].size if len(parts) == 1 else sum([part.size for part in parts])
 
     @property
     def weight(self) -> float:
-        """The sum of the parts' weights."""
+        """The sum of the weights of this process's parts."""
         parts = self.parts
         return parts[0].weight if len(parts) == 1 else sum([part.weight for part in parts])
 
     @property
+    def whole_weight(self) -> float:
+        """The sum of the weights over all processes; this process's where it is not known."""
+        if self.whole is None or self.whole.weight is None:
+            return self.weight
+        return self.whole.weight
+
+    @property
     def trained(self) -> Batch:
         """The batch without the parts that count 0: the mean of their loss is over nothing.
+
+        For one of several processes they become spare parts.
 
         Raises:
             RunFailedError: no part is left.
         """
         if 0 not in [part.weight for part in self.parts]:
             return self
+        if self.whole is not None:
+            parts = tuple(part if part.weight else part.as_spare for part in self.parts)
+            return self._replace(parts=parts)
         parts = tuple(part for part in self.parts if part.weight)
         if not parts:
-            raise RunFailedError(
-                "count returned 0 for all samples of a step, so there is nothing to train on; "
-                "leave samples out of the training data that have nothing to count"
-            )
+            raise RunFailedError(NOTHING_COUNTS)
         return Batch(parts)
+
+    @property
+    def owned(self) -> Batch:
+        """The batch without spare parts."""
+        if self.whole is None or all(part.size for part in self.parts):
+            return self
+        return self._replace(parts=tuple(part for part in self.parts if part.size))
 
 
 Stream = Generator[Batch, None, None]
@@ -274,6 +315,7 @@ class TensorBatches:
         form: how a batch is made of stored samples.
         device: where batches are needed.
         micro_batch: samples per forward pass; None: the whole batch.
+        split: the part of each batch that is made.
     """
 
     def __init__(
@@ -283,6 +325,7 @@ class TensorBatches:
         form: BatchForm,
         device: torch.device,
         micro_batch: int | None = None,
+        split: BatchSplit = WHOLE,
     ) -> None:
         self.data = data
         self.batch_size = batch_size
@@ -292,6 +335,7 @@ class TensorBatches:
         self._micro_batch = micro_batch or batch_size
         self._is_floating = any(x.is_floating_point() for x in all_tensors(data.inputs))
         self._moves = data.device != device
+        self._split = split
 
     @property
     def is_empty(self) -> bool:
@@ -311,7 +355,22 @@ class TensorBatches:
             order = order.to(self.data.device)
         for start in range(skip * size, total, size):
             stop = min(start + size, total)
-            yield self._batch(self._content(order, start, stop), stop - start)
+            if self._split.of == 1:
+                yield self._batch(self._content(order, start, stop), stop - start)
+            else:
+                yield self._part(order, start, stop)
+
+    def _part(self, order: Tensor | None, start: int, stop: int) -> Batch:
+        """This process's part of a batch; a spare sample where it has none."""
+        first, end = self._split.rows(stop - start)
+        is_spare = first == end
+        if is_spare:
+            first, end = 0, 1
+        batch = self._batch(self._content(order, start + first, start + end), end - first)
+        weight = float(stop - start) if self._form.count is None else None
+        parts = tuple(part.as_spare for part in batch.parts) if is_spare else batch.parts
+        most = -(-self._split.most(stop - start) // self._micro_batch)
+        return Batch(filled(parts, most), Whole(stop - start, weight))
 
     def some(self, wanted: int, at_most: int) -> list[MicroBatch]:
         wanted = min(wanted, self.samples)
@@ -348,6 +407,11 @@ class TensorBatches:
                 for n, len_ in ((n, min(micro, size - n)) for n in starts)
             )
         )
+
+
+def filled(parts: tuple[MicroBatch, ...], most: int) -> tuple[MicroBatch, ...]:
+    """The parts, and spare ones up to `most`: all processes go forward and back equally often."""
+    return parts + (parts[0].as_spare,) * (most - len(parts))
 
 
 def rows(value: Any, start: int, size: int) -> Any:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from mprun._torch import end_workers
-from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream
+from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled
 from mprun.data.cutting import first_samples
 from mprun.data.loader_sets import LoadedSet, Reading
 from mprun.data.random_states import seeded
+from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
 
@@ -83,7 +84,9 @@ class LoaderBatches:
         generator: gives the random order of samples.
         form: makes of a micro-batch what the model takes.
         device: where batches are needed.
-        accumulate: micro-batches per step.
+        accumulate: micro-batches per step and process.
+        split: which process's micro-batches are taken; the others are read and dropped, so that
+            the order of samples is that of one process.
     """
 
     def __init__(
@@ -94,10 +97,12 @@ class LoaderBatches:
         form: BatchForm,
         device: torch.device,
         accumulate: int = 1,
+        split: BatchSplit = WHOLE,
     ) -> None:
         self.data, self.device = data, device
         size = reading.batch_size if data.own_batch_size is None else data.fixed_batch_size
-        self.batch_size = None if size is None else size * accumulate
+        self._split, self._per_step = split, accumulate * split.of
+        self.batch_size = None if size is None else size * self._per_step
         self._reading, self._generator = reading, generator
         self._form, self._accumulate = form, accumulate
         self._structure: str | None = None
@@ -113,7 +118,7 @@ class LoaderBatches:
     @property
     def length(self) -> int | None:
         micro_batches = self.data.batches(self._reading.batch_size)
-        return None if micro_batches is None else -(-micro_batches // self._accumulate)
+        return None if micro_batches is None else -(-micro_batches // self._per_step)
 
     def __iter__(self) -> Stream:
         return self.epoch(None)
@@ -130,11 +135,11 @@ class LoaderBatches:
         """
         contents = self._contents(order)
         try:
-            self._drop(contents, skip * self._accumulate)
+            self._drop(contents, skip * self._per_step)
             empty = not skip
-            while parts := self._step(contents):
+            while batch := self._step(contents):
                 empty = False
-                yield Batch(parts)
+                yield batch
             if empty:
                 raise RunFailedError(
                     "the data gave no batch: legal is a data set with samples, and a batch size "
@@ -166,9 +171,20 @@ class LoaderBatches:
                 f"taken {wanted:,}: it can be resumed only with the same data"
             )
 
-    def _step(self, contents: Iterator[Any]) -> tuple[MicroBatch, ...]:
+    def _step(self, contents: Iterator[Any]) -> Batch | None:
         """The micro-batches of the next step; the last step of an epoch may have fewer."""
-        return tuple(map(self._micro_batch, itertools.islice(contents, self._accumulate)))
+        if self._split.of == 1:
+            parts = tuple(map(self._micro_batch, itertools.islice(contents, self._accumulate)))
+            return Batch(parts) if parts else None
+        read = list(itertools.islice(contents, self._per_step))
+        if not read:
+            return None
+        first, end = self._split.rows(len(read))
+        own = tuple(map(self._micro_batch, read[first:end]))
+        own = own or (self._micro_batch(read[0]).as_spare,)
+        own = filled(own, self._split.most(len(read)))
+        size = sum(map(batch_size, read))
+        return Batch(own, Whole(size, float(size) if self._form.count is None else None))
 
     def _contents(self, order: EpochSeed | None) -> Generator[Any, None, None]:
         """What the loader yields, each batch with random numbers of its own."""

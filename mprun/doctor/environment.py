@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -16,6 +17,8 @@ from mprun.doctor.heap import page_fault_us
 from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""A random number that Linux draws when it starts; containers on one machine share it."""
 PACKAGES = ("torch", "torchvision", "numpy", "hydra-core", "omegaconf")
 
 
@@ -62,7 +65,21 @@ def hardware(device: torch.device, dtypes: list[str]) -> Hardware:
         memory_bytes=memory_bytes(device),
         accelerated={name: accelerated(getattr(torch, name), device) for name in dtypes},
         page_fault_us=page_fault_us() if device.type == "cpu" else None,
+        host=host(),
     )
+
+
+@cache
+def host() -> str | None:
+    """Stands for this machine since its start, without its name; None where there is no identity.
+
+    Runs with equal values shared a machine, if they overlapped in time.
+    """
+    try:
+        boot = BOOT_ID.read_bytes().strip()
+    except OSError:
+        return None
+    return hashlib.sha256(b"mprun " + boot).hexdigest()[:12]
 
 
 def usable_cores() -> int:

@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mprun.assemble import DataCache, make_plan
 from mprun.compare.artefacts import artefacts
-from mprun.compare.comparison import Advice, Comparison, Estimate, Variant
+from mprun.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
 from mprun.compare.formatting import counted
+from mprun.compare.time_ratios import OVERLAPPED, is_timed_pair, overlapping
 from mprun.config import compose
 from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import BASELINE, variants
 from mprun.errors import UsageError
-from mprun.experiments.study import Study, StudyResult, held_out, new_study
+from mprun.experiments.study import Study, held_out, new_study
+from mprun.experiments.study_loop import StudyResult
 from mprun.experiments.trials import Outcome
 from mprun.records.run_record import Summary, number, placed_lines
 
@@ -240,6 +243,12 @@ def ratio_figure(ratio: Estimate | None) -> str:
 def _notes(
     candidates: Sequence[Variant], best: Variant, others: Sequence[Variant], objective: Objective
 ) -> Iterator[str]:
+    nothing_gained = objective is Objective.time and best.verdict.word == "baseline"
+    if nothing_gained and any(v.no_time_verdict == OVERLAPPED for v in others):
+        yield (
+            "trials ran at the same time on one machine, so that no mode could be advised for its "
+            "time; a new study in one process, or with one for each machine, can do that"
+        )
     if objective is Objective.time and best.step_time_ratio and best.step_time_ratio.interval:
         high = best.step_time_ratio.interval.high
         for v in candidates:
@@ -269,7 +278,11 @@ def _memory(variant: Variant) -> str:
 
 
 def screened(
-    outcomes: Sequence[Outcome], baseline: str, objective: Objective, pairs: int
+    outcomes: Sequence[Outcome],
+    baseline: str,
+    objective: Objective,
+    pairs: int,
+    beside: Sequence[Run] = (),
 ) -> dict[str, str]:
     """Variants that cannot win, to the reason: they failed, or needed more in every pair.
 
@@ -278,6 +291,7 @@ def screened(
         baseline: the variant that the others are compared with.
         objective: what is minimized.
         pairs: the least number of pairs for this.
+        beside: further runs, which may have shared the machine with trials.
     """
     dropped = {
         o.trial.variant: f"seed {o.trial.seed} failed: {o.error}"
@@ -292,8 +306,13 @@ def screened(
             needs.setdefault(o.trial.variant, {})[o.trial.seed] = need
             summaries.setdefault(o.trial.variant, {})[o.trial.seed] = o.summary
     base = needs.pop(baseline, {})
+    known = (o.summary for o in outcomes if o.summary is not None)
+    shared = overlapping([*(Run(Path(), summary) for summary in known), *beside])
     for variant, by_seed in needs.items():
         common = [seed for seed in by_seed if seed in base]
+        if objective is Objective.time:
+            own, other = summaries[variant], summaries.get(baseline, {})
+            common = [s for s in common if is_timed_pair(own[s], other[s], shared)]
         ratios = [by_seed[seed] / base[seed] for seed in common]
         both = [(summaries[variant][seed], summaries[baseline][seed]) for seed in common]
         if objective is Objective.time and artefacts(variant, baseline, both):

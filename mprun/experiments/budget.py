@@ -43,15 +43,24 @@ class Budget:
         minutes: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.setting = setting
         self.text = "" if minutes is None else f"{setting}={minutes:g}"
         self._clock = clock
         limit_s = math.inf if minutes is None else 60 * minutes
-        self._ends_at = clock() + limit_s - min(REPORT_S, REPORT_SHARE * limit_s)
+        self._limit_ends_at = clock() + limit_s
+        self._ends_at = self._limit_ends_at - min(REPORT_S, REPORT_SHARE * limit_s)
 
     @property
     def now_s(self) -> float:
         """The clock's reading."""
         return self._clock()
+
+    @property
+    def minutes_left(self) -> float | None:
+        """Of the limit; None without one."""
+        if math.isinf(self._limit_ends_at):
+            return None
+        return max(0.0, self._limit_ends_at - self.now_s) / 60
 
     def is_over(self) -> bool:
         """Whether nothing more may run."""
@@ -117,7 +126,7 @@ class LimitedParts:
 
 
 class TrialBudget:
-    """Decides which trials of a study begin, and keeps those that the budget leaves out.
+    """Decides which trials of a study begin.
 
     A trial is expected to take as long as the longest of its variant so far, or of any variant if
     its own had none.
@@ -127,31 +136,21 @@ class TrialBudget:
     """
 
     def __init__(self, budget: Budget) -> None:
-        self.not_run: dict[str, list[int]] = {}
-        """Variant to the seeds of trials that were left out or interrupted."""
         self._budget = budget
         self._longest_s: dict[str, float] = {}
 
-    def admits(self, variant: str, seed: int, partner: str | None = None) -> bool:
-        """Whether a trial may begin; one that may not is kept.
+    def admits(self, variant: str, partner: str | None = None) -> bool:
+        """Whether a trial may begin.
 
         Args:
             variant: the trial's.
-            seed: the trial's.
             partner: the variant it is paired with, if its trial of this seed is still to come.
         """
         partner_s = 0.0 if partner is None else self._expected_s(partner)
-        if self._budget.has_room(self._expected_s(variant) + partner_s):
-            return True
-        self.leave_out(variant, seed)
-        return False
+        return self._budget.has_room(self._expected_s(variant) + partner_s)
 
     def _expected_s(self, variant: str) -> float:
         return self._longest_s.get(variant, max(self._longest_s.values(), default=0.0))
-
-    def leave_out(self, variant: str, seed: int) -> None:
-        """The budget leaves a trial out."""
-        self.not_run.setdefault(variant, []).append(seed)
 
     def took(self, variant: str, seconds: float) -> None:
         """A trial took so long."""

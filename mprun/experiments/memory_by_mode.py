@@ -27,6 +27,7 @@ from mprun.records.memory_record import (
     MemoryRecord,
     ModeMemory,
     OptimizerChoice,
+    ProcessLayout,
     PublishedMemory,
 )
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
@@ -34,6 +35,7 @@ from mprun.records.run_record import BatchRow
 from mprun.train.user_code import described
 
 SCHEMA_VERSION = 1
+ONE_PROCESS = ProcessLayout()
 
 AGAINST = "fp32"
 """The mode that the published figure is relative to."""
@@ -47,6 +49,7 @@ def side_by_side(
     given: Sequence[str] = (),
     limit: str | None = None,
     report: ReportPart = report_nothing,
+    layout: ProcessLayout = ONE_PROCESS,
 ) -> MemoryRecord:
     """Count a step of each plan and compare it with the first.
 
@@ -55,6 +58,7 @@ def side_by_side(
         given: keys the user set.
         limit: the memory for the largest batch, as `parse_size` takes it, or None.
         report: is called before each plan is counted.
+        layout: of the processes that take each step; the memory is that of one of them.
 
     Raises:
         UsageError: `limit` is not an amount of memory.
@@ -64,7 +68,7 @@ def side_by_side(
     modes = []
     for done, (label, plan) in enumerate(plans):
         report(f"memory of {label}", done, len(plans))
-        modes.append(_mode(label, plan, limit_bytes))
+        modes.append(_mode(label, plan, limit_bytes, layout))
     modes = [_compared(mode, modes[0]) for mode in modes]
     first = plans[0][1]
     return MemoryRecord(
@@ -75,14 +79,17 @@ def side_by_side(
         against=modes[0].label,
         limit=limit,
         limit_bytes=limit_bytes,
-        published=_published([plan.config.recipe.name for _, plan in plans], modes, given),
+        published=_published([plan.config.recipe.name for _, plan in plans], modes, given)
+        if layout == ONE_PROCESS
+        else None,
         modes=modes,
+        layout=layout,
     )
 
 
-def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
+def _mode(label: str, plan: Plan, limit: int | None, layout: ProcessLayout) -> ModeMemory:
     """A mode's part, without the ratios to the first mode."""
-    config, counted = plan.config, _counted(label, plan)
+    config, counted = plan.config, _counted(label, plan, layout)
     lists = {"op_lists": config.op_lists.name, "layers": plan.layers}
     return ModeMemory(
         label=label,
@@ -100,13 +107,13 @@ def _mode(label: str, plan: Plan, limit: int | None) -> ModeMemory:
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
         why_real=counted.why_real,
-        fits=None if limit is None else _fit(label, plan, limit),
+        fits=None if limit is None else _fit(label, plan, limit, layout),
     )
 
 
-def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
+def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
     try:
-        return step_memory(plan, real)
+        return step_memory(plan, real, layout)
     except DtypeMismatchError as error:
         raise RunFailedError(f"a step of {label} cannot run: {error}") from error
     except MprunError:
@@ -119,9 +126,9 @@ def _counted(label: str, plan: Plan, real: bool = True) -> StepMemory:
         ) from error
 
 
-def _fit(label: str, plan: Plan, limit: int) -> LargestBatch:
+def _fit(label: str, plan: Plan, limit: int, layout: ProcessLayout) -> LargestBatch:
     def peak(size: int) -> int:
-        return _counted(label, with_batch_size(plan, size), real=False).peak_bytes
+        return _counted(label, with_batch_size(plan, size), layout, real=False).peak_bytes
 
     fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
     return LargestBatch(

@@ -1,18 +1,16 @@
 """A study: every variant with every seed, in one folder, interruptible and resumable.
 
-The folder contains `sweep.json` (the plan) and a run's folder for each trial.
+The folder contains `sweep.json` (the plan), a run's folder for each trial, and `.claims/`. Any
+number of processes may run it at once, on any machines that share the folder.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from mprun.assemble import DataCache, make_plan, recipe_of, source_of
 from mprun.assemble.plan import data_request
@@ -22,26 +20,20 @@ from mprun.config.settings import Split
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import variants
 from mprun.console import note
-from mprun.errors import RunFailedError, StoppedError, UsageError, printable
-from mprun.experiments.budget import BudgetSignals, TrialBudget
+from mprun.errors import RunFailedError, UsageError, printable
+from mprun.experiments.budget import BudgetSignals
+from mprun.experiments.study_loop import Drop, StudyLoop, StudyResult
 from mprun.experiments.study_progress import StudyProgress
-from mprun.experiments.trials import Outcome, Trial, Trials, interleaved
-from mprun.records.files import new_folder, refuse_links, remove_leftovers
+from mprun.experiments.trial_claims import FOLDER as CLAIMS
+from mprun.experiments.trial_claims import TrialClaims
+from mprun.experiments.trials import Outcome, Trial, Trials, interleaved, settled_summary
+from mprun.records.files import dated_folder, refuse_links, remove_leftovers
 from mprun.records.run_folder import RECIPE
 from mprun.records.run_record import read_summary
 from mprun.records.study_record import FILE, StudyPlan, read_study_plan, write_study_plan
 
-Drop = Callable[[Sequence[Outcome]], Mapping[str, str]]
-"""Maps the outcomes so far to the variants that need no more seeds, with the reason."""
-
-
-@dataclass(frozen=True)
-class StudyResult:
-    """What a study carried out, and what its budget left out."""
-
-    outcomes: list[Outcome]
-    not_run: dict[str, list[int]]
-    """Variant to seeds."""
+LEFTOVER_S = 3600.0
+"""Temporary files of a study that are older than this belong to no process that still runs."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +83,34 @@ class Study:
             drop: returns the variants to drop.
 
         Raises:
-            UsageError: another process is running the study, or its samples cannot be loaded.
+            UsageError: the folder cannot be written, or the study's samples cannot be loaded.
             StoppedError: a signal ended a trial.
         """
-        outcomes: list[Outcome] = []
-        dropped: set[str] = set()
-        budget = TrialBudget(stop.budget)
-        with _locked(self.folder):
-            first, config_dir = self.trials[0].overrides, self.config_dir
-            _check_recipe_file(self, compose(first, config_dir).config)
-            load_samples(first, config_dir, self.load, self.untrusted)
-            trials = Trials(self.folder, config_dir, stop, progress, self.load, self.untrusted)
-            for seed in self.plan.seeds:
-                of_seed = [t for t in self.trials if t.seed == seed and t.variant not in dropped]
-                partner: str | None = self.baseline  # whose trial of this seed is still to come
-                for trial in of_seed:
-                    partner = None if trial.variant == self.baseline else partner
-                    if trials.has_ended(trial) or budget.admits(trial.variant, seed, partner):
-                        outcomes += _run_in_budget(trials, trial, budget, stop)
-                if drop is not None:
-                    dropped |= set(drop(outcomes))
-                    progress.drop(dropped)
-        return StudyResult(outcomes, budget.not_run)
+        first, config_dir = self.trials[0].overrides, self.config_dir
+        _check_recipe_file(self, compose(first, config_dir).config)
+        claims = TrialClaims(self.folder)
+        remove_leftovers(self.folder, LEFTOVER_S)
+        load_samples(first, config_dir, self.load, self.untrusted)
+        trials = Trials(self.folder, config_dir, stop, progress, self.load, self.untrusted)
+        return StudyLoop(self.trials, self.baseline, trials, claims, stop, progress, drop).run()
+
+    def newly_ended(
+        self, known: Collection[Trial], progress: StudyProgress
+    ) -> dict[Trial, Outcome]:
+        """The outcomes of further trials that have ended by now, in any process.
+
+        Args:
+            known: trials that have ended before.
+            progress: shows the outcomes.
+        """
+        outcomes = {}
+        for trial in self.trials:
+            summary = None if trial in known else settled_summary(self.folder / trial.name)
+            if summary is not None:
+                outcomes[trial] = Outcome(trial, summary, summary.error)
+                progress.begin(trial.variant, trial.seed)
+                progress.end(trial.variant, summary, summary.error)
+        return outcomes
 
     def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
         """The baseline's hash, and the samples for a choice between variants: never the test set.
@@ -155,27 +153,6 @@ def _check_recipe_file(study: Study, config: Config) -> None:
             )
 
 
-def _run_in_budget(
-    trials: Trials, trial: Trial, budget: TrialBudget, stop: BudgetSignals
-) -> list[Outcome]:
-    """The outcome of a trial; nothing if the budget ends it.
-
-    Raises:
-        StoppedError: a signal ended it.
-    """
-    began_s = stop.budget.now_s
-    try:
-        outcome = trials.run(trial)
-    except StoppedError:
-        if stop.received is not None:
-            raise
-        budget.leave_out(trial.variant, trial.seed)
-        return []
-    earlier_s = 0.0 if outcome.summary is None else outcome.summary.wall_time_s
-    budget.took(trial.variant, max(stop.budget.now_s - began_s, earlier_s))
-    return [outcome]
-
-
 def new_study(
     request: StudyRequest,
     overrides: Mapping[str, Sequence[str]],
@@ -184,7 +161,7 @@ def new_study(
     not_tried: Mapping[str, str] | None = None,
     load: DataCache | None = None,
 ) -> Study:
-    """A study in a new folder, its plan written.
+    """A study in a new folder, its plan written; or the same study that another process has begun.
 
     Args:
         request: the arguments.
@@ -194,14 +171,8 @@ def new_study(
         load: loads the samples once.
 
     Raises:
-        UsageError: the folder is not empty, or cannot be written.
+        UsageError: the folder has something else in it, or cannot be written.
     """
-    folder = request.folder
-    if folder is not None and (Path(folder) / FILE).exists():
-        raise UsageError(
-            f"run.dir={folder} has {FILE} already; choose another folder, or resume the study: "
-            f"run.resume={folder}"
-        )
     study_plan = StudyPlan(
         command=request.command,
         variants={name: tuple(texts) for name, texts in overrides.items()},
@@ -210,16 +181,49 @@ def new_study(
         of_trials=tuple(of_trials),
         not_tried=dict(not_tried or {}),
     )
-    path = new_folder(folder)
+    path = dated_folder() if request.folder is None else Path(request.folder)
+    load = load or DataCache()
     try:
-        write_study_plan(path, study_plan)
-    except FileExistsError:
-        raise UsageError(
-            f"run.dir={path}: another mprun begins a study there; choose another folder"
-        ) from None
+        path.mkdir(parents=True, exist_ok=True)
+        taken = _foreign(path)
+        if taken is None and _is_written(path, study_plan):
+            return Study(path, study_plan, load)
     except OSError as error:
         raise UsageError(f"run.dir={path} cannot be written ({error.strerror})") from None
-    return Study(path, study_plan, load or DataCache())
+    if not (path / FILE).exists():
+        raise UsageError(f"run.dir={path} already contains {taken}; choose another folder")
+    return replace(_joined(request, path, study_plan), load=load)
+
+
+def _is_written(folder: Path, plan: StudyPlan) -> bool:
+    """Write a plan; False if another process was quicker."""
+    try:
+        write_study_plan(folder, plan)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _foreign(folder: Path) -> str | None:
+    """What is in a folder besides another process's draft of a plan; None if nothing is."""
+    names = {path.name for path in folder.iterdir()}
+    return next((name for name in sorted(names) if not name.startswith(f".{FILE}.")), None)
+
+
+def _joined(request: StudyRequest, folder: Path, plan: StudyPlan) -> Study:
+    """The study in a folder, if it is the one that was asked for: this process helps with it.
+
+    Raises:
+        UsageError: it is another study.
+    """
+    study = resumed_study(request.command, folder, request.trust)
+    if replace(study.plan, not_tried=plan.not_tried) != plan:
+        raise UsageError(
+            f"run.dir={folder} has {FILE} of another study already; choose another folder, or "
+            f"resume that study: run.resume={folder}"
+        )
+    note(f"{folder} has this study already; its open runs are continued")
+    return study
 
 
 def new_sweep(request: StudyRequest) -> Study:
@@ -245,7 +249,7 @@ def resumed_study(command: str, folder: Path, trust: bool = False) -> Study:
         UsageError: it does not exist, is another command's, a later version of mprun wrote it, or
             it asks for more than a study that is not trusted may.
     """
-    refuse_links(folder, [FILE, ".lock"])
+    refuse_links(folder, [FILE, CLAIMS])
     study_plan = read_study_plan(folder)
     if study_plan.command != command:  # another study has other samples and another question
         raise UsageError(
@@ -312,20 +316,3 @@ def held_out(composed: Composed, load: DataCache) -> list[str]:
     if planned.splits.validation.is_empty and takes_share:
         overrides.append("data.validation_fraction=0.1")
     return overrides
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the study: inside, no other process runs it."""
-    lock = FileLock(folder / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UsageError(f"{folder}: another mprun is running this study; wait for it") from None
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
-    try:
-        remove_leftovers(folder)
-        yield
-    finally:
-        lock.release()

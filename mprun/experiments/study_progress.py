@@ -68,11 +68,16 @@ class StudyProgress(ProgressDisplay):
         console: where it is shown.
         variants: the names of the variants.
         seeds: how many runs each variant has.
+        processes: how many processes run them at once.
     """
 
-    def __init__(self, console: Console, variants: Sequence[str], seeds: int) -> None:
+    def __init__(
+        self, console: Console, variants: Sequence[str], seeds: int, processes: int = 1
+    ) -> None:
         self._variants = {name: _VariantProgress(planned=seeds) for name in variants}
         self._run_s: list[float] = []
+        self._ended: set[str] = set()
+        self._processes = processes
         self._run, self._text, self._fraction = "", "", 0.0
         live = Live(console=console, get_renderable=self._table, refresh_per_second=1)
         super().__init__(console, live)
@@ -87,7 +92,10 @@ class StudyProgress(ProgressDisplay):
         self._text, self._fraction = text, fraction
 
     def end(self, variant: str, summary: Summary | None, error: str | None) -> None:
-        """A run ended."""
+        """A run ended; only the first time counts."""
+        if self._run in self._ended:
+            return
+        self._ended.add(self._run)
         elapsed_s = time.monotonic() - self._run_started_s  # short if an earlier process ran it
         self._run_s.append(max(elapsed_s, 0.0 if summary is None else summary.wall_time_s))
         self._fraction = 0.0  # the run counts as done now
@@ -98,6 +106,12 @@ class StudyProgress(ProgressDisplay):
         elif self._live is None:
             _, ms, score = runs.cells()
             self.line(f"{self._run}: so far {ms}, {score}; {self._remaining()}")
+
+    def wait_for(self, runs: Sequence[str]) -> None:
+        """Other processes are at these runs."""
+        more = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        self._run, self._text, self._fraction = f"{runs[0]}{more}, in other processes", "", 0.0
+        self.status(f"{self._remaining()}; waiting for {self._run}")
 
     def drop(self, variants: Iterable[str]) -> None:
         """These variants have no further runs."""
@@ -110,7 +124,8 @@ class StudyProgress(ProgressDisplay):
         total = sum(runs.planned for runs in self._variants.values())
         left = ""
         if self._run_s and done < total:
-            left = f", about {duration(fmean(self._run_s) * (total - done - self._fraction))} left"
+            run_s = fmean(self._run_s) / self._processes
+            left = f", about {duration(run_s * (total - done - self._fraction))} left"
         return f"{done} of {total} runs{left}"
 
     def _table(self) -> RenderableType:

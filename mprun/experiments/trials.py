@@ -1,4 +1,4 @@
-"""Trials: the runs of a study, carried out one after the other in this process.
+"""Trials: the runs of a study, as one process carries them out, one after the other.
 
 Times of runs are compared in pairs of equal seed. The speed of a machine drifts: it warms up, or
 other programs use it. So the runs go seed by seed over all variants, and each seed starts with
@@ -26,6 +26,7 @@ from mprun.config.plain_text import as_text, quoted
 from mprun.console import Moment, ProgressView
 from mprun.errors import MachineFailedError, MprunError, StoppedError
 from mprun.experiments.study_progress import StudyProgress
+from mprun.parallel.ranks import PeerLostError
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
@@ -126,8 +127,7 @@ class Trials:
 
     def has_ended(self, trial: Trial) -> bool:
         """Whether an earlier process carried the trial out."""
-        summary = _summary(self._folder / trial.name)
-        return summary is not None and _is_settled(summary)
+        return settled_summary(self._folder / trial.name) is not None
 
     def run(self, trial: Trial) -> Outcome:
         """Carry out a trial, unless an earlier process did; what the machine ended is resumed.
@@ -137,12 +137,14 @@ class Trials:
         """
         self._view.begin(trial.variant, trial.seed)
         folder = self._folder / trial.name
-        summary, by_machine = _summary(folder), False
-        if summary is not None and _is_settled(summary):
+        summary, by_machine = settled_summary(folder), False
+        if summary is not None:
             error = summary.error
         else:
             try:
                 error, status = None, self._carry_out(trial, folder).status
+            except PeerLostError:  # no other trial can run without the process
+                raise
             except MprunError as failure:
                 error, status = str(failure), "failed"
                 by_machine = isinstance(failure, MachineFailedError)
@@ -204,9 +206,12 @@ def put_aside(folder: Path) -> None:
     folder.rename(aside)
 
 
-def _is_settled(summary: Summary) -> bool:
-    """Whether a run has a result, be it a failure of its own."""
-    return summary.status in ("completed", "failed") and not is_failed_by_machine(summary)
+def settled_summary(folder: Path) -> Summary | None:
+    """The record of a run that has a result, be it a failure of its own; None for any other."""
+    summary = _summary(folder)
+    if summary is None or summary.status not in ENDED or is_failed_by_machine(summary):
+        return None
+    return summary
 
 
 def _summary(folder: Path) -> Summary | None:

@@ -48,6 +48,12 @@ class SummedMetric(ABC):
         """The metric over all batches; NaN without any; waits for the device."""
         return math.nan if self._sums is None else self._value(self._sums.cpu())
 
+    def merge_state(self, other: SummedMetric) -> None:
+        """Add the batches of another one, such as another process's."""
+        if other._sums is not None:
+            own = self._sums
+            self._sums = other._sums if own is None else own + other._sums.to(own.device)
+
     @abstractmethod
     def _terms(self, scores: Tensor, targets: Tensor) -> Tensor:
         """What a batch adds to the sums, in float64."""

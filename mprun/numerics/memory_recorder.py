@@ -46,6 +46,7 @@ from mprun._torch import (
     storage_key,
 )
 from mprun.numerics.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
+from mprun.numerics.process_memory import OneProcess, ProcessRule
 from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
 from mprun.numerics.tracker import OpContext, StepListener
 
@@ -69,6 +70,9 @@ NO_OPS = ("prim", "profiler")
 """Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
 
 
+ONE_PROCESS = OneProcess()
+
+
 class DtypeMismatchError(RuntimeError):
     """Real kernels would refuse this step; the text is that of the `OpFault`."""
 
@@ -79,6 +83,7 @@ def memory(
     optimizer: Optimizer,
     inputs: Iterable[Tensor] = (),
     warmup: int = 1,
+    rule: ProcessRule = ONE_PROCESS,
 ) -> StepMemory:
     """The memory of one training step.
 
@@ -88,6 +93,7 @@ def memory(
         optimizer: its optimizer.
         inputs: the batch, alive before the step begins; counted as activations.
         warmup: steps run first, uncounted: most optimizers make their state in the first one.
+        rule: what one of several processes holds of the step.
 
     Returns:
         The live memory after each op.
@@ -96,7 +102,7 @@ def memory(
         step()
     with record_memory(model, optimizer, inputs) as recorder:
         step()
-    return recorder.step_memory()
+    return recorder.step_memory(rule)
 
 
 @contextmanager
@@ -162,13 +168,17 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._points: list[MemoryPoint] = []
         self._went_backward = False  # since the last forward pass
 
-    def step_memory(self) -> StepMemory:
+    def step_memory(self, rule: ProcessRule = ONE_PROCESS) -> StepMemory:
         """The live memory after each op.
+
+        Args:
+            rule: what one of several processes holds of the step.
 
         Raises:
             ValueError: no op ran.
         """
-        return StepMemory.of(self._storages, self._points, dict(self._kinds()))
+        held = rule.storages(self._storages, self._points)
+        return StepMemory.of(held, self._points, dict(self._kinds()))
 
     def begin(self, inputs: Iterable[Tensor]) -> None:
         """Count what exists before the step."""
@@ -204,6 +214,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         category, owner = "temporary" if later else "activations", _owner_of(context)
         for x in tensors_of(result):
             self._register(x, category, owner)
+        if name == "_to_copy":
+            self._note_cast(args[0], result)
         phase = "backward" if back else context.phase  # a recomputation is the backward pass's
         self._points.append(MemoryPoint(name, phase, owner))
         return result
@@ -219,6 +231,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         for tensor in tensors:
             for storage in self._register(tensor, category, owner):
                 storage.category, storage.owner = category, owner
+                if category == "gradients":  # the product that made it may be transposed
+                    storage.shape = tuple(tensor.shape)
 
     def _register(self, tensor: Tensor, category: str, owner: str) -> Sequence[LiveStorage]:
         if names := _parts(tensor):
@@ -239,6 +253,11 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._alive[key] = new
         self._storages.append(new)
         return (new,)
+
+    def _note_cast(self, source: Tensor, result: Tensor) -> None:
+        copy = self._alive.get(storage_key(result))
+        if copy is not None:
+            copy.cast_of = self._alive.get(storage_key(source))
 
     def _forget(self, key: int) -> None:
         if (dead := self._alive.pop(key, None)) is not None:
@@ -287,7 +306,7 @@ def _parts(tensor: Tensor) -> list[str]:
     if not is_traceable_wrapper_subclass(wrapper):
         return []
     names, _ = wrapper.__tensor_flatten__()
-    return list(names)
+    return [name for name in names if isinstance(getattr(wrapper, name), Tensor)]
 
 
 def _owner(parameter: str) -> str:

@@ -28,6 +28,8 @@ class LiveStorage:
     dtype: str
     died: int | None = None
     """The first point at which it is no longer alive; None where it outlives the step."""
+    cast_of: LiveStorage | None = None
+    """The storage whose numbers it has in another dtype, where one cast made it."""
 
     def alive_at(self, point: int) -> bool:
         """Whether it is alive right after op number `point`."""

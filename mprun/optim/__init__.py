@@ -19,7 +19,7 @@ from mprun.optim.base import LowPrecisionOptimizer
 from mprun.optim.by_policy import for_policy
 from mprun.optim.masters import MasterWeights, float32_masters
 from mprun.optim.optimizers import SGD, AdamW, RMSprop
-from mprun.precision.random_bits import name_parameters
+from mprun.precision.random_bits import mark_shard, name_parameters
 
 __all__ = [
     "SGD",
@@ -29,5 +29,6 @@ __all__ = [
     "RMSprop",
     "float32_masters",
     "for_policy",
+    "mark_shard",
     "name_parameters",
 ]

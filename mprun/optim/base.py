@@ -30,10 +30,11 @@ from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
 from mprun.optim.state import check_saved, complete_state, loaded_entries, second_name
 from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, not_finite
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import ROUNDINGS
-from mprun.precision.random_bits import NAME, Key, keys, tensor_number
+from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
-from mprun.precision.update import ScaledOptimizer
+from mprun.precision.update import ScaledOptimizer, device_of_gradients
 
 SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
@@ -66,6 +67,7 @@ class StorageOptions(TypedDict, total=False):
 
     The bits also depend on a parameter's name: the one that `mprun.optim.name_parameters` gave
     (`Precision.prepare` calls it), else the one in `params` if that is `model.named_parameters()`.
+    Local shards (FSDP2) get theirs, and their place in the whole, from `mprun.optim.mark_shard`.
     Without names they depend on the position among the optimizer's parameters: give two such
     optimizers two seeds.
     """
@@ -83,6 +85,8 @@ class _Update(NamedTuple):
     group: dict[str, Any]
     number: int
     """Of its random bits."""
+    start: int
+    """The index of its first element, of a shard in the whole."""
     state: dict[str, Tensor]
     storage: Storage
     engine: str
@@ -209,7 +213,11 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
 
     @torch.no_grad()
     def scaled_step(
-        self, scale: Tensor | None, max_norm: float | None = None, overflow: Tensor | None = None
+        self,
+        scale: Tensor | None,
+        max_norm: float | None = None,
+        overflow: Tensor | None = None,
+        combine: Combine = ALONE,
     ) -> Tensor | None:
         """A step on gradients of a scaled loss: unscale, check, clip, update, all in float32.
 
@@ -219,6 +227,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             max_norm: clip the unscaled gradients' global L2 norm to this.
             overflow: 1 skips the step, 0 takes it. None: the gradients are checked here, unless
                 `scale` is None.
+            combine: what processes with shards agree on norm and overflows by.
 
         Returns:
             1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar;
@@ -228,10 +237,11 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
         gradients = self._gradients() if is_checked or max_norm is not None else []
         if is_checked:
             assert scale is not None
-            overflow = not_finite(gradients, scale.device)
+            overflow = not_finite(gradients, scale.device, combine)
         self.grad_scale, self.found_inf = scale, overflow
-        if max_norm is not None and gradients:
-            self.grad_scale = clipping_scale(gradients, scale, max_norm)
+        if max_norm is not None:
+            device = device_of_gradients(self)
+            self.grad_scale = clipping_scale(gradients, scale, max_norm, device, combine)
         try:
             self.step()
         finally:
@@ -269,11 +279,14 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                 if p.grad is not None:
                     name = getattr(p, NAME, given)
                     number = position if name is None else tensor_number(name)
+                    start = getattr(p, START, 0)
                     storage, state = self._storage(p, group), self.state[p]
                     complete_state(state, p, storage, self.first, self.second)
                     engine = self._engine(p, storage)
                     on_host = p.is_cpu and not is_fake(p)
-                    updates.append(_Update(p, group, number, state, storage, engine, on_host))
+                    updates.append(
+                        _Update(p, group, number, start, state, storage, engine, on_host)
+                    )
                 position += 1
         return updates
 
@@ -292,7 +305,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
 
     def _run(self, update: _Update, factor: Tensor | None, skip: Tensor | None) -> None:
         """Update a parameter and its state, whose step is counted already."""
-        p, group, number, state, storage, engine, on_host = update
+        p, group, number, start, state, storage, engine, on_host = update
         tensors = [
             p.detach(),
             p.grad,
@@ -306,7 +319,8 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             keys((group["seed"], group["attempts"], number), SITES) if storage.draws else NO_KEYS
         )
         hyper = self._hyper(group, state["step"], factor, on_host)
-        engines.run(engine, storage, Operands(*flat), hyper, drawn, skip)  # type: ignore[arg-type]
+        operands = Operands(*flat)  # type: ignore[arg-type]
+        engines.run(engine, storage, operands, hyper, drawn, skip, start)
         if engine == "c":  # written to behind autograd's back
             torch.autograd.graph.increment_version(p)
         if in_place:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from mprun import kernels
 from mprun.optim.formulas import FORMULAS, Storage, root
-from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed
+from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
 from mprun.precision.rounding import (
     C_TYPES,
     EAGER_BLOCK,
@@ -72,6 +72,7 @@ def run(
     hyper: Tensor,
     keys: tuple[Key, ...],
     skip: Tensor | None,
+    start: int = 0,
 ) -> None:
     """Update the operands.
 
@@ -82,28 +83,35 @@ def run(
         keys: of parameter, first and second moment.
         skip: float32 scalar on the device; if it is not 0, nothing changes. The C engine ignores
             it; its caller checks it.
+        start: the index of the first element in the whole parameter, of a shard.
 
     Raises:
         NoCompilerError: engine c, whose kernel for `storage` cannot be compiled.
     """
     work = _WORK[engine]
-    if 0 < operands.param.numel() <= BLOCK:
-        work(storage, operands, hyper, keys, skip)
+    count = operands.param.numel()
+    if 0 < count <= BLOCK - start:
+        work(storage, operands, hyper, keys, skip, start)
         return
-    for start in range(0, operands.param.numel(), BLOCK):
-        part = operands.part(start, start + BLOCK)
-        work(storage, part, hyper, tuple(k.at(start) for k in keys), skip)
+    for begin, end, block, first in spans(start, count):
+        part = operands.part(begin, end)
+        work(storage, part, hyper, tuple(k.at(block) for k in keys), skip, first)
 
 
 def _in_c(
-    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+    storage: Storage,
+    operands: Operands,
+    hyper: Tensor,
+    keys: tuple[Key, ...],
+    skip: Tensor | None,
+    first: int,
 ) -> None:
     count = operands.param.numel()
     pointers = (operands.param, operands.grad, operands.first, operands.second, operands.remainder)
     _library(storage)(
         *[None if x is None else x.data_ptr() for x in pointers],
         count,
-        0,
+        first,
         hyper.data_ptr(),
         _KeyWords(*[word for key in keys for word in key]),
         threads_for(count),
@@ -144,18 +152,27 @@ def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
 
 
 def _eagerly(
-    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+    storage: Storage,
+    operands: Operands,
+    hyper: Tensor,
+    keys: tuple[Key, ...],
+    skip: Tensor | None,
+    first: int,
 ) -> None:
     key_words = _key_words(keys, hyper.device)
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
         part = operands.part(start, start + EAGER_BLOCK)
-        stop = start + part.param.numel()
-        index = torch.arange(start, stop, dtype=torch.int32, device=part.param.device)
+        index = _indices(part.param, first + start)
         _update(storage, part, hyper, key_words, index, skip)
 
 
-def _key_words(keys: tuple[Key, ...], device: torch.device) -> Tensor:
-    return torch.tensor([signed(w) for key in keys for w in key], dtype=torch.int32, device=device)
+def _indices(x: Tensor, first: int) -> Tensor:
+    return torch.arange(first, first + x.numel(), dtype=torch.int32, device=x.device)
+
+
+def _key_words(keys: tuple[Key, ...], device: torch.device, *more: int) -> Tensor:
+    words = [signed(w) for key in keys for w in key]
+    return torch.tensor([*words, *more], dtype=torch.int32, device=device)
 
 
 def _update(
@@ -216,17 +233,25 @@ def _put(into: Tensor, x: Tensor, skip: Tensor | None) -> None:
 
 
 def _by_inductor(
-    storage: Storage, operands: Operands, hyper: Tensor, keys: tuple[Key, ...], skip: Tensor | None
+    storage: Storage,
+    operands: Operands,
+    hyper: Tensor,
+    keys: tuple[Key, ...],
+    skip: Tensor | None,
+    first: int,
 ) -> None:
     o = operands
-    _compiled(storage)(
-        o.param, o.grad, o.first, o.second, o.remainder, hyper, _key_words(keys, hyper.device), skip
-    )
+    words = _key_words(keys, hyper.device, first)
+    tensors = (o.param, o.grad, o.first, o.second, o.remainder, hyper, words, skip)
+    _compiled(storage, first > 0)(*tensors)
 
 
 @cache
-def _compiled(storage: Storage) -> Callable[..., None]:
-    """A function compiled for one storage, with its own code object: Dynamo's cache is per code."""
+def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
+    """A function compiled for one storage, with its own code object: Dynamo's cache is per code.
+
+    For whole parameters it does not add the index of a shard's first element to each index.
+    """
 
     def update(
         param: Tensor,
@@ -238,7 +263,8 @@ def _compiled(storage: Storage) -> Callable[..., None]:
         key_words: Tensor,
         skip: Tensor | None,
     ) -> None:
-        index = torch.arange(param.numel(), dtype=torch.int32, device=param.device)
+        index = _indices(param, 0)
+        index = index + key_words[-1] if is_shard else index
         operands = Operands(param, grad, first, second, remainder)
         _update(storage, operands, hyper, key_words, index, skip)
 

@@ -24,11 +24,12 @@ from torch.optim import Optimizer
 
 from mprun._torch import EagerOptimizer, is_fake, own_parameters
 from mprun.optim.step_gradients import check_operands, clipping_scale, not_finite
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import ROUNDINGS
 from mprun.precision.products import LOW
-from mprun.precision.random_bits import NAME, key, tensor_number
+from mprun.precision.random_bits import NAME, START, Key, key, tensor_number
 from mprun.precision.rounding import OVERFLOWS, round_nearest, stochastic
-from mprun.precision.update import MasteredOptimizer
+from mprun.precision.update import MasteredOptimizer, device_of_gradients
 
 MASTER = "master"
 """The name of the master in `state`."""
@@ -42,6 +43,7 @@ def masters_of(parameters: Iterable[nn.Parameter]) -> Masters:
     for p in dict.fromkeys(p for p in parameters if p.dtype in LOW):
         master = nn.Parameter(p.detach().float())
         setattr(master, NAME, getattr(p, NAME, None))
+        setattr(master, START, getattr(p, START, 0))
         masters[master] = p
     return masters
 
@@ -127,9 +129,7 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
         group = self.param_groups[-1]
         if len(self.param_groups) <= len(self.inner.param_groups):
             return  # the inner optimizer has it: this one is being made
-        for p in group["params"]:
-            if p.dtype in LOW:
-                self._master_of[p] = nn.Parameter(p.detach().float())
+        self._master_of |= {p: master for master, p in masters_of(group["params"]).items()}
         group.setdefault("attempts", 0)
         params = [self._master_of.get(p, p) for p in group["params"]]
         self.inner.add_param_group({**group, "params": params})
@@ -185,15 +185,20 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
 
     @torch.no_grad()
     def scaled_step(
-        self, scale: Tensor | None, max_norm: float | None = None, overflow: Tensor | None = None
+        self,
+        scale: Tensor | None,
+        max_norm: float | None = None,
+        overflow: Tensor | None = None,
+        combine: Combine = ALONE,
     ) -> Tensor | None:
         """Unscale, check, clip and step in float32: see `LowPrecisionOptimizer.scaled_step`."""
         gradients = [p.grad for p, _ in self._pairs() if p.grad is not None and p.grad.numel()]
         if overflow is None and scale is not None:
-            overflow = not_finite(gradients, scale.device)
+            overflow = not_finite(gradients, scale.device, combine)
         self.grad_scale, self.found_inf = scale, overflow
-        if max_norm is not None and gradients:
-            self.grad_scale = clipping_scale(gradients, scale, max_norm)
+        if max_norm is not None:
+            device = device_of_gradients(self)
+            self.grad_scale = clipping_scale(gradients, scale, max_norm, device, combine)
         try:
             self.step()
         finally:
@@ -231,14 +236,15 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
                 if p in self._master_of and p.grad is not None:
                     name = getattr(p, NAME, None)
                     number = position if name is None else tensor_number(name)
-                    p.copy_(self._rounded(self._master_of[p], p.dtype, number, group["attempts"]))
+                    bits = key(self._seed, group["attempts"], number, 0)
+                    p.copy_(self._rounded(p, bits))
                 position += 1
 
-    def _rounded(self, master: Tensor, dtype: torch.dtype, number: int, attempt: int) -> Tensor:
+    def _rounded(self, p: nn.Parameter, bits: Key) -> Tensor:
+        master = self._master_of[p].detach()
         if self.rounding == "nearest" or is_fake(master):
-            return round_nearest(master.detach(), dtype, self.overflow)
-        bits = key(self._seed, attempt, number, 0)
-        return stochastic(master.detach(), dtype, bits, self.overflow)
+            return round_nearest(master, p.dtype, self.overflow)
+        return stochastic(master, p.dtype, bits, self.overflow, getattr(p, START, 0))
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's, and the masters, in the order of the parameters."""

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from mprun.precision.combine import Combine
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What parameters, gradients and moments can be."""
 
 
-def not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+def not_finite(gradients: Iterable[Tensor], device: torch.device, combine: Combine) -> Tensor:
     """1 where a gradient holds an infinity or NaN, else 0: a float32 scalar on `device`."""
+    return combine.overflow(_not_finite(gradients, device))
+
+
+def _not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in gradients]
     if not largest:
         return torch.zeros((), device=device)
     return (~torch.isfinite(torch.stack(largest)).all()).float().to(device)
 
 
-def clipping_scale(gradients: Iterable[Tensor], scale: Tensor | None, max_norm: float) -> Tensor:
+def clipping_scale(
+    gradients: Sequence[Tensor],
+    scale: Tensor | None,
+    max_norm: float,
+    device: torch.device,
+    combine: Combine,
+) -> Tensor:
     """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more (float64).
 
     Norms are summed in float32: in float16 the squares of a few hundred overflow.
     """
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
-    total = torch.linalg.vector_norm(torch.stack(norms)).double()
+    total = combine.total_norm(_norm(gradients, device)).double()
     divisor = torch.ones_like(total) if scale is None else scale.double()
     wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
     return wide
+
+
+def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The L2 norm of all gradients together, a float32 scalar on `device`."""
+    if not gradients:  # of this process, but others wait for its norm
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 def check_operands(p: Tensor, gradient: Tensor, kind: str) -> None:
@@ -47,8 +67,8 @@ def check_operands(p: Tensor, gradient: Tensor, kind: str) -> None:
         )
     if hasattr(p, "to_local"):
         raise TypeError(
-            f"{kind} does not take sharded parameters (DTensor); legal: whole ones, on one "
-            "device or replicated (DistributedDataParallel)"
+            f"{kind} does not take sharded parameters (DTensor); legal: parallel=fsdp2 of mprun, "
+            "local shards (p.to_local()) marked with mprun.optim.mark_shard, or whole parameters"
         )
     for name, x in (("parameter", p), ("gradient", gradient)):
         if x.dtype not in DTYPES:

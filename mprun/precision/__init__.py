@@ -12,6 +12,7 @@ from mprun.precision.arithmetic import (
     WrappedArithmetic,
 )
 from mprun.precision.caster import AutocastCaster, Caster, NoCaster, OpListCaster
+from mprun.precision.combine import Combine
 from mprun.precision.emulate import BlockedConvolutions, Emulated16, same_rounding
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -33,6 +34,7 @@ __all__ = [
     "BlockedConvolutions",
     "Caster",
     "Clip",
+    "Combine",
     "DynamicLossScale",
     "DynamicRule",
     "Emulated16",

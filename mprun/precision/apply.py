@@ -48,6 +48,7 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.gemms import GEMMS, convert_gemms, model_gemms
 from mprun.precision.layers import (
@@ -94,6 +95,7 @@ class Precision:
         loss_scale: auto (dynamic if the mode or a layer computes in float16), none, dynamic,
             static, or the factor of a static one.
         max_norm: `step` clips the global L2 norm of an optimizer's gradients to this; None: never.
+        combine: what processes with shards agree on that norm and on overflows by.
         layers: module names or globs to the precision of each: fp32, fp16, bf16, fp8, a mode, or
             formats of a linear layer's products, `{"forward": "fp8", "grad_weight": "fp32"}`.
         op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
@@ -116,6 +118,7 @@ class Precision:
         seed: int = 0,
         loss_scale: LossScale | str | float = "auto",
         max_norm: float | None = None,
+        combine: Combine = ALONE,
         layers: Mapping[str, str | Mapping[str, str]] | None = None,
         op_lists: OpLists | str | None = None,
     ) -> None:
@@ -132,7 +135,7 @@ class Precision:
             caster_of(row, place.type, lists),
             chosen_arithmetic(row, execution, place, seed),
             loss_scale_of(loss_scale, row, named.values(), place),
-            Clip(max_norm),
+            Clip(max_norm, combine),
             named,
             place,
         )
@@ -386,7 +389,7 @@ class Precision:
         Raises:
             RuntimeError: they are unscaled already, or the optimizer has stepped.
         """
-        self.loss_scale.unscale(optimizer)
+        self.loss_scale.unscale(optimizer, self._clip.combine)
 
     def step(self, optimizer: Optimizer) -> Tensor | None:
         """Unscale the gradients if `unscale` did not, clip them, update the parameters.

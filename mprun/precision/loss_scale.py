@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.update import Clip, Unscaled, step_scaled, step_unscaled
 
 DEFAULT_STATIC = 1024.0
@@ -53,8 +54,10 @@ class LossScale:
         """The loss the backward pass starts from."""
         return loss
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer, combine: Combine = ALONE) -> None:
         """Divide the optimizer's gradients by the factor, in float32; at most once an iteration.
+
+        Processes with shards agree on overflows by `combine`.
 
         Raises:
             RuntimeError: they are unscaled already, or the optimizer has stepped.
@@ -114,7 +117,7 @@ class StaticLossScale(LossScale):
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.tensor
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer, combine: Combine = ALONE) -> None:
         if optimizer in self._overflows:
             raise RuntimeError(
                 f"unscale({type(optimizer).__name__}) after its step: gradients are unscaled "
@@ -125,7 +128,7 @@ class StaticLossScale(LossScale):
                 f"unscale({type(optimizer).__name__}) twice: its gradients are already unscaled; "
                 "call update() once at the end of each iteration"
             )
-        self._unscaled[optimizer] = Unscaled(optimizer, self.tensor)
+        self._unscaled[optimizer] = Unscaled(optimizer, self.tensor, combine)
 
     def step(self, optimizer: Optimizer, clip: Clip) -> Tensor | None:
         if optimizer in self._overflows:

@@ -115,6 +115,8 @@ class Policy:
     `compute_dtype`; layers: `precision.layers` names them."""
     hadamard: bool = False
     """Whether factors of the gradients of weights go through a random Hadamard transform."""
+    reduce_dtype: str = "float32"
+    """What gradients are sent in and summed in over processes."""
 
     def __post_init__(self) -> None:
         for key, legal in self._legal().items():
@@ -158,6 +160,7 @@ class Policy:
             "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
             "momentum_dtype": FLOAT_DTYPES,
             "variance_dtype": FLOAT_DTYPES,
+            "reduce_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),
             "gemms": ("none", *(("layers", *GEMMS) if self._may_have_formats else ())),

@@ -26,6 +26,7 @@ products are needed: with two, the bits of elements 3072 apart are correlated. N
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 
 NAME = "_mprun_name"
 """The attribute of a parameter that holds its name."""
+START = "_mprun_start"
+"""That of a shard: the flat index of its first element in the whole parameter; 0 without it."""
 MASK = 2**64 - 1
 BLOCK = 2**31
 """Elements hashed with one key: an index has 31 bits, what is above them enters the key."""
@@ -105,6 +108,53 @@ def name_parameters(model: nn.Module, prefix: str = "") -> None:
         setattr(p, NAME, f"{prefix}{name}")
 
 
+def mark_shard(p: Tensor, name: str, start: int) -> None:
+    """Mark `p` as a part of a parameter, so that `mprun.optim` draws the random bits of this part.
+
+    Steps on the shards then give the bits of a step on the whole. Call it after `Precision.prepare`
+    and `name_parameters`, before the first step. It stays where `p.data` is replaced.
+
+    Args:
+        p: a range of the flat whole, contiguous in memory, as FSDP2's local shards are (parts along
+            dimension 0); it may be empty.
+        name: of the whole, as `name_parameters` would give it.
+        start: the index of its first element in the flat whole.
+
+    Raises:
+        ValueError: `start` is below 0.
+    """
+    if start < 0:
+        raise ValueError(f"a shard of {name} with start={start}; legal is 0 or more")
+    setattr(p, NAME, name)
+    setattr(p, START, start)
+
+
+class Span(NamedTuple):
+    """Elements of a tensor whose bits are hashed with one key."""
+
+    begin: int
+    end: int
+    block: int
+    """The multiple of `BLOCK` for `Key.at`."""
+    first: int
+    """The index of element `begin` after `block`, for `hash_bits`."""
+
+
+def spans(start: int, count: int) -> Iterator[Span]:
+    """The elements of a tensor cut where the key changes.
+
+    Args:
+        start: the index of the first element, in the whole tensor.
+        count: of elements; with 0 there are no spans.
+    """
+    begin = 0
+    while begin < count:
+        first = (start + begin) % BLOCK
+        end = min(count, begin + BLOCK - first)
+        yield Span(begin, end, start + begin - first, first)
+        begin = end
+
+
 def signed(word: int) -> int:
     """A 32-bit word as the int32 with the same bits."""
     return word - 2**32 if word >= 2**31 else word
@@ -129,14 +179,9 @@ def hash_bits(index: Tensor, low: int | Tensor, high: int | Tensor) -> Tensor:
 def random_bits(key: Key, count: int, device: torch.device | str = "cpu", start: int = 0) -> Tensor:
     """32 random bits for the elements `start` to `start + count` of a tensor, int32 [count]."""
     parts = []
-    while count > 0:
-        block = start // BLOCK * BLOCK
-        length = min(count, block + BLOCK - start)
-        index = torch.arange(
-            start - block, start - block + length, dtype=torch.int32, device=device
-        )
+    for begin, end, block, first in spans(start, count):
+        index = torch.arange(first, first + end - begin, dtype=torch.int32, device=device)
         parts.append(hash_bits(index, *key.at(block)))
-        start, count = start + length, count - length
     if not parts:
         return torch.empty(0, dtype=torch.int32, device=device)
     return parts[0] if len(parts) == 1 else torch.cat(parts)

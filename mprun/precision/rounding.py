@@ -43,7 +43,7 @@ from torch import Tensor
 
 from mprun import kernels
 from mprun.precision.formats import BF16, FP16, MANTISSA_BITS, quantise
-from mprun.precision.random_bits import BLOCK, Key, random_bits
+from mprun.precision.random_bits import Key, random_bits, spans
 
 OVERFLOWS = ("infinity", "saturate")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -170,7 +170,9 @@ def threads_for(count: int) -> int:
     return 1 if count < SERIAL else torch.get_num_threads()
 
 
-def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinity") -> Tensor:
+def stochastic(
+    x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinity", start: int = 0
+) -> Tensor:
     """`x` (float32) stochastically rounded with the bits of `key`; the same bits on every path.
 
     Args:
@@ -178,6 +180,7 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinit
         dtype: float16 or bfloat16.
         key: see `random_bits`.
         overflow: infinity or saturate.
+        start: the index of the first element in the whole tensor, where `x` is a shard.
 
     Returns:
         The rounded numbers, in the layout of `x` where it is dense; elements are counted as they
@@ -191,9 +194,8 @@ def stochastic(x: Tensor, dtype: torch.dtype, key: Key, overflow: str = "infinit
     in_c = x.device.type == "cpu" and kernels.why_not() is None
     library = _library(dtype, overflow) if in_c else None
     by = _eagerly if library is None else partial(_in_c, library.stochastic)
-    for start in range(0, flat.numel(), BLOCK):
-        stop = start + BLOCK
-        by(flat[start:stop], out[start:stop], key.at(start), overflow)
+    for begin, end, block, first in spans(start, flat.numel()):
+        by(flat[begin:end], out[begin:end], key.at(block), overflow, first)
     return rounded.permute([order.index(d) for d in range(len(order))])
 
 
@@ -203,7 +205,7 @@ def round_twice(
     """`x` rounded to `dtype`; the same numbers are written to `wide`, which may be `x` itself.
 
     Args:
-        x: float32 on the CPU, dense, at most `BLOCK` numbers.
+        x: float32 on the CPU, dense, at most 2^31 numbers.
         dtype: float16 or bfloat16.
         key: of the random bits of stochastic rounding; None rounds to nearest.
         overflow: infinity or saturate.
@@ -226,8 +228,10 @@ def round_twice(
     return rounded
 
 
-def _in_c(kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
-    kernel(x.data_ptr(), out.data_ptr(), x.numel(), 0, *key, threads_for(x.numel()))
+def _in_c(
+    kernel: Callable[..., None], x: Tensor, out: Tensor, key: Key, overflow: str, first: int
+) -> None:
+    kernel(x.data_ptr(), out.data_ptr(), x.numel(), first, *key, threads_for(x.numel()))
 
 
 class _Kernels(NamedTuple):
@@ -247,9 +251,9 @@ def _library(dtype: torch.dtype, overflow: str) -> _Kernels | None:
     return None if made is None else _Kernels(*made)
 
 
-def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str) -> None:
+def _eagerly(x: Tensor, out: Tensor, key: Key, overflow: str, first: int) -> None:
     block = EAGER_BLOCK if x.device.type == "cpu" else x.numel()
     for start in range(0, x.numel(), block):
         part = x[start : start + block]
-        bits = random_bits(key, part.numel(), x.device, start)
+        bits = random_bits(key, part.numel(), x.device, first + start)
         out[start : start + block] = round_stochastic(part, out.dtype, bits, overflow)

@@ -8,6 +8,8 @@ So 16-bit gradients are replaced by float32 copies, and those are divided. PyTor
 compute in the parameters' dtype: they get the gradients rounded back, after clipping. The
 optimizers of `mprun.optim` take gradients of any dtype. Unless `unscale` was called, they unscale,
 check and clip in float32 during their step, without copies.
+
+Where processes have shards, they agree on the norm and on overflows by the `Combine` of `Clip`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import step_unless, unscale_and_check
+from mprun.precision.combine import ALONE, Combine
 from mprun.precision.products import LOW
 
 
@@ -28,16 +31,28 @@ class Clip:
 
     Args:
         max_norm: the largest global L2 norm that passes unchanged; None for any.
+        combine: what processes with shards agree by, on overflows too.
     """
 
-    def __init__(self, max_norm: float | None = None) -> None:
+    def __init__(self, max_norm: float | None = None, combine: Combine = ALONE) -> None:
         self.max_norm = max_norm
+        self.combine = combine
 
     def __call__(self, optimizer: Optimizer) -> None:
         """Scale all gradients so that their global norm is at most `max_norm`."""
         if self.max_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients).to(device_of_gradients(optimizer))
+            norm = self.combine.total_norm(norm)
+            nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
+
+
+def device_of_gradients(optimizer: Optimizer) -> torch.device:
+    """The device of its first gradient; without any, of its first parameter."""
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    with_gradients = [p for p in parameters if p.grad is not None]
+    return next((p.device for p in with_gradients or parameters), torch.device("cpu"))
 
 
 class ScaledOptimizer(ABC):
@@ -45,11 +60,16 @@ class ScaledOptimizer(ABC):
 
     @abstractmethod
     def scaled_step(
-        self, scale: Tensor | None, max_norm: float | None, overflow: Tensor | None = None
+        self,
+        scale: Tensor | None,
+        max_norm: float | None,
+        overflow: Tensor | None = None,
+        combine: Combine = ALONE,
     ) -> Tensor | None:
         """Unscale by `scale`, check, clip to `max_norm`, step; 1 where it was skipped, else 0.
 
-        With `overflow`, 1 or 0, the gradients were checked already: 1 skips the step.
+        With `overflow`, 1 or 0, the gradients were checked already: 1 skips the step. Processes
+        with shards agree on both figures by `combine`.
         """
 
 
@@ -72,15 +92,16 @@ class Unscaled:
     Args:
         optimizer: its parameters' gradients are those of the loss times `scale`.
         scale: float32 scalar on their device.
+        combine: what processes with shards agree on overflows by.
     """
 
-    def __init__(self, optimizer: Optimizer, scale: Tensor) -> None:
+    def __init__(self, optimizer: Optimizer, scale: Tensor, combine: Combine = ALONE) -> None:
         self._narrow: list[tuple[nn.Parameter, torch.dtype]] = []
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p.grad is not None and p.grad.dtype in LOW:
                 self._narrow.append((p, p.grad.dtype))
                 _replace_gradient(p, p.grad.float())
-        self.overflow = unscale_and_check(optimizer, scale)
+        self.overflow = combine.overflow(unscale_and_check(optimizer, scale))
         """1 where a gradient was not finite, else 0: a float32 scalar on the device."""
 
     def restore(self) -> None:
@@ -100,7 +121,7 @@ def step_unscaled(optimizer: Optimizer, unscaled: Unscaled, clip: Clip) -> Tenso
         1 where a gradient was not finite and the step was skipped, else 0, a float32 scalar.
     """
     if isinstance(optimizer, ScaledOptimizer):
-        optimizer.scaled_step(None, clip.max_norm, unscaled.overflow)
+        optimizer.scaled_step(None, clip.max_norm, unscaled.overflow, clip.combine)
     else:
         clip(optimizer)
         unscaled.restore()
@@ -120,12 +141,12 @@ def step_scaled(optimizer: Optimizer, scale: Tensor | None, clip: Clip) -> Tenso
         device; None where `scale` is None.
     """
     if isinstance(optimizer, ScaledOptimizer):
-        return optimizer.scaled_step(scale, clip.max_norm)
+        return optimizer.scaled_step(scale, clip.max_norm, combine=clip.combine)
     if scale is None:
         clip(optimizer)
         optimizer.step()
         return None
-    return step_unscaled(optimizer, Unscaled(optimizer, scale), clip)
+    return step_unscaled(optimizer, Unscaled(optimizer, scale, clip.combine), clip)
 
 
 def _replace_gradient(p: nn.Parameter, gradient: Tensor) -> None:

@@ -28,6 +28,8 @@ class SavedChoices:
     fp32_fallback: Fallback | None = None
     by_float32: Fallback | None = None
     """The name of `fp32_fallback` in earlier versions."""
+    effective_batch: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Samples of a step over all processes."""
 
 
 @dataclass(frozen=True, kw_only=True)

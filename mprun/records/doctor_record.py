@@ -12,6 +12,7 @@ from typing import Literal
 from mprun.records.format_record import FormatGains
 from mprun.records.roofline_record import Roofline
 from mprun.records.run_record import Hardware
+from mprun.records.scaling_record import ScalingEstimate
 
 SCHEMA_VERSION = 1
 
@@ -194,6 +195,8 @@ class Examination(Measured):
     findings: list[Finding]
     conclusions: list[Conclusion]
     roofline: Roofline | None = None
+    """Of a recipe's step, where a recipe was named."""
     formats: list[FormatGains] | None = None
     """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without one."""
-    """Of a recipe's step, where a recipe was named."""
+    scaling: ScalingEstimate | None = None
+    """A recipe's step on several processes; null where doctor.world_size is 1."""

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -50,17 +51,31 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk is full or the folder cannot be written; `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    file = temporary.open("xb")
+    draft = _draft(path, data)
+    try:
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _draft(path: Path, data: bytes) -> Path:
+    """Write `data`, synced, to a file beside `path` that has the name `.NAME.*.tmp`.
+
+    Raises:
+        OSError: as `write_atomic`.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    file = draft.open("xb")
     try:
         with file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
+    return draft
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -70,19 +85,25 @@ def write_new(path: Path, data: bytes) -> None:
         FileExistsError: it is there.
         OSError: as `write_atomic` does.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    write_atomic(draft, data)
+    draft = _draft(path, data)
     try:
         os.link(draft, path)  # unlike a rename it fails if there is such a file
     finally:
         draft.unlink()
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of processes that were killed while they wrote; no other may now."""
+def remove_leftovers(folder: Path, age_s: float = 0.0) -> None:
+    """Remove temporary files of processes that were killed while they wrote.
+
+    Args:
+        folder: where they lie.
+        age_s: younger ones are left alone: another process may write them now.
+    """
+    newest = time.time() - age_s
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
-            path.unlink()
+            if not age_s or path.lstat().st_mtime < newest:
+                path.unlink()
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:

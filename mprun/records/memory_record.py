@@ -6,9 +6,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mprun.records.run_record import BatchRow
+
+ParallelKind = Literal["ddp", "fsdp2"]
+
+
+@dataclass(frozen=True)
+class ProcessLayout:
+    """How many processes share a step, and how."""
+
+    world_size: int = 1
+    parallel: ParallelKind | None = None
+    """None in a single process."""
+    checkpointing: bool = False
+    """Whether activations of blocks are recomputed in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +156,5 @@ class MemoryRecord:
     limit_bytes: int | None
     published: PublishedMemory | None
     modes: list[ModeMemory]
+    layout: ProcessLayout = ProcessLayout()
+    """All sizes are those of one of its processes."""

@@ -13,7 +13,8 @@ from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
 LARGEST_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
-LATER_PRECISION: dict[str, Any] = {"gemms": "none", "hadamard": False}
+LATER_PRECISION: dict[str, Any] = {"gemms": "none", "hadamard": False, "reduce_dtype": "float32"}
+LATER_PARALLEL: dict[str, Any] = {"name": "none", "world_size": 1}
 """Fields that earlier versions did not have, with the value that changes nothing."""
 SPEEDS: dict[str, dict[str, Any]] = {
     "auto": {"name": "auto", "compile": "auto"},
@@ -60,10 +61,12 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
         (train, LATER_TRAIN),
         (train.get("optimizer", {}), LATER_OPTIMIZER),
         (config.get("precision", {}), LATER_PRECISION),
+        (config.get("parallel", {}), LATER_PARALLEL),
     ):
         for key, default in later.items():
             if key in section and section[key] == default:
                 del section[key]
+    config = {key: value for key, value in config.items() if key != "parallel" or value}
     if "speed" in config:
         config["speed"] = _short_speed(config["speed"])
     if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -122,7 +123,12 @@ class RunFolder:
         os.fsync(self._metrics.fileno())
 
     def summary(self, summary: Summary) -> None:
-        """Replace summary.json."""
+        """Replace summary.json; the time is noted in it."""
+        summary.written_at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        self.restore(summary)
+
+    def restore(self, summary: Summary) -> None:
+        """Replace summary.json by one that was there before."""
         write_json(self.path / "summary.json", asdict(summary))
 
     def fp_exceptions(self, content: dict[str, Any]) -> None:

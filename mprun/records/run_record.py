@@ -45,6 +45,9 @@ class Hardware:
     accelerated: dict[str, bool]
     page_fault_us: float | None = None
     """Microseconds of a page fault; null on a GPU and where it could not be measured."""
+    host: str | None = None
+    """Twelve hex digits that stand for the machine since its start, so that runs of one machine are
+    recognized; null where the system has no such identity."""
 
 
 @dataclass(kw_only=True)
@@ -69,6 +72,8 @@ class PrecisionRow:
     """The formats of the products of inner linear layers; layers: those of `layers`."""
     hadamard: bool = False
     """Whether factors of gradients of weights go through a random Hadamard transform."""
+    reduce_dtype: str = "float32"
+    """What gradients were summed in over processes; float32 where there is one process."""
 
 
 @dataclass(kw_only=True)
@@ -167,6 +172,22 @@ class LossScaleRow:
     kind: str
     initial: float
     final: float
+
+
+@dataclass(kw_only=True)
+class ParallelRow:
+    """The processes that trained together."""
+
+    kind: str
+    """none, ddp or fsdp2."""
+    world_size: int
+    slowest_ms: float | None = None
+    """Median milliseconds of a step, waits for other processes left out, of the slowest process."""
+    fastest_ms: float | None = None
+    """The same of the fastest process."""
+    communication_share: float | None = None
+    """Share of a step that the first process spent on communication, waits included; null on a
+    GPU, where it overlaps with the rest."""
 
 
 @dataclass(kw_only=True)
@@ -330,6 +351,10 @@ class Summary:
     """What ended a failed run: the run itself, or a full disk or too little memory."""
     metrics: dict[str, MetricRow] = field(default_factory=dict)
     """Every score by its name, loss and accuracy among them: of the last epoch, and of the test."""
+    parallel: ParallelRow = field(default_factory=lambda: ParallelRow(kind="none", world_size=1))
+    """How many processes trained, and how."""
+    written_at: str | None = None
+    """When summary.json was last written: the end of a run that has ended, resumed or not."""
     observed: bool = False
     """Whether `mprun.observe` wrote it, in a loop that cannot be resumed by mprun."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,13 @@ class StudyPlan:
     """Overrides of all trials that define no variant: shorter training, no test set."""
     not_tried: dict[str, str] = field(default_factory=dict)
     """Variants left out, to the reason."""
+
+
+def study_of_runs(runs: Sequence[Path]) -> Path | None:
+    """The folder of the study that all these folders of runs are in; None without one."""
+    folders = {run.resolve().parent for run in runs}
+    folder = folders.pop() if len(folders) == 1 else None
+    return folder if folder is not None and (folder / FILE).exists() else None
 
 
 def write_study_plan(folder: Path, plan: StudyPlan) -> None:

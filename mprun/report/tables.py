@@ -7,7 +7,15 @@ from pathlib import Path
 
 from mprun.compare.formatting import counted, substitution_label
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.run_record import Number, PrecisionRow, Scores, StepTimes, Summary, number
+from mprun.records.run_record import (
+    Number,
+    ParallelRow,
+    PrecisionRow,
+    Scores,
+    StepTimes,
+    Summary,
+    number,
+)
 
 LEAST_SHARE = 0.005
 """A smaller share of the wall time is not shown."""
@@ -24,11 +32,15 @@ def header(summary: Summary) -> list[str]:
         f"policy: {policy(summary.effective)}",
         f"data: {data_text(summary)}: {_count(data.train_samples)} training, "
         f"{_count(data.validation_samples)} validation, {_count(data.test_samples)} test samples",
-        f"batch: {batch.micro} x {batch.accumulate} = {batch.effective}",
+        f"batch: {batch.micro} x {batch.accumulate}{_times(summary.parallel)} = {batch.effective}",
         f"device: {hardware.device}, {hardware.name}, {counted(backend.threads, 'thread')}; "
         f"{backend.memory_format}, {backend.optimizer_impl} optimizer"
         f"{', compiled' if backend.compile else ''}",
     ]
+
+
+def _times(row: ParallelRow) -> str:
+    return f" x {row.world_size} processes ({row.kind})" if row.world_size > 1 else ""
 
 
 def _count(samples: int | None) -> str:
@@ -86,6 +98,7 @@ def result(summary: Summary) -> FittedTable:
         "data": data_text(summary),
         "steps": f"{summary.steps} ({summary.skipped_steps} skipped)",
         "step time": _step_time(summary, step),
+        **_processes(summary.parallel),
         "data wait": _figure(wait_ms, ".2f", " ms"),
         "page faults per step": _figure(summary.page_faults_per_step, ",.0f"),
         "throughput": _figure(summary.samples_per_second, ".0f", " samples/s"),
@@ -105,6 +118,18 @@ def result(summary: Summary) -> FittedTable:
     for row in rows.items():
         table.add_row(*row)
     return table
+
+
+def _processes(row: ParallelRow) -> dict[str, str]:
+    """How long the processes of a run computed, and what they spent on communication."""
+    if row.world_size == 1:
+        return {}
+    text = f"{row.world_size} ({row.kind})"
+    if row.fastest_ms is not None and row.slowest_ms is not None:
+        text += f"; {row.fastest_ms:.2f} to {row.slowest_ms:.2f} ms a step without communication"
+    if row.communication_share is not None:
+        text += f", which takes {row.communication_share:.0%} of a step"
+    return {"processes": text}
 
 
 def _cut_off(summary: Summary) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from mprun.data import Batch, Batches
+from mprun.parallel.ranks import Ranks
 from mprun.precision import Precision
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
@@ -36,6 +37,7 @@ class Evaluator:
         precision: the run's.
         check: called after each batch; may raise to end the evaluation.
         metrics: those of the recipe; None: asks it for them.
+        ranks: the processes that evaluate together, each a part of every batch.
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class Evaluator:
         precision: Precision,
         check: Callable[[], None],
         metrics: Mapping[str, RecipeMetric] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._recipe, self._model, self._precision = recipe, model, precision
         self._check = check
         self._forward = partial(recipe.forward, model)
         self._loss = LossTerms(recipe)
         self._metrics = metrics_of(recipe) if metrics is None else metrics
+        self._ranks = ranks or Ranks()
 
     def scores(self, batches: Batches, until: float = math.inf) -> Scores:
         """Means over a set; None for an empty set.
@@ -63,20 +67,21 @@ class Evaluator:
         if batches.is_empty:
             return NO_SCORES
         sums, readback, samples, is_part = Sums(), readback_for(batches.device), 0, False
-        metrics, sizes = MetricPass(self._metrics, batches.device), []
+        metrics, sizes = MetricPass(self._metrics, batches.device, self._ranks), []
         self._model.eval()
         with torch.no_grad(), closing(iter(batches)) as stream:
             for batch in stream:
-                if samples and time.perf_counter() >= until:
+                if samples and self._is_late(until):
                     is_part = True
                     break
-                self._score(batch, readback, metrics)
-                sizes.append((batch.size, batch.weight))
+                own = self._score(batch, readback, metrics)
+                sizes += [(part.size, part.weight) for part in own.parts]
                 samples += batch.size
                 if readback.full:
                     sums.add_all(readback.take(), sizes)
                 self._check()
         sums.add_all(readback.take(), sizes)
+        sums.add_up(self._ranks)
         scores = with_metrics(sums.scores(), metrics.compute())
         return replace(scores, samples=samples if is_part else None)
 
@@ -98,20 +103,30 @@ class Evaluator:
                 self._score(batch, readback, metrics)
                 readback.take()  # waits for the device
                 now = time.perf_counter()
-                times.append((now - since) / batch.size)
+                times.append((now - since) / max(1, batch.size))
                 since = now
                 self._check()
-                if now - began > at_most_s:
+                if self._is_late(began + at_most_s):
                     break
         return statistics.median(times[1:] or times)
 
-    def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> None:
+    def _is_late(self, until: float) -> bool:
+        """Whether any process has reached a reading of `time.perf_counter`."""
+        if math.isinf(until):
+            return False
+        return any(self._ranks.agree(time.perf_counter() >= until))
+
+    def _score(self, batch: Batch, readback: MetricReadback, metrics: MetricPass) -> Batch:
+        """Score this process's part of a batch; it is returned, without a spare one."""
         (part,) = batch.parts
         output = self._precision.forward(self._forward, part.inputs)
-        loss = self._precision.loss(self._loss, output, part.content)
-        correct = count_correct(self._recipe, [output], batch)
-        readback.put(Scalars(loss, correct, parts=self._loss.take_parts()))
-        metrics.add([output], batch)
+        own = batch.owned
+        if own.parts:
+            loss = self._precision.loss(self._loss, output, part.content)
+            correct = count_correct(self._recipe, [output], own)
+            readback.put(Scalars(loss, correct, parts=self._loss.take_parts()))
+            metrics.add([output], own)
+        return own
 
 
 @contextmanager

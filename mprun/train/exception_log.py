@@ -61,6 +61,8 @@ class ExceptionLog(Callback):
 
 def event_row(exception: FpException) -> dict[str, object]:
     """An exception's line in metrics.jsonl; fp_exceptions.json has the rest."""
-    columns = ("step", "verdict", "kind", "op", "phase", "module", "location")
+    columns = ("step", "verdict", "kind", "op", "phase", "module", "location", "process")
     row = {name: getattr(exception, name) for name in columns}
+    if exception.process is None:
+        del row["process"]
     return {"what": row.pop("kind"), "kind": "event", "event": "fp_exception", **row}

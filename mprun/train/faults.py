@@ -31,7 +31,8 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
     except CheckpointMisfitError:  # nothing was trained: the record is as it was
         raise
     except MprunError as error:
-        _record(summary, folder, str(error), "run")
+        is_machine = isinstance(error, MachineFailedError)
+        _record(summary, folder, str(error), "machine" if is_machine else "run")
         if error.__cause__ is None or type(error) is not RunFailedError:
             raise
         raise RunFailedError(f"{error} {_write_traceback(folder)}") from None

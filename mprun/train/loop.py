@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from mprun.data import Batch, Batches, Order
-from mprun.data.random_states import restore_states, saved_states
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors
+from mprun.parallel.layouts import Layout
 from mprun.precision import Precision
 from mprun.precision.forward_backward import forward_backward
 from mprun.recipe import Recipe
@@ -33,6 +33,11 @@ from mprun.train.clock import Clock
 from mprun.train.evaluation import Evaluator
 from mprun.train.loss_terms import LossTerms
 from mprun.train.metric_readback import MetricReadback, Scalars
+from mprun.train.process_states import (
+    ProcessTimes,
+    restore_random_numbers,
+    saved_random_numbers,
+)
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.schedule import Schedule
 from mprun.train.stopwatch import Stopwatch
@@ -79,6 +84,8 @@ class Parts:
     test: Batches
     clock: Clock
     readback: MetricReadback
+    layout: Layout = field(default_factory=Layout)
+    """What this process holds of the model, and how it meets the others."""
 
 
 class _Pending(NamedTuple):
@@ -128,6 +135,7 @@ class Trainer:
     ) -> None:
         self.parts = parts
         self.step = self.epoch = 0
+        self._ranks = parts.layout.ranks
         self._watch = watch or Stopwatch()
         self.limit(limits)
         self._callbacks = callbacks
@@ -138,9 +146,11 @@ class Trainer:
         self._sums = Sums()
         self._loss = LossTerms(parts.recipe)
         self._metric_pass = MetricPass({}, parts.train.device)
+        self._step_times = ProcessTimes(self._ranks)
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
+        self._stops = self._is_late = False
         self._in_epoch = False
         self._read_whole_epoch = False
         self._batches_done = 0
@@ -155,7 +165,7 @@ class Trainer:
         return type(self.parts.recipe).correct is not Recipe.correct
 
     def _new_metric_pass(self) -> MetricPass:
-        return MetricPass(self._metrics, self.parts.train.device)
+        return MetricPass(self._metrics, self.parts.train.device, self._ranks)
 
     @property
     def batches_to_skip(self) -> int:
@@ -253,7 +263,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the loop needs to continue exactly from here, between two steps."""
-        parts, last = self.parts, self._last_scores
+        parts, last, layout = self.parts, self._last_scores, self.parts.layout
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -265,13 +275,12 @@ class Trainer:
             "last_scores": {k: v for k, v in vars(last).items() if k != "metrics" or v},
             "order": self._order_state,
             "next_order": parts.order.state(),
-            "model": parts.model.state_dict(),
-            "optimizer": parts.optimizer.state_dict(),
+            "model": layout.model_state(parts.model),
+            "optimizer": layout.optimizer_state(parts.optimizer),
             "scheduler": parts.scheduler.state_dict(),
             "loss_scale": parts.precision.loss_scale.state_dict(),
-            "rng": torch.get_rng_state(),
-            "host_rng": saved_states(),
-            "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            **saved_random_numbers(self._ranks),
+            **self._step_times.gathered(),
             **self._metric_pass.state_dict(),
         }
 
@@ -288,8 +297,8 @@ class Trainer:
         self._metric_pass.load_state_dict(state)
         self._last_scores = Scores(**state["last_scores"])
         self._order_state = state["order"]
-        parts.model.load_state_dict(state["model"])
-        parts.optimizer.load_state_dict(state["optimizer"])
+        parts.layout.load_model(parts.model, state["model"])
+        parts.layout.load_optimizer(parts.optimizer, state["optimizer"])
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
         if self._in_epoch or "next_order" not in state:  # older checkpoints lack it
@@ -297,16 +306,18 @@ class Trainer:
             parts.order.restore(self._order_state, drawn)
         else:
             parts.order.restore(state["next_order"], drawn=False)
-        torch.set_rng_state(state["rng"])
-        if "host_rng" in state:  # older checkpoints have none
-            restore_states(state["host_rng"])
-        if state["cuda_rng"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
+        restore_random_numbers(state, self._ranks)
 
     def _finished(self) -> bool:
         done = self._planned is not None and self.step >= self._planned
         done |= not self._in_epoch and self.epoch >= self._most_epochs  # of a stream
-        return done or self._time.is_training_over()
+        return done or self._is_time_over()
+
+    def _is_time_over(self) -> bool:
+        """Whether the time for training is up, in any process."""
+        if not self._time.is_limited:
+            return False
+        return any(self._ranks.agree(self._time.is_training_over()))
 
     def _train_epoch(self) -> None:
         parts, watch = self.parts, self._watch
@@ -329,26 +340,42 @@ class Trainer:
         parts, clock, watch = self.parts, self.parts.clock, self._watch
         ready_at = watch.switch("compute")
         lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
+        batch = parts.layout.weighted(batch)
+        waited_s = self._ranks.waited_s
         clock.start()
         result = self.optimizer_step(batch)
         clock.stop()
         self._time.step_s = watch.switch("metrics") - ready_at
+        self._step_times.add(self._time.step_s, self._ranks.waited_s - waited_s)
         self.step += 1
         self._batches_done += 1
-        correct = None
+        pairs = zip(result.outputs, batch.parts, strict=True)
+        outputs = [output for output, part in pairs if part.size]  # a spare part does not count
+        batch, correct = batch.owned, None
         if self._counts_correct:
-            correct = count_correct(parts.recipe, result.outputs, batch)
-        parts.readback.put(Scalars(result.loss, correct, scale, result.skipped, result.parts))
-        self._metric_pass.add(result.outputs, batch, result.skipped)
+            correct = count_correct(parts.recipe, outputs, batch)
+        self._agree(result.parts)
+        loss, correct, terms = parts.layout.sums(result.loss, correct, result.parts)
+        parts.readback.put(Scalars(loss, correct, scale, result.skipped, terms))
+        self._metric_pass.add(outputs, batch, result.skipped)
         waited_ms = (ready_at - asked_at) * 1e3
-        pending = _Pending(self.step, self.epoch, batch.size, batch.weight, lr, waited_ms)
+        pending = _Pending(self.step, self.epoch, batch.size, batch.whole_weight, lr, waited_ms)
         self._pending.append(pending)
         self._between_steps()
 
+    def _agree(self, terms: dict[str, Tensor]) -> None:
+        """All processes stop, read their losses and learn names of the loss's parts together."""
+        late_s, layout = time.perf_counter() - self._flushed_at, self.parts.layout
+        self._stops, self._is_late, is_new = self._ranks.agree(
+            self._stop(), late_s > FLUSH_EVERY_S, layout.has_new(terms)
+        )
+        if is_new:
+            layout.learn(terms)
+
     def _between_steps(self) -> None:
-        late_s = time.perf_counter() - self._flushed_at
-        stop, save = self._stop(), self.step % self._checkpoint_every == 0
-        if late_s > FLUSH_EVERY_S or stop or save or self.parts.readback.full:
+        stop, late = self._stops, self._is_late
+        save = self.step % self._checkpoint_every == 0
+        if late or stop or save or self.parts.readback.full:
             self._flush()
         if stop:
             raise StopRequestedError
@@ -361,13 +388,13 @@ class Trainer:
         terms: dict[str, Tensor] = {}
         parts.optimizer.zero_grad()
         parts.precision.begin_step(self.step + 1)
-        forward, weight = partial(parts.recipe.forward, parts.model), batch.weight
+        forward, weight = partial(parts.recipe.forward, parts.model), batch.whole_weight
         with parts.precision.step_region():
             for part in batch.parts:
                 loss, output = forward_backward(
                     parts.precision,
                     forward,
-                    self._loss,
+                    self._loss if part.size else self._loss.spare,
                     part.inputs,
                     part.content,
                     share=part.weight / weight,
@@ -376,6 +403,7 @@ class Trainer:
                     terms[name] = terms.get(name, 0) + term * (part.weight / weight)
                 losses.append(loss)
                 outputs.append(map_tensors(Tensor.detach, output))
+        parts.layout.end_backward(took_part=batch.parts[0].size > 0)
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()
         parts.scheduler.step(skipped)
@@ -496,11 +524,16 @@ class Trainer:
     def _evaluator(self) -> Evaluator:
         parts = self.parts
         return Evaluator(
-            parts.recipe, parts.model, parts.precision, self._raise_if_stopped, self._metrics
+            parts.recipe,
+            parts.model,
+            parts.precision,
+            self._raise_if_stopped,
+            self._metrics,
+            self._ranks,
         )
 
     def _raise_if_stopped(self) -> None:
-        if self._stop():
+        if any(self._ranks.agree(self._stop())):
             raise StopRequestedError
 
 

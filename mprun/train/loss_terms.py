@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mprun.errors import RunFailedError, definition
+from mprun.nested import all_tensors
 from mprun.recipe import Recipe
 
 PREFIX = "loss."
@@ -57,6 +58,18 @@ class LossTerms:
         if value is None and not torch.is_grad_enabled() and not self._is_judged:
             return cast(Tensor, None)
         return self._checked(value, output)
+
+    def spare(self, output: Any, batch: Any) -> Tensor:
+        """A loss of 0 that depends on every floating output, with parts of 0.
+
+        A process without samples of its own takes it: its gradients are 0, and it takes part in
+        everything that the processes exchange. The recipe's loss would be a mean over nothing.
+        """
+        with torch.no_grad():
+            self(output, batch)
+        self._parts = {name: torch.zeros_like(part) for name, part in self._parts.items()}
+        tensors = [x for x in all_tensors(output) if x.is_floating_point() and x.requires_grad]
+        return sum((x.float().sum() * 0.0 for x in tensors), torch.zeros(()))
 
     def take_parts(self) -> dict[str, Tensor]:
         """The named parts of the last loss, detached; empty if it had none."""

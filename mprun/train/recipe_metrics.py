@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
+from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.metric_state import load_state, saved_state
+from mprun.train.metric_state import UnsavableError, load_state, saved_state
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")
@@ -137,9 +138,16 @@ class MetricPass:
     Args:
         metrics: of the recipe.
         device: where outputs are.
+        ranks: the processes that each see a part of the batches; None: this one alone.
     """
 
-    def __init__(self, metrics: Mapping[str, RecipeMetric], device: torch.device) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, RecipeMetric],
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks or Ranks()
         self._given = metrics
         self._metrics = {name: _copied(name, x, device) for name, x in metrics.items()}
         self._device = device
@@ -191,12 +199,53 @@ class MetricPass:
             RunFailedError: one of them is no number.
         """
         self._release(keep=0)
-        if not self._updates:
+        whole = self._merged()
+        if not whole._updates:
             return dict.fromkeys(self._metrics)
         return {
-            name: None if name in self.lost else self._value(name, x)
-            for name, x in self._metrics.items()
+            name: None if name in whole.lost else whole._value(name, x)
+            for name, x in whole._metrics.items()
         }
+
+    def _merged(self) -> MetricPass:
+        """The pass over the batches of all processes."""
+        if self._ranks.size == 1 or not self._metrics:
+            return self
+        whole = MetricPass(self._given, self._device)
+        for state in self._ranks.gather(self._sent_state()):
+            if state:
+                whole._merge(state["metrics"])
+        return whole
+
+    def _sent_state(self) -> dict[str, Any]:
+        """As `_own_state`, for another process: what it has of each metric, whatever its value.
+
+        Raises:
+            RunFailedError: a metric has no state that can be sent.
+        """
+        if not self._updates:
+            return {}
+        states = {}
+        for name, entry in self._metrics.items():
+            try:
+                states[name] = None if name in self.lost else saved_state(entry.metric)
+            except UnsavableError:
+                raise RunFailedError(
+                    f"metric {name!r} has no state that can be sent to another process; legal: "
+                    "numbers and tensors as its attributes, or state_dict and load_state_dict"
+                ) from None
+        return {"metrics": {"updates": self._updates, "states": states}}
+
+    def _merge(self, saved: Mapping[str, Any]) -> None:
+        """Add the batches of a state."""
+        other = MetricPass(self._given, self._device)
+        other._load(saved, tries=False)
+        self._updates += other._updates
+        self.lost |= other.lost
+        for name, entry in self._metrics.items():
+            if name not in self.lost:
+                with _failing(name, "merge_state"):
+                    entry.metric.merge_state(other._metrics[name].metric)
 
     def _value(self, name: str, metric: RecipeMetric) -> Number | None:
         with _failing(name, "compute"):
@@ -206,9 +255,13 @@ class MetricPass:
     def state_dict(self) -> dict[str, Any]:
         """The state after the last step as `metrics`; empty without one.
 
-        A metric whose state cannot be saved has None.
+        A metric whose state cannot be saved has None. With several processes it is the state of
+        all, in each of them.
         """
         self._release(keep=0)
+        return self._merged()._own_state()
+
+    def _own_state(self) -> dict[str, Any]:
         if not self._updates:
             return {}
         states = {name: self._state(name) for name in self._metrics}
@@ -234,8 +287,11 @@ class MetricPass:
         A metric without one is lost until the next pass.
         """
         saved = state.get("metrics")
-        if saved is None:
+        if saved is None or not self._ranks.is_first:  # the state is that of all processes
             return
+        self._load(saved)
+
+    def _load(self, saved: Mapping[str, Any], tries: bool = True) -> None:
         self._updates, self._is_resumed = saved["updates"], True
         for name, entry in self._metrics.items():
             if saved["states"].get(name) is None:
@@ -244,7 +300,8 @@ class MetricPass:
             load_state(entry.metric, saved["states"][name])
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)
-            computed(entry.metric)  # fails now if the state is damaged, not at the epoch's end
+            if tries:
+                computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
 
 
 class _HeldStep:

@@ -117,6 +117,8 @@ class Recorder(Callback):
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
         self._folder.sync()  # the checkpoint relies on the lines up to its step
+        for name, value in state.get("process_times", {}).items():
+            setattr(self._summary.parallel, name, value)
 
     def on_test(self, scores: Scores, step: int) -> None:
         self._summary.test = scores

@@ -30,11 +30,17 @@ class SignalReceivedError(BaseException):
 
 
 class StopSignals:
-    """Catches the signals while entered; `received` is the first one's number."""
+    """Catches the signals while entered; `received` is the first one's number.
 
-    def __init__(self) -> None:
+    Args:
+        patient: whether a second signal waits like the first. torchrun passes Ctrl-C on to
+            processes that got it from the terminal.
+    """
+
+    def __init__(self, patient: bool = False) -> None:
         self.received: int | None = None
-        self._deferred = False
+        self._patient = patient
+        self._deferred = 0
         self._before: list[tuple[int, object]] = []
 
     def __enter__(self) -> StopSignals:
@@ -58,17 +64,17 @@ class StopSignals:
             if not first:
                 return
         self.received = self.received or number
-        if not (first and self._deferred):
+        if not (self._deferred and (first or self._patient)):
             raise SignalReceivedError
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Inside, the first signal waits for someone to ask `requested`."""
-        self._deferred = True
+        self._deferred += 1
         try:
             yield
         finally:
-            self._deferred = False
+            self._deferred -= 1
 
     def requested(self) -> bool:
         """Whether a signal was received."""

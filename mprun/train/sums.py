@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mprun.data import Batch
 from mprun.errors import RunFailedError
+from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.run_record import Number, Scores, number
 from mprun.train.loss_terms import PREFIX
@@ -117,6 +118,18 @@ class Sums:
             if not 0 <= metrics.correct <= size:
                 raise RunFailedError(not_a_count(f"{metrics.correct:,}", size))
             self.correct = (self.correct or 0) + metrics.correct
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Add the sums of all processes up; each has seen other samples."""
+        if ranks.size == 1:
+            return
+        names = sorted({name for names in ranks.gather([*self.parts]) for name in names})
+        counts = self.correct is not None
+        own = [self.loss, self.weight, self.samples, counts, self.correct or 0]
+        totals = ranks.totals([*own, *(self.parts.get(name, 0.0) for name in names)])
+        self.loss, self.weight, samples, counted, correct, *parts = totals
+        self.samples, self.correct = round(samples), round(correct) if counted else None
+        self.parts = dict(zip(names, parts, strict=True))
 
     def scores(self) -> Scores:
         """The means."""

@@ -57,6 +57,11 @@ class TimeLimit:
         self._ends_at = self._room_s = math.inf
 
     @property
+    def is_limited(self) -> bool:
+        """Whether there is a limit."""
+        return math.isfinite(self._limit_s)
+
+    @property
     def trial_s(self) -> float:
         """Seconds for timing the first batches of evaluation; 0 if there is nothing to plan."""
         is_needed = math.isfinite(self._limit_s) and self._spent_before_s < self._limit_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,33 @@ def test_a_short_run_takes_the_choice_of_the_table(monkeypatch: pytest.MonkeyPat
     with_times(monkeypatch, {LAST: 30.0, FIRST: 20.0})
     assert with_fastest(planned(steps=499)).speed_reason is None
     assert with_fastest(planned(steps=500)).speed_reason is not None
+
+
+def test_of_processes_that_begin_at_once_one_makes_the_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads stand for them: file locks hold between open files, not between processes alone."""
+    made: list[int] = []
+
+    def try_all(plan: Plan) -> tuple[SpeedChoice, str]:
+        made.append(1)
+        time.sleep(0.2)
+        return FIRST, "the trial"
+
+    monkeypatch.setattr(speed_trial, "_tried", try_all)
+    plans = [planned(f"seed={seed}") for seed in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(with_fastest, plans))
+    assert made == [1]
+    assert {plan.speed for plan in found} == {FIRST}
+
+
+def test_where_nothing_can_be_locked_a_trial_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed_cache, "_path", lambda key: tmp_path / "no folder" / "speed.json")
+    with_times(monkeypatch, {LAST: 30.0, FIRST: 20.0})
+    assert with_fastest(planned()).speed == FIRST
 
 
 def test_plain_and_failing_runs_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,3 +388,112 @@ def test_a_folder_that_holds_something_is_left_as_it_is(capsys: pytest.CaptureFi
     assert main(["memory", *LINEAR, "run.dir=plan"]) == 2
     assert "run.dir=plan already contains memory.json" in capsys.readouterr().err
     assert Path("plan/memory.json").stat().st_mtime_ns == before
+
+
+# ---- one of several processes --------------------------------------------------------------------
+
+MLP = ["recipe=mnist", "train.batch_size=64", QUIET]
+MLP_SHAPES = [(256, 784), (256,), (256, 256), (256,), (10, 256), (10,)]
+
+
+def of_processes(words: list[str], world_size: int, parallel: str) -> dict[str, int]:
+    """Bytes at the peak by category, and after the last op."""
+    layout = (f"memory.world_size={world_size}", f"memory.parallel={parallel}")
+    (mode,) = planned(*words, *layout)["modes"]
+    Path("plan/memory.json").unlink()
+    return mode["bytes"] | {f"last {k}": v[-1] for k, v in mode["timeline"].items()}
+
+
+def cut(world_size: int) -> int:
+    """Bytes of the largest chunks of the MLP's parameters, in float32."""
+    return sum(
+        4 * -(-shape[0] // world_size) * (shape[1] if shape[1:] else 1) for shape in MLP_SHAPES
+    )
+
+
+def test_one_process_of_one_is_what_is_counted_without_others() -> None:
+    alone = planned(*MLP)["modes"]
+    for parallel in ("ddp", "fsdp2"):
+        Path("plan/memory.json").rename(f"{parallel}.json")
+        assert planned(*MLP, "memory.world_size=1", f"memory.parallel={parallel}")["modes"] == alone
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_the_mlp_of_a_recipe_in_several_processes(world_size: int) -> None:
+    ddp, fsdp2 = (of_processes(MLP, world_size, kind) for kind in ("ddp", "fsdp2"))
+    assert (ddp["parameters"], fsdp2["parameters"]) == (cut(1), cut(world_size))
+    for found, share in ((ddp, 1), (fsdp2, world_size)):
+        assert found["last gradients"] == cut(share)
+        counts = found["optimizer_state"] - cut(share)  # of steps, if the optimizer keeps any
+        assert counts in (0, 4 * len(MLP_SHAPES))
+    # Layers are the blocks: the peak is where the gathered parameters are, not at the bucket.
+    assert fsdp2["peak"] < ddp["peak"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_the_transformer_in_several_processes(world_size: int) -> None:
+    pytest.importorskip("transformers")
+    words = ["recipe=transformer", "train.batch_size=2", QUIET]
+    whole = of_processes(words, 1, "ddp")
+    ddp, fsdp2 = (of_processes(words, world_size, kind) for kind in ("ddp", "fsdp2"))
+    assert ddp["parameters"] == whole["parameters"]
+    assert ddp["optimizer_state"] == whole["optimizer_state"]
+    # All rows of this model divide by 8, except the 65 of the characters.
+    width = 128
+    rest = whole["parameters"] - 2 * 65 * width * 4
+    rows = -(-65 // world_size)
+    assert fsdp2["parameters"] == rest // world_size + 2 * rows * width * 4
+
+
+def test_checkpointed_blocks_hold_less() -> None:
+    words = ["recipe=char_gpt", "precision=bf16_mixed", "memory.against=bf16_mixed", QUIET]
+    (whole,) = planned(*words)["modes"]
+    Path("plan/memory.json").rename("whole.json")
+    found = planned(*words, "memory.checkpointing=true")
+    (kept,) = found["modes"]
+    assert found["layout"] == {"world_size": 1, "parallel": None, "checkpointing": True}
+    assert kept["bytes"]["activations"] < whole["bytes"]["activations"] / 4
+    assert kept["bytes"]["peak"] < 0.7 * whole["bytes"]["peak"]
+
+
+def test_the_largest_batch_grows_with_the_processes() -> None:
+    words = ["recipe=mnist", "memory.fits=6MB", QUIET]
+    fits = []
+    for layout in (["memory.world_size=1"], ["memory.world_size=8", "memory.parallel=fsdp2"]):
+        (mode,) = planned(*words, *layout)["modes"]
+        fits.append(mode["fits"]["batch_size"])
+        Path("plan/memory.json").unlink()
+    assert 0 < fits[0] < fits[1]
+
+
+def test_the_header_names_the_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("memory.world_size=8", "memory.parallel=fsdp2", "memory.checkpointing=true")
+    found = planned(*MLP, *words)
+    assert found["layout"] == {"world_size": 8, "parallel": "fsdp2", "checkpointing": True}
+    assert (
+        "batch 64 per process, rmsprop, cpu, one of 8 processes of fsdp2, blocks checkpointed"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("memory.world_size=0", "memory.world_size=0: legal is 1 or more and at most 1048576"),
+        ("memory.world_size=two", "memory.world_size is a whole number"),
+        ("memory.parallel=fsdp", "did you mean 'fsdp2'?"),
+        ("memory.checkpointing=some", "memory.checkpointing is true or false"),
+    ],
+)
+def test_a_mistake_in_the_processes_is_one_line(
+    word: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["memory", *MLP, word]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.count("\n") == 1
+
+
+def test_parallel_without_processes_is_warned_about(capsys: pytest.CaptureFixture[str]) -> None:
+    planned(*MLP, "memory.parallel=fsdp2")
+    assert "memory.parallel has no effect: memory.world_size is 1" in capsys.readouterr().err

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 
 from mprun.cli.main import main
 from mprun.compare.comparison import Advice
@@ -329,13 +328,6 @@ def test_a_study_is_resumed_by_its_own_command(capsys: pytest.CaptureFixture[str
     assert runs("it's") == ["fp32-seed0"]
     assert main(["advise", r"run.resume='it\'s'"]) == 2
     assert "a study of mprun sweep; resume it with: mprun sweep" in capsys.readouterr().err
-
-
-def test_a_study_is_run_by_one_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sweep", *LINEAR, "precision=fp32", "seeds=1", "run.dir=s"]) == 0
-    with FileLock("s/.lock"):
-        assert main(["sweep", "run.resume=s"]) == 2
-    assert "another mprun is running this study" in capsys.readouterr().err
 
 
 def test_conditions_are_checked_after_the_advice(capsys: pytest.CaptureFixture[str]) -> None:

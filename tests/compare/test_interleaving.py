@@ -10,18 +10,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mprun.cli.compare_command import compared as compare_runs
 from mprun.compare.comparison import Comparison, Run, Variant
 from mprun.compare.evaluate import compare
-from mprun.compare.time_ratios import NOT_INTERLEAVED, OVERLAPPED, UNKNOWN, overlapping
+from mprun.compare.time_ratios import (
+    NOT_INTERLEAVED,
+    OVERLAPPED,
+    TWO_KINDS,
+    TWO_MACHINES,
+    UNKNOWN,
+    overlapping,
+)
+from mprun.config.settings import CompareSettings
 from mprun.experiments.trials import interleaved
 from mprun.report import answer, cells
-from tests.compare.folders import run_of
+from tests.compare.folders import run_of, write_run
 
 FIRST = datetime(2024, 3, 1, 12, tzinfo=timezone.utc)
 MODES = ("fp32", "bf16_mixed")
@@ -127,6 +137,97 @@ def test_runs_at_one_time_on_different_machines_did_not_share_one() -> None:
     elsewhere = [at("bf16_mixed", seed, 61.0 * seed, hardware__cores=64) for seed in range(3)]
     runs = [at("fp32", seed, 61.0 * seed) for seed in range(3)]
     assert overlapping([*runs, *elsewhere]) == set()
+
+
+def test_a_resumed_run_shared_the_machine_until_its_record_was_written() -> None:
+    """It trained for 20 s from noon, and again for 20 s from 100 s on; another began at 110 s."""
+    ended = (FIRST + timedelta(seconds=120)).isoformat(timespec="milliseconds")
+    resumed = at("fp32", 0, 0.0, 40.0, written_at=ended)
+    beside = at("bf16_mixed", 0, 110.0, 60.0)
+    after = at("tf32", 0, 200.0, 60.0)
+    assert overlapping([resumed, beside, after]) == {id(resumed.summary), id(beside.summary)}
+    resumed.summary.written_at = "no time"
+    assert overlapping([resumed, beside]) == set()
+
+
+def test_runs_of_a_study_that_are_not_compared_can_have_shared_its_machine(tmp_path: Path) -> None:
+    """Two variants one after the other, while other processes ran a third one, and were killed."""
+    for i, (mode, seed) in enumerate(orders(3)["sweep"]):
+        run = at(mode, seed, 61.0 * i).summary
+        write_run(tmp_path / f"{mode}-seed{seed}", mode, seed, started_at=run.started_at)
+    paths = sorted(tmp_path.iterdir())
+    assert of_study(paths).variants[1].no_time_verdict == ""
+    beside = at("tf32", 0, 0.0).summary
+    write_run(
+        tmp_path / "tf32-seed0.abandoned-1",
+        *("tf32", 0),
+        status="running",
+        started_at=beside.started_at,
+        written_at=(FIRST + timedelta(seconds=500)).isoformat(timespec="milliseconds"),
+    )
+    assert of_study(paths).variants[1].no_time_verdict == ""  # not known to be one study
+    (tmp_path / "sweep.json").write_text("{}", encoding="utf-8")
+    assert of_study(paths).variants[1].no_time_verdict == OVERLAPPED
+    assert of_study([tmp_path]).variants[1].no_time_verdict == OVERLAPPED
+
+
+def of_study(paths: Sequence[Path]) -> Comparison:
+    return compare_runs(paths, CompareSettings(baseline="fp32"))
+
+
+def test_a_host_tells_machines_apart_and_shows_one_machine_in_runs_on_two_devices() -> None:
+    one, two = (
+        [at(mode, seed, 61.0 * seed, hardware__host=host) for seed in range(3)]
+        for mode, host in zip(MODES, ("a", "b"), strict=True)
+    )
+    assert overlapping([*one, *two]) == set()
+    assert other([*one, *two]).no_time_verdict == TWO_MACHINES
+    two = [at("bf16_mixed", 0, 10.0, hardware__host="a", hardware__device="cuda")]
+    assert len(overlapping([one[0], *two])) == 2
+
+
+def test_pairs_on_several_machines_at_once_have_a_verdict_on_time() -> None:
+    """Each of four machines has two seeds; on each, pair follows pair."""
+    runs = [
+        at(mode, seed, 122.0 * (seed % 2) + 61.0 * i, hardware__host=f"host{seed // 2}")
+        for seed in range(8)
+        for i, mode in enumerate(MODES if seed % 2 else MODES[::-1])
+    ]
+    found = other(runs)
+    assert (found.no_time_verdict, found.untimed) == ("", "")
+    assert found.step_time_ratio is not None
+    assert (found.step_time_ratio.n, found.step_time_ratio.interval is None) == (8, False)
+
+
+def test_pairs_that_did_not_have_one_machine_for_themselves_are_left_out() -> None:
+    """Of six pairs one overlapped with another run, and one was on two machines."""
+    runs = [
+        at(mode, seed, 122.0 * seed + 61.0 * i, hardware__host="a", step_ms=10.0 - 3 * i)
+        for seed in range(6)
+        for i, mode in enumerate(MODES)
+    ]
+    runs[3].summary.hardware.host = "b"
+    runs.append(at("tf32", 9, 122.0 * 4 + 5, 20.0, hardware__host="a"))
+    found = {v.label: v for v in compared(runs).variants}["bf16_mixed"]
+    assert found.no_time_verdict == ""
+    assert found.untimed == f"2 of 6 pairs: {TWO_MACHINES}; {OVERLAPPED}"
+    assert found.step_time_ratio is not None
+    assert found.step_time_ratio.n == 4
+    assert found.step_time_ratio.value == pytest.approx(0.7)
+    assert f"the times of bf16_mixed are without {found.untimed}" in compared(runs).notes
+
+
+def test_runs_on_different_hardware_have_no_verdict_on_time_and_one_on_the_metric() -> None:
+    runs = [
+        at(mode, seed, 61.0 * (2 * seed + i), hardware__cores=8 * (1 + i))
+        for seed in range(3)
+        for i, mode in enumerate(MODES)
+    ]
+    found = compare(runs, margin=0.005, relative_margin=0.02, mix=["hardware"])
+    assert found.variants[1].no_time_verdict == TWO_KINDS
+    assert found.variants[1].step_time_ratio is None
+    assert found.variants[1].verdict.word == "equivalent"
+    assert any(f"bf16_mixed: {TWO_KINDS}; run both variants" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("began", ["", "yesterday", "9999-99-99"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from datetime import date, timedelta
 from typing import Any
 
 import pytest
@@ -216,10 +218,15 @@ def test_an_artefact_takes_no_mode_for_its_time() -> None:
     assert found.label == "bf16_mixed"
 
 
+DAYS = itertools.count(1)
+
+
 def outcome(
     name: str, seed: int, ms: float, error: str | None = None, peak: int = 2**20
 ) -> Outcome:
+    """A trial; each has a day for itself."""
     summary: Summary = example()
+    summary.started_at = (date(2024, 3, 1) + timedelta(next(DAYS))).isoformat() + "T12:00:00+00:00"
     summary.step_time_ms.median = ms
     summary.memory_bytes.peak = peak
     return Outcome(Trial(name, seed, ()), summary, error)
@@ -236,6 +243,22 @@ def test_a_mode_slower_in_every_pair_is_screened_out() -> None:
         "slow": "screened out after 2 pairs: 1.41, 1.41 of fp32's step time"
     }
     assert set(screened(rows, "fp32", Objective.time, pairs=1)) == {"slow", "new"}
+
+
+@pytest.mark.parametrize("cause", ["overlap", "two machines"])
+def test_only_pairs_with_one_machine_for_themselves_screen_by_time(cause: str) -> None:
+    rows = [outcome(name, seed, ms) for name, ms in (("fp32", 10), ("x", 14)) for seed in range(3)]
+    summaries = [row.summary for row in rows if row.summary is not None]
+    for summary in summaries:
+        summary.hardware.host = "one"
+    assert set(screened(rows, "fp32", Objective.time, pairs=3)) == {"x"}
+    if cause == "overlap":
+        summaries[3].started_at = summaries[0].started_at
+    else:
+        summaries[3].hardware.host = "another"
+    assert screened(rows, "fp32", Objective.time, pairs=3) == {}
+    assert set(screened(rows, "fp32", Objective.time, pairs=2)) == {"x"}
+    assert set(screened(rows, "fp32", Objective.memory, pairs=3)) == {"x"}  # equal peaks
 
 
 def test_a_mode_slowed_by_an_artefact_is_not_screened_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,22 +65,56 @@ def test_a_plan_read_again_is_the_same() -> None:
     assert study.plan.variants == VARIANTS  # without the overrides of the trials
 
 
-def test_a_folder_that_holds_something_is_refused() -> None:
+def test_a_folder_with_another_study_or_with_something_else_is_refused() -> None:
     made()
-    with pytest.raises(UsageError, match=r"has sweep\.json already.*run\.resume=s"):
+    with pytest.raises(UsageError, match=r"sweep\.json of another study.*run\.resume=s"):
+        made(of_trials=["train.max_steps=3"])
+    with pytest.raises(UsageError, match="a study of mprun sweep"):
+        made("advise")
+    Path("s/sweep.json").rename("s/notes.txt")
+    with pytest.raises(UsageError, match=r"s already contains notes\.txt"):
+        made()
+    Path("s/notes.txt").unlink()
+    Path("s").rmdir()
+    Path("s").write_text("", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"s cannot be written \(File exists\)"):
         made()
 
 
-def test_of_studies_that_begin_at_once_one_gets_the_folder(
+def test_the_same_study_asked_for_again_is_joined(capsys: pytest.CaptureFixture[str]) -> None:
+    assert made() == made()
+    assert "s has this study already; its open runs are continued" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of_trials", [(), ("train.max_steps=3",)])
+def test_of_studies_that_begin_at_once_the_later_one_joins_if_it_is_the_same(
+    of_trials: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later one has looked into the folder before there was a plan."""
+    first = made()
+    monkeypatch.setattr("mprun.experiments.study._foreign", lambda folder: None)
+    if of_trials:
+        with pytest.raises(UsageError, match=r"sweep\.json of another study"):
+            made(of_trials=of_trials)
+    else:
+        assert made() == first
+    assert resumed_study("sweep", Path("s")) == first
+
+
+def test_a_study_begins_while_another_process_writes_the_same_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The other one has looked into the folder before there was a plan."""
-    first = made()
-    monkeypatch.setattr("mprun.experiments.study.FILE", "another name")
-    monkeypatch.setattr("mprun.experiments.study.new_folder", lambda wanted: Path("s"))
-    with pytest.raises(UsageError, match=r"run\.dir=s: another mprun begins a study there"):
-        made("advise")
-    assert resumed_study("sweep", Path("s")) == first
+    """Its unfinished file is nobody's other work in the folder."""
+    sync, began = os.fsync, []
+
+    def begin_another(file: int) -> None:
+        sync(file)
+        if not began:
+            began.append(True)
+            began.append(made())
+
+    monkeypatch.setattr(os, "fsync", begin_another)
+    assert made() == began[1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": 1}', "\xff"])

@@ -225,12 +225,28 @@ def test_tensors_of_several_blocks_take_the_key_of_each(
 ) -> None:
     """With blocks of 2^10 elements instead of 2^31, and eager parts that do not divide them."""
     monkeypatch.setattr(random_bits_module, "BLOCK", 2**10)
-    monkeypatch.setattr(rounding_module, "BLOCK", 2**10)
     monkeypatch.setattr(rounding_module, "EAGER_BLOCK", 300)
     if eager:
         monkeypatch.setattr(kernels, "why_not", lambda: "not here")
     x = in_float16s_range(5_000)
-    assert_same(stochastic(x, torch.float16, KEY), by_pytorch(x, torch.float16, "infinity"))
+    whole = by_pytorch(x, torch.float16, "infinity")
+    assert_same(stochastic(x, torch.float16, KEY), whole)
+    for start in (1, 63, 1023, 1024, 2_999):  # of a shard
+        found = stochastic(x[start:], torch.float16, KEY, start=start)
+        assert_same(found, whole[start:])
+
+
+@pytest.mark.parametrize("start", [1, 2**31 - 500, 2**31 + 17, 5 * 2**31 - 301])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_shard_takes_the_bits_of_its_part(
+    monkeypatch: pytest.MonkeyPatch, eager: bool, start: int
+) -> None:
+    if eager:
+        monkeypatch.setattr(kernels, "why_not", lambda: "not here")
+    x = in_float16s_range(1_003)
+    for dtype in DTYPES:
+        expected = round_stochastic(x, dtype, random_bits(KEY, 1_003, start=start))
+        assert_same(stochastic(x, dtype, KEY, start=start), expected)
 
 
 FORMATS = """

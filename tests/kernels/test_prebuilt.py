@@ -19,12 +19,13 @@ from mprun import kernels
 from mprun.kernels import prebuilt
 from mprun.optim import LowPrecisionOptimizer, engines
 from mprun.precision import rounding as rounding_module
-from mprun.precision.random_bits import key
+from mprun.precision.random_bits import key, random_bits
 from mprun.precision.rounding import DTYPES as LOW
 from mprun.precision.rounding import OVERFLOWS, SERIAL, round_twice, stochastic
 from tests.kernels.test_kernels import assert_same, by_pytorch, edges, random_patterns
 from tests.optim import DTYPES, MAKE, RULES, STORED, moment_options, unlike
 from tests.optim.test_engines import ran
+from tests.optim.test_shards import CUTS, FAR, SIZE, check_far, stepped, unlike_entries
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = key(1, 2, 3, 0)
@@ -116,6 +117,27 @@ def test_a_step_has_the_bits_of_eager_for_every_storage_and_rule(name: str) -> N
         assert unlike(a, b) == [], (stored, options)
 
 
+@needs_compiler
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("name", MAKE)
+def test_shards_have_the_bits_of_the_whole(name: str) -> None:
+    moments = list(product(LOW, LOW))
+    for number, (stored, rule) in enumerate(product(STORED, RULES)):
+        options: dict[str, Any] = {"rounding": rule[0], "overflow": rule[1]}
+        options |= moment_options(name, *moments[number % len(moments)])
+        whole = stepped(name, "eager", stored, options, (0, SIZE))
+        shards = stepped(name, "c", stored, options, CUTS)
+        assert unlike_entries(shards, whole) == [], (stored, options)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("level")
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_shards_far_into_a_parameter(dtype: torch.dtype) -> None:
+    for start in FAR:
+        check_far(start, dtype, "c")
+
+
 @pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -146,6 +168,10 @@ def test_a_rounding_has_the_bits_of_pytorch(dtype: torch.dtype, overflow: str) -
     x = torch.cat([random_patterns(300_000), random_patterns(1000).half().float(), edges()])
     expected = by_pytorch(x, dtype, overflow)
     assert_same(stochastic(x, dtype, KEY, overflow), expected)
+    for start in FAR:  # of a shard
+        part, bits = x[:SIZE], random_bits(KEY, SIZE, start=start)
+        of_part = rounding_module.round_stochastic(part, dtype, bits, overflow)
+        assert_same(stochastic(part, dtype, KEY, overflow, start), of_part)
     for words in (KEY, None):
         wide = torch.empty_like(x)
         rounded = round_twice(x, dtype, words, overflow, wide)

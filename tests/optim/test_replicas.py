@@ -1,19 +1,22 @@
-"""Replicas of one model, each rounding its own copy, stay equal bit for bit.
+"""Replicas of one model, each rounding its own copy, stay equal bit for bit; and so do shards.
 
 Random bits are a function of seed, step, tensor and element, so replicas given the same averaged
-gradients round alike and need not exchange their parameters.
+gradients round alike and need not exchange their parameters. Shards of FSDP2 round as the whole.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from mprun.optim import AdamW
+from mprun.optim import AdamW, mark_shard, name_parameters
 from tests.optim import BRAIN, HALF, normal, same_bits
 
 WORLD = 2
@@ -89,3 +92,74 @@ def test_replicas_stay_equal_to_each_other_and_to_one_process(tmp_path: Path) ->
 
 def _flat(tensors: list[Tensor] | list[list[Tensor]]) -> list[Tensor]:
     return [y for x in tensors for y in ([x] if isinstance(x, Tensor) else x)]
+
+
+# ---- shards ----
+
+
+def uneven() -> nn.Sequential:
+    """Of 5 rows one process gets 3 and the other 2; of one bias the other gets nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 5), nn.Tanh(), nn.Linear(5, 1)).to(BRAIN)
+    name_parameters(model)
+    return model
+
+
+def adamw(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=1e-2, seed=8, momentum_dtype=BRAIN, variance_dtype=HALF)
+
+
+def local_shards(model: nn.Module, rank: int) -> list[nn.Parameter]:
+    """This process's part of each sharded parameter, which has its memory."""
+    shards = []
+    for name, p in model.named_parameters():
+        shard = nn.Parameter(p.to_local().detach())  # type: ignore[attr-defined]
+        rows = -(-len(p) // WORLD)
+        mark_shard(shard, name, min(rank * rows, len(p)) * p[0].numel())
+        shards.append(shard)
+    return shards
+
+
+def sharding(rank: int, rendezvous: str, folder: str) -> None:
+    """One process of FSDP2; saves the whole gradients of each step, and the parameters."""
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD
+    )
+    try:
+        model: Any = uneven()
+        fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+        shards = local_shards(model, rank)
+        optimizer, seen = adamw(shards), []
+        for step in range(STEPS):
+            x = normal((32, 16), 2 * step, BRAIN).chunk(WORLD)[rank]
+            model.zero_grad()
+            model(x).float().square().mean().backward()
+            seen.append([p.grad.full_tensor() for p in model.parameters()])
+            for p, shard in zip(model.parameters(), shards, strict=True):
+                shard.grad = p.grad.to_local()
+            optimizer.step()
+        whole = [p.full_tensor().detach() for p in model.parameters()]
+        sizes = [shard.numel() for shard in shards]
+        saved = {"parameters": whole, "gradients": seen, "sizes": sizes}
+        torch.save(saved, Path(folder) / f"{rank}.pt")
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.timeout(180)
+def test_shards_of_fsdp2_are_the_parts_of_one_process(tmp_path: Path) -> None:
+    multiprocessing.spawn(sharding, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=WORLD)
+    a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD))
+    assert (a["sizes"], b["sizes"]) == ([48, 3, 5, 1], [32, 2, 0, 0])
+    model = uneven()
+    optimizer = adamw(model.parameters())
+    for gradients in a["gradients"]:
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        optimizer.step()
+    for p, there, start in zip(
+        model.parameters(), a["parameters"], uneven().parameters(), strict=True
+    ):
+        assert same_bits(p.detach(), there)
+        assert not same_bits(p.detach(), start.detach())

@@ -65,6 +65,7 @@ PATHS = list(places(plain()))
 ADDED = (
     *(
         "page_fault_us",
+        "host",
         "allocator",
         "speed_trial",
         "compile_s",
@@ -74,9 +75,15 @@ ADDED = (
         "failed_by",
         "recipe_sha256",
         "observed",
+        "written_at",
         "gemms",
         "converted_gemms",
         "hadamard",
+        "reduce_dtype",
+        "parallel",
+        "slowest_ms",
+        "fastest_ms",
+        "communication_share",
     ),
     *("samples", "metrics"),
 )

@@ -116,6 +116,7 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
         "tf32": False,
         "gemms": "none",
         "hadamard": False,
+        "reduce_dtype": "float32",
     }
     assert summary.execution == ("emulated" if mode == "half_sr_full" else "native")
     scale = summary.loss_scale

@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+UNSEEN = "an unseen kernel"
+"""The op of numbers that no op of PyTorch wrote."""
 VERDICTS = ("finding", "expected", "absorbed")
 LARGEST = {"float16": "65504", "bfloat16": "3.39e+38", "float32": "3.4e+38"}
 LINES_PER_STEP = 5
@@ -124,6 +126,8 @@ class FpException:
     """For an overflow: the first finite result computed from it that is wrong."""
     reason: str | None = None
     """The cause, if more is known than the figures show."""
+    process: int | None = None
+    """The number of the process in which it arose; None for one process."""
 
     @property
     def key(self) -> tuple[str | None, ...]:
@@ -131,11 +135,18 @@ class FpException:
         return (self.verdict, self.kind, self.op, self.phase, self.module, self.location)
 
     @property
+    def has_op(self) -> bool:
+        """Whether the op that made it was seen."""
+        return self.kind != "outside" and (self.location is not None or self.op != UNSEEN)
+
+    @property
     def where(self) -> str:
         """Op, module, phase and line."""
         kind = f" ({self.module_kind})" if self.module_kind else ""
         inside = f" in {self.module or 'the model'}{kind}" if kind else ""
-        return f"{self.op}{inside}, {self.phase}" + (f", {self.location}" if self.location else "")
+        place = f", {self.location}" if self.location else ""
+        process = "" if self.process is None else f", process {self.process}"
+        return f"{self.op}{inside}, {self.phase}{place}{process}"
 
     def text(self) -> str:
         """The exception in one line."""

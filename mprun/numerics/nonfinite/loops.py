@@ -33,7 +33,13 @@ from mprun._torch import in_backward, is_compiled
 from mprun.errors import RunFailedError
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport, finding_lines
 from mprun.numerics.nonfinite.nonfinite_watcher import COMPILED
-from mprun.numerics.nonfinite.step_monitor import HALT_AFTER, Response, StepMonitor, StepOutcome
+from mprun.numerics.nonfinite.step_monitor import (
+    HALT_AFTER,
+    Response,
+    Share,
+    StepMonitor,
+    StepOutcome,
+)
 from mprun.numerics.tracker import StepListener
 from mprun.precision import (
     Arithmetic,
@@ -218,12 +224,13 @@ class WatchedRunExceptions(RunExceptions):
 
     Args:
         action, halt_after, saturates: as in `fp_exceptions`.
+        share: gives the exceptions of all processes, which respond alike.
     """
 
-    def __init__(self, action: str, halt_after: int, saturates: bool) -> None:
+    def __init__(self, action: str, halt_after: int, saturates: bool, share: Share = tuple) -> None:
         super().__init__()
         self.response = Response(action, halt_after)
-        self._saturates = saturates
+        self._saturates, self._share = saturates, share
 
     def precision(self, *args: Any, **kwargs: Any) -> Precision:
         return WatchedPrecision(self, *args, **kwargs)
@@ -232,7 +239,9 @@ class WatchedRunExceptions(RunExceptions):
         self, model: nn.Module, optimizer: Optimizer, on_step_end: OnStepEnd
     ) -> Sequence[str]:
         self.on_step_end = on_step_end
-        self.monitor = StepMonitor(model, [optimizer], self.response, self._saturates, self.report)
+        self.monitor = StepMonitor(
+            model, [optimizer], self.response, self._saturates, self.report, self._share
+        )
         self.following = partial(self.monitor.watcher.following, model, optimizer)
         compiled = any(map(is_compiled, model.modules()))
         return (SLOW, COMPILED) if compiled else (SLOW,)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.numerics.nonfinite.fp_exception import FpException
+from mprun.numerics.nonfinite.fp_exception import UNSEEN, FpException
 from mprun.numerics.nonfinite.origins import OriginFinder, at_largest
 from mprun.numerics.nonfinite.shadow import Origin, mark_reached, memory
 from mprun.numerics.nonfinite.tensor_stats import (
@@ -156,7 +156,7 @@ class StateCheck:
             kind=kind,
             step=step,
             last_step=step,
-            op=f"{stepped}.step" if in_optimizer else "an unseen kernel",
+            op=f"{stepped}.step" if in_optimizer else UNSEEN,
             phase=phase,
             module=module,
             module_kind=self._kinds.get(module, ""),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import isclose
@@ -27,6 +27,10 @@ ACTIONS = ("log", "halt", "skip")
 HALT_AFTER = 20
 """Steps lost in a row after which `halt` and `skip` give up: a dynamic loss scale of 65536 is 1/16
 by then, and no gradient needs one below 1."""
+
+
+Share = Callable[[Iterable[FpException]], tuple[FpException, ...]]
+"""Exceptions of this process to those of all."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class StepMonitor:
         response: decides; None to log.
         saturates: whether 16-bit numbers clamped to the largest of their dtype count.
         report: the exceptions are added to it.
+        share: gives the exceptions of all processes, from those of this one.
     """
 
     def __init__(
@@ -103,8 +108,10 @@ class StepMonitor:
         response: Response | None = None,
         saturates: bool = False,
         report: NonfiniteReport | None = None,
+        share: Share = tuple,
     ) -> None:
         self.report = report or NonfiniteReport()
+        self._share = share
         self._model, self._optimizers = model, optimizers
         self._response = response or Response("log")
         self._finder = OriginFinder(saturates, lambda x: self._state.name_of(x))
@@ -179,7 +186,7 @@ class StepMonitor:
         self._state.check_after_step(self._step)
         scale = loss_scale or self.watcher.loss_scale
         judged = [_judged(self._placed(origin), skipped, scale) for origin in self._finder.new]
-        exceptions = tuple(e for e in judged if e is not None)
+        exceptions = self._share(e for e in judged if e is not None)
         outcome = self._response.to(StepOutcome(self._step, skipped, exceptions))
         if outcome.dropped and self._snapshot is not None:
             with self.watcher.muted():

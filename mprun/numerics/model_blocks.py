@@ -1,0 +1,105 @@
+"""The blocks of a model: the parts that FSDP2 shards and activation checkpointing recomputes.
+
+A transformer's blocks are its layers. They are found by their class: it is repeated, has parts of
+its own, and holds the most parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mprun.precision import same_rounding
+
+CASTS_WEIGHTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose weights autocast casts wherever they are used."""
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules that only hold others."""
+
+
+def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Path and module of each block, in the order of the model.
+
+    Blocks are the outermost modules of the class that appears at least twice and holds the most
+    parameters. Classes whose modules have parts with parameters come before layers such as
+    `nn.Linear`, containers such as `nn.Sequential` do not count. Without such a class, blocks are
+    the model's direct children with parameters.
+    """
+    classes = _repeated(model)
+    composite = [own for own in classes if any(_has_parts(module) for _, module in own)]
+    best = max(composite or classes, key=lambda own: _parameters([m for _, m in own]), default=[])
+    if best:
+        return best
+    return [(path, m) for path, m in model.named_children() if _parameters([m])]
+
+
+def _repeated(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
+    """The outermost modules of each class that has two or more with parameters."""
+    by_class: dict[type, list[tuple[str, nn.Module]]] = {}
+    for path, module in model.named_modules():
+        own = by_class.setdefault(type(module), [])
+        outer = [f"{name}." for name, _ in own]
+        if path and not path.startswith(tuple(outer)) and _parameters([module]):
+            own.append((path, module))
+    return [
+        own for kind, own in by_class.items() if len(own) > 1 and not issubclass(kind, CONTAINERS)
+    ]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(_parameters([child]) for child in module.children())
+
+
+def _parameters(modules: Sequence[nn.Module]) -> int:
+    """Numbers in the parameters of the modules, shared ones once."""
+    return sum(p.numel() for p in {p for module in modules for p in module.parameters()})
+
+
+def cast_modules(model: nn.Module) -> list[str]:
+    """Paths of the modules whose parameters autocast casts, without those that share some."""
+    uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, CASTS_WEIGHTS) and all(uses[p] == 1 for p in module.parameters())
+    ]
+
+
+@contextmanager
+def checkpointed(model: nn.Module, random_states: bool = True) -> Iterator[None]:
+    """Inside, a block's activations are recomputed in the backward pass instead of kept.
+
+    Each block runs in PyTorch's `checkpoint`, the variant without reentrant autograd: it keeps the
+    block's inputs. Gradients are the same, bit for bit.
+
+    Args:
+        model: the model; its class and its paths stay as they are.
+        random_states: recompute with the random numbers that the forward pass had (dropout).
+            Fake tensors have none.
+    """
+    with ExitStack() as stack:
+        for _, block in blocks_of(model):
+            run: Any = partial(
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=random_states,
+                context_fn=same_rounding,
+            )
+            stack.callback(_restore_forward, block, block.__dict__.get("forward"))
+            block.forward = run
+        yield
+
+
+def _restore_forward(block: nn.Module, own: Any) -> None:
+    """Undo `checkpointed`; `own` is what the module itself had, else its class has it."""
+    if own is None:
+        del block.forward
+    else:
+        block.forward = own

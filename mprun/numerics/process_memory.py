@@ -1,0 +1,268 @@
+"""What one of several processes holds of a training step, from the storages of a single process.
+
+Each process computes the same ops on its own batch, so activations and buffers are the same.
+
+DDP: every process holds the whole model. After the backward pass, gradients are summed in buckets:
+flat copies of all of them in the reduction's dtype. Where that is not their own, a bucket is first
+converted, which takes its bytes again.
+
+FSDP2: parameters, gradients and optimizer state are cut along dimension 0 into chunks of
+ceil(rows / processes) rows. A unit is a block of the model (`model_blocks.py`), or all else:
+
+    gathered parameters   a block's, whole, from the moment when the block before it runs (prefetch)
+                          to the end of its own pass, in the forward pass and again in the backward
+                          pass; those outside of blocks from the first op of the forward pass to the
+                          end of the backward pass; weights that autocast casts in its dtype
+    whole gradients       from the op that makes them to the end of their unit's backward pass
+    reduction             a flat copy of a unit's gradients in the reduction's dtype, made when its
+                          gathered parameters are gone, and kept to the end of the next block's
+                          backward pass (on CUDA, while it is sent)
+
+They count as temporary. The casts of weights that autocast makes in a single process are gone, and
+those of their gradients. Temporaries of the optimizer are cut as the parameters are. The gradients
+of each micro-batch are reduced for themselves.
+
+The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests compare with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+from typing import NamedTuple, Protocol
+
+import torch
+
+from mprun.numerics.step_memory import LiveStorage, MemoryPoint
+
+BUCKET_BYTES = 25 * 2**20
+"""A bucket is not larger, except for a larger gradient by itself."""
+ROOT = ""
+"""The unit of everything outside of blocks."""
+
+
+class ProcessRule(Protocol):
+    """Turns the storages of a step in a single process into those of one of several."""
+
+    def storages(
+        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+    ) -> Sequence[LiveStorage]:
+        """What a process holds, the largest chunks where they differ."""
+        ...
+
+
+class OneProcess:
+    """There are no others."""
+
+    def storages(
+        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+    ) -> Sequence[LiveStorage]:
+        """The same."""
+        return storages
+
+
+@dataclass(frozen=True)
+class ReplicatedModel:
+    """DDP: each process has the whole model, and sums all gradients after the backward pass."""
+
+    reduce_itemsize: int
+    """Bytes of a number in the reduction."""
+
+    def storages(
+        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+    ) -> Sequence[LiveStorage]:
+        """The same, and the buckets."""
+        steps = _BlockVisits(points)
+        gradients = [h for h in steps.in_step(storages) if h.category == "gradients"]
+        sizes = [_numel(h) * self.reduce_itemsize for h in gradients]
+        nbytes = sum(sizes)
+        if any(_itemsize(h.dtype) != self.reduce_itemsize for h in gradients):
+            nbytes += min(nbytes, max(BUCKET_BYTES, *sizes))
+        return [*storages, _flat(nbytes, steps.end, steps.end + 1, ROOT)]
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """FSDP2: each process has a part of each parameter, and gathers a block where it runs."""
+
+    world_size: int
+    blocks: Sequence[str]
+    """Paths of the blocks."""
+    gathered_itemsizes: Mapping[str, int]
+    """Module to the bytes of a number of its gathered parameters, where they are cast."""
+    reduce_itemsize: int
+    """Bytes of a number in the reduction."""
+
+    def storages(
+        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+    ) -> Sequence[LiveStorage]:
+        """Parts of the model, gathered blocks, and what a unit reduces."""
+        visits = _BlockVisits(points, self.blocks)
+        held = self._without_casts(visits.in_step(storages), points)
+        pieces = [piece for h in held for piece in self._pieces(h, visits)]
+        gathered = self._unit_bytes(held, "parameters", self._compute_itemsize, visits)
+        reduced = self._unit_bytes(held, "gradients", lambda _: self.reduce_itemsize, visits)
+        return [
+            *pieces,
+            *self._gathered(gathered, visits),
+            *self._reductions(reduced, gathered, visits),
+        ]
+
+    def _without_casts(
+        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+    ) -> list[LiveStorage]:
+        """The storages without autocast's copies of parameters, and the gradients of those."""
+        cast = [h for h in storages if h.cast_of is not None and h.owner in self.gathered_itemsizes]
+        copied = {id(h.cast_of) for h in cast if h.category == "gradients"}
+        copies = {
+            id(h)
+            for h in cast
+            if h.cast_of is not None
+            and h.cast_of.category == "parameters"
+            and points[h.born].phase in ("forward", "backward")
+        }
+        return [h for h in storages if id(h) not in copied | copies]
+
+    def _pieces(self, h: LiveStorage, visits: _BlockVisits) -> Iterator[LiveStorage]:
+        part = replace(h, nbytes=h.nbytes * self._rows(h) // _rows(h))
+        if h.category in ("parameters", "optimizer_state"):
+            yield part
+        elif h.category == "gradients":
+            at = visits.reduced_at(h)
+            if h.born <= at:
+                whole_bytes = _numel(h) * self._compute_itemsize(h)
+                until = at + 1 if h.died is None else min(at + 1, h.died)
+                is_cast = h.cast_of is not None and h.owner in self.gathered_itemsizes
+                born = h.cast_of.born if is_cast and h.cast_of is not None else h.born
+                yield replace(h, nbytes=whole_bytes, category="temporary", born=born, died=until)
+                part.born = at + 1
+            if part.died is None or part.born < part.died:
+                yield part
+        elif h.category == "temporary" and h.born > visits.end:  # of the optimizer
+            yield part
+        else:
+            yield h
+
+    def _gathered(self, sizes: Mapping[str, int], visits: _BlockVisits) -> Iterator[LiveStorage]:
+        yield _flat(sizes[ROOT], visits.begin, visits.end + 1, ROOT)
+        before = None
+        for visit in visits.visits:
+            born = visit.first
+            if before is not None:
+                born = before.first if before.unit != visit.unit else before.last + 1
+            yield _flat(sizes[visit.unit], born, visit.last + 1, visit.unit)
+            before = visit
+
+    def _reductions(
+        self, sizes: Mapping[str, int], gathered: Mapping[str, int], visits: _BlockVisits
+    ) -> Iterator[LiveStorage]:
+        backward = [visit for visit in visits.visits if visit.is_backward]
+        ends = [*(visit.last for visit in backward[1:]), visits.end]
+        before = 0
+        for (unit, _, _, last), died in zip(backward, ends, strict=False):  # without any, one end
+            # The copy is made when the block's parameters and the copy before are gone.
+            more = max(0, sizes[unit] - gathered[unit] - before)
+            yield _flat(more, last, last + 1, unit)
+            yield _flat(sizes[unit], last + 1, max(died, last) + 1, unit)
+            before = sizes[unit]
+        more = max(0, sizes[ROOT] - gathered[ROOT] - before)
+        yield _flat(more, visits.end, visits.end + 1, ROOT)
+
+    def _unit_bytes(
+        self,
+        held: Sequence[LiveStorage],
+        category: str,
+        itemsize: Callable[[LiveStorage], int],
+        visits: _BlockVisits,
+    ) -> dict[str, int]:
+        """Unit to the bytes of its parameters or gradients, the chunks of all processes."""
+        sizes = dict.fromkeys((*self.blocks, ROOT), 0)
+        for h in held:
+            if h.category == category:
+                sizes[visits.unit(h.owner)] += self._padded(h) * itemsize(h)
+        return sizes
+
+    def _rows(self, h: LiveStorage) -> int:
+        """Rows of the largest chunk."""
+        return ceil(_rows(h) / self.world_size)
+
+    def _padded(self, h: LiveStorage) -> int:
+        """Numbers in the chunks of all processes: all are as large as the largest."""
+        if not h.shape:
+            return _numel(h)
+        return _numel(h) // _rows(h) * self._rows(h) * self.world_size
+
+    def _compute_itemsize(self, h: LiveStorage) -> int:
+        own = _itemsize(h.dtype)
+        return min(own, self.gathered_itemsizes.get(h.owner, own))
+
+
+class _Visit(NamedTuple):
+    """Ops of one block, one after the other, in one pass."""
+
+    unit: str
+    is_backward: bool
+    first: int
+    last: int
+
+
+class _BlockVisits:
+    """When the blocks of a step run."""
+
+    def __init__(self, points: Sequence[MemoryPoint], blocks: Sequence[str] = ()) -> None:
+        self.unit = cache(lambda owner: _unit(owner, blocks))
+        numbered = [(n, p) for n, p in enumerate(points) if p.phase in ("forward", "backward")]
+        self.begin = numbered[0][0] if numbered else 0
+        self.end = max((n for n, p in numbered if p.phase == "backward"), default=0)
+        """The last op of the backward pass."""
+        self.visits: list[_Visit] = []
+        for n, point in numbered:
+            self._visit(n, self.unit(point.owner), point.phase == "backward")
+
+    def in_step(self, storages: Iterable[LiveStorage]) -> list[LiveStorage]:
+        """Those that are not gone before the forward pass, as gradients of the step before."""
+        return [h for h in storages if h.died is None or h.died > self.begin]
+
+    def reduced_at(self, gradient: LiveStorage) -> int:
+        """The op after which a gradient is reduced with its unit, the first time in a step.
+
+        Smaller than `gradient.born` for a gradient that an earlier step left.
+        """
+        if gradient.born <= self.begin:
+            return -1
+        unit = self.unit(gradient.owner)
+        ends = (v.last for v in self.visits if v.is_backward and v.unit == unit)
+        return next((n for n in ends if n >= gradient.born), max(self.end, gradient.born))
+
+    def _visit(self, n: int, unit: str, is_backward: bool) -> None:
+        if unit == ROOT:
+            return
+        last = self.visits[-1] if self.visits else None
+        if last is not None and (last.unit, last.is_backward) == (unit, is_backward):
+            self.visits[-1] = last._replace(last=n)
+        else:
+            self.visits.append(_Visit(unit, is_backward, n, n))
+
+
+def _unit(owner: str, blocks: Iterable[str]) -> str:
+    return next((b for b in blocks if owner == b or owner.startswith(f"{b}.")), ROOT)
+
+
+def _flat(nbytes: int, born: int, died: int, owner: str) -> LiveStorage:
+    return LiveStorage(nbytes, "temporary", owner, born, (nbytes,), "torch.uint8", died)
+
+
+def _rows(h: LiveStorage) -> int:
+    return max(h.shape[0], 1) if h.shape else 1
+
+
+def _numel(h: LiveStorage) -> int:
+    return h.nbytes // _itemsize(h.dtype)
+
+
+@cache
+def _itemsize(dtype: str) -> int:
+    itemsize: int = getattr(torch, dtype.removeprefix("torch.")).itemsize
+    return itemsize

@@ -1,0 +1,267 @@
+"""How the processes of one command meet, get their jobs, and learn that one of them is lost.
+
+All processes get the same command line. The first one carries the command out: it composes, plans,
+keeps records, prints. Wherever the command trains, it announces a job, and the others carry out the
+same job beside it (`mprun.run.follow`). So every command works in several processes, studies too,
+and only training is parallel.
+
+A job ends in all processes, or in none. A loss that becomes NaN is the same number everywhere, so
+all fail at the same step and are ready for the next job. A fault of one process (a kill, a full
+disk) leaves the others inside an exchange: their connections break, and the command ends.
+
+The processes leave notes for each other in torchrun's own store, which outlives them: why a process
+failed, and the run's folder, by which torchrun's `--max-restarts` resumes the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mprun.errors import MachineFailedError, first_line
+from mprun.parallel.layouts import Layout, ReplicaLayout
+from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
+
+PATIENCE = timedelta(minutes=30)
+"""How long an exchange may take, PyTorch's default; a process that ends is noticed at once."""
+GRACE_S = 5.0
+"""How long a process that failed in a part of a job waits for the others to fail in it."""
+NOTE_S = 2.0
+"""How long to wait for the note of a process that failed."""
+POLL_S = 0.02
+
+
+class Meeting:
+    """One process: there is nobody to meet. With several, `GroupMeeting`."""
+
+    is_first = True
+
+    def announce(self, job: Any) -> None:
+        """The first process begins a job: the others get `job`."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all processes do the same part of a job.
+
+        It fails in all of them, and all can begin the next job; or the command ends.
+
+        Raises:
+            PeerLostError: another process is gone.
+        """
+        yield
+
+    def finish(self) -> None:
+        """The job is done in this process, and its exchanges are over."""
+
+    def layout(self, kind: str, device: torch.device) -> Layout:
+        """What this process holds of a model: none, ddp or fsdp2."""
+        return Layout()
+
+    def keep_folder(self, folder: Path) -> None:
+        """Keep the folder of the run, for processes that torchrun starts again."""
+
+    def earlier_folder(self) -> Path | None:
+        """The folder of the run that this command began before torchrun started it again."""
+        return None
+
+    def close(self) -> None:
+        """The command has ended: the other processes end."""
+
+
+class GroupMeeting(Meeting):
+    """The processes that torchrun started; all of them construct it at the same time.
+
+    Args:
+        rank: the number of this process.
+        size: how many there are.
+        local_rank: this process's number on its machine.
+        restarts: how often torchrun has started all of them again.
+    """
+
+    def __init__(self, rank: int, size: int, local_rank: int, restarts: int) -> None:
+        self._rank, self._size, self._restarts = rank, size, restarts
+        self.is_first = rank == 0
+        self._number = self._jobs = 0
+        self._is_busy = False
+        backend = "gloo"
+        if local_rank < torch.cuda.device_count():
+            torch.cuda.set_device(local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        store = _store(rank)
+        self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
+        # torchrun's store outlives the processes: those of an earlier start left addresses in it
+        own = dist.PrefixStore(f"mprun/{restarts}", store)  # type: ignore[attr-defined]
+        self._notes = own
+        try:
+            dist.init_process_group(
+                backend, timeout=PATIENCE, store=own, rank=rank, world_size=size
+            )
+        except RuntimeError as error:
+            raise MachineFailedError(
+                f"process {rank} of {size} cannot connect to the others: {first_line(error)}"
+            ) from None
+        self._notes.set(f"process/{rank}", f"{gethostname()} {os.getpid()}")
+
+    def announce(self, job: Any) -> None:
+        if self._is_busy:  # the others are still in an exchange of the last job
+            self._disconnect()
+        self._is_busy = job is not None
+        self._jobs += 1
+        self._notes.set(f"job/{self._jobs}", "1")
+        self._exchange(job)
+
+    def next_job(self) -> Any:
+        """What the first process announces next; None where the command ends.
+
+        Raises:
+            PeerLostError: the first process is gone.
+        """
+        self._jobs += 1
+        while self.is_connected and not self._notes.check([f"job/{self._jobs}"]):
+            if self._is_gone(0):  # what it does alone may take longer than an exchange
+                raise PeerLostError("the first process ended")
+            time.sleep(POLL_S)
+        return self._exchange(None)
+
+    def finish(self) -> None:
+        self._is_busy = False
+
+    @property
+    def is_connected(self) -> bool:
+        """False once a part of a job has failed in this process alone."""
+        return dist.is_initialized()
+
+    def _exchange(self, job: Any) -> Any:
+        if not self.is_connected:
+            raise PeerLostError("the processes are no longer connected: one of them has ended")
+        return GroupRanks(torch.device("cpu")).share(job)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._number += 1
+        try:
+            yield
+        except PeerLostError as error:
+            raise self._explained(error) from None
+        except BaseException as error:
+            if (loss := lost(error)) is not None:
+                raise self._explained(loss) from error
+            self._leave(error)
+            raise
+
+    def _leave(self, error: BaseException) -> None:
+        """A part failed here: if it failed everywhere, all go on, else the connections end."""
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        self._notes.set(f"failed/{self._rank}", first)
+        self._notes.set(f"end/{self._number}/{self._rank}", "1")
+        if self._noted([f"end/{self._number}/{rank}" for rank in range(self._size)], GRACE_S):
+            self._notes.delete_key(f"failed/{self._rank}")  # all failed: nothing to explain
+            self._is_busy = False
+        else:
+            self._disconnect()
+
+    def _noted(self, keys: list[str], patience_s: float) -> bool:
+        """Whether the store has all notes, or gets them within so many seconds."""
+        until = time.monotonic() + patience_s
+        while not self._notes.check(keys):
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _explained(self, error: PeerLostError) -> PeerLostError:
+        """The error with the process that is gone, and what it said."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        texts = {rank: text for rank in others if (text := self._note_of(rank)) is not None}
+        gone = [rank for rank in others if self._is_gone(rank)]
+        self._notes.set(f"failed/{self._rank}", f"{error}")
+        again = ""
+        if self._kept.check(["folder"]):
+            again = f"; continue the run with run.resume={self._kept.get('folder').decode()}"
+        for rank, text in texts.items():
+            return PeerLostError(f"process {rank} of {self._size}: {text}{again}")
+        if gone:
+            lost_one = f"process {gone[0]} of {self._size} was killed, or crashed"
+            return PeerLostError(f"{lost_one}{again}")
+        return PeerLostError(f"one of the {self._size} processes ended{again}")
+
+    def _note_of(self, rank: int) -> str | None:
+        """Why another process failed, as it has noted."""
+        if not self._noted([f"failed/{rank}"], NOTE_S / self._size):
+            return None
+        return self._notes.get(f"failed/{rank}").decode()
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether a process has ended, as far as can be seen: on this machine."""
+        machine, number = self._notes.get(f"process/{rank}").decode().split()
+        if machine != gethostname():
+            return False
+        try:
+            state = Path(f"/proc/{number}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+        except OSError:
+            return not Path(f"/proc/{number}").exists()
+        return state.split()[0] in "ZX"
+
+    def layout(self, kind: str, device: torch.device) -> Layout:
+        if kind == "fsdp2":
+            from mprun.parallel.shards import ShardLayout  # imports a second of PyTorch
+
+            return ShardLayout(GroupRanks(device), device)
+        return ReplicaLayout(GroupRanks(device))
+
+    def keep_folder(self, folder: Path) -> None:
+        self._kept.set("folder", str(folder.resolve()))
+
+    def earlier_folder(self) -> Path | None:
+        if not self._restarts or not self._kept.check(["folder"]):
+            return None
+        return Path(self._kept.get("folder").decode())
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):
+            if self.is_first:
+                self.announce(None)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        gc.collect()  # models in cycles hold the group, whose threads must end before Python does
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _store(rank: int) -> Any:
+    """The store that all processes share: torchrun's, else the first process has it."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(host, port, is_master=hosts, multi_tenant=True)  # type: ignore[attr-defined]
+
+
+_here: list[Meeting] = [Meeting()]
+
+
+def here() -> Meeting:
+    """The meeting of this process, which is one for the whole process as torch.distributed is."""
+    return _here[-1]
+
+
+@contextmanager
+def meeting_of(rank: int, size: int, local_rank: int, restarts: int) -> Iterator[GroupMeeting]:
+    """Inside, `here` is the meeting of the processes that torchrun started."""
+    meeting = GroupMeeting(rank, size, local_rank, restarts)
+    _here.append(meeting)
+    try:
+        yield meeting
+    finally:
+        _here.pop()
+        meeting.close()

@@ -1,0 +1,143 @@
+"""What the processes of a run exchange beside gradients: numbers, decisions and objects.
+
+Every decision that one process can take alone (a signal, the end of the time) has to be taken by
+all of them at the same step, or one of them waits for ever. So they agree after each step.
+
+A process that ends breaks its connections, and the others' next exchange fails at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mprun.errors import MachineFailedError
+
+T = TypeVar("T")
+
+LOST = ("closed by peer", "reset by peer", "closed by remote", "broken pipe", "socket", "timed out")
+"""What errors of gloo and NCCL say if another process is gone."""
+
+
+class PeerLostError(MachineFailedError):
+    """Another process of the run ended; what was recorded stays."""
+
+
+class Ranks:
+    """One process, which agrees with itself. With several, `GroupRanks`."""
+
+    rank = 0
+    """The number of this process."""
+    size = 1
+    """How many there are."""
+    waited_s = 0.0
+    """Seconds that this process has spent on communication, waits for others included."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process keeps the record."""
+        return self.rank == 0
+
+    def total(self, value: float) -> float:
+        """The sum of a number over processes."""
+        return value
+
+    def totals(self, values: list[float]) -> list[float]:
+        """The sums of numbers over processes, in float64."""
+        return values
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag whether any process has set it."""
+        return flags
+
+    def gather(self, value: T) -> list[T]:
+        """The objects of all processes, by their numbers."""
+        return [value]
+
+    def share(self, value: T) -> T:
+        """The first process's object."""
+        return value
+
+    def sum_tensors(self, tensors: list[Tensor]) -> None:
+        """Add up each tensor over processes, in place."""
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest of a tensor's values over processes, element by element."""
+        return tensor
+
+
+class GroupRanks(Ranks):
+    """The processes of torch.distributed's default group, which is initialized."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._device = device
+        self.waited_s = 0.0
+
+    @contextmanager
+    def communicating(self) -> Iterator[None]:
+        """Inside, time counts as communication, and the loss of a process is named.
+
+        Raises:
+            PeerLostError: another process is gone.
+        """
+        began = time.perf_counter()
+        try:
+            yield
+        except RuntimeError as error:
+            raise lost(error) or error from error
+        finally:
+            self.waited_s += time.perf_counter() - began
+
+    def total(self, value: float) -> float:
+        return self.totals([value])[0]
+
+    def totals(self, values: list[float]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64)
+        with self.communicating():
+            dist.all_reduce(numbers)
+        return numbers.tolist()
+
+    def agree(self, *flags: bool) -> tuple[bool, ...]:
+        return tuple(bool(x) for x in self.totals([float(flag) for flag in flags]))
+
+    def gather(self, value: T) -> list[T]:
+        values: list[Any] = [None] * self.size
+        with self.communicating():
+            dist.all_gather_object(values, value)
+        return values
+
+    def share(self, value: T) -> T:
+        values = [value]
+        with self.communicating():
+            dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def sum_tensors(self, tensors: list[Tensor]) -> None:
+        with self.communicating():
+            works = [dist.all_reduce(x, async_op=True) for x in tensors]
+            for work in works:
+                assert work is not None
+                work.wait()
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        result = tensor.clone()
+        with self.communicating():
+            dist.all_reduce(result, dist.ReduceOp.MAX)
+        return result
+
+
+def lost(error: BaseException) -> PeerLostError | None:
+    """What an error of torch.distributed says if another process is gone; else None."""
+    text = " ".join(str(error).lower().split())
+    if isinstance(error, PeerLostError):
+        return error
+    if not isinstance(error, RuntimeError) or not any(word in text for word in LOST):
+        return None
+    return PeerLostError("another process of the run ended")

@@ -1,0 +1,258 @@
+"""Shards: each process holds a part of every parameter, by PyTorch's FSDP2 (`fully_shard`).
+
+A block's parameters are gathered before it runs, and its gradients are summed and cut afterwards
+(Zhao et al., "PyTorch FSDP", 2023). A parameter is cut along its first dimension into one
+contiguous part per process.
+
+What is gathered in which dtype follows the policy. Stored parameters keep their dtype. Under
+autocast, the weights of linear layers and convolutions are gathered in the 16-bit dtype: autocast
+would cast them to it anyway. All other modules (norms, embeddings) are wrapped on their own and
+gathered in float32, since autocast computes with their weights as they are.
+
+The optimizer gets each process's part as an ordinary tensor. So every optimizer that computes
+element by element works, mprun's rounding ones too: they draw random bits by the element's index in
+the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
+those of all parts (`ShardCombine`).
+
+Checkpoints hold whole tensors: any number of processes resumes from them, and one process too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from mprun._torch import own_parameters
+from mprun.errors import RunFailedError
+from mprun.numerics.model_blocks import blocks_of, cast_modules
+from mprun.parallel.layouts import GroupLayout
+from mprun.parallel.ranks import GroupRanks, Ranks
+from mprun.parallel.reduction import BufferMean
+from mprun.precision import Combine
+from mprun.precision.policy import Policy, torch_dtype
+from mprun.precision.products import LOW
+from mprun.precision.random_bits import NAME, mark_shard
+
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""What a module's parameters are stored and gathered in."""
+
+
+class ShardCombine(Combine):
+    """Figures of all processes' parts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        square = norm.detach().float().square()
+        self._ranks.sum_tensors([square])
+        return square.sqrt().to(norm.dtype)
+
+    def overflow(self, flag: Tensor) -> Tensor:
+        return self._ranks.largest(flag)
+
+
+class ShardLayout(GroupLayout):
+    """A part of every parameter in each process."""
+
+    kind = "fsdp2"
+
+    def __init__(self, ranks: GroupRanks, device: torch.device) -> None:
+        super().__init__(ranks)
+        self.combine = ShardCombine(ranks)
+        self._mesh = init_device_mesh(device.type, (ranks.size,))
+        self._own: dict[nn.Parameter, DTensor] = {}
+        """Each process's parts, and the parameters that they are parts of."""
+
+    def arrange(self, model: nn.Module, policy: Policy) -> None:
+        names = {name: getattr(p, NAME, name) for name, p in model.named_parameters()}
+        self._buffers = BufferMean(model, self.ranks)
+        for module, dtype in units(model, policy):
+            rule = MixedPrecisionPolicy(
+                param_dtype=dtype,
+                reduce_dtype=torch_dtype(policy.reduce_dtype),
+                cast_forward_inputs=False,
+            )
+            fully_shard(module, mesh=self._mesh, mp_policy=rule)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # gradients are summed: the loss is a share
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        parameters: Any = model.named_parameters()  # they are `DTensor`s now
+        self._own = {self._part(p, names[name]): p for name, p in parameters}
+
+    def _part(self, p: Any, name: str) -> nn.Parameter:
+        own = nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+        mark_shard(own, name, self._rows(p)[0] * (p.numel() // max(1, len(p))))
+        return own
+
+    def _rows(self, p: Tensor) -> tuple[int, int]:
+        """The first row of this process's part, and the end."""
+        each = -(-len(p) // self.ranks.size)
+        return min(self.ranks.rank * each, len(p)), min((self.ranks.rank + 1) * each, len(p))
+
+    @contextmanager
+    def trainable(self, model: nn.Module) -> Iterator[None]:
+        part_of = {id(whole): own for own, whole in self._own.items()}
+        places = [
+            (own, name, p)
+            for own in map(own_parameters, model.modules())
+            for name, p in own.items()
+            if p is not None
+        ]
+        try:
+            for own, name, p in places:
+                own[name] = part_of[id(p)]
+            yield
+        finally:
+            for own, name, p in places:
+                own[name] = p
+
+    def end_backward(self, took_part: bool) -> None:
+        for own, whole in self._own.items():
+            gradient: Any = whole.grad
+            own.grad = None if gradient is None else gradient.to_local()
+            whole.grad = None
+        self._buffers(took_part)
+
+    def model_state(self, model: nn.Module) -> Mapping[str, Any]:
+        return {name: _whole(value) for name, value in model.state_dict().items()}
+
+    def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        own = model.state_dict()
+        if own.keys() != state.keys():
+            missing = sorted(own.keys() ^ state.keys())
+            raise ValueError(f"the model's state differs in {', '.join(missing)[:200]}")
+        with torch.no_grad():
+            for name, value in own.items():
+                target = value.to_local() if isinstance(value, DTensor) else value
+                whole = state[name]
+                target.copy_(self._cut(whole, value) if isinstance(value, DTensor) else whole)
+
+    def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        first, end = self._rows(p)
+        return whole[first:end]
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        whole: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._gathered)
+        return whole
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
+
+    def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
+        """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = {
+            index: {
+                name: convert(entry, held[index], self._own[held[index]])
+                for name, entry in own.items()
+            }
+            for index, own in state["state"].items()
+        }
+        converted = {**state, "state": entries}
+        if "masters" in state:
+            low = [p for p in held if p.dtype in LOW]
+            converted["masters"] = [
+                convert(master, p, self._own[p])
+                for master, p in zip(state["masters"], low, strict=True)
+            ]
+        return converted
+
+    def _gathered(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+        if not isinstance(entry, Tensor) or not entry.dim():
+            return entry
+        if entry.shape != own.shape:
+            raise RunFailedError(
+                f"parallel=fsdp2 keeps a part of each parameter, {list(own.shape)} here, and the "
+                f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
+                "computes element by element, such as AdamW, or parallel=ddp"
+            )
+        placed = DTensor.from_local(
+            entry,
+            self._mesh,
+            whole.placements,
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        return _whole(placed)
+
+    def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+        if not isinstance(entry, Tensor) or entry.shape != whole.shape:
+            return entry
+        return self._cut(entry, whole).clone()
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
+
+
+def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype]]:
+    """The modules to shard, inner ones first, each with the dtype that it is gathered in.
+
+    They are the model's blocks and the model itself. Inside each of them, modules whose parameters
+    are stored or gathered in another dtype than most are on their own.
+    """
+    tied = _tied(model)
+    cast = cast_modules(model) if policy.casting == "autocast" else []
+    low = {id(model.get_submodule(path)) for path in cast}
+    found: list[tuple[nn.Module, torch.dtype]] = []
+    blocks = [m for _, m in blocks_of(model) if not tied & {*m.parameters()}]
+    for unit in [*blocks, model]:
+        done = {id(m) for m, _ in found if m is not unit}
+        inner = [m for m in _inside(unit, done) if any(True for _ in m.parameters(recurse=False))]
+        kinds = {id(m): _dtypes(m, id(m) in low, policy) for m in inner}
+        most = _most(inner, kinds)
+        apart: set[int] = set()
+        for module in inner:
+            if id(module) in apart or module is unit or kinds[id(module)] == most:
+                continue
+            if tied & {*module.parameters()}:
+                continue
+            apart |= {id(m) for m in module.modules()}
+            found.append((module, kinds[id(module)][1]))
+        found.append((unit, most[1]))
+    return found
+
+
+def _inside(unit: nn.Module, done: set[int]) -> Iterator[nn.Module]:
+    """`unit` and the modules inside it, without those that are sharded already."""
+    yield unit
+    for child in unit.children():
+        if id(child) not in done:
+            yield from _inside(child, done)
+
+
+def _tied(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules share; they have to be in one unit."""
+    seen: set[nn.Parameter] = set()
+    tied: set[nn.Parameter] = set()
+    for module in model.modules():
+        own = {p for p in own_parameters(module).values() if p is not None}
+        tied |= own & seen
+        seen |= own
+    return tied
+
+
+def _dtypes(module: nn.Module, is_cast: bool, policy: Policy) -> Dtypes:
+    stored = next(p.dtype for p in own_parameters(module).values() if p is not None)
+    is_cast &= stored == torch.float32
+    return stored, torch_dtype(policy.compute_dtype) if is_cast else stored
+
+
+def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
+    """The dtypes of most parameters."""
+    sizes: dict[Dtypes, int] = {}
+    for module in modules:
+        numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
+        sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
+    return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))

@@ -1,0 +1,114 @@
+"""mprun with something planted in one of its processes, by variables of the environment.
+
+PLANTED="kill 1 5"   SIGKILL before process 1 takes step 5, in the first start alone
+PLANTED="raise 1 5"  an exception there, and NaN a loss that is NaN
+PLANTED="wait 1 5"   process 1 makes the file `reached`, then takes 50 ms for each further step
+DIGESTS=FOLDER       each process writes SHA-256 of its parameters and moments after training
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mprun.cli.main import main
+from mprun.train.loop import Trainer
+
+
+def plant() -> None:
+    """Patch the trainer of this process."""
+    what, rank, step = os.environ.get("PLANTED", "none 0 0").split()
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if what != "none" and os.environ.get("RANK", "0") == rank and not restarted:
+        _at_step(int(step), getattr(sys.modules[__name__], f"_{what}"))
+    if folder := os.environ.get("DIGESTS"):
+        _with_digests(Path(folder))
+
+
+def _at_step(number: int, act: Callable[[int], None]) -> None:
+    plain = Trainer.optimizer_step
+
+    def step(self: Trainer, batch: Any, *rest: Any) -> Any:
+        is_real = self.parts.layout.ranks.size > 1  # the footprint's one step is alone
+        if is_real and not isinstance(next(self.parts.model.parameters()), FakeTensor):
+            next_step = self.step + 1
+            if next_step >= number:
+                act(next_step - number)
+        return plain(self, batch, *rest)
+
+    Trainer.optimizer_step = step  # type: ignore[method-assign]
+
+
+def _kill(late: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise(late: int) -> None:
+    raise ZeroDivisionError("planted fault")
+
+
+def _wait(late: int) -> None:
+    Path("reached").touch()
+    time.sleep(0.05)
+
+
+def _with_digests(folder: Path) -> None:
+    plain = Trainer.fit
+
+    def fit(self: Trainer) -> None:
+        plain(self)
+        rank = self.parts.layout.ranks.rank
+        (folder / f"digest-{rank}").write_text(digest(self), encoding="utf-8")
+
+    Trainer.fit = fit  # type: ignore[method-assign]
+
+
+def digest(trainer: Trainer) -> str:
+    """SHA-256 of the parameters, buffers and optimizer state that this process holds."""
+    found = hashlib.sha256()
+    held: list[Any] = [trainer.parts.model.state_dict(), trainer.parts.optimizer.state_dict()]
+    while held:
+        value = held.pop()
+        if isinstance(value, Tensor):
+            local = value.detach().contiguous().reshape(-1)
+            found.update(local.view(torch.uint8).numpy().tobytes())
+        elif isinstance(value, dict):
+            held += [value[key] for key in sorted(value, key=str)]
+        elif isinstance(value, list | tuple):
+            held += value
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+def mprun(words: Sequence[str]) -> int:
+    """Carry a command out with what is planted."""
+    plant()
+    return main(list(words))
+
+
+def call(function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    """Save what a function returns in a gloo group, as `result-RANK.pt`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        result = function(*arguments)
+        torch.save(result, f"result-{os.environ['RANK']}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    plant()
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Runs and functions in several processes that share a job.
+
+`Groups` imports torch once and forks the processes of each group, so a group starts in a second.
+It sets what torchrun sets, and watches nobody: what a process does when another one ends is its own
+doing. `torchrun` starts the real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 120
+
+FORKING = """
+import importlib, json, os, sys
+import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, mprun.run
+import mprun.parallel.shards
+from mprun.data.generated import draw
+from tests.parallel import planted
+
+draw()
+for line in sys.stdin:
+    pids = []
+    for job in json.loads(line):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        os.setpgid(0, 0)
+        os.chdir(job["cwd"])
+        os.environ.update(job["environment"])
+        for number, name in ((1, "out"), (2, "err")):
+            path = f"{name}-{job['environment']['RANK']}.txt"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        status = 99
+        try:
+            if job["call"]:
+                module, name, arguments = job["call"]
+                planted.call(getattr(importlib.import_module(module), name), arguments)
+                status = 0
+            else:
+                status = planted.mprun(job["words"])
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    print(json.dumps(pids), flush=True)
+    ended = {}
+    while len(ended) < len(pids):
+        pid, status = os.wait()
+        ended[pid] = os.waitstatus_to_exitcode(status)
+    print(json.dumps([ended[pid] for pid in pids]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group ended."""
+
+    statuses: list[int]
+    """Of each process: its status, or the negative number of the signal that killed it."""
+    seconds: float
+    """From the start of the group to the end of its last process."""
+    out: list[str]
+    err: list[str]
+
+    @property
+    def status(self) -> int:
+        """The first process's."""
+        return self.statuses[0]
+
+    @property
+    def errors(self) -> list[str]:
+        """What all processes said on standard error, line by line."""
+        return [line for text in self.err for line in text.splitlines() if line.strip()]
+
+
+class Groups:
+    """Starts groups of processes, one group at a time."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        )
+        self._store: dist.TCPStore | None = None
+        self.pids: list[int] = []
+
+    def run(
+        self,
+        words: Sequence[str],
+        processes: int = 2,
+        environment: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """Carry an mprun command out in the current folder."""
+        self.start(words, processes, environment)
+        return self.wait()
+
+    def call(self, function: Any, *arguments: Any, processes: int = 2) -> list[Any]:
+        """What `function(*arguments)` returns in each process of a gloo group."""
+        call = [function.__module__, function.__qualname__, list(arguments)]
+        self._begin({"call": call}, processes, {})
+        ended = self.wait()
+        assert ended.statuses == [0] * processes, "\n".join(ended.errors)
+        import torch
+
+        return [torch.load(f"result-{rank}.pt", weights_only=False) for rank in range(processes)]
+
+    def start(
+        self,
+        words: Sequence[str],
+        processes: int = 2,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Begin a command; `wait` for its end."""
+        self._begin({"words": list(words), "call": None}, processes, environment or {})
+
+    def _begin(self, job: dict[str, Any], processes: int, environment: Mapping[str, str]) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            **environment,
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        jobs = [
+            {
+                **job,
+                "cwd": str(Path.cwd()),
+                "environment": {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            }
+            for rank in range(processes)
+        ]
+        self._began = time.monotonic()
+        assert self._server.stdin is not None
+        self._server.stdin.write(f"{json.dumps(jobs)}\n")
+        self._server.stdin.flush()
+        self.pids = self._read(PATIENCE_S)
+
+    def wait(self, patience_s: float = PATIENCE_S) -> Ended:
+        """How the group ended; processes that do not end are killed, and the test fails."""
+        try:
+            statuses = self._read(patience_s)
+        except TimeoutError:
+            for pid in self.pids:
+                os.kill(pid, signal.SIGKILL)
+            self._read(PATIENCE_S)
+            texts = [path.read_text(encoding="utf-8") for path in sorted(Path.cwd().glob("???-*"))]
+            raise AssertionError("the processes did not end:\n" + "\n".join(texts)) from None
+        seconds = time.monotonic() - self._began
+        out, err = (
+            [
+                Path(f"{name}-{rank}.txt").read_text(encoding="utf-8")
+                for rank in range(len(statuses))
+            ]
+            for name in ("out", "err")
+        )
+        self._store = None
+        return Ended(statuses, seconds, out, err)
+
+    def _read(self, patience_s: float) -> list[int]:
+        assert self._server.stdout is not None
+        ready, _, _ = select.select([self._server.stdout], [], [], patience_s)
+        if not ready:
+            raise TimeoutError
+        found: list[int] = json.loads(self._server.stdout.readline())
+        return found
+
+    def close(self) -> None:
+        self._server.communicate(timeout=60)
+
+
+class Torchrun:
+    """The real torchrun, in a process group of its own, with mprun's command beside it."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        processes: int = 2,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run"),
+                *(f"--nproc-per-node={processes}", f"--master-port={free_port()}"),
+                *(*options, "-m", "tests.parallel.planted", *words),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                **(environment or {}),
+            },
+        )
+
+    def interrupt(self) -> None:
+        """Ctrl-C in a terminal: torchrun and all that it started get SIGINT."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """SIGTERM to torchrun alone."""
+        self.process.terminate()
+
+    def wait(self, patience_s: float = PATIENCE_S) -> Ended:
+        """How torchrun ended; its `out` and `err` have one text for all processes."""
+        began = time.monotonic()
+        try:
+            out, err = self.process.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            # its processes are in sessions of their own, and may hold the pipes
+            raise AssertionError(f"torchrun did not end in {patience_s:g} s") from None
+        return Ended([self.process.returncode], time.monotonic() - began, [out], [err])
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def said(ended: Ended) -> list[str]:
+    """The lines of mprun itself on standard error; torchrun's own report has others."""
+    return [line for line in ended.errors if line.startswith("mprun: ")]

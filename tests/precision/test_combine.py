@@ -1,0 +1,230 @@
+"""Clipping and skipped steps where two processes have a shard each; here they are two threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.optim import SGD, AdamW, MasterWeights, mark_shard
+from mprun.optim.masters import masters_of
+from mprun.precision import (
+    Clip,
+    Combine,
+    DynamicLossScale,
+    DynamicRule,
+    LossScale,
+    NativeArithmetic,
+    NoCaster,
+    NoLossScale,
+    Precision,
+    StaticLossScale,
+)
+from mprun.precision.policy import policy
+from tests.optim import normal
+
+CPU = torch.device("cpu")
+HALF, BRAIN = torch.float16, torch.bfloat16
+SIZE = 25
+PATIENCE_S = 20.0
+
+
+class Meeting(Combine):
+    """Two processes of the test; each waits for the other, so a missing call is an error."""
+
+    def __init__(self) -> None:
+        self._barrier, self._values = Barrier(2), [torch.zeros(())] * 2
+        self.calls: list[list[str]] = [[], []]
+
+    def exchange(self, rank: int, name: str, value: Tensor) -> Tensor:
+        self.calls[rank].append(name)
+        self._values[rank] = value
+        self._barrier.wait(PATIENCE_S)
+        values = torch.stack(self._values)
+        self._barrier.wait(PATIENCE_S)
+        return values
+
+
+class OneOfTwo(Combine):
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self._meeting, self._rank = meeting, rank
+
+    def total_norm(self, norm: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(self._meeting.exchange(self._rank, "norm", norm))
+
+    def overflow(self, flag: Tensor) -> Tensor:
+        return self._meeting.exchange(self._rank, "overflow", flag).amax()
+
+
+Make = Callable[[nn.Parameter], Optimizer]
+
+
+def with_masters(p: nn.Parameter) -> MasterWeights:
+    masters = masters_of([p])
+    return MasterWeights(torch.optim.SGD([*masters], lr=2.0**-6), masters)
+
+
+OPTIMIZERS: dict[str, tuple[torch.dtype, Make]] = {
+    "sgd": (BRAIN, lambda p: SGD([p], lr=2.0**-6)),
+    "adamw": (HALF, lambda p: AdamW([p], momentum_dtype=BRAIN, variance_dtype=HALF)),
+    "masters": (BRAIN, with_masters),
+    "torch": (torch.float32, lambda p: torch.optim.SGD([p], lr=2.0**-6)),
+}
+SCALES: dict[str, Callable[[], LossScale]] = {
+    "none": NoLossScale,
+    "static": lambda: StaticLossScale(8.0, CPU),
+    "dynamic": lambda: DynamicLossScale(8.0, DynamicRule(), CPU),
+}
+
+
+def precision(scale: LossScale, clip: Clip) -> Precision:
+    row = policy("fp32")
+    return Precision.of_parts(row, NoCaster(), NativeArithmetic(), scale, clip)
+
+
+def train(
+    part: slice, kind: str, scale: str, early: bool, gradient: Tensor, combine: Combine
+) -> tuple[Tensor, Any, Any]:
+    """Two steps on a part; the parameter, the last step's flag, and the loss scale after it."""
+    dtype, make = OPTIMIZERS[kind]
+    p = nn.Parameter(normal((SIZE,), 1, dtype)[part])
+    mark_shard(p, "weight", part.start)
+    ours = precision(SCALES[scale](), Clip(0.5, combine))
+    optimizer, skipped = make(p), None
+    for _ in range(2):
+        factor = 1.0 if scale == "none" else ours.loss_scale.tensor
+        assert factor is not None
+        p.grad = (gradient[part] * factor).to(dtype)
+        if early:
+            ours.unscale(optimizer)
+        skipped = ours.step(optimizer)
+        ours.update()
+    tensor = ours.loss_scale.tensor
+    return p.detach(), *(None if x is None else x.item() for x in (skipped, tensor))
+
+
+def train_two(cut: int, *how: Any) -> tuple[list[tuple[Tensor, Any, Any]], list[list[str]]]:
+    """As `train` by two processes, cut in two at `cut`; and what they have combined."""
+    meeting, parts = Meeting(), (slice(0, cut), slice(cut, SIZE))
+    with ThreadPoolExecutor(2) as pool:
+        running = [
+            pool.submit(train, part, *how, OneOfTwo(meeting, rank))
+            for rank, part in enumerate(parts)
+        ]
+        return [x.result(2 * PATIENCE_S) for x in running], meeting.calls
+
+
+SCALED = [(scale, early) for scale in ("static", "dynamic") for early in (False, True)]
+"""Loss scales, each with the gradients unscaled in the step or before it."""
+
+
+@pytest.mark.parametrize(("scale", "early"), [("none", False), *SCALED])
+@pytest.mark.parametrize("cut", [9, SIZE])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_clipped_shards_are_the_clipped_whole_bit_for_bit(
+    kind: str, scale: str, early: bool, cut: int
+) -> None:
+    """Ones have exact norms: 3 and 4 of the shards, 5 of the whole. One shard may be empty."""
+    gradient = torch.ones(SIZE)
+    whole, flag, factor = train(slice(0, SIZE), kind, scale, early, gradient, Combine())
+    found, calls = train_two(cut, kind, scale, early, gradient)
+    assert torch.equal(torch.cat([p for p, *_ in found]), whole)
+    assert [x[1:] for x in found] == [(flag, factor)] * 2
+    assert flag == (None if scale == "none" else 0)
+    assert calls[0] == calls[1] == (["norm"] if scale == "none" else ["overflow", "norm"]) * 2
+    alone, *_ = train(slice(9, SIZE), kind, scale, early, gradient, Combine())
+    assert not torch.equal(alone, whole[9:]) or kind == "adamw"  # whose step forgets the size
+
+
+@pytest.mark.parametrize("kind", ["sgd", "masters", "torch"])
+def test_any_gradients_are_clipped_alike_but_for_the_norms_last_bits(kind: str) -> None:
+    """Sums of squares are rounded in another order: the norm differs by some 2^-24 of it.
+
+    Steps of 2^-6 then differ by 2^-28; float32 parameters near 1 by 2^-24, of 16 bits by their
+    distance where such a difference decides a stochastic rounding.
+    """
+    gradient = normal((SIZE,), 3)
+    whole, *_ = train(slice(0, SIZE), kind, "none", False, gradient, Combine())
+    found, _ = train_two(11, kind, "none", False, gradient)
+    unit = 2.0**-23 if kind == "torch" else 2.0**-7
+    torch.testing.assert_close(torch.cat([p for p, *_ in found]), whole, rtol=unit, atol=2.0**-23)
+
+
+@pytest.mark.parametrize("planted", [float("inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, SIZE - 1])
+@pytest.mark.parametrize(("scale", "early"), SCALED)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_overflow_of_one_shard_skips_the_steps_of_both(
+    kind: str, scale: str, early: bool, place: int, planted: float
+) -> None:
+    gradient = torch.ones(SIZE)
+    gradient[place] = planted
+    found, calls = train_two(9, kind, scale, early, gradient)
+    before = normal((SIZE,), 1, OPTIMIZERS[kind][0])
+    assert torch.equal(torch.cat([p for p, *_ in found]), before)
+    assert [x[1:] for x in found] == [(1, 2.0 if scale == "dynamic" else 8.0)] * 2
+    assert calls[0] == calls[1]
+
+
+def test_a_process_without_any_gradient_takes_part() -> None:
+    """Its norm is 0 and nothing overflowed, on the device of its parameters."""
+
+    class Seen(Combine):
+        def total_norm(self, norm: Tensor) -> Tensor:
+            values.append(norm)
+            return norm
+
+        def overflow(self, flag: Tensor) -> Tensor:
+            values.append(flag)
+            return flag
+
+    for dtype, make in OPTIMIZERS.values():
+        values: list[Tensor] = []
+        optimizer = make(nn.Parameter(torch.ones(3, dtype=dtype)))
+        assert precision(StaticLossScale(8.0, CPU), Clip(1.0, Seen())).step(optimizer) == 0
+        assert [x.item() for x in values] == [0, 0]
+        assert all(x.dtype == torch.float32 and x.device == CPU for x in values)
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e4])
+def test_clip_alone_is_pytorchs_clip_grad_norm(max_norm: float) -> None:
+    shapes, dtypes = ((40,), (7, 5), (0,)), (torch.float32, BRAIN, torch.float32)
+    found = []
+    for by_us in (True, False):
+        made = [nn.Parameter(torch.ones(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
+        for n, p in enumerate(made):
+            p.grad = normal(p.shape, n, p.dtype)
+        optimizer = torch.optim.SGD([*made, nn.Parameter(torch.ones(2))])
+        clip: Callable[[Optimizer], object] = Clip(max_norm)
+        clip(optimizer) if by_us else nn.utils.clip_grad_norm_(made, max_norm)
+        found.append([p.grad for p in made])
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_precision_hands_its_combine_to_every_step() -> None:
+    meeting = Meeting()
+    with ThreadPoolExecutor(2) as pool:
+
+        def step(rank: int) -> float:
+            ours = Precision(
+                "bf16_sr",
+                device="cpu",
+                execution="native",
+                loss_scale="static",
+                max_norm=1.0,
+                combine=OneOfTwo(meeting, rank),
+            )
+            p = nn.Parameter(torch.ones(3, dtype=BRAIN))
+            p.grad = torch.full_like(p, float("inf") if rank else 1.0)
+            skipped = ours.step(SGD([p]))
+            assert skipped is not None
+            return skipped.item()
+
+        assert [*pool.map(step, range(2))] == [1, 1]
+    assert meeting.calls == [["overflow", "norm"]] * 2
