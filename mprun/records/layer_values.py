@@ -7,7 +7,7 @@ format of their own; in plans and records it is the text `forward=fp8,grad_weigh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mprun.errors import hint
@@ -91,6 +91,35 @@ def without_formats(layers: Mapping[str, str]) -> dict[str, str]:
     """The same layers in the 16-bit precision around their formats; none for formats alone."""
     dtypes = {name: "bf16_mixed" if x in FORMAT_MODES else x for name, x in layers.items()}
     return {name: value for name, value in dtypes.items() if product_formats(value) is None}
+
+
+def with_high_products(value: str, high: Collection[str]) -> str:
+    """A value that names formats, with some of its products in bfloat16.
+
+    Args:
+        value: of a layer: a format, a mode that has one, or a format for each product.
+        high: names of `PRODUCTS`.
+    """
+    formats = {
+        name: "bf16" if name in high else of for name, of in (product_formats(value) or {}).items()
+    }
+    if formats.keys() == set(PRODUCTS) and {*formats.values()} == {"bf16"}:
+        return "bf16"
+    return ",".join(f"{name}={of}" for name, of in formats.items())
+
+
+def layers_file(head: str, layers: Mapping[str, str]) -> str:
+    """The text of a file for `precision.layers_file`.
+
+    Args:
+        head: a comment of one line or more, without `#`.
+        layers: module names to values.
+    """
+    lines = [f"# {line}" for line in head.splitlines()]
+    for name, value in layers.items():
+        pairs = value.replace("=", ": ").replace(",", ", ")
+        lines.append(f'"{name}": ' + (f"{{{pairs}}}" if "=" in value else value))
+    return "\n".join(lines) + "\n"
 
 
 def product_formats(value: str) -> dict[str, str] | None:

@@ -8,6 +8,7 @@ from mprun.compare.formatting import counted
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Deviation
 from mprun.records.format_search_record import FormatSearch
+from mprun.records.layer_values import layers_file
 from mprun.report.search_ops_tables import ELSEWHERE, MOST_ROWS, decibels, loss, proof_lines
 
 
@@ -100,5 +101,5 @@ def conclusion(search: FormatSearch) -> Iterator[str]:
 
 def layers_text(search: FormatSearch) -> str:
     """The file for `precision.layers_file`."""
-    head = f"# Layers that do not tolerate {search.format}, by mprun search-ops."
-    return "\n".join([head, *(f"{name}: bf16" for name in search.high or ())]) + "\n"
+    head = f"Layers that do not tolerate {search.format}, by mprun search-ops."
+    return layers_file(head, dict.fromkeys(search.high or (), "bf16"))
