@@ -36,6 +36,7 @@ from mprun.numerics.model_blocks import blocks_of, cast_modules
 from mprun.parallel.layouts import GroupLayout
 from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.parallel.reduction import BufferMean
+from mprun.parallel.timed_collectives import time_collectives
 from mprun.precision import Combine
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
@@ -68,6 +69,7 @@ class ShardLayout(GroupLayout):
     def __init__(self, ranks: GroupRanks, device: torch.device) -> None:
         super().__init__(ranks)
         self.combine = ShardCombine(ranks)
+        self._group = ranks
         self._mesh = init_device_mesh(device.type, (ranks.size,))
         self._own: dict[nn.Parameter, DTensor] = {}
         """Each process's parts, and the parameters that they are parts of."""
@@ -86,6 +88,8 @@ class ShardLayout(GroupLayout):
             if isinstance(module, FSDPModule):  # gradients are summed: the loss is a share
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if self._mesh.device_type == "cpu":
+                    time_collectives(module, self._group)
         parameters: Any = model.named_parameters()  # they are `DTensor`s now
         self._own = {self._part(p, names[name]): p for name, p in parameters}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -193,6 +194,24 @@ def test_whole_states_come_back_in_parts(groups: Groups, kind: str) -> None:
         assert any(x.abs().sum() > 0 for x in moments) or kind == "masters"
     for x, y in zip(tensors(results[0]["saved"]), tensors(results[1]["saved"]), strict=True):
         assert same_bits(x, y)
+
+
+def waits(late: int) -> float:
+    """Seconds that this process communicates in a pass that the process `late` begins late."""
+    layout, model, optimizer = built("adamw")
+    train(layout, model, optimizer, range(1))
+    layout.ranks.total(0.0)
+    before = layout.ranks.waited_s
+    if layout.ranks.rank == late:
+        time.sleep(1.0)
+    model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
+    return layout.ranks.waited_s - before
+
+
+def test_what_the_shards_wait_for_counts_as_communication(groups: Groups) -> None:
+    waited_s = groups.call(waits, 1)
+    assert waited_s[0] > 0.2
+    assert 0 < waited_s[1] < waited_s[0]
 
 
 def rounded(processes: int) -> Tensor:
