@@ -142,4 +142,4 @@ def variant_label(plan: Plan) -> str:
     label += "+skip" if plan.config.debug.fp_exceptions.name == "skip" else ""
     label += f" x{factor}" if factor > 1 else ""
     parallel = plan.config.parallel
-    return label + (f" {parallel.name.name}{parallel.world_size}" * (parallel.world_size > 1))
+    return label + (f" {parallel.name.name}-{parallel.world_size}" * (parallel.world_size > 1))

@@ -172,7 +172,7 @@ def test_the_record_is_the_first_processs(groups: Groups) -> None:
     assert 0 < row.communication_share < 1
     assert summary.requested.reduce_dtype == summary.effective.reduce_dtype == "bfloat16"
     assert summary.batch_size == summary.batch.effective == 2 * summary.batch.micro
-    assert summary.variant == "bf16_mixed ddp2"
+    assert summary.variant == "bf16_mixed ddp-2"
     assert "world_size: 2" in Path("run/config.yaml").read_text(encoding="utf-8")
     assert len([x for x in read_lines(Path("run")) if x["kind"] == "step"]) == 20
 
@@ -267,6 +267,6 @@ def test_a_study_trains_in_all_processes(groups: Groups) -> None:
     table = json.loads(Path("study/comparison.json").read_text(encoding="utf-8"))
     labels = [row["label"] for row in table["variants"]]
     assert sorted(labels) == [
-        "bf16_mixed ddp2",
-        "bf16_mixed ddp2 (precision.reduce_dtype=bfloat16)",
+        "bf16_mixed ddp-2",
+        "bf16_mixed ddp-2 (precision.reduce_dtype=bfloat16)",
     ]
