@@ -64,7 +64,7 @@ class _CastMode(OpeningMode):
         elif in_backward() and not state.in_custom_backward and not in_recomputation():
             return func(*args, **kwargs)
         elif handler is None:
-            handler = state.table.handlers[func] = state.table.make(func)
+            handler = state.table.added(func)
         if isinstance(handler, OpenedFunction):
             return handler.run(self, func, args, kwargs)
         return handler(func, args, kwargs)

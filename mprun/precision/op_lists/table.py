@@ -133,6 +133,13 @@ class Table:
                 return kind
         return "first input" if self.lists.first_input else "as it is"
 
+    def added(self, function: Function) -> Handler | OpenedFunction:
+        """The handler of a function that was not known, kept for its next call."""
+        handler = self.make(function)
+        if _can_be_traced(function):
+            self.handlers[function] = handler
+        return handler
+
     def make(self, function: Function) -> Handler | OpenedFunction:
         """The handler of a function."""
         # Compiled code calls ops like this: their casts were decided in tracing.
@@ -243,7 +250,16 @@ def _is_of_torchvision(function: Function) -> bool:
 def _functions() -> tuple[Function, ...]:
     """Every function a mode can see, so that a table is whole before anything is traced."""
     groups = get_overridable_functions().values()
-    return tuple(dict.fromkeys(f for functions in groups for f in functions if callable(f)))
+    every = dict.fromkeys(f for functions in groups for f in functions if callable(f))
+    return tuple(filter(_can_be_traced, every))
+
+
+def _can_be_traced(function: Function) -> bool:
+    """Whether torch.compile can read a table that has it: the accessors of a property it cannot.
+
+    PyTorch 2.14 ends with an internal error there.
+    """
+    return not isinstance(getattr(function, "__self__", None), property)
 
 
 class OpeningMode(TorchFunctionMode):

@@ -406,6 +406,8 @@ def native_and_autocast(call: Callable[[], Any]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", HIDING)
 def test_functions_that_hide_ops_give_autocast_s_dtypes_and_bits(name: str) -> None:
     ours, theirs = native_and_autocast(HIDING[name])
+    if name.startswith("LSTM") and theirs is RuntimeError:
+        pytest.skip("oneDNN has no LSTM in bfloat16 on this CPU, so autocast fails")
     if isinstance(ours, type) or isinstance(theirs, type):
         assert ours is theirs
     else:
