@@ -49,13 +49,17 @@ def memory_command(args: Sequence[str]) -> int:
     from mprun.records.files import new_folder, write_files
     from mprun.report.memory_tables import category_table, module_table
 
-    modes = plan_modes(overrides, known.config_dir, settings.against)
+    planned = plan_modes(overrides, known.config_dir, settings.against)
+    modes = planned.modes
     warn(warnings_of(modes))
     console, folder = stdout_console(), new_folder(modes[0].composed.config.run.dir)
     given = [key for mode in modes for key in mode.composed.given]
     plans = [(mode.label, mode.plan) for mode in modes]
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
-        record = side_by_side(plans, given, settings.fits, progress.begin, _layout(settings))
+        layout = _layout(settings)
+        record = side_by_side(
+            plans, given, settings.fits, progress.begin, layout, planned.left_out
+        )
     print_line(console, _header(record))
     print_table(console, category_table(record))
     for mode in record.modes:
