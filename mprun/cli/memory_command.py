@@ -47,7 +47,7 @@ def memory_command(args: Sequence[str]) -> int:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
     from mprun.records.files import new_folder, write_files
-    from mprun.report.memory_tables import category_table, module_table
+    from mprun.report.memory_tables import answer, detailed_modes, module_table, peak_table
 
     planned = plan_modes(overrides, known.config_dir, settings.against)
     modes = planned.modes
@@ -61,8 +61,10 @@ def memory_command(args: Sequence[str]) -> int:
             plans, given, settings.fits, progress.begin, layout, planned.left_out
         )
     print_line(console, _header(record))
-    print_table(console, category_table(record))
-    for mode in record.modes:
+    if (sentence := answer(record)) is not None:
+        print_text(console, sentence)
+    print_table(console, peak_table(record))
+    for mode in detailed_modes(record):
         print_table(console, module_table(mode, record.modes[0], settings.depth))
     for note in _notes(record):
         print_text(console, note)
@@ -106,6 +108,8 @@ def _kind(record: MemoryRecord) -> str:
 def _notes(record: MemoryRecord) -> Iterator[str]:
     from mprun.report.memory_tables import change_text
 
+    for label, reason in record.left_out.items():
+        yield f"left out: {label}: {reason}"
     for mode in record.modes:
         if mode.why_real is not None:
             yield f"note: the step of {mode.label} is a real one: {mode.why_real}"
