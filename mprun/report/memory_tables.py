@@ -76,9 +76,10 @@ def answer(record: MemoryRecord) -> str | None:
     if len(modes) < 2:
         return None
     least = min(mode.bytes["peak"] for mode in modes)
-    names = _named([mode.label for mode in modes if mode.bytes["peak"] == least])
+    alike = [mode.label for mode in modes if amount(mode.bytes["peak"]) == amount(least)]
+    names = _named(alike)
     change = change_text(least / modes[0].bytes["peak"])
-    smallest = f"{names} need{'' if ' and ' in names else 's'} least, {amount(least)}"
+    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {amount(least)}"
     if modes[0].bytes["peak"] != least:
         smallest += f" ({change} against {record.against})"
     if limit is None:
@@ -147,7 +148,7 @@ def mode_table(record: MemoryRecord) -> FittedTable:
     """A row for each mode: its peak, the change against the first, and the categories."""
     modes = record.modes
     unit = unit_for(max(mode.bytes["peak"] for mode in modes))
-    shown = [key for key in NAMES if any(mode.bytes[key] for mode in modes)]
+    shown = [key for key in NAMES if any(_is_visible(mode.bytes[key], unit) for mode in modes)]
     table = FittedTable(
         f"one training step at its peak, {unit}",
         text_column("mode"),
@@ -156,7 +157,7 @@ def mode_table(record: MemoryRecord) -> FittedTable:
         *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
         text_column("peak in", len(IMPORTANCE)),
         *([figure_column(f"batch in {record.limit}")] if record.limit is not None else []),
-        text_column("same tensors as", len(IMPORTANCE) + 1),
+        text_column("counted as", len(IMPORTANCE) + 1),
         elsewhere=ELSEWHERE,
     )
     for mode in modes:
@@ -174,8 +175,12 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Fitt
     rows, before = _by_depth(mode, depth), _by_depth(first, depth)
     if len(rows) > MODULES + 1:
         rows, before = _blocks_added(rows), _blocks_added(before)
-    shown = [key for key in MEMORY_CATEGORIES if any(row[key] for row in rows.values())]
     unit = unit_for(first.bytes["peak"])
+    shown = [
+        key
+        for key in MEMORY_CATEGORIES
+        if any(_is_visible(row[key], unit) for row in rows.values())
+    ]
     table = FittedTable(
         f"{mode.label} by module, {unit}",
         text_column("module"),
@@ -188,7 +193,8 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Fitt
         cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
         if mode is not first:
             same = before.get(path)
-            cells.append(change_text(row["total"] / same["total"]) if same else "")
+            is_known = same is not None and _is_visible(same["total"], unit)
+            cells.append(change_text(row["total"] / same["total"]) if same and is_known else "")
         count = row["modules"]
         table.add_row((path or "(root)") + (f" ({count})" if "*" in path else ""), *cells)
     return table
@@ -208,9 +214,10 @@ def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
 def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     """The rows, those of numbered blocks added up: `layers.0.mlp` and its kin are `layers.*.mlp`.
 
-    A number at the end of a path stays: layers of a sequence need not be alike.
+    A number at the end of a path stays where no parts follow: a sequence's layers differ.
     """
-    starred = {path: NUMBER.sub("*", path) for path in rows}
+    parents = {path.rpartition(".")[0] for path in rows}
+    starred = {path: (BLOCK if path in parents else NUMBER).sub("*", path) for path in rows}
     count = Counter(starred.values())
     added: dict[str, dict[str, int]] = {}
     for path, row in rows.items():
@@ -218,8 +225,10 @@ def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int
     return added
 
 
+BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""A part of a path that is a number."""
 NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")
-"""A part of a path that is the number of a block, with more parts below it."""
+"""One with more parts below it."""
 
 
 def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:
@@ -246,6 +255,11 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
         else:
             change = f" ({change_text(size / first)})" if n and first and size != first else ""
             yield f"{_number(size, unit)}{change}".replace(" ", HARD_BLANK)
+
+
+def _is_visible(size: int, unit: str) -> bool:
+    """Whether an amount is shown as more than 0."""
+    return bool(_number(size, unit).strip("0."))
 
 
 def _number(size: int, unit: str) -> str:
