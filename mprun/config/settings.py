@@ -295,7 +295,7 @@ class SearchOpsSettings:
     effective_bits: float | None = None
     """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
     per: SearchPer = SearchPer.gemm
-    """With such a format: each gemm of a linear layer is judged by itself, or a layer's together."""
+    """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
     batches: int = 4
     """Batches of validation data used for the measurements."""
     warmup_steps: int = 20

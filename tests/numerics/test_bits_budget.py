@@ -62,7 +62,10 @@ def test_the_most_harm_per_bit_goes_first_and_what_does_not_fit_is_passed_over()
     assert least_harm(alone, harm, bits, LOWEST + 2).fp32 == ("small", "tiny")
     found = least_harm(alone, harm, bits, LOWEST + 5)
     assert found.fp32 == ("small", "large")
-    assert [(step.action, step.name) for step in found.steps] == [("add", "small"), ("add", "large")]
+    assert [(step.action, step.name) for step in found.steps] == [
+        ("add", "small"),
+        ("add", "large"),
+    ]
 
 
 def test_a_single_name_beats_the_order_per_bit_where_it_removes_more() -> None:

@@ -92,9 +92,7 @@ def test_effective_bits_by_hand() -> None:
 
 @given(
     mode=st.sampled_from(sorted(GEMMS)),
-    shapes=st.lists(
-        st.tuples(*[st.integers(16, 512)] * 3, st.booleans()), min_size=1, max_size=6
-    ),
+    shapes=st.lists(st.tuples(*[st.integers(16, 512)] * 3, st.booleans()), min_size=1, max_size=6),
     chosen=st.sets(st.integers(0, 17)),
 )
 def test_effective_bits_are_between_the_formats_and_bfloat16(
