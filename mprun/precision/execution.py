@@ -20,6 +20,7 @@ from mprun.precision.arithmetic import (
     NativeArithmetic,
 )
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.native_gemms import why_not_native
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
@@ -43,7 +44,11 @@ class ExecutionChoice(NamedTuple):
 
 
 def choose_execution(
-    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+    wanted: str,
+    policy: Policy,
+    device: torch.device,
+    speed: str = "auto",
+    guard: str = "off",
 ) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
@@ -52,11 +57,12 @@ def choose_execution(
         policy: the mode.
         device: where.
         speed: `speed=plain` takes the native kernels at any speed.
+        guard: the action of the guard of products, which judges what the emulation computes.
 
     Raises:
         ValueError: the execution asked for is impossible, or no execution.
     """
-    can, reason = executions(policy, device)
+    can, reason = executions(policy, device, guard)
     if wanted not in ("auto", *EXECUTIONS):
         raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
     if wanted != "auto" and wanted not in can:
@@ -82,8 +88,16 @@ def _computed_in_float32(policy: Policy, times: float) -> str:
     )
 
 
-def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
-    """The possible executions of a policy, the best first, and why the other is impossible."""
+def executions(
+    policy: Policy, device: torch.device, guard: str = "off"
+) -> tuple[tuple[str, ...], str]:
+    """The possible executions of a policy, the best first, and why the other is impossible.
+
+    Args:
+        policy: the mode.
+        device: where.
+        guard: as for `choose_execution`.
+    """
     emulated, both = ("emulated",), EXECUTIONS
     if policy.rounding_scope == "all":
         return emulated, (
@@ -96,6 +110,8 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
         )
     if policy.gemms != "none":
         why = why_not_native(policy.gemms, device)
+        if why is None and guard != "off":
+            why = f"guard={guard} judges factors there, and guard=off is native"
         return (
             (both, "")
             if why is None
@@ -133,7 +149,12 @@ def _has_float16_matmuls(device: torch.device) -> bool:
 
 
 def arithmetic_for(
-    policy: Policy, execution: str, fp32_fallback: str, seed: int, watch: bool = True
+    policy: Policy,
+    execution: str,
+    fp32_fallback: str,
+    seed: int,
+    watch: bool = True,
+    guard: GemmGuard = NO_GUARD,
 ) -> Arithmetic:
     """The arithmetic of a policy.
 
@@ -143,9 +164,10 @@ def arithmetic_for(
         fp32_fallback: none, backward or all, as `choose_fp32_fallback` gives it.
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
+        guard: judges products with formats of 8 bits or fewer.
     """
     if policy.gemms != "none" and execution == "emulated":
-        return EmulatedProducts(policy.gemms, seed)
+        return EmulatedProducts(policy.gemms, seed, guard)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":
