@@ -17,7 +17,11 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_execution(
-    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+    wanted: str,
+    policy: Policy,
+    device: torch.device,
+    speed: str = "auto",
+    guard: str = "off",
 ) -> execution.ExecutionChoice:
     """`precision.execution.choose_execution`, for a configuration.
 
@@ -25,6 +29,6 @@ def choose_execution(
         UsageError: the execution asked for is impossible.
     """
     try:
-        return execution.choose_execution(wanted, policy, device, speed)
+        return execution.choose_execution(wanted, policy, device, speed, guard)
     except ValueError as error:
         raise UsageError(str(error)) from None

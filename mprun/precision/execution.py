@@ -41,6 +41,8 @@ class ExecutionChoice(NamedTuple):
     """How many times as long as float32 the native kernels take here, if that decided."""
     why_emulated: str | None = None
     """A sentence; None for native execution, and where the user chose."""
+    is_choice: bool = False
+    """Whether native execution is possible without what decided."""
 
 
 def choose_execution(
@@ -70,13 +72,14 @@ def choose_execution(
     if wanted != "auto":
         return ExecutionChoice(wanted)
     if can[0] == "emulated":
-        return ExecutionChoice("emulated", why_emulated=reason)
+        unguarded, _ = executions(policy, device)
+        return ExecutionChoice("emulated", None, reason, is_choice=unguarded[0] == "native")
     # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
     may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
     if device.type == "cpu" and may_emulate:
         times = slowdown(torch.bfloat16, device)
         if times >= EMULATED_FROM:
-            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times))
+            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times), True)
     return ExecutionChoice("native")
 
 
@@ -111,7 +114,10 @@ def executions(
     if policy.gemms != "none":
         why = why_not_native(policy.gemms, device)
         if why is None and guard != "off":
-            why = f"guard={guard} judges factors there, and guard=off is native"
+            why = (
+                f"guard={guard} judges those factors, and native products do not show theirs "
+                "(debug.guard=off takes native ones)"
+            )
         return (
             (both, "")
             if why is None

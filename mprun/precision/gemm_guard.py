@@ -76,7 +76,7 @@ class Loss(NamedTuple):
     """Lost squares over all squares, mean of rows; infinity where a number is none any more."""
 
 
-THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.05, 1e-4)}
+THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.5, 0.02)}
 """By the bits of a format's numbers, without its scales."""
 
 

@@ -321,7 +321,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[str]:
+def formatted_layers(
+    model: nn.Module, left_out: Collection[str] = (), may_be_none: bool = False
+) -> list[str]:
     """The linear layers of a model whose products get the mode's formats.
 
     The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
@@ -331,6 +333,7 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     Args:
         model: on any device.
         left_out: modules that keep their products, with all inside them.
+        may_be_none: other layers have formats, so that none need be left.
 
     Raises:
         ValueError: no layer is left.
@@ -339,7 +342,7 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     inner = list(found)[1:-1]
     fitting = [name for name in inner if fits(found[name])]
     left = [name for name in fitting if not any(_is_inside(name, k) for k in left_out)]
-    if not left:
+    if not left and not may_be_none:
         raise ValueError(
             f"no product of this model can have the mode's format: of {len(found)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
@@ -398,7 +401,7 @@ def model_gemms(
     """
     given = layer_gemms(model, named)
     if mode != "layers":
-        given |= dict.fromkeys(formatted_layers(model, named), GEMMS[mode])
+        given |= dict.fromkeys(formatted_layers(model, named, bool(given)), GEMMS[mode])
     if not hadamard:
         return given
     return {
