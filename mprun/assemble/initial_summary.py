@@ -80,9 +80,7 @@ def initial_summary(
         seed=config.seed,
         precision=plan.policy.name,
         variant=variant_label(plan),
-        variant_hash=variant_hash(
-            without_inert(config, resolved, _unused(plan))
-        ),
+        variant_hash=variant_hash(without_inert(config, resolved, _unused(plan))),
         requested=requested(plan),
         effective=effective or planned(plan),
         execution=plan.execution,

@@ -16,7 +16,7 @@ from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Pr
 from mprun.precision.caster import caster_of
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.execution import arithmetic_for
-from mprun.precision.gemm_guard import Finding, GemmGuard, guard_of
+from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
 from mprun.precision.loss_scale import loss_scale_of_kind
 from mprun.precision.op_lists import Watcher
 from mprun.train.process_exceptions import of_all_processes
@@ -94,7 +94,7 @@ def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
     """
     debug, shared = plan.config.debug, ranks or Ranks()
 
-    def of_all_processes(own: list[Finding]) -> list[Finding]:
+    def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
         if not any(shared.agree(bool(own))):
             return []
         return [finding for found in shared.gather(own) for finding in found]

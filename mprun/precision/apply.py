@@ -445,7 +445,7 @@ class Precision:
         return [x for guard in self._guards.values() for x in guard.overflows()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: the number of the last step, the loss scale's, the guard's."""
+        """The state for a checkpoint: the number of the last step, loss scale's and guard's."""
         own = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
         guard = self.guard.state_dict()
         return {**own, "guard": guard} if guard else own

@@ -169,7 +169,9 @@ class BlockFormat:
     def bits_per_number(self, row: int) -> float:
         """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
         shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
-        return self.element.bits + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(shared)
+        return self.element.bits + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(
+            shared
+        )
 
 
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")

@@ -208,6 +208,7 @@ def linear(
 
 Promotes = Callable[[str, Sequence[Factor]], bool]
 """`GemmGuard.promotes` of a layer."""
+UNGUARDED: Promotes = partial(NO_GUARD.promotes, "")
 
 
 def product(
@@ -217,7 +218,7 @@ def product(
     dtype: torch.dtype,
     bits: StepBits | None = None,
     name: str = "forward",
-    promotes: Promotes = partial(NO_GUARD.promotes, ""),
+    promotes: Promotes = UNGUARDED,
 ) -> Tensor:
     """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K.
 

@@ -8,7 +8,7 @@ A run's folder holds
                      whenever an epoch ends, and at the end
     recipe.py        a copy of the recipe's file, where the recipe is one
     fp_exceptions.json   with `debug.fp_exceptions`: each distinct exception, in full
-    guard_layers.yaml    with `debug.guard`: `precision.layers` with the products it found in bfloat16
+    guard_layers.yaml    with `debug.guard`: `precision.layers` with what it found in bfloat16
     checkpoints/     what a run can be resumed from
 
 Other programs read these files: names and meanings are fixed, `SCHEMA_VERSION` moves when one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mprun.precision.gemm_guard import Finding, GemmGuard
+from mprun.precision.gemm_guard import GemmFinding, GemmGuard
 from mprun.records.guard_layers import guard_layers
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Status, Summary
@@ -32,12 +32,12 @@ class GuardLog(Callback):
     ) -> None:
         self._guard, self._summary = guard, summary
         self._folder, self._recorder = folder, recorder
-        self._heard: list[Finding] = []
+        self._heard: list[GemmFinding] = []
         """Of steps whose lines are not written yet."""
         self._count = 0
         guard.listen(self._hear)
 
-    def _hear(self, finding: Finding) -> None:
+    def _hear(self, finding: GemmFinding) -> None:
         self._count += 1
         if self._count <= EVENTS:
             self._heard.append(finding)
@@ -49,7 +49,7 @@ class GuardLog(Callback):
                 self._recorder.on_event(self._event(finding, epochs[finding.step]))
         self._heard = [x for x in self._heard if x.step not in epochs]
 
-    def _event(self, finding: Finding, epoch: int) -> dict[str, Any]:
+    def _event(self, finding: GemmFinding, epoch: int) -> dict[str, Any]:
         """A finding's line in metrics.jsonl."""
         row = {**finding._asdict(), "factors": [*finding.factors], "epoch": epoch}
         return {"kind": "event", "event": "guard", "action": self._guard.action, **row}
