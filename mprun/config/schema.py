@@ -421,9 +421,9 @@ class DebugConfig:
     guard: Guard = Guard.off
     """Products that do not tolerate their 8- or 4-bit format: off, log, promote (to bfloat16)."""
     guard_underflow: float | None = None
-    """Share of a factor's numbers that may become 0; null: 5 % in 8 bits."""
+    """Share of a factor's numbers that may become 0; null: 0.05 in 8 bits, 0.9 in 4."""
     guard_error: float | None = None
-    """Share of a factor's squares that may be lost; null: 1e-4 in 8 bits."""
+    """Share of a factor's squares that may be lost; null: 1e-4 in 8 bits, 0.2 in 4."""
 
 
 @dataclass
