@@ -18,7 +18,6 @@ from tests.parallel.test_equal_runs import losses, model, plain
 from tests.run.test_guard_runs import RECIPE
 from tests.run.test_resume import assert_equal
 
-
 WORDS = [
     *("recipe=planted.py", "precision=fp8_tensorwise", "device=cpu", "speed=plain"),
     *("train.batch_size=16", "train.max_steps=7", "debug.guard=promote"),
@@ -56,8 +55,12 @@ def test_replicas_find_what_one_process_finds_in_micro_batches(groups: Groups) -
 
 
 def test_shards_count_each_step_once(groups: Groups) -> None:
-    """Both processes find the outlier in every step."""
-    ended = groups.run([*WORDS, "debug.guard_underflow=0.2", "parallel=fsdp2", "run.dir=many"])
+    """Both processes find the outlier in every step.
+
+    FSDP2 does not call the hook that keeps the outlier's weights; a small step keeps them, too.
+    """
+    words = [*WORDS, "debug.guard_underflow=0.2", "train.lr=1e-8"]
+    ended = groups.run([*words, "parallel=fsdp2", "run.dir=many"])
     assert ended.statuses == [0, 0], ended.errors
     assert [x.steps for x in guard_of("many").gemms] == [7, 7]
     assert len(events("many")) == 14
