@@ -52,6 +52,7 @@ from mprun.train.checks import (
 from mprun.train.conditions_recorder import ConditionsRecorder
 from mprun.train.exception_log import ExceptionLog
 from mprun.train.faults import explain_faults
+from mprun.train.guard_log import GuardLog
 from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
 from mprun.train.memory_count import MemoryCount
@@ -161,7 +162,12 @@ def _train(
 
     arithmetic = parts.precision.arithmetic
     recorder = Recorder(summary, folder, arithmetic, plan.device, train.log_every, watch)
-    states: dict[str, Stateful] = {"journal": recorder, "exceptions": exceptions}
+    guard_log = GuardLog(parts.precision.guard, summary, folder, recorder)
+    states: dict[str, Stateful] = {
+        "journal": recorder,
+        "exceptions": exceptions,
+        "guard": guard_log,
+    }
     facts = {"choices": plan.choices, **run_facts(summary)}
     checkpointer = Checkpointer(folder.path, states, facts)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
@@ -169,7 +175,7 @@ def _train(
     conditions = ConditionsRecorder(summary)
     # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
-    everyone = [count, recorder, conditions, *callbacks, checkpointer, log, check]
+    everyone = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
     every = train.checkpoint_every_steps
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
@@ -178,6 +184,7 @@ def _train(
             check_moments(parts.optimizer)
             _restore(recorder, saved["journal"], "journal")
             _restore(exceptions, saved.get("exceptions", {}), "exceptions")
+            _restore(guard_log, saved.get("guard", {}), "guard")
         messages.report(f"resumed at step {trainer.step}")
         if plan.splits.train.is_stream and trainer.batches_to_skip:
             messages.report(

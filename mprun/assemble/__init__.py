@@ -34,8 +34,8 @@ __all__ = [
     "load_shapes",
     "make_plan",
     "recipe_of",
-    "source_of",
     "same_step",
+    "source_of",
     "step_memory",
     "with_batch_size",
 ]

@@ -11,7 +11,9 @@ from mprun import __version__
 from mprun.assemble import Plan, build_loss_scale
 from mprun.assemble.effective import planned, requested
 from mprun.assemble.optimizer import unused_by
-from mprun.config.validate import without_inert
+from mprun.assemble.plan import guard_action
+from mprun.assemble.precision_parts import build_guard
+from mprun.config.validate import GUARD, without_inert
 from mprun.doctor import environment
 from mprun.doctor.heap import allocator
 from mprun.records.run_config import variant_hash
@@ -21,6 +23,7 @@ from mprun.records.run_record import (
     DataRow,
     DataTimes,
     FpExceptionsRow,
+    GuardRow,
     LossScaleRow,
     Memory,
     Metric,
@@ -77,9 +80,7 @@ def initial_summary(
         seed=config.seed,
         precision=plan.policy.name,
         variant=variant_label(plan),
-        variant_hash=variant_hash(
-            without_inert(config, resolved, {*plan.recipe.ignores, *unused_by(plan.recipe)})
-        ),
+        variant_hash=variant_hash(without_inert(config, resolved, _unused(plan))),
         requested=requested(plan),
         effective=effective or planned(plan),
         execution=plan.execution,
@@ -111,6 +112,7 @@ def initial_summary(
         memory_bytes=memory,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
         fp_exceptions=_fp_exceptions(plan),
+        guard=_guard(plan),
         warnings=list(plan.warnings),
         parallel=ParallelRow(
             kind=config.parallel.name.name if config.parallel.world_size > 1 else "none",
@@ -124,6 +126,19 @@ def initial_summary(
         train=TrainScore(loss=None),
         test=Scores(loss=None, accuracy=None),
     )
+
+
+def _unused(plan: Plan) -> set[str]:
+    """Fields without effect that only the plan knows."""
+    unused = {*plan.recipe.ignores, *unused_by(plan.recipe)}
+    return unused | ({*GUARD} if plan.policy.gemms == "none" else set())
+
+
+def _guard(plan: Plan) -> GuardRow | None:
+    guard = build_guard(plan)
+    if guard.action == "off":
+        return None
+    return GuardRow(action=guard.action, thresholds=guard.thresholds, gemms=[])
 
 
 def _fp_exceptions(plan: Plan) -> FpExceptionsRow | None:
@@ -140,6 +155,7 @@ def variant_label(plan: Plan) -> str:
     label = plan.policy.name + (f"+{lists.name}" if plan.op_lists else "")
     label += "+files" if any(files) else ""
     label += "+skip" if plan.config.debug.fp_exceptions.name == "skip" else ""
+    label += "+guard" if guard_action(plan.config, plan.policy) == "promote" else ""
     label += f" x{factor}" if factor > 1 else ""
     parallel = plan.config.parallel
     return label + (f" {parallel.name.name}-{parallel.world_size}" * (parallel.world_size > 1))

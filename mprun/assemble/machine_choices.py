@@ -24,6 +24,7 @@ def choose_execution(
     device: torch.device,
     speed: str = "auto",
     layers: Collection[str] = (),
+    guard: str = "off",
 ) -> execution.ExecutionChoice:
     """`precision.execution.choose_execution`, for a configuration.
 
@@ -31,6 +32,6 @@ def choose_execution(
         UsageError: the execution asked for is impossible.
     """
     try:
-        return execution.choose_execution(wanted, policy, device, speed, layers)
+        return execution.choose_execution(wanted, policy, device, speed, layers, guard)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -60,7 +60,7 @@ def build_run(
     exceptions = build_exceptions(plan, layout.ranks)
     verbose = plan.op_lists is not None and plan.config.op_lists.verbose
     caster = build_caster(plan, CastLog(report) if verbose else None)
-    arithmetic = build_arithmetic(plan, layout.ranks.rank)
+    arithmetic = build_arithmetic(plan, layout.ranks)
     make, combine = exceptions.precision, layout.combine
     precision = build_precision(plan, caster, arithmetic, make, combine)
     parts = build_parts(plan, precision, layout)

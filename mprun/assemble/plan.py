@@ -37,7 +37,14 @@ from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
 from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config
 from mprun.config.schema import LrRule, ParallelKind, Scheduler
-from mprun.config.validate import SATURATES, is_argument, loss_scale_kind, without_effect
+from mprun.config.validate import (
+    GUARD,
+    SATURATES,
+    is_argument,
+    loss_scale_kind,
+    no_formats,
+    without_effect,
+)
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
 from mprun.doctor.heap import steady_heap
 from mprun.doctor.machine import has_amx
@@ -171,7 +178,8 @@ def make_plan(
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
     wanted = earlier.get("execution", config.execution.name)
-    chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values())
+    guard = guard_action(config, policy)
+    chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values(), guard)
     execution = chosen.name
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":
@@ -199,7 +207,7 @@ def make_plan(
     lr = config.train.lr * lr_factor(config.batch.lr_rule, config.batch.factor)
     check_optimizer(config, recipe, policy, layers, speed, lr)
     displaced = displaced_ops(config, device, resumed)
-    emulated = chosen.why_emulated if chosen.slowdown is not None else None
+    emulated = chosen.why_emulated if chosen.is_choice else None
     why_not_compiled = why_not(config, execution, fp32_fallback)
     not_compiled = None
     if speed.compile and why_not_compiled is not None:
@@ -212,7 +220,7 @@ def make_plan(
         displaced,
         emulated,
     )
-    warnings = [*_fields_without_effect(config, given, recipe), *filter(None, notices)]
+    warnings = [*_fields_without_effect(config, given, recipe, policy), *filter(None, notices)]
     warnings += _decided_by_loader(given, splits)
     warnings += unknown_names(op_lists.unknown) if op_lists else []
     plan = Plan(
@@ -313,12 +321,21 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
             )
 
 
-def _fields_without_effect(config: Config, given: Sequence[str], recipe: Recipe) -> Iterable[str]:
+def guard_action(config: Config, policy: Policy) -> str:
+    """off, log or promote: what is done about products that do not tolerate their format."""
+    return "off" if policy.gemms == "none" else config.debug.guard.name
+
+
+def _fields_without_effect(
+    config: Config, given: Sequence[str], recipe: Recipe, policy: Policy
+) -> Iterable[str]:
     """A sentence for each field that the user set without effect; the recipe's reason wins."""
     sentences = {text.split(" ", 1)[0]: text for text in without_effect(config, given)}
     unused = unused_by(recipe)
     for key in given:
         name = f"recipe={config.recipe.name}"
+        if key in GUARD and policy.gemms == "none":
+            sentences[key] = f"{key} has no effect: {no_formats(policy.name)}"
         if key in recipe.ignores:
             sentences[key] = f"{key} has no effect: {name} does not use it"
         elif maker := unused.get("train.optimizer.args" if is_argument(key) else key):

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from mprun.assemble.plan import Plan
+from mprun.assemble.plan import Plan, guard_action
 from mprun.config import Config, schema
 from mprun.config.validate import loss_scale_kind
 from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
@@ -16,6 +16,7 @@ from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Pr
 from mprun.precision.caster import caster_of
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.execution import arithmetic_for
+from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
 from mprun.precision.loss_scale import loss_scale_of_kind
 from mprun.precision.op_lists import Watcher
 from mprun.train.process_exceptions import of_all_processes
@@ -68,15 +69,38 @@ def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
     return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
 
 
-def build_arithmetic(plan: Plan, rank: int = 0) -> Arithmetic:
+def build_arithmetic(plan: Plan, ranks: Ranks | None = None) -> Arithmetic:
     """Whose kernels compute: PyTorch's or mprun's.
 
     Args:
         plan: the plan.
-        rank: the process's number; each rounds its own samples' results with bits of its own.
+        ranks: the processes that train together; None: one. Each rounds its own samples' results
+            with bits of its own.
     """
-    seed = plan.config.seed + (rank << 32)  # a seed of a run has 32 bits
-    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed)
+    ranks = ranks or Ranks()
+    seed = plan.config.seed + (ranks.rank << 32)  # a seed of a run has 32 bits
+    guard = build_guard(plan, ranks)
+    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed, guard=guard)
+
+
+def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
+    """The guard of products with formats of 8 bits or fewer.
+
+    Each process decides about the products of its own samples. What they found is counted together.
+
+    Args:
+        plan: the plan.
+        ranks: the processes that train together; None: one.
+    """
+    debug, shared = plan.config.debug, ranks or Ranks()
+
+    def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
+        if not any(shared.agree(bool(own))):
+            return []
+        return [finding for found in shared.gather(own) for finding in found]
+
+    action = guard_action(plan.config, plan.policy)
+    return guard_of(action, debug.guard_underflow, debug.guard_error, of_all_processes)
 
 
 def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:

@@ -70,6 +70,7 @@ def _run(composed: Composed, watch: Stopwatch) -> int:
 def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     from mprun.cli.run_view import RunView
     from mprun.experiments.planned_run import plan_or_resume
+    from mprun.report.guard_lines import guard_lines
     from mprun.report.tables import result, time_line
     from mprun.run import run
 
@@ -82,6 +83,8 @@ def _train(composed: Composed, stop: StopSignals, watch: Stopwatch) -> int:
     view = RunView(console, plan.limits, plan.planned_steps, init_from, plan.layer_rows)
     summary, folder = run(plan, composed.resolved, stop, [view], saved, watch)
     print_table(console, result(summary))
+    for line in guard_lines(summary, folder):
+        print_line(console, line)
     print_line(console, time_line(summary))
     if summary.status == "completed":
         return EXIT_OK

@@ -76,6 +76,7 @@ RAISED = (
 SPELLINGS = {
     "debug.fp_exceptions=true": "debug.fp_exceptions=log",
     "debug.fp_exceptions=false": "debug.fp_exceptions=off",
+    "debug.guard=false": "debug.guard=off",
 }
 """Switch-like spellings of overrides, and their meaning."""
 

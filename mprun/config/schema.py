@@ -123,6 +123,14 @@ class FpExceptions(Enum):
     skip = "skip"
 
 
+class Guard(Enum):
+    """The action on a product that does not tolerate its format of 8 bits or fewer."""
+
+    off = "off"
+    log = "log"
+    promote = "promote"
+
+
 class LoggerMode(Enum):
     """Whether a logger sends its data away; `offline` never does."""
 
@@ -404,12 +412,18 @@ class DataConfig:
 
 @dataclass
 class DebugConfig:
-    """Debugging; it does not change the run's results (with skip: until an exception occurs)."""
+    """Debugging; only skip and promote change a run's results, from what they find on."""
 
     fp_exceptions: FpExceptions = FpExceptions.off
     """Report the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
     halt_after: int = 20
     """halt and skip end the run after this many lost steps (skipped or dropped) in a row."""
+    guard: Guard = Guard.off
+    """Products that do not tolerate their 8- or 4-bit format: off, log, promote (to bfloat16)."""
+    guard_underflow: float | None = None
+    """Share of a factor's numbers that may become 0; null: 0.05 in 8 bits, 0.9 in 4."""
+    guard_error: float | None = None
+    """Share of a factor's squares that may be lost; null: 1e-4 in 8 bits, 0.2 in 4."""
 
 
 @dataclass

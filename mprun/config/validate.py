@@ -25,6 +25,7 @@ from mprun.config.schema import (
     DType,
     Execution,
     FpExceptions,
+    Guard,
     LossScaleKind,
     OptimizerConfig,
     OptimizerName,
@@ -34,7 +35,7 @@ from mprun.config.schema import (
     Scheduler,
 )
 from mprun.errors import UsageError
-from mprun.records.layer_values import FLOAT16_LAYERS, LAYERS_STORED_LOW
+from mprun.records.layer_values import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ RANGES = {
     "train.optimizer.beta2": Range(0, 1, high_open=True),
     "train.optimizer.eps": NOT_NEGATIVE,
     "debug.halt_after": COUNT,
+    "debug.guard_underflow": Range(0, 1),
+    "debug.guard_error": NOT_NEGATIVE,
     "data.validation_fraction": Range(0, 1, high_open=True),
     "data.train_limit": COUNT,
     "data.eval_limit": COUNT,
@@ -354,6 +357,27 @@ def _debug_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "debug.halt_after", f"debug.fp_exceptions={action.name} never ends a run"
     elif action is FpExceptions.halt and loss_scale_kind(config) != "dynamic":
         yield "debug.halt_after", "without a dynamic loss scale the first finding ends the run"
+    if not _may_have_formats(config):
+        for key in GUARD:
+            yield key, no_formats(config.precision.name)
+    elif config.debug.guard is Guard.off:
+        for key in GUARD[1:]:
+            yield key, "debug.guard=off judges nothing"
+
+
+GUARD = ("debug.guard", "debug.guard_underflow", "debug.guard_error")
+
+
+def no_formats(precision: str) -> str:
+    """Why the guard of products has no effect."""
+    return f"precision={precision} has no products in formats of 8 bits or fewer"
+
+
+def _may_have_formats(config: Config) -> bool:
+    """Whether some products may have a format; `precision.layers_file` is not read here."""
+    row = config.precision
+    named = any(product_formats(str(value)) for value in row.layers.values())
+    return row.gemms.name != "none" or row.layers_file is not None or named
 
 
 def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:

@@ -50,6 +50,7 @@ from mprun.precision.buffers import BufferGuard, BufferOverflow
 from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.convert import accumulate_in, convert
+from mprun.precision.gemm_guard import GemmGuard, guard_of
 from mprun.precision.gemms import GEMMS, convert_gemms, model_gemms
 from mprun.precision.layers import (
     check_rounding,
@@ -100,6 +101,8 @@ class Precision:
             formats of a linear layer's products, `{"forward": "fp8", "grad_weight": "fp32"}`.
         op_lists: in a mixed mode, lists that decide which ops are cast, or the name of shipped
             ones, such as "hmp"; None for autocast.
+        guard: of products in formats of 8 bits or fewer that do not tolerate theirs: off, log or
+            promote (computed in the layer's own dtype); or what `gemm_guard.guard_of` gives.
 
     Raises:
         TypeError: `policy` is neither a policy nor a name.
@@ -121,6 +124,7 @@ class Precision:
         combine: Combine = ALONE,
         layers: Mapping[str, str | Mapping[str, str]] | None = None,
         op_lists: OpLists | str | None = None,
+        guard: GemmGuard | str = "off",
     ) -> None:
         place = device_of(device)
         try:
@@ -133,7 +137,7 @@ class Precision:
         self._take_parts(
             row,
             caster_of(row, place.type, lists),
-            chosen_arithmetic(row, execution, place, seed, named.values()),
+            chosen_arithmetic(row, execution, place, seed, named.values(), guard_of(guard)),
             loss_scale_of(loss_scale, row, named.values(), place),
             Clip(max_norm, combine),
             named,
@@ -208,6 +212,11 @@ class Precision:
         """Ops that their own kernel does not compute, each with the dtype and the reason."""
         return self.arithmetic.substitutions
 
+    @property
+    def guard(self) -> GemmGuard:
+        """The guard of products; its `rows` are those that passed a threshold so far."""
+        return self.arithmetic.guard
+
     def switches(self) -> AbstractContextManager[None]:
         """A context in which PyTorch's process-wide switches are those of the mode.
 
@@ -247,8 +256,10 @@ class Precision:
         layers = resolve(model, self._layers)
         named = layer_precisions(layers, self.policy)
         dtype = torch_dtype(self.policy.param_dtype)
+        number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
+        prefix = "" if number == 1 else f"model {number}: "
         convert(model, device, dtype, memory_format, {n: x.stored for n, x in named.items()})
-        self._give_formats(model, layers)
+        self._give_formats(model, layers, prefix)
         if named:
             casts = self.policy.casts
             caster = self._caster if casts else AutocastCaster(device.type, torch.float32)
@@ -256,14 +267,12 @@ class Precision:
         self._caster.convert(model)
         accumulate_in(model, torch_dtype(self.policy.accum_dtype))
         self.arithmetic = with_lstm_fallback(self.arithmetic, model, self.policy.casting, device)
-        number = [*dict.fromkeys([*self._guards, model])].index(model) + 1
-        prefix = "" if number == 1 else f"model {number}: "
         needed = self.loss_scale.tensor is not None or self.policy.is_low
         self._guards[model] = BufferGuard(model, prefix, active=needed)
         name_parameters(model, prefix)
         return model
 
-    def _give_formats(self, model: nn.Module, layers: Mapping[str, str]) -> None:
+    def _give_formats(self, model: nn.Module, layers: Mapping[str, str], prefix: str) -> None:
         """Formats for the products of linear layers, before other code wraps them."""
         if self.policy.gemms == "none":
             return
@@ -277,7 +286,7 @@ class Precision:
                 )
             convert_natively(model, gemms, self.policy.gemms)
             return
-        convert_gemms(model, gemms, getattr(self.arithmetic, "bits", None))
+        convert_gemms(model, gemms, self.arithmetic.bits, self.arithmetic.guard, prefix)
 
     def begin_step(self, step: int | None = None) -> None:
         """An optimizer step begins: call it before the step's first forward pass.
@@ -436,8 +445,10 @@ class Precision:
         return [x for guard in self._guards.values() for x in guard.overflows()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint: the number of the last step, and the loss scale's."""
-        return {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+        """The state for a checkpoint: the number of the last step, loss scale's and guard's."""
+        own = {"steps": self.steps, "loss_scale": self.loss_scale.state_dict()}
+        guard = self.guard.state_dict()
+        return {**own, "guard": guard} if guard else own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from `state_dict`.
@@ -445,10 +456,11 @@ class Precision:
         Raises:
             ValueError: it is no such state, or that of another kind of loss scale.
         """
-        if {*state} != {"steps", "loss_scale"}:
+        if {*state} - {"guard"} != {"steps", "loss_scale"}:
             raise ValueError(
                 f"the state has {', '.join(map(str, state)) or 'nothing'}; legal: steps, "
                 "loss_scale, as Precision.state_dict() gives it"
             )
         self.loss_scale.load_state_dict(state["loss_scale"])
+        self.guard.load_state_dict(state.get("guard", {}))
         self.steps = int(state["steps"])

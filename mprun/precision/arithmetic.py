@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import DispatchMode, aten_packets, onednn_has_lstm
+from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import StepBits
 from mprun.precision.policy import dtype_name
 from mprun.precision.products import (
@@ -52,6 +53,10 @@ class Arithmetic:
     """Columns of a policy that the arithmetic decides, for the record."""
     substitutions: tuple[OpSubstitution, ...] = ()
     """Ops that their own kernel does not compute, if they occur."""
+    bits: StepBits | None = None
+    """Random bits for products with formats of 8 bits or fewer."""
+    guard: GemmGuard = NO_GUARD
+    """What is done about such products that do not tolerate their format."""
 
     def __init__(self) -> None:
         self.occurred: set[Any] = set()
@@ -99,6 +104,7 @@ class WrappedArithmetic(Arithmetic):
     ) -> None:
         self.inner, self.execution = inner, inner.execution
         self.columns, self.occurred, self.products = inner.columns, inner.occurred, inner.products
+        self.bits, self.guard = inner.bits, inner.guard
         self._region = region
 
     @property
@@ -150,19 +156,28 @@ class EmulatedProducts(Arithmetic):
     Args:
         gemms: the name of their formats.
         seed: of stochastic rounding of gradients.
+        guard: judges each product.
     """
 
     execution = "emulated"
+    bits: StepBits
 
-    def __init__(self, gemms: str, seed: int) -> None:
+    def __init__(self, gemms: str, seed: int, guard: GemmGuard = NO_GUARD) -> None:
         super().__init__()
-        self.bits = StepBits(seed)
+        self.bits, self.guard = StepBits(seed), guard
         reason = "emulated: factors rounded to the format, products and sums in float32"
         self.substitutions = (OpSubstitution("linear", gemms, reason),)
         self.occurred.add("linear")
 
     def begin_step(self, step: int) -> None:
         self.bits.begin_step(step)
+        self.guard.begin_step(step)
+
+    def end_step(self) -> None:
+        self.guard.end_step()
+
+    def resume_step(self) -> None:
+        self.guard.resume_step()
 
 
 class Float16Fallback(Arithmetic):

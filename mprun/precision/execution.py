@@ -21,6 +21,7 @@ from mprun.precision.arithmetic import (
     NativeArithmetic,
 )
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.gemms import GEMMS, gemms_of
 from mprun.precision.native_gemms import why_not_native
 from mprun.precision.policy import Policy
@@ -43,6 +44,8 @@ class ExecutionChoice(NamedTuple):
     """How many times as long as float32 the native kernels take here, if that decided."""
     why_emulated: str | None = None
     """A sentence; None for native execution, and where the user chose."""
+    is_choice: bool = False
+    """Whether native execution is possible without what decided."""
 
 
 def choose_execution(
@@ -51,6 +54,7 @@ def choose_execution(
     device: torch.device,
     speed: str = "auto",
     layers: Collection[str] = (),
+    guard: str = "off",
 ) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
@@ -60,11 +64,12 @@ def choose_execution(
         device: where.
         speed: `speed=plain` takes the native kernels at any speed.
         layers: values of `precision.layers`; other formats than the mode's are emulated.
+        guard: the action of the guard of products, which judges what the emulation computes.
 
     Raises:
         ValueError: the execution asked for is impossible, or no execution.
     """
-    can, reason = executions(policy, device, layers)
+    can, reason = executions(policy, device, layers, guard)
     if wanted not in ("auto", *EXECUTIONS):
         raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
     if wanted != "auto" and wanted not in can:
@@ -72,13 +77,14 @@ def choose_execution(
     if wanted != "auto":
         return ExecutionChoice(wanted)
     if can[0] == "emulated":
-        return ExecutionChoice("emulated", why_emulated=reason)
+        unguarded, _ = executions(policy, device, layers)
+        return ExecutionChoice("emulated", None, reason, is_choice=unguarded[0] == "native")
     # float16 has `Float16Fallback`, which is as fast: only its slow ops are computed in float32.
     may_emulate = len(can) == 2 and policy.compute_dtype == "bfloat16" and speed != "plain"
     if device.type == "cpu" and may_emulate:
         times = slowdown(torch.bfloat16, device)
         if times >= EMULATED_FROM:
-            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times))
+            return ExecutionChoice("emulated", times, _computed_in_float32(policy, times), True)
     return ExecutionChoice("native")
 
 
@@ -91,9 +97,15 @@ def _computed_in_float32(policy: Policy, times: float) -> str:
 
 
 def executions(
-    policy: Policy, device: torch.device, layers: Collection[str] = ()
+    policy: Policy, device: torch.device, layers: Collection[str] = (), guard: str = "off"
 ) -> tuple[tuple[str, ...], str]:
-    """The possible executions of a policy, the best first, and why the other is impossible."""
+    """The possible executions of a policy, the best first, and why the other is impossible.
+
+    Args:
+        policy: the mode.
+        device: where.
+        layers, guard: as for `choose_execution`.
+    """
     emulated, both = ("emulated",), EXECUTIONS
     if policy.rounding_scope == "all":
         return emulated, (
@@ -106,6 +118,11 @@ def executions(
         )
     if policy.gemms != "none":
         why = why_not_native(policy.gemms, device) or _own_products(policy, layers)
+        if why is None and guard != "off":
+            why = (
+                f"guard={guard} judges those factors, and native products do not show theirs "
+                "(debug.guard=off takes native ones)"
+            )
         return (
             (both, "")
             if why is None
@@ -151,7 +168,12 @@ def _has_float16_matmuls(device: torch.device) -> bool:
 
 
 def arithmetic_for(
-    policy: Policy, execution: str, fp32_fallback: str, seed: int, watch: bool = True
+    policy: Policy,
+    execution: str,
+    fp32_fallback: str,
+    seed: int,
+    watch: bool = True,
+    guard: GemmGuard = NO_GUARD,
 ) -> Arithmetic:
     """The arithmetic of a policy.
 
@@ -161,9 +183,10 @@ def arithmetic_for(
         fp32_fallback: none, backward or all, as `choose_fp32_fallback` gives it.
         seed: of stochastic rounding of every result.
         watch: list the 16-bit products of the first training step, for a record.
+        guard: judges products with formats of 8 bits or fewer.
     """
     if policy.gemms != "none" and execution == "emulated":
-        return EmulatedProducts(policy.gemms, seed)
+        return EmulatedProducts(policy.gemms, seed, guard)
     if policy.tf32 and execution == "emulated":
         return EmulatedTf32()
     if execution == "emulated":

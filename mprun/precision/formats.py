@@ -79,6 +79,11 @@ class Format:
     """What a conversion makes of too large numbers, unless told otherwise."""
 
     @property
+    def bits(self) -> int:
+        """Of a number, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
     def smallest_normal(self) -> int:
         """The exponent of the smallest normal number."""
         return 1 - self.bias
@@ -163,9 +168,10 @@ class BlockFormat:
 
     def bits_per_number(self, row: int) -> float:
         """Bits that a number takes, its share of the scale of a row of `row` numbers included."""
-        element = 1 + self.element.exponent_bits + self.element.mantissa_bits
         shared = {"row": row, "tensor": math.inf}.get(str(self.block), self.block)
-        return element + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(shared)
+        return self.element.bits + (8 if self.scale in ("e8m0", "e8m0_up", "e4m3") else 32) / float(
+            shared
+        )
 
 
 FP8_TENSORWISE = BlockFormat("fp8_tensorwise", E4M3, "tensor", "float32")

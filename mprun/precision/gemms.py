@@ -21,9 +21,10 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022); the recipe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from mprun.precision.formats import (
     BlockFormat,
     quantise,
 )
+from mprun.precision.gemm_guard import NO_GUARD, Factor, GemmGuard
 from mprun.precision.random_bits import key, random_bits
 from mprun.records.layer_values import product_formats
 
@@ -169,8 +171,22 @@ def _hadamard(size: int) -> Tensor:
     return matrix.mul(size**-0.5)
 
 
+FACTORS = {
+    "forward": ("input", "weight"),
+    "grad_input": ("gradient", "weight"),
+    "grad_weight": ("gradient", "input"),
+}
+"""The left and the right factor of each product."""
+
+
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms, bits: StepBits | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gemms: LinearGemms,
+    bits: StepBits | None = None,
+    guard: GemmGuard = NO_GUARD,
+    name: str = "",
 ) -> Tensor:
     """`torch.nn.functional.linear` with products in the given formats.
 
@@ -180,21 +196,36 @@ def linear(
         bias: [out], or None; added to the rounded product.
         gemms: the formats.
         bits: for stochastic rounding of gradients; None: all is rounded to nearest.
+        guard: judges each product, and may have it computed in the dtype of `x`.
+        name: the layer's, for the guard.
 
     Returns:
         [..., out] in the dtype of `x`. Its gradients cannot be differentiated again.
     """
-    output: Tensor = _Linear.apply(x, weight, gemms, bits)
+    output: Tensor = _Linear.apply(x, weight, gemms, bits, partial(guard.promotes, name))
     return output if bias is None else output + bias.to(output.dtype)
 
 
+Promotes = Callable[[str, Sequence[Factor]], bool]
+"""`GemmGuard.promotes` of a layer."""
+UNGUARDED: Promotes = partial(NO_GUARD.promotes, "")
+
+
 def product(
-    a: Tensor, b: Tensor, gemm: Gemm, dtype: torch.dtype, bits: StepBits | None = None
+    a: Tensor,
+    b: Tensor,
+    gemm: Gemm,
+    dtype: torch.dtype,
+    bits: StepBits | None = None,
+    name: str = "forward",
+    promotes: Promotes = UNGUARDED,
 ) -> Tensor:
     """a [M, K] times b^T [K, N] in `dtype`, both rounded in blocks along K.
 
     Args:
         bits: for stochastic rounding of `a`, and for the Hadamard transform of both.
+        name: of the product, a key of `FACTORS`.
+        promotes: whether neither is to be rounded.
     """
     if gemm.left is None or gemm.right is None:
         factors = gemm.dtype or dtype
@@ -204,18 +235,31 @@ def product(
         wide = [bits.rotated(x) for x in wide]
     words = bits.words(wide[0]) if gemm.stochastic and bits is not None else None
     left, right = quantise(wide[0], gemm.left, bits=words), quantise(wide[1], gemm.right)
+    of_left, of_right = FACTORS[name]
+    judged = (
+        Factor(of_left, wide[0], gemm.left, left if words is None else None),
+        Factor(of_right, wide[1], gemm.right, right),
+    )
+    if promotes(name, judged):
+        return product(a, b, HIGH, dtype)
     return (left @ right.t()).to(dtype)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, gemms: LinearGemms, bits: StepBits | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        gemms: LinearGemms,
+        bits: StepBits | None,
+        promotes: Promotes,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.gemms, ctx.bits = gemms, bits
-        flat = x.reshape(-1, x.shape[-1])
-        return product(flat, weight, gemms.forward, x.dtype).view(*x.shape[:-1], len(weight))
+        ctx.gemms, ctx.bits, ctx.promotes = gemms, bits, promotes
+        flat, dtype = x.reshape(-1, x.shape[-1]), x.dtype
+        output = product(flat, weight, gemms.forward, dtype, None, "forward", promotes)
+        return output.view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -225,11 +269,14 @@ class _Linear(torch.autograd.Function):
         flat, g = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, len(weight))
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_input = product(g, weight.t(), gemms.grad_input, x.dtype, ctx.bits).view(x.shape)
+            factors = g, weight.t(), gemms.grad_input
+            of_input = product(*factors, x.dtype, ctx.bits, "grad_input", ctx.promotes)
+            of_input = of_input.view(x.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = product(g.t(), flat.t(), gemms.grad_weight, x.dtype, ctx.bits)
+            factors = g.t(), flat.t(), gemms.grad_weight
+            of_weight = product(*factors, x.dtype, ctx.bits, "grad_weight", ctx.promotes)
             of_weight = of_weight.to(weight.dtype)
-        return of_input, of_weight, None, None
+        return of_input, of_weight, None, None, None
 
 
 DIVISOR = 16
@@ -243,9 +290,16 @@ class FormattedLinear(ForwardWrapper):
     errors, nothing is rounded.
     """
 
-    def __init__(self, module: nn.Module, gemms: LinearGemms, bits: StepBits | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        gemms: LinearGemms,
+        bits: StepBits | None,
+        guard: GemmGuard = NO_GUARD,
+        name: str = "",
+    ) -> None:
         super().__init__(module)
-        self.gemms, self._bits = gemms, bits
+        self.gemms, self._bits, self._guard, self._name = gemms, bits, guard, name
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is torch.float64:
@@ -255,7 +309,8 @@ class FormattedLinear(ForwardWrapper):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             layer: Any = self._module
-            return linear(x, layer.weight, layer.bias, self.gemms, self._bits)
+            parameters = layer.weight, layer.bias
+            return linear(x, *parameters, self.gemms, self._bits, self._guard, self._name)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -267,7 +322,9 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[str]:
+def formatted_layers(
+    model: nn.Module, left_out: Collection[str] = (), may_be_none: bool = False
+) -> list[str]:
     """The linear layers of a model whose products get the mode's formats.
 
     The first and the last linear layer keep theirs, because errors there reach everything (NVIDIA,
@@ -277,6 +334,7 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     Args:
         model: on any device.
         left_out: modules that keep their products, with all inside them.
+        may_be_none: other layers have formats, so that none need be left.
 
     Raises:
         ValueError: no layer is left.
@@ -285,7 +343,7 @@ def formatted_layers(model: nn.Module, left_out: Collection[str] = ()) -> list[s
     inner = list(found)[1:-1]
     fitting = [name for name in inner if fits(found[name])]
     left = [name for name in fitting if not any(_is_inside(name, k) for k in left_out)]
-    if not left:
+    if not left and not may_be_none:
         raise ValueError(
             f"no product of this model can have the mode's format: of {len(found)} linear layers "
             f"the first and the last keep theirs, {len(inner) - len(fitting)} have features that "
@@ -344,11 +402,8 @@ def model_gemms(
     """
     given = layer_gemms(model, named)
     if mode != "layers":
-        try:
-            given |= dict.fromkeys(formatted_layers(model, named), GEMMS[mode])
-        except ValueError:  # by-name layers may be all that the mode would convert
-            if not any(gemm.formats for of_layer in given.values() for gemm in of_layer):
-                raise
+        has_formats = any(gemm.formats for of_layer in given.values() for gemm in of_layer)
+        given |= dict.fromkeys(formatted_layers(model, named, has_formats), GEMMS[mode])
     if not hadamard:
         return given
     return {
@@ -358,12 +413,24 @@ def model_gemms(
 
 
 def convert_gemms(
-    model: nn.Module, gemms: Mapping[str, LinearGemms], bits: StepBits | None = None
+    model: nn.Module,
+    gemms: Mapping[str, LinearGemms],
+    bits: StepBits | None = None,
+    guard: GemmGuard = NO_GUARD,
+    prefix: str = "",
 ) -> None:
-    """Give the products of linear layers, by their names in `model`, formats of their own."""
+    """Give the products of linear layers, by their names in `model`, formats of their own.
+
+    Args:
+        model: on any device.
+        gemms: the formats.
+        bits: for stochastic rounding of gradients; None: all is rounded to nearest.
+        guard: judges each product.
+        prefix: of the layers' names there.
+    """
     for name, of_layer in gemms.items():
         layer: Any = model.get_submodule(name)
-        layer.forward = FormattedLinear(layer, of_layer, bits)
+        layer.forward = FormattedLinear(layer, of_layer, bits, guard, prefix + name)
 
 
 @contextmanager

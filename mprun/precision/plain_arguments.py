@@ -14,6 +14,7 @@ import torch
 
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
+from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.layers import own_precisions
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
@@ -130,6 +131,7 @@ def chosen_arithmetic(
     device: torch.device,
     seed: int,
     layers: Collection[str] = (),
+    guard: GemmGuard = NO_GUARD,
 ) -> Arithmetic:
     """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
 
@@ -139,11 +141,18 @@ def chosen_arithmetic(
         device: where.
         seed: of stochastic rounding of every result.
         layers: values of `precision.layers`.
+        guard: judges products with formats of 8 bits or fewer; a warning says if there are none.
 
     Raises:
         ValueError: the execution is impossible for the mode on this device.
     """
-    chosen = choose_execution(execution, policy, device, layers=layers)
+    chosen = choose_execution(execution, policy, device, layers=layers, guard=guard.action)
+    if guard.action != "off" and policy.gemms == "none":
+        warnings.warn(
+            f"guard={guard.action!r} has no effect: precision={policy.name} has no products in "
+            "formats of 8 bits or fewer",
+            stacklevel=3,
+        )
     if chosen.why_emulated is not None:
         warnings.warn(
             f"precision={policy.name} is emulated: {chosen.why_emulated}; execution='emulated' "
@@ -152,4 +161,4 @@ def chosen_arithmetic(
         )
     speed = "plain" if execution == "native" else "auto"
     fallback = choose_fp32_fallback(speed, policy, chosen.name, device)
-    return arithmetic_for(policy, chosen.name, fallback, seed, watch=False)
+    return arithmetic_for(policy, chosen.name, fallback, seed, watch=False, guard=guard)

@@ -69,13 +69,19 @@ def variant_config(resolved: Mapping[str, Any]) -> dict[str, Any]:
     config = {key: value for key, value in config.items() if key != "parallel" or value}
     if "speed" in config:
         config["speed"] = _short_speed(config["speed"])
-    if config.get("debug", {}).get("fp_exceptions") == "skip":  # it may drop steps
-        config["debug"] = {"fp_exceptions": "skip"}
-    else:
-        config.pop("debug", None)
+    if debug := _deciding(config.pop("debug", {})):
+        config["debug"] = debug
     for key in ("lower_file", "fp32_file", "promote_file", "strict", "verbose"):
         config.get("op_lists", {}).pop(key, None)  # the names in the files stay
     return config
+
+
+def _deciding(debug: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of debugging that change what is computed: steps dropped, products promoted."""
+    kept = {"fp_exceptions": "skip"} if debug.get("fp_exceptions") == "skip" else {}
+    if debug.get("guard") != "promote":
+        return kept
+    return {**kept, **{key: debug.get(key) for key in ("guard", "guard_underflow", "guard_error")}}
 
 
 def _short_speed(speed: Any) -> Any:

@@ -32,9 +32,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 RECIPE = "recipe.py"
 """The copy of a recipe that is a file."""
 
+GUARD_LAYERS = "guard_layers.yaml"
+"""What `debug.guard` found, for `precision.layers_file`."""
+
 RECORD_FILES = (
     RECIPE,
     *("config.yaml", "metrics.jsonl", "summary.json", "fp_exceptions.json", "traceback.txt"),
+    GUARD_LAYERS,
 )
 """The files of a record; a logger keeps copies of them."""
 
@@ -134,6 +138,14 @@ class RunFolder:
     def fp_exceptions(self, content: dict[str, Any]) -> None:
         """Replace fp_exceptions.json."""
         write_json(self.path / "fp_exceptions.json", content)
+
+    def guard_layers(self, text: str | None) -> None:
+        """Replace guard_layers.yaml; None: there is none."""
+        path = self.path / GUARD_LAYERS
+        if text is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomic(path, text.encode())
 
     def traceback(self, text: str) -> Path:
         """Replace traceback.txt; its path."""

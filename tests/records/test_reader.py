@@ -84,6 +84,7 @@ ADDED = (
         "slowest_ms",
         "fastest_ms",
         "communication_share",
+        "guard",
     ),
     *("samples", "metrics"),
 )

@@ -1,0 +1,337 @@
+"""A guard that keeps single matrix products out of a format that loses them.
+
+A format of 8 bits or fewer is chosen for a whole training, but a single product of a single step
+may not tolerate it: an outlier takes the scale of its block, and what is much smaller becomes 0.
+The guard judges both factors of each product before it is computed, and where one passes a
+threshold, computes the product in the layer's own dtype instead, in the same step. What it found is
+the answer of the run: these products belong in bfloat16, all others tolerate the format.
+
+For each factor x, with q its rounding to nearest, there are two measures:
+
+    underflow   the share of the numbers other than 0 that become 0
+    error       the mean over rows of   sum of (x - q)^2 over lost numbers / sum of x^2
+
+A row lies along the dimension that is summed: its numbers meet in the same results. Rows below
+2^-24 of the largest do not count for the error: beside that one float32 cannot hold them either.
+(The gradient of a first query in causal attention is such a row, 0 but for noise.) A number is lost
+if it moved by more than half a step of the format's mantissa, |x - q| > 2^-(M + 1) |x|: it is
+subnormal in the format, became 0, or saturated.
+
+NVIDIA's AutoswitchGemm (Transformer Engine, "Debugging with precision debug tools") switches a
+product at an underflow above 5 % or a mean squared error above 1e-4. Both thresholds are the
+defaults here for 8 bits, and the error differs in two ways:
+
+- It is relative. An absolute one depends on the unit of the tensor: gradients of 1e-3 can lose
+  everything below 1e-4, and activations of 100 are above it in any format.
+- Rounding that the mantissa explains is left out. It is the same share of any tensor that fits the
+  format (E4M3: about 6e-4 of the square, E5M2: 2e-3, both above 1e-4), so with it the
+  threshold would switch every product. The format was chosen with this error in mind.
+
+The two see different damage. In a row with one outlier its own square hides what the others lose,
+and underflow shows it. Where few numbers are lost, but whole rows consist of them (features much
+smaller than the largest of a tensor with one scale), underflow stays small and error shows it.
+
+Rounding to nearest judges also where a factor is rounded stochastically: random bits decide
+nothing, none are drawn for it, and the products that keep their format keep their bits.
+
+A factor that is infinite or NaN before it is rounded is not judged. No dtype repairs it, and
+`debug.fp_exceptions` names the op that made it.
+
+The trade-off: both measures are read from the device for each product, and a number that is lost
+need not matter for the loss. `mprun search-ops` measures what a layer's format does to the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from mprun.precision.formats import BlockFormat, quantise
+from mprun.records.run_record import GuardedGemm, GuardThresholds, number
+
+ACTIONS = ("off", "log", "promote")
+
+
+class Factor(NamedTuple):
+    """A factor of a product."""
+
+    name: str
+    """input, weight or gradient."""
+    values: Tensor
+    """float32 [M, K]; K is summed."""
+    format: BlockFormat
+    rounded: Tensor | None
+    """To nearest; None where the product rounds it stochastically."""
+
+
+class Loss(NamedTuple):
+    """What a factor loses by its rounding."""
+
+    underflow: float
+    """Share of the numbers other than 0 that become 0."""
+    error: float
+    """Lost squares over all squares, mean of rows; infinity where a number is none any more."""
+
+
+THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.9, 0.2)}
+"""By the bits of a format's numbers, without its scales. Four bits lose many numbers of every
+tensor: in healthy models up to 81 % (gradients behind a ReLU), with an error of up to 0.07; those
+of 8 bits are NVIDIA's."""
+SMALLEST_ROW = 2.0**-24
+"""Of the largest row: smaller ones have no error."""
+
+
+def thresholds(underflow: float | None = None, error: float | None = None) -> dict[int, Loss]:
+    """The defaults, or for all formats what is given."""
+    return {
+        bits: Loss(
+            default.underflow if underflow is None else underflow,
+            default.error if error is None else error,
+        )
+        for bits, default in THRESHOLDS.items()
+    }
+
+
+def losses(x: Tensor, q: Tensor, half_step: float) -> Tensor:
+    """Underflow and error of a factor, on its device.
+
+    Args:
+        x: float32 [M, K], K is summed.
+        q: `x` rounded to the format, float32 of that shape.
+        half_step: of the format: the share of itself by which it moves a number that fits it.
+
+    Returns:
+        float32 [2], of `Loss`. Zeros and rows below `SMALLEST_ROW` do not count; 0 where `x` is
+        not finite.
+    """
+    present = x != 0
+    underflow = (present & (q == 0)).sum() / present.sum().clamp_min(1)
+    # Over the largest of the row, so that no square overflows or vanishes.
+    size = x.abs().amax(1, keepdim=True)
+    counts = ((size > 0) & (size >= SMALLEST_ROW * size.amax())).squeeze(1)
+    size = torch.where(size > 0, size, 1.0)
+    moved = (x - q).abs()
+    lost = torch.where(moved > half_step * x.abs(), moved / size, 0.0).square().sum(1)
+    whole = (x / size).square().sum(1)
+    shares = torch.where(counts, lost / whole.clamp_min(1.0), 0.0)
+    error = shares.sum() / counts.sum().clamp_min(1)
+    error = torch.where(torch.isfinite(q).all(), error, torch.inf)
+    return torch.where(torch.isfinite(x).all(), torch.stack([underflow, error]), 0.0)
+
+
+class GemmFinding(NamedTuple):
+    """A product of a step that passed a threshold."""
+
+    step: int
+    module: str
+    product: str
+    """forward, grad_input or grad_weight."""
+    factors: tuple[str, ...]
+    """Those that passed."""
+    underflow: float
+    """Of the factor with the largest one."""
+    error: float
+
+
+Share = Callable[[list[GemmFinding]], list[GemmFinding]]
+"""Gives the findings of all processes for those of this one."""
+
+
+class GemmGuard:
+    """What is done about products that do not tolerate their format: here nothing."""
+
+    action = "off"
+    """off, log or promote."""
+
+    @property
+    def rows(self) -> list[GuardedGemm]:
+        """The products that passed a threshold so far, in the order of their first step."""
+        return []
+
+    @property
+    def thresholds(self) -> dict[str, GuardThresholds]:
+        """Of formats, by the bits of their numbers."""
+        return {}
+
+    def listen(self, hear: Callable[[GemmFinding], None]) -> None:
+        """From now on, call `hear` with the findings of a step when it ends."""
+
+    def begin_step(self, step: int) -> None:
+        """Training step number `step` begins: what is found until it ends counts."""
+
+    def end_step(self) -> None:
+        """Its gradients are complete."""
+
+    def resume_step(self) -> None:
+        """Another pass of the same step follows."""
+
+    def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
+        """Judge a product; whether to compute it in the layer's own dtype.
+
+        Args:
+            module: the layer's name.
+            product: forward, grad_input or grad_weight.
+            factors: both.
+        """
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values for `load_state_dict`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+
+
+NO_GUARD = GemmGuard()
+
+
+class ActiveGuard(GemmGuard):
+    """Judges every product, promotes those that pass a threshold if `action` says so, counts them.
+
+    Outside steps, in evaluation, products are judged and promoted alike, and not counted.
+
+    Args:
+        action: log or promote.
+        limits: thresholds by the bits of a format's numbers.
+        share: gives the findings of all processes in a step, which each counts alike.
+    """
+
+    def __init__(
+        self, action: str, limits: Mapping[int, Loss], share: Share = lambda own: own
+    ) -> None:
+        self.action = action
+        self._limits, self._share = limits, share
+        self._rows: dict[tuple[str, str], GuardedGemm] = {}
+        self._found: list[GemmFinding] = []
+        """In this step, not counted yet."""
+        self._counted: set[tuple[str, str]] = set()
+        """Rows that have counted this step."""
+        self._step, self._in_step = 0, False
+        self._hear: Callable[[GemmFinding], None] = lambda finding: None
+
+    def __deepcopy__(self, memo: object) -> ActiveGuard:
+        return self  # a copied model is judged by the guard of its original
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActiveGuard, (self.action, self._limits)  # a stored one begins anew
+
+    @property
+    def rows(self) -> list[GuardedGemm]:
+        return [*self._rows.values()]
+
+    @property
+    def thresholds(self) -> dict[str, GuardThresholds]:
+        return {str(bits): GuardThresholds(**x._asdict()) for bits, x in self._limits.items()}
+
+    def listen(self, hear: Callable[[GemmFinding], None]) -> None:
+        self._hear = hear
+
+    def begin_step(self, step: int) -> None:
+        self._step, self._in_step = step, True
+        self._found, self._counted = [], set()
+
+    def end_step(self) -> None:
+        if not self._in_step:
+            return
+        self._in_step = False
+        found, self._found = self._share(merged(self._found)), []
+        for finding in merged(found):
+            self._count(finding)
+            self._hear(finding)
+
+    def resume_step(self) -> None:
+        self._in_step = True
+
+    def promotes(self, module: str, product: str, factors: Sequence[Factor]) -> bool:
+        with torch.no_grad():
+            read = torch.stack([_of(x) for x in factors]).tolist()
+        judged = {x.name: Loss(*values) for x, values in zip(factors, read, strict=True)}
+        limits = {x.name: self._limits[x.format.element.bits] for x in factors}
+        passed = tuple(name for name, loss in judged.items() if _exceeds(loss, limits[name]))
+        if not passed:
+            return False
+        if self._in_step:
+            worst = [max(values) for values in zip(*judged.values(), strict=True)]
+            self._found.append(GemmFinding(self._step, module, product, passed, *worst))
+        return self.action == "promote"
+
+    def _count(self, finding: GemmFinding) -> None:
+        key = finding.module, finding.product
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = GuardedGemm(
+                module=finding.module,
+                product=finding.product,
+                steps=0,
+                first_step=finding.step,
+                underflow=0.0,
+                error=0.0,
+                factors=[],
+            )
+        row.steps += key not in self._counted
+        self._counted.add(key)
+        row.underflow = max(row.underflow, finding.underflow)
+        row.error = max(number(row.error), finding.error)
+        row.factors = [*dict.fromkeys([*row.factors, *finding.factors])]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"gemms": [asdict(row) for row in self._rows.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rows = msgspec.convert(state.get("gemms", []), list[GuardedGemm])
+        self._rows = {(row.module, row.product): row for row in rows}
+
+
+def _of(factor: Factor) -> Tensor:
+    rounded = factor.rounded
+    if rounded is None:
+        rounded = quantise(factor.values, factor.format)
+    return losses(factor.values, rounded, factor.format.half_step)
+
+
+def _exceeds(loss: Loss, limit: Loss) -> bool:
+    return loss.underflow > limit.underflow or loss.error > limit.error
+
+
+def merged(found: Sequence[GemmFinding]) -> list[GemmFinding]:
+    """One finding for each product of a step: all its factors that passed, the worst measures."""
+    of_product: dict[tuple[str, str], GemmFinding] = {}
+    for x in found:
+        before = of_product.setdefault((x.module, x.product), x)
+        of_product[x.module, x.product] = x._replace(
+            factors=tuple(dict.fromkeys([*before.factors, *x.factors])),
+            underflow=max(before.underflow, x.underflow),
+            error=max(before.error, x.error),
+        )
+    return [*of_product.values()]
+
+
+def guard_of(
+    action: GemmGuard | str,
+    underflow: float | None = None,
+    error: float | None = None,
+    share: Share = lambda own: own,
+) -> GemmGuard:
+    """The guard of an action.
+
+    Args:
+        action: off, log or promote; a guard is taken as it is.
+        underflow, error: thresholds for all formats; None: those of `THRESHOLDS`.
+        share: as for `ActiveGuard`.
+
+    Raises:
+        ValueError: another action.
+    """
+    if isinstance(action, GemmGuard):
+        return action
+    if action not in ACTIONS:
+        raise ValueError(f"guard={action!r}; legal: {', '.join(ACTIONS)}")
+    if action == "off":
+        return NO_GUARD
+    return ActiveGuard(action, thresholds(underflow, error), share)
