@@ -116,9 +116,11 @@ def _in_c(
     first: int,
 ) -> None:
     count = operands.param.numel()
-    pointers = (operands.param, operands.grad, operands.first, operands.second, operands.remainder)
+    o = operands
+    tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
+    maps = codes.maps(hyper) if storage.coded else None
     _library(storage)(
-        *[None if x is None else x.data_ptr() for x in pointers],
+        *[None if x is None else x.data_ptr() for x in (*tensors, maps)],
         count,
         first,
         hyper.data_ptr(),
@@ -127,6 +129,8 @@ def _in_c(
     )
 
 
+MOMENT_C_TYPES = {**C_TYPES, codes.DTYPE: "C8"}
+"""The dtypes of moments as the kernels' macros name them."""
 _KeyWords = ctypes.c_uint32 * 6
 
 
@@ -157,7 +161,7 @@ def _defines(storage: Storage) -> dict[str, str | None]:
 
 
 def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
-    return "S16" if scale != 1 else C_TYPES[dtype or torch.float32]
+    return "S16" if scale != 1 else MOMENT_C_TYPES[dtype or torch.float32]
 
 
 def _eagerly(
