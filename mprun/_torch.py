@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from inspect import currentframe
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ __all__ = [  # what is PyTorch's own; the functions below are mprun's
     "tree_map",
 ]
 
+_DEVICE_OF = torch.ops.prim.device.default
 FUNCTION_NAMESPACES: tuple[Any, ...] = (torch._C._VariableFunctions, torch._C._nn)
 """Where PyTorch keeps its functions that are written in C++."""
 
@@ -88,6 +89,14 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
 
     def __deepcopy__(self, memo: Any) -> FakeTensorMode:
         return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = MappingProxyType({})
+    ) -> Any:
+        """Autograd asks for a device twice per op; the answer needs none of the usual checks."""
+        if func is _DEVICE_OF and isinstance(args[0], fake_tensor.FakeTensor):
+            return args[0].fake_device
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class EagerOptimizer(Optimizer):

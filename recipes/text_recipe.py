@@ -42,12 +42,16 @@ class TextRecipe(Recipe):
                 raise ValueError(f"{name}={getattr(self, name)}: legal is {least} or more")
         if self.width % self.heads:
             raise ValueError(f"width={self.width}: legal is a multiple of heads={self.heads}")
+        self._check_vocabulary()
+
+    def _check_vocabulary(self) -> None:
         if not 2 <= self.vocabulary <= LARGEST_VOCABULARY:
             legal = f"legal is from 2 to {LARGEST_VOCABULARY}"
             raise ValueError(f"vocabulary={self.vocabulary}: {legal}")
 
     def data(self, request: DataRequest) -> Splits:
-        return text_splits(self.text, self.context, self.vocabulary, request, self.TARGETS)
+        characters = min(self.vocabulary, LARGEST_VOCABULARY)
+        return text_splits(self.text, self.context, characters, request, self.TARGETS)
 
     def sample(self) -> TensorSet:
         return text_sample(self.context, self.TARGETS)

@@ -7,6 +7,9 @@ its config class takes beyond the sizes below stands in `recipe.model.config`; w
 is four times as wide as the model, and every head has its own keys and values. Dropout is the
 class's own default: llama has none, gpt2 has 0.1.
 
+A vocabulary larger than the 256 numbers that a character can have has the memory and the time of a
+model of tokens; the further rows of its embedding stay as they were drawn, but for weight decay.
+
 It needs `pip install 'mprun[transformer]'`.
 """
 
@@ -50,6 +53,10 @@ class Transformer(TextRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_is_language_model(self._config())
+
+    def _check_vocabulary(self) -> None:
+        if self.vocabulary < 2:
+            raise ValueError(f"vocabulary={self.vocabulary}: legal is 2 or more")
 
     def model(self) -> nn.Module:
         from transformers import AutoModelForCausalLM

@@ -122,3 +122,9 @@ def set_fields(record: T, **changes: Any) -> T:
 @cache
 def _types(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+def check_partials(summary: Summary) -> None:
+    """A kernel of this machine that sums in 16 bits is in the record, and a warning names it."""
+    dtype = summary.effective.partials_dtype
+    assert dtype == "float32" or any(f"adds up in {dtype}" in x for x in summary.warnings)

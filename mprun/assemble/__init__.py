@@ -8,7 +8,7 @@ any folder is made.
 from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.parts import build_parts, build_run
 from mprun.assemble.plan import Plan, make_plan
-from mprun.assemble.planned_memory import footprint, step_memory, with_batch_size
+from mprun.assemble.planned_memory import footprint, same_step, step_memory, with_batch_size
 from mprun.assemble.precision_parts import (
     build_arithmetic,
     build_caster,
@@ -35,6 +35,7 @@ __all__ = [
     "make_plan",
     "recipe_of",
     "source_of",
+    "same_step",
     "step_memory",
     "with_batch_size",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from mprun.errors import UsageError
@@ -17,7 +19,11 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def choose_execution(
-    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+    wanted: str,
+    policy: Policy,
+    device: torch.device,
+    speed: str = "auto",
+    layers: Collection[str] = (),
 ) -> execution.ExecutionChoice:
     """`precision.execution.choose_execution`, for a configuration.
 
@@ -25,6 +31,6 @@ def choose_execution(
         UsageError: the execution asked for is impossible.
     """
     try:
-        return execution.choose_execution(wanted, policy, device, speed)
+        return execution.choose_execution(wanted, policy, device, speed, layers)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -171,7 +171,7 @@ def make_plan(
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
     wanted = earlier.get("execution", config.execution.name)
-    chosen = choose_execution(wanted, policy, device, config.speed.name)
+    chosen = choose_execution(wanted, policy, device, config.speed.name, layers.values())
     execution = chosen.name
     op_lists = choose_op_lists(config, device, resumed)
     if policy.overflow == "saturate" and loss_scale_kind(config, layers.values()) == "dynamic":

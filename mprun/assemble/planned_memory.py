@@ -15,7 +15,9 @@ from mprun._torch import is_fake
 from mprun.assemble.parts import batch_form, build_parts
 from mprun.assemble.plan import Plan, batch_sizes, data_request
 from mprun.assemble.recipe_loading import NO_DATA, load_data
+from mprun.config import Config
 from mprun.config.schema import ParallelKind
+from mprun.config.validate import loss_scale_kind
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
 from mprun.data.random_states import untouched
@@ -88,6 +90,28 @@ def as_native(plan: Plan) -> Plan:
     name = "bf16_mixed" if policy.gemms == policy.name else policy.name
     plain = replace(policy, name=name, gemms="none", hadamard=False)
     return replace(plan, policy=plain, layers=without_formats(plan.layers))
+
+
+def same_step(one: Plan, other: Plan) -> bool:
+    """Whether the counted steps of two plans have the same tensors at each op, by construction.
+
+    That is so where all they are built from is equal. What differs between modes and decides no
+    tensor is left aside: the mode's name, TensorFloat-32 (how a kernel rounds), and where results
+    are rounded (emulation, which is not counted).
+    """
+    return _deciding(one) == _deciding(other)
+
+
+def _deciding(plan: Plan) -> tuple[object, ...]:
+    """What decides the tensors of the counted step; samples follow from recipe and dtype."""
+    plan, usual = as_native(plan), Config()
+    policy = replace(plan.policy, name="", tf32=False, rounding_scope="update")
+    config = replace(
+        plan.config, precision=usual.precision, execution=usual.execution, run=usual.run
+    )
+    loss_scale = loss_scale_kind(plan.config, plan.layers.values())
+    parts = (plan.recipe, plan.recipe_source, plan.device, plan.speed, plan.batch, plan.lr)
+    return (*parts, plan.layers, plan.op_lists, plan.weights, policy, loss_scale, config)
 
 
 @contextmanager

@@ -11,9 +11,7 @@ and `memory.svg` into the run's folder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
@@ -46,23 +44,27 @@ def memory_command(args: Sequence[str]) -> int:
     if settings.fits is not None:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
-    from mprun.records.files import new_folder, write_files
-    from mprun.report.memory_tables import category_table, module_table
+    from mprun.records.files import json_text, new_folder, write_files
+    from mprun.report.memory_tables import answer, detailed_modes, module_table, peak_table
 
-    modes = plan_modes(overrides, known.config_dir, settings.against)
+    planned = plan_modes(overrides, known.config_dir, settings.against)
+    modes = planned.modes
     warn(warnings_of(modes))
     console, folder = stdout_console(), new_folder(modes[0].composed.config.run.dir)
     given = [key for mode in modes for key in mode.composed.given]
     plans = [(mode.label, mode.plan) for mode in modes]
     with JobProgress(stderr_console()) as progress, traceback_in(folder):
-        record = side_by_side(plans, given, settings.fits, progress.begin, _layout(settings))
+        layout = _layout(settings)
+        record = side_by_side(plans, given, settings.fits, progress.begin, layout, planned.left_out)
     print_line(console, _header(record))
-    print_table(console, category_table(record))
-    for mode in record.modes:
+    if (sentence := answer(record)) is not None:
+        print_text(console, sentence)
+    print_table(console, peak_table(record))
+    for mode in detailed_modes(record):
         print_table(console, module_table(mode, record.modes[0], settings.depth))
     for note in _notes(record):
         print_text(console, note)
-    names = write_files(folder, {"memory.json": json.dumps(asdict(record), indent=1)})
+    names = write_files(folder, {"memory.json": json_text(record)})
     if settings.picture:
         from mprun.report.plots.memory_plots import save_memory_plot
 
@@ -102,6 +104,15 @@ def _kind(record: MemoryRecord) -> str:
 def _notes(record: MemoryRecord) -> Iterator[str]:
     from mprun.report.memory_tables import change_text
 
+    for label, reason in record.left_out.items():
+        yield f"left out: {label}: {reason}"
+    if formats := [mode.label for mode in record.modes if mode.policy.get("gemms") != "none"]:
+        yield (
+            f"note: {', '.join(formats)}: counted with products in 16 bits, an upper bound. The "
+            "factors in 8 or 4 bits live as long as a product; the 16-bit copies of weights that "
+            "autocast keeps for the backward pass are counted, and layers with such products keep "
+            "none"
+        )
     for mode in record.modes:
         if mode.why_real is not None:
             yield f"note: the step of {mode.label} is a real one: {mode.why_real}"

@@ -128,7 +128,7 @@ def _search_formats(
         for line in conclusion(search):
             print_text(console, line)
         print_line(console, f"written: {folder}/{', '.join(write_files(folder, files))}")
-        if search.high is not None and len(search.high) < len(search.layers):
+        if search.keeps_a_format:
             own = [] if config_dir is None else ["--config-dir", str(config_dir)]
             kept = [text for text in overrides if not text.startswith("run.")]
             result = [f"precision.layers_file={folder / LAYERS}"] * bool(search.high)

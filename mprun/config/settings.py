@@ -277,6 +277,13 @@ class TraceSettings:
     """Whether every op is listed below the summary."""
 
 
+class SearchPer(Enum):
+    """What a search for formats of 8 bits or fewer keeps in bfloat16 together."""
+
+    gemm = "gemm"
+    layer = "layer"
+
+
 @dataclass
 class SearchOpsSettings:
     """How ops that must stay in float32 are searched, and the tolerance for the others."""
@@ -285,6 +292,10 @@ class SearchOpsSettings:
     """Relative difference of the loss from float32's that is tolerated."""
     gradient_db: float | None = 20.0
     """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
+    effective_bits: float | None = None
+    """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
+    per: SearchPer = SearchPer.gemm
+    """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
     batches: int = 4
     """Batches of validation data used for the measurements."""
     warmup_steps: int = 20
@@ -361,6 +372,7 @@ RANGES = {
     "search_ops.budget_min": POSITIVE,
     "search_ops.tolerance": POSITIVE,
     "search_ops.gradient_db": Range(-1000, 1000),
+    "search_ops.effective_bits": Range(0, 16, low_open=True),
     "search_ops.batches": COUNT,
     "search_ops.warmup_steps": NOT_NEGATIVE,
     "search_ops.timed_steps": NOT_NEGATIVE,

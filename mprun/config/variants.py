@@ -23,6 +23,8 @@ from mprun.errors import UsageError
 BASELINE = "fp32"
 NEUTRAL = ("none", "base")
 """Options that change nothing. They are not part of a name."""
+EVERY = "all"
+"""`precision=all` lists every mode."""
 SET_BY_STUDY = ("run.dir", "run.resume", "seed")
 
 
@@ -43,13 +45,22 @@ def modes(config_dir: Path | None = None) -> list[str]:
     return sorted(names, key=lambda name: (name != BASELINE, name))
 
 
+def with_every_mode(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    """The overrides with `precision=all` as a list of every mode, unless a mode has that name."""
+    names = modes(config_dir)
+    listed = text = f"precision={EVERY}"
+    if EVERY not in names:
+        listed = f"precision={','.join(names)}"
+    return [listed if override == text else override for override in overrides]
+
+
 def variants(overrides: Sequence[str], config_dir: Path | None = None) -> Variants:
     """The variants of a study with these overrides; without `precision`, every mode is included.
 
     Raises:
         UsageError: an override is invalid in every combination, or in the only one.
     """
-    parsed = [parse(text) for text in overrides]
+    parsed = [parse(text) for text in with_every_mode(overrides, config_dir)]
     for override in parsed:
         if override.key_or_group in SET_BY_STUDY:
             raise UsageError(

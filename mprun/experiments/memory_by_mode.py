@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from mprun.assemble import Plan, load_shapes, make_plan, step_memory, with_batch_size
+from mprun.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
 from mprun.assemble.initial_summary import variant_label
 from mprun.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
+from mprun.config.variants import with_every_mode
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.environment import versions
 from mprun.errors import MprunError, RunFailedError, UsageError
@@ -34,6 +37,8 @@ from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.run_record import BatchRow
 from mprun.train.user_code import described
 
+T = TypeVar("T")
+
 SCHEMA_VERSION = 1
 ONE_PROCESS = ProcessLayout()
 
@@ -50,8 +55,11 @@ def side_by_side(
     limit: str | None = None,
     report: ReportPart = report_nothing,
     layout: ProcessLayout = ONE_PROCESS,
+    left_out: Mapping[str, str] | None = None,
 ) -> MemoryRecord:
     """Count a step of each plan and compare it with the first.
+
+    Plans whose steps have the same tensors (`same_step`) share one count.
 
     Args:
         plans: label and plan, made with `load_shapes`; the others are compared with the first.
@@ -59,16 +67,24 @@ def side_by_side(
         limit: the memory for the largest batch, as `parse_size` takes it, or None.
         report: is called before each plan is counted.
         layout: of the processes that take each step; the memory is that of one of them.
+        left_out: modes that cannot be, with the reason; a mode whose step cannot be counted joins
+            them. None: that is an error.
 
     Raises:
         UsageError: `limit` is not an amount of memory.
         RunFailedError: a model's code does not run on fake tensors.
     """
     limit_bytes = None if limit is None else parse_size(limit, "memory.fits")
-    modes = []
+    steps, modes = CountedSteps(limit_bytes, layout), list[ModeMemory]()
+    missing = dict(left_out or {})
     for done, (label, plan) in enumerate(plans):
         report(f"memory of {label}", done, len(plans))
-        modes.append(_mode(label, plan, limit_bytes, layout))
+        try:
+            modes.append(_mode(label, plan, steps))
+        except RunFailedError as error:
+            if left_out is None or (done + 1 == len(plans) and not modes):
+                raise
+            missing[label] = str(error)
     modes = [_compared(mode, modes[0]) for mode in modes]
     first = plans[0][1]
     return MemoryRecord(
@@ -80,16 +96,18 @@ def side_by_side(
         limit=limit,
         limit_bytes=limit_bytes,
         published=_published([plan.config.recipe.name for _, plan in plans], modes, given)
-        if layout == ONE_PROCESS
+        if layout == ONE_PROCESS and len(modes) == len(plans)
         else None,
         modes=modes,
         layout=layout,
+        left_out=missing,
     )
 
 
-def _mode(label: str, plan: Plan, limit: int | None, layout: ProcessLayout) -> ModeMemory:
+def _mode(label: str, plan: Plan, steps: CountedSteps) -> ModeMemory:
     """A mode's part, without the ratios to the first mode."""
-    config, counted = plan.config, _counted(label, plan, layout)
+    config, step = plan.config, steps.of(label, plan)
+    counted = step.memory
     lists = {"op_lists": config.op_lists.name, "layers": plan.layers}
     return ModeMemory(
         label=label,
@@ -107,8 +125,69 @@ def _mode(label: str, plan: Plan, limit: int | None, layout: ProcessLayout) -> M
         largest=counted.largest(),
         timeline=counted.timeline_rows(),
         why_real=counted.why_real,
-        fits=None if limit is None else _fit(label, plan, limit, layout),
+        fits=step.fits,
+        same_as=None if step.label == label else step.label,
     )
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """A step that was counted."""
+
+    label: str
+    """Of the first mode that has it."""
+    plan: Plan
+    memory: StepMemory
+    fits: LargestBatch | None
+    """None without a limit."""
+
+
+class CountedSteps:
+    """Counts steps, each once: several modes can have the same tensors.
+
+    Args:
+        limit_bytes: the memory for the largest batch; None: it is not searched.
+        layout: of the processes that take a step.
+    """
+
+    def __init__(self, limit_bytes: int | None, layout: ProcessLayout) -> None:
+        self._limit_bytes, self._layout = limit_bytes, layout
+        self._steps: list[CountedStep] = []
+
+    def of(self, label: str, plan: Plan) -> CountedStep:
+        """The step of a plan.
+
+        Raises:
+            RunFailedError: it cannot be taken.
+        """
+        for step in self._steps:
+            if same_step(step.plan, plan):
+                return step
+        memory = _counted(label, plan, self._layout)
+        step = CountedStep(label, plan, memory, self._fit(label, plan, memory))
+        self._steps.append(step)
+        return step
+
+    def _fit(self, label: str, plan: Plan, counted: StepMemory) -> LargestBatch | None:
+        if self._limit_bytes is None:
+            return None
+        limit_bytes = self._limit_bytes
+
+        def peak(size: int) -> int:
+            resized = with_batch_size(plan, size)
+            if resized.batch == plan.batch and counted.why_real is None:
+                return counted.peak_bytes
+            return _counted(label, resized, self._layout, real=False).peak_bytes
+
+        # A sample takes a byte or more.
+        fit = largest_size(peak, limit_bytes, plan.batch.base, most=limit_bytes)
+        return LargestBatch(
+            batch_size=fit.size,
+            peak_bytes=fit.tried.get(fit.size),
+            next_peak_bytes=fit.tried.get(fit.size + 1),
+            tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
+            grows=fit.grows,
+        )
 
 
 def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -> StepMemory:
@@ -124,20 +203,6 @@ def _counted(label: str, plan: Plan, layout: ProcessLayout, real: bool = True) -
             f"{'taken' if real else 'planned on fake tensors, which have no values'}: "
             f"{described(error, plan.policy.name)}"
         ) from error
-
-
-def _fit(label: str, plan: Plan, limit: int, layout: ProcessLayout) -> LargestBatch:
-    def peak(size: int) -> int:
-        return _counted(label, with_batch_size(plan, size), layout, real=False).peak_bytes
-
-    fit = largest_size(peak, limit, plan.batch.base, most=limit)  # a sample takes a byte or more
-    return LargestBatch(
-        batch_size=fit.size,
-        peak_bytes=fit.tried.get(fit.size),
-        next_peak_bytes=fit.tried.get(fit.size + 1),
-        tried={str(n): peak for n, peak in sorted(fit.tried.items()) if peak is not None},
-        grows=fit.grows,
-    )
 
 
 def _compared(mode: ModeMemory, first: ModeMemory) -> ModeMemory:
@@ -194,39 +259,91 @@ class PlannedMode:
     label: str
 
 
+@dataclass(frozen=True)
+class PlannedModes:
+    """Modes side by side."""
+
+    modes: list[PlannedMode]
+    """The first is the one to compare with."""
+    left_out: dict[str, str] | None
+    """Modes that cannot be, with the reason; None where the user named the modes."""
+
+
 def plan_modes(
     overrides: Sequence[str], config_dir: Path | None, against: str | None
-) -> list[PlannedMode]:
+) -> PlannedModes:
     """A mode for each combination of the listed values; the first is the one to compare with.
 
     Args:
-        overrides: of a run; a list of values gives several modes.
+        overrides: of a run; a list of values gives several modes, and `precision=all` every one.
         config_dir: a further folder of configs, or None.
         against: the mode to compare with; None: the first of several, else fp32.
 
     Raises:
-        UsageError: an override is not legal, or a mode cannot be planned.
+        UsageError: an override is not legal, or a mode cannot be planned; with `precision=all`
+            where none can.
     """
-    parsed = [parse(text) for text in overrides]
+    listed_modes = with_every_mode(overrides, config_dir)
+    parsed = [parse(text) for text in listed_modes]
     listed = [
         n for n, o in enumerate(parsed) if o.is_sweep_override() and o.key_or_group != "precision"
     ]
     all_overrides = combinations(parsed)
-    composed = [compose(texts, config_dir) for texts in all_overrides]
     extras = [" ".join(texts[n] for n in listed) for texts in all_overrides]
-    if any(c.config.run.resume is not None for c in composed):
+    names = [_name(texts, extra) for texts, extra in zip(all_overrides, extras, strict=True)]
+    made = _Attempts(keep_going=listed_modes != [*overrides])
+    composed = made.each(names, [partial(compose, texts, config_dir) for texts in all_overrides])
+    if any(c.config.run.resume is not None for c in composed.values()):
         raise UsageError("mprun memory plans a new run: leave out run.resume")
-    if against is not None or (len(composed) == 1 and composed[0].config.precision.name != "fp32"):
+    extra_of = dict(zip(names, extras, strict=True))
+    if against is not None or (
+        len(names) == 1 and composed[names[0]].config.precision.name != "fp32"
+    ):
         pairs = zip(all_overrides[0], parsed, strict=True)
         shared = [text for text, o in pairs if o.key_or_group.partition(".")[0] not in OF_A_MODE]
         try:
             first = compose([*shared, f"precision={against or 'fp32'}"], config_dir)
         except UsageError as error:
             raise error if against is None else UsageError(f"memory.against: {error}") from None
-        others = [n for n, c in enumerate(composed) if c.resolved != first.resolved]
-        composed = [first, *(composed[n] for n in others)]
-        extras = [extras[0], *(extras[n] for n in others)]
-    return [_planned(c, extra) for c, extra in zip(composed, extras, strict=True)]
+        others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
+        composed = {"": first, **others}
+        extra_of[""] = extras[0]
+    planned = made.each(composed, [partial(_planned, c, extra_of[n]) for n, c in composed.items()])
+    return PlannedModes([*planned.values()], made.left_out if made.keep_going else None)
+
+
+def _name(overrides: Sequence[str], extra: str) -> str:
+    """How a combination is named before it has a label."""
+    mode = [text.partition("=")[2] for text in overrides if text.startswith("precision=")]
+    return " ".join(filter(None, [*mode[-1:], extra]))
+
+
+class _Attempts:
+    """What can be made of each mode; with `keep_going` the others are left out."""
+
+    def __init__(self, keep_going: bool) -> None:
+        self.keep_going = keep_going
+        self.left_out: dict[str, str] = {}
+
+    def each(self, names: Iterable[str], makers: Sequence[Callable[[], T]]) -> dict[str, T]:
+        """Name to what is made.
+
+        Raises:
+            UsageError: of a maker; with `keep_going` only where all raise it, that of the first.
+        """
+        made: dict[str, T] = {}
+        errors: list[UsageError] = []
+        for name, make in zip(names, makers, strict=True):
+            try:
+                made[name] = make()
+            except UsageError as error:
+                if not self.keep_going:
+                    raise
+                errors.append(error)
+                self.left_out[name] = str(error)
+        if not made:
+            raise errors[0]
+        return made
 
 
 def _planned(composed: Composed, extra: str) -> PlannedMode:

@@ -38,6 +38,7 @@ from mprun.numerics.passes import FLOAT32, Batch, CastPlan
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
+from mprun.records.format_names import FORMAT_MODES
 from mprun.records.search_ops_record import (
     CastResult,
     Float32Time,
@@ -123,12 +124,14 @@ class PlannedSearch:
 
     def described(self) -> dict[str, Any]:
         """What was searched, and with which settings."""
+        settings = self.settings.search_ops
+        own = {**asdict(settings), "per": settings.per.name}
         return {
             **self.low.described(
                 *("recipe", "precision", "seed", "execution"),
                 *("hardware", "versions", "backend", "data"),
             ),
-            "settings": {**asdict(self.settings.search_ops), "seeds": self.seeds},
+            "settings": {**own, "seeds": self.seeds},
         }
 
     def prove(self, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
@@ -148,9 +151,30 @@ def plan_search(overrides: list[str], config_dir: Path | None, settings: Setting
         UsageError: an override is not legal, or the mode casts no op.
     """
     low, held_out = _with_validation_data(overrides, config_dir)
+    _check_settings(low.plan, settings.search_ops)
     shared = [text for text in (*overrides, *held_out) if key_of(text) not in OF_THE_MODE]
     float32 = compose([*shared, "precision=fp32"], config_dir)
     return PlannedSearch(low, float32, held_out, settings)
+
+
+def _check_settings(low: Plan, settings: SearchOpsSettings) -> None:
+    """Refuse settings of formats in a mode that has none.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if low.policy.gemms != "none":
+        return
+    default = SearchOpsSettings()
+    for name in ("effective_bits", "per"):
+        value = getattr(settings, name)
+        if value != getattr(default, name):
+            text = getattr(value, "name", value)
+            raise UsageError(
+                f"search_ops.{name}={text} has no effect with precision={low.policy.name}, which "
+                f"has no format of 8 bits or fewer; legal: one of {', '.join(FORMAT_MODES)} with "
+                "it, or leave it out"
+            )
 
 
 def key_of(override: str) -> str:

@@ -200,6 +200,8 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._alive.clear()
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        if func.namespace in NO_OPS:
+            return run()
         context, back = self.tracker.context(), in_backward()
         name = op_name(func)
         if name in SAME_DTYPE and len(dtypes := floating_dtypes(args)) > 1:
@@ -207,8 +209,6 @@ class MemoryRecorder(OpWatcher, StepListener):
                 str(OpFault(name, context.module or "", context.phase, dtypes))
             )
         result = run()
-        if func.namespace in NO_OPS:
-            return result
         if name in REDUCED_IN_PLACE and is_fake(result) and result.dim() == 0:
             result.untyped_storage().resize_(args[0].nbytes)
         self._went_backward = back or (self._went_backward and context.phase != "forward")

@@ -187,7 +187,7 @@ def op_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     """
     if op_name(func) in RECURRENT:
         return _recurrent_flops(func, args, kwargs)
-    formula = flop_registry.get(func.overloadpacket)
+    formula = _formula(func)
     if formula is None:
         return 0
     flops = int(formula(*args, **kwargs, out_val=result))
@@ -200,6 +200,14 @@ def op_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
         done, counted = _products(images, kernel, by_name)
         flops = flops * done // counted if counted else flops
     return flops
+
+
+def _formula(func: Any) -> Any:
+    """PyTorch's formula for an op; before 2.15 it had none for attention on a CPU."""
+    packet = func.overloadpacket
+    if packet not in flop_registry and "_flash_attention_for_cpu" in op_name(func):
+        packet = getattr(torch.ops.aten, op_name(func).replace("_for_cpu", ""))  # same arguments
+    return flop_registry.get(packet)
 
 
 def _recurrent_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

@@ -66,9 +66,16 @@ class Tolerance(SearchTolerance):
 
     def harm(self, measure: Deviation) -> float:
         """The share of the tolerance that is used up: 1 is all; infinite for NaN."""
-        harms = [measure.judged_loss / self.loss]
+        return self._harm(measure.judged_loss, measure.judged_db)
+
+    def whole_harm(self, measure: Deviation) -> float:
+        """The same where nothing is tolerated as noise of batches: it ranks small errors too."""
+        return self._harm(measure.loss_difference, measure.worst_db)
+
+    def _harm(self, loss: float, gradient_db: float) -> float:
+        harms = [loss / self.loss]
         if self.gradient_db is not None:
-            harms.append(10 ** ((self.gradient_db - measure.judged_db) / 20))
+            harms.append(10 ** ((self.gradient_db - gradient_db) / 20))
         return math.inf if any(map(math.isnan, harms)) else max(harms)
 
 

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -103,6 +104,8 @@ class GroupMeeting(Meeting):
         # torchrun's store outlives the processes: those of an earlier start left addresses in it
         own = dist.PrefixStore(f"mprun/{restarts}", store)  # type: ignore[attr-defined]
         self._notes = own
+        # PyTorch 2.14's FSDP2 calls functions that it has itself deprecated
+        warnings.filterwarnings("ignore", ".*is deprecated", FutureWarning, r"torch\.distributed\.")
         try:
             dist.init_process_group(
                 backend, timeout=PATIENCE, store=own, rank=rank, world_size=size

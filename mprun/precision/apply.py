@@ -133,7 +133,7 @@ class Precision:
         self._take_parts(
             row,
             caster_of(row, place.type, lists),
-            chosen_arithmetic(row, execution, place, seed),
+            chosen_arithmetic(row, execution, place, seed, named.values()),
             loss_scale_of(loss_scale, row, named.values(), place),
             Clip(max_norm, combine),
             named,

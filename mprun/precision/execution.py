@@ -8,6 +8,7 @@ with rounding is faster.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cache
 from typing import NamedTuple
 
@@ -20,11 +21,13 @@ from mprun.precision.arithmetic import (
     NativeArithmetic,
 )
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
+from mprun.precision.gemms import GEMMS, gemms_of
 from mprun.precision.native_gemms import why_not_native
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
 from mprun.precision.switches import has_tf32
 from mprun.precision.tf32 import EmulatedTf32
+from mprun.records.layer_values import product_formats
 
 EXECUTIONS = ("native", "emulated")
 EMULATED_FROM = 2.0
@@ -43,7 +46,11 @@ class ExecutionChoice(NamedTuple):
 
 
 def choose_execution(
-    wanted: str, policy: Policy, device: torch.device, speed: str = "auto"
+    wanted: str,
+    policy: Policy,
+    device: torch.device,
+    speed: str = "auto",
+    layers: Collection[str] = (),
 ) -> ExecutionChoice:
     """What was asked for; else native execution where it is possible and no slower than emulation.
 
@@ -52,11 +59,12 @@ def choose_execution(
         policy: the mode.
         device: where.
         speed: `speed=plain` takes the native kernels at any speed.
+        layers: values of `precision.layers`; other formats than the mode's are emulated.
 
     Raises:
         ValueError: the execution asked for is impossible, or no execution.
     """
-    can, reason = executions(policy, device)
+    can, reason = executions(policy, device, layers)
     if wanted not in ("auto", *EXECUTIONS):
         raise ValueError(f"execution={wanted}; legal: auto, {', '.join(can)}")
     if wanted != "auto" and wanted not in can:
@@ -82,7 +90,9 @@ def _computed_in_float32(policy: Policy, times: float) -> str:
     )
 
 
-def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], str]:
+def executions(
+    policy: Policy, device: torch.device, layers: Collection[str] = ()
+) -> tuple[tuple[str, ...], str]:
     """The possible executions of a policy, the best first, and why the other is impossible."""
     emulated, both = ("emulated",), EXECUTIONS
     if policy.rounding_scope == "all":
@@ -95,7 +105,7 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
             "precision.partials_dtype=float16: CPU kernels have no switch for their accumulation"
         )
     if policy.gemms != "none":
-        why = why_not_native(policy.gemms, device)
+        why = why_not_native(policy.gemms, device) or _own_products(policy, layers)
         return (
             (both, "")
             if why is None
@@ -111,6 +121,14 @@ def executions(policy: Policy, device: torch.device) -> tuple[tuple[str, ...], s
         return both, ""
     no = f"precision={policy.name} runs natively on every device and has no emulation"
     return ("native",), no
+
+
+def _own_products(policy: Policy, layers: Collection[str]) -> str | None:
+    """Why products that are not those of the mode are emulated; None where all are."""
+    named = filter(None, map(product_formats, layers))
+    if policy.hadamard or any(gemms_of(x) != GEMMS[policy.gemms] for x in named):
+        return "mprun has no native products of single layers or after a Hadamard transform"
+    return None
 
 
 def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: torch.device) -> str:

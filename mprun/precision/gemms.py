@@ -344,7 +344,11 @@ def model_gemms(
     """
     given = layer_gemms(model, named)
     if mode != "layers":
-        given |= dict.fromkeys(formatted_layers(model, named), GEMMS[mode])
+        try:
+            given |= dict.fromkeys(formatted_layers(model, named), GEMMS[mode])
+        except ValueError:  # by-name layers may be all that the mode would convert
+            if not any(gemm.formats for of_layer in given.values() for gemm in of_layer):
+                raise
     if not hadamard:
         return given
     return {

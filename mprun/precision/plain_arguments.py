@@ -7,7 +7,7 @@ compute, the loss scale.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -125,7 +125,11 @@ def loss_scale_of(
 
 
 def chosen_arithmetic(
-    policy: Policy, execution: str, device: torch.device, seed: int
+    policy: Policy,
+    execution: str,
+    device: torch.device,
+    seed: int,
+    layers: Collection[str] = (),
 ) -> Arithmetic:
     """Whose kernels compute, chosen as a run does; a warning says why they are emulated.
 
@@ -134,11 +138,12 @@ def chosen_arithmetic(
         execution: auto, native (every kernel for the dtype, however slow) or emulated.
         device: where.
         seed: of stochastic rounding of every result.
+        layers: values of `precision.layers`.
 
     Raises:
         ValueError: the execution is impossible for the mode on this device.
     """
-    chosen = choose_execution(execution, policy, device)
+    chosen = choose_execution(execution, policy, device, layers=layers)
     if chosen.why_emulated is not None:
         warnings.warn(
             f"precision={policy.name} is emulated: {chosen.why_emulated}; execution='emulated' "

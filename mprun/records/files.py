@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mprun.errors import RunFailedError, UsageError
 
 
@@ -30,6 +32,15 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [jsonable(v) for v in value]
     return value
+
+
+def json_text(record: object) -> str:
+    """A dataclass as indented JSON text, many times faster than Python's encoder.
+
+    Args:
+        record: without floats that are not finite.
+    """
+    return msgspec.json.format(msgspec.json.encode(record), indent=1).decode()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

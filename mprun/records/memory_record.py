@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mprun.records.run_record import BatchRow
@@ -126,6 +126,8 @@ class ModeMemory:
     """Why the step ran on real tensors; None for fake ones."""
     ratio: float | None = None
     """Peak over the first mode's peak."""
+    same_as: str | None = None
+    """The label of a mode before it whose step has the same tensors; it was counted once."""
 
 
 @dataclass(frozen=True)
@@ -158,3 +160,5 @@ class MemoryRecord:
     modes: list[ModeMemory]
     layout: ProcessLayout = ProcessLayout()
     """All sizes are those of one of its processes."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Modes that `precision=all` leaves out, with the reason."""

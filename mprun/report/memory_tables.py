@@ -1,7 +1,13 @@
-"""The memory of a step on the terminal, modes side by side: by category, and by module."""
+"""The memory of a step on the terminal: modes side by side by category, and each by module.
+
+A few modes are columns; more of them are rows, which fit a terminal. Large models repeat a block:
+the modules of equal blocks are added up in one row, as `layers.*.mlp (32)`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from mprun.console.fitted_table import (
@@ -26,7 +32,12 @@ NAMES = {
 """A category's name, and its short form for narrow columns."""
 
 MODULES = 20
-"""The most modules shown; the rest are summed in one row."""
+"""The most modules shown: of more, those of repeated blocks are added up; then the rest are."""
+
+COLUMNS = 4
+"""The most modes shown as columns; more are rows."""
+NAMED = 3
+"""The most modes named in a sentence."""
 
 IMPORTANCE = (
     *("buffers", "temporary", "gradients"),
@@ -57,6 +68,49 @@ def change_text(ratio: float) -> str:
     """A ratio as a change: `-28 %`, or `x12` from tenfold on."""
     change = round((ratio - 1) * 100)
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
+
+
+def answer(record: MemoryRecord) -> str | None:
+    """What several modes amount to, in a sentence: which fit, and which needs least; else None."""
+    modes, limit = record.modes, record.limit_bytes
+    if len(modes) < 2:
+        return None
+    least = min(mode.bytes["peak"] for mode in modes)
+    alike = [mode.label for mode in modes if amount(mode.bytes["peak"]) == amount(least)]
+    names = _named(alike)
+    change = change_text(least / modes[0].bytes["peak"])
+    smallest = f"{names} need{'' if len(alike) > 1 else 's'} least, {amount(least)}"
+    if modes[0].bytes["peak"] != least:
+        smallest += f" ({change} against {record.against})"
+    if limit is None:
+        return smallest
+    fitting = [mode.label for mode in modes if mode.bytes["peak"] <= limit]
+    sizes = {mode.batch.micro for mode in modes}
+    batch = f"batch {sizes.pop()}" if len(sizes) == 1 else "its batch"
+    count = f"{len(fitting) or 'none'} of {len(modes)} modes fit in {record.limit} with {batch}"
+    return f"{count}{': ' if fitting else ''}{', '.join(fitting)}; {smallest}"
+
+
+def _named(labels: Sequence[str]) -> str:
+    """A few labels as a sentence has them: `a`, `a and b`, `a, b, c and 4 more`."""
+    shown, more = labels[:NAMED], len(labels) - NAMED
+    last = f"{more} more" if more > 0 else ""
+    *others, end = [*shown, *filter(None, [last])]
+    return f"{', '.join(others)} and {end}" if others else end
+
+
+def peak_table(record: MemoryRecord) -> FittedTable:
+    """The memory of a step at its peak: few modes as columns, more as rows."""
+    return category_table(record) if len(record.modes) <= COLUMNS else mode_table(record)
+
+
+def detailed_modes(record: MemoryRecord) -> list[ModeMemory]:
+    """The modes shown by module: all of a few; of more, the first and the one that needs least."""
+    modes = record.modes
+    if len(modes) <= COLUMNS:
+        return modes
+    least = min(modes, key=lambda mode: mode.bytes["peak"])
+    return [modes[0], *([least] if least is not modes[0] else [])]
 
 
 def category_table(record: MemoryRecord) -> FittedTable:
@@ -90,11 +144,43 @@ def category_table(record: MemoryRecord) -> FittedTable:
     return table
 
 
+def mode_table(record: MemoryRecord) -> FittedTable:
+    """A row for each mode: its peak, the change against the first, and the categories."""
+    modes = record.modes
+    unit = unit_for(max(mode.bytes["peak"] for mode in modes))
+    shown = [key for key in NAMES if any(_is_visible(mode.bytes[key], unit) for mode in modes)]
+    table = FittedTable(
+        f"one training step at its peak, {unit}",
+        text_column("mode"),
+        figure_column("peak"),
+        figure_column("change"),
+        *(figure_column(NAMES[key][1], IMPORTANCE.index(key)) for key in shown),
+        text_column("peak in", len(IMPORTANCE)),
+        *([figure_column(f"batch in {record.limit}")] if record.limit is not None else []),
+        text_column("counted as", len(IMPORTANCE) + 1),
+        elsewhere=ELSEWHERE,
+    )
+    for mode in modes:
+        numbers = [_number(mode.bytes[key], unit) for key in ("peak", *shown)]
+        change = change_text(mode.ratio) if mode is not modes[0] and mode.ratio is not None else ""
+        fits = f"{mode.fits.batch_size:,}" if mode.fits is not None else "-"
+        batch = [] if record.limit is None else [fits if fits != "0" else "none"]
+        place = [mode.peak_at.phase, *batch, mode.same_as or ""]
+        table.add_row(mode.label, numbers[0], change, *numbers[1:], *place)
+    return table
+
+
 def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> FittedTable:
     """Memory at the peak by module down to `depth`, and the change against another mode."""
     rows, before = _by_depth(mode, depth), _by_depth(first, depth)
-    shown = [key for key in MEMORY_CATEGORIES if any(row[key] for row in rows.values())]
+    if len(rows) > MODULES + 1:
+        rows, before = _blocks_added(rows), _blocks_added(before)
     unit = unit_for(first.bytes["peak"])
+    shown = [
+        key
+        for key in MEMORY_CATEGORIES
+        if any(_is_visible(row[key], unit) for row in rows.values())
+    ]
     table = FittedTable(
         f"{mode.label} by module, {unit}",
         text_column("module"),
@@ -107,8 +193,10 @@ def module_table(mode: ModeMemory, first: ModeMemory, depth: int | None) -> Fitt
         cells = [_number(row[key], unit) if row[key] else "" for key in (*shown, "total")]
         if mode is not first:
             same = before.get(path)
-            cells.append(change_text(row["total"] / same["total"]) if same else "")
-        table.add_row(path or "(root)", *cells)
+            is_known = same is not None and _is_visible(same["total"], unit)
+            cells.append(change_text(row["total"] / same["total"]) if same and is_known else "")
+        count = row["modules"]
+        table.add_row((path or "(root)") + (f" ({count})" if "*" in path else ""), *cells)
     return table
 
 
@@ -117,10 +205,36 @@ def _by_depth(mode: ModeMemory, depth: int | None) -> dict[str, dict[str, int]]:
     rows: dict[str, dict[str, int]] = {}
     for module in mode.modules:
         path = ".".join(module.module.split(".")[:depth])
-        row = rows.setdefault(path, dict.fromkeys((*MEMORY_CATEGORIES, "total"), 0))
-        for key in row:
-            row[key] += getattr(module, key)
+        sizes = {key: getattr(module, key) for key in (*MEMORY_CATEGORIES, "total")}
+        _add(rows, path, sizes)
+        rows[path]["modules"] = 1
     return rows
+
+
+def _blocks_added(rows: Mapping[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """The rows, those of numbered blocks added up: `layers.0.mlp` and its kin are `layers.*.mlp`.
+
+    A number at the end of a path stays where no parts follow: a sequence's layers differ.
+    """
+    parents = {path.rpartition(".")[0] for path in rows}
+    starred = {path: (BLOCK if path in parents else NUMBER).sub("*", path) for path in rows}
+    count = Counter(starred.values())
+    added: dict[str, dict[str, int]] = {}
+    for path, row in rows.items():
+        _add(added, starred[path] if count[starred[path]] > 1 else path, row)
+    return added
+
+
+BLOCK = re.compile(r"(?<![^.])[0-9]+(?![^.])")
+"""A part of a path that is a number."""
+NUMBER = re.compile(r"(?<![^.])[0-9]+(?=[.])")
+"""One with more parts below it."""
+
+
+def _add(rows: dict[str, dict[str, int]], path: str, sizes: Mapping[str, int]) -> None:
+    row = rows.setdefault(path, dict.fromkeys(sizes, 0))
+    for key, size in sizes.items():
+        row[key] += size
 
 
 def _largest(rows: Mapping[str, dict[str, int]]) -> Iterator[tuple[str, dict[str, int]]]:
@@ -141,6 +255,11 @@ def _sizes(sizes: Sequence[int | None], unit: str) -> Iterator[str]:
         else:
             change = f" ({change_text(size / first)})" if n and first and size != first else ""
             yield f"{_number(size, unit)}{change}".replace(" ", HARD_BLANK)
+
+
+def _is_visible(size: int, unit: str) -> bool:
+    """Whether an amount is shown as more than 0."""
+    return bool(_number(size, unit).strip("0."))
 
 
 def _number(size: int, unit: str) -> str:

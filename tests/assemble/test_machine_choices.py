@@ -78,6 +78,25 @@ def test_a_gpu_is_native_without_a_trial(tried: list[torch.dtype]) -> None:
     assert (chosen.name, tried) == ("native", [])
 
 
+@pytest.mark.parametrize(
+    ("value", "execution"),
+    [
+        ("fp8_rowwise", "native"),
+        ("bf16", "native"),  # a layer that keeps out
+        ("forward=bf16,grad_input=fp8_rowwise,grad_weight=fp8_rowwise", "emulated"),
+        ("mxfp8", "emulated"),
+    ],
+)
+def test_products_of_single_layers_are_emulated_on_a_gpu_that_has_the_mode_s(
+    value: str, execution: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mprun.precision.execution.why_not_native", lambda gemms, device: None)
+    gpu = torch.device("cuda")
+    chosen = choose_execution("auto", policy("fp8_rowwise"), gpu, layers=[value])
+    assert chosen.name == execution
+    assert ("single layers" in str(chosen.why_emulated)) == (execution == "emulated")
+
+
 def test_a_resumed_run_repeats_the_choice_without_a_trial(tried: list[torch.dtype]) -> None:
     config = compose([*LINEAR, "precision=bf16_mixed"]).config
     choices = make_plan(config, ()).choices

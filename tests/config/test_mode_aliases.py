@@ -85,7 +85,7 @@ def test_settings_that_name_a_mode_take_the_other_names() -> None:
     from mprun.experiments.memory_by_mode import plan_modes
 
     planned = plan_modes(["recipe=linear", "precision=bf16-mixed"], None, "mixed_float16")
-    assert [mode.label for mode in planned] == ["fp16_mixed", "bf16_mixed"]
+    assert [mode.label for mode in planned.modes] == ["fp16_mixed", "bf16_mixed"]
     runs = [*runs_of("fp32", [0.9, 0.9]), *runs_of("bf16_mixed", [0.9, 0.9])]
     found = compare(runs, margin=0.005, relative_margin=0.02, baseline="mixed_bfloat16")
     assert found.baseline == "bf16_mixed"

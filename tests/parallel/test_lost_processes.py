@@ -63,6 +63,7 @@ def killed(groups: Groups, words: list[str], folder: str, rank: int, step: int) 
 def check_killed(ended: Ended, folder: str, rank: int) -> None:
     """The process that is left ended soon, and said in one line which one is gone."""
     assert ended.statuses[1 - rank] == 1, ended.errors
+    assert len(ended.errors) == 1, ended.errors
     (line,) = ended.errors
     assert line.startswith("mprun: ")
     assert f"process {rank} of 2" in line
@@ -178,6 +179,7 @@ def test_a_fault_of_one_process_is_named(groups: Groups, kind: str) -> None:
     )
     assert ended.statuses == [1, 1]
     assert ended.seconds < END_WITHIN_S + 10
+    assert len(ended.errors) == 1, ended.errors
     (line,) = ended.errors
     assert "process 1 of 2" in line
     assert "planted fault" in line
@@ -197,6 +199,7 @@ def test_a_loss_that_becomes_nan_everywhere_is_one_error(groups: Groups, kind: s
     words = [*WORDS, f"parallel={kind}", "train.lr=1e30", "run.dir=run"]
     ended = groups.run(words)
     assert ended.status == 1
+    assert len(ended.errors) == 1, ended.errors
     (line,) = ended.errors
     assert "the loss became" in line
     assert read_summary(Path("run")).status == "failed"

@@ -83,7 +83,7 @@ def test_the_mlp_and_the_heads_are_the_usual_ones_unless_set() -> None:
         ({"layers": 0}, "layers=0: legal is 1 or more"),
         ({"context": 1}, "context=1: legal is 2 or more"),
         ({"heads": 3}, "width=32: legal is a multiple of heads=3"),
-        ({"vocabulary": 1}, "vocabulary=1: legal is from 2 to 256"),
+        ({"vocabulary": 1}, "vocabulary=1: legal is 2 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], problem: str) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from mprun.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
 from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
 from tests.schema import conforms
+from tests.summaries import check_partials
 from tests.waiting import wait_for
 
 TRUE_HALF = {
@@ -98,7 +99,8 @@ def test_the_smoke_preset_passes_and_its_record_says_what_ran(
     losses = [x["loss"] for x in read_lines(path) if x["kind"] == "step"]
     assert sum(losses[-12:]) < sum(losses[:12])
     row = summary.requested
-    assert summary.effective == row
+    assert summary.effective == replace(row, partials_dtype=summary.effective.partials_dtype)
+    check_partials(summary)
     assert asdict(row) == {
         "param_dtype": dtype,
         "compute_dtype": dtype,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mprun.config.reference import options
 from mprun.errors import RunFailedError
 from mprun.records.run_record import Metric, Summary, read_lines, read_summary
 from tests.schema import conforms
+from tests.summaries import check_partials
 from tests.waiting import is_filled, wait_for
 
 QUICK = ["recipe=linear", "train.max_steps=6", "run.dir=run"]
@@ -48,7 +50,10 @@ def test_a_record_has_every_field_of_the_contract(recipe: str, precision: str) -
     conforms(summary, Summary)
     assert summary.status == "completed"
     assert summary.precision == precision
-    assert summary.effective == summary.requested
+    assert summary.effective == replace(
+        summary.requested, partials_dtype=summary.effective.partials_dtype
+    )
+    check_partials(summary)
     assert summary.effective.compute_dtype == ("float32" if precision == "fp32" else "bfloat16")
     assert summary.execution == "native"
     is_local = recipe in ("char_gpt", "tabular", "transformer")  # real samples of this machine

@@ -114,7 +114,7 @@ def test_a7_a_file_overrides_either_list(capsys: pytest.CaptureFixture[str]) -> 
     kept = yaml.safe_load(Path("run/config.yaml").read_text(encoding="utf-8"))["op_lists"]
     assert set(kept["lower"]) == {"linear", "relu", "softmax"}
     shown = capsys.readouterr()
-    (warning,) = read_summary(Path("run")).warnings
+    (warning,) = (x for x in read_summary(Path("run")).warnings if "matmuls are slower" not in x)
     assert "softmax" in warning
     assert warning in " ".join((shown.out + shown.err).split())
     fp32 = file("fp32.txt", "linear", "relu")

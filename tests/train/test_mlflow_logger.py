@@ -123,7 +123,7 @@ def test_names_that_mlflow_refuses(outputs: Path) -> None:
     words = [*MNIST, "precision=bf16_mixed", "precision.layers={4*: fp32}", "train.max_steps=1"]
     assert train(run, *words, "logger=mlflow") == 0
     assert logged(run, outputs).data.params["precision.layers"] == '{"4*": "fp32"}'
-    assert read_summary(run).warnings == []
+    assert [x for x in read_summary(run).warnings if "matmuls are slower" not in x] == []
 
 
 def test_a_server_that_is_not_there_costs_one_warning(

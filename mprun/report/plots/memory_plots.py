@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -17,8 +18,8 @@ from mprun.report.theme import Theme
 
 SHADED = ("forward", "optimizer")
 """Phases with a shaded background, to separate them from the others."""
-POINTS = 2000
-"""The most ops drawn; of more, the one with the largest sum in each stretch of ops."""
+POINTS, ALL_POINTS = 2000, 8000
+"""The most ops drawn in a panel and in all: of each stretch of ops the one with the largest sum."""
 HEADROOM = 1.28
 """The axis over the highest peak, for the phases' names."""
 
@@ -26,6 +27,8 @@ HEADROOM = 1.28
 def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
     """Write `memory.png` and `memory.svg` into `folder`; the paths."""
     modes = ", ".join(mode.label for mode in record.modes)
+    counted = [mode for mode in record.modes if mode.same_as is None]
+    alike = Counter(mode.same_as for mode in record.modes)
     frame = PictureFrame(
         f"Memory during one training step of {record.recipe} on {record.device}: {modes}",
         "Bytes alive after each op of the step, by category, counted on fake tensors. Triangle: "
@@ -33,18 +36,20 @@ def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
         f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
         "those that a step makes and frees.",
     )
-    return save(folder, "memory", frame, lambda theme: _draw(record.modes, theme))
+    return save(folder, "memory", frame, lambda theme: _draw(counted, alike, theme))
 
 
-def _draw(modes: Sequence[ModeMemory], theme: Theme) -> Figure:
+def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int], theme: Theme) -> Figure:
+    """A panel for each mode that was counted; `alike` has how many others share its count."""
     made, axes_of = panels(len(modes), share_x=False, height_in=3.2)
     highest = max(mode.bytes["peak"] for mode in modes)
     unit = unit_for(highest)
     for axes, mode in zip(axes_of, modes, strict=True):
-        _draw_timeline(axes, mode, UNITS[unit], theme)
+        _draw_timeline(axes, mode, UNITS[unit], min(POINTS, ALL_POINTS // len(modes)), theme)
         _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit], theme)
         change = "" if mode is modes[0] or mode.ratio is None else f": {change_text(mode.ratio)}"
-        axes.set_title(f"{mode.label}{change}")
+        others = f" and {alike[mode.label]} more" if alike[mode.label] else ""
+        axes.set_title(f"{mode.label}{others}{change}")
         axes.set_xlabel("op of the step")
         axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))
         axes.set_ylim(0, highest / UNITS[unit] * HEADROOM)
@@ -53,15 +58,15 @@ def _draw(modes: Sequence[ModeMemory], theme: Theme) -> Figure:
     return made
 
 
-def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, theme: Theme) -> None:
+def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int, theme: Theme) -> None:
     rows = [getattr(mode.timeline, category) for category in MEMORY_CATEGORIES]
-    shown = thinned(rows)
+    shown = thinned(rows, points)
     axes.stackplot(
         shown,
         [[row[i] / unit for i in shown] for row in rows],
         labels=[NAMES[category][0] for category in MEMORY_CATEGORIES],
         colors=theme.memory,
-        step="mid" if len(shown) < POINTS else None,
+        step="mid" if len(shown) < points else None,
         lw=0,
     )
     at, peak = mode.peak_at, mode.bytes["peak"]
