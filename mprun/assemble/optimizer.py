@@ -227,6 +227,11 @@ def _with_masters(
     make: Callable[[], Optimizer], model: nn.Module, policy: Policy, seed: int
 ) -> Optimizer:
     """What `make` gives, on float32 masters of the 16-bit parameters."""
+    if policy.rounding == "split":
+        raise UsageError(
+            "precision.rounding=split with an optimizer that gets float32 masters; legal: "
+            "precision.rounding=nearest, or train.optimizer.name"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise UsageError(

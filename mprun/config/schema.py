@@ -25,6 +25,15 @@ class DType(Enum):
     bfloat16 = "bfloat16"
 
 
+class MomentDType(Enum):
+    """Dtype of a moment of the optimizer; uint8: codes of 8 bits, with a scale for 256 numbers."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    uint8 = "uint8"
+
+
 Gemms = Enum("Gemms", [(x, x) for x in ("none", *FORMAT_MODES)])  # type: ignore[misc]
 """Formats of matrix products, by the mode that has them."""
 
@@ -45,11 +54,12 @@ class Unlisted(Enum):
 
 
 class Rounding(Enum):
-    """How a result is rounded to a narrower dtype; kahan keeps the rounding error of nearest."""
+    """How a result is rounded to a narrower dtype; kahan and split keep what nearest cuts off."""
 
     nearest = "nearest"
     stochastic = "stochastic"
     kahan = "kahan"
+    split = "split"
 
 
 class RoundingScope(Enum):
@@ -183,17 +193,18 @@ class PrecisionConfig:
     casting: Casting = MISSING
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Rounding = MISSING
-    """Rounding of parameters and optimizer state in 16 bits: nearest, stochastic or kahan."""
+    """Of parameters and optimizer state in 16 bits: nearest, stochastic, kahan (2 bytes more) or
+    split (1 byte more)."""
     rounding_scope: RoundingScope = MISSING
     """Where this rounding is used: update, for parameters and state; all, for every result."""
     overflow: Overflow = Overflow.infinity
     """Finite numbers beyond a dtype's largest become infinity, or saturate at the largest."""
     accum_dtype: DType = MISSING
     """Dtype gradients are accumulated and stored in (PopTorch: accum_type)."""
-    momentum_dtype: DType = MISSING
-    """Dtype of the optimizer's first moment."""
-    variance_dtype: DType = MISSING
-    """Dtype of the optimizer's second moment; in 16 bits its square root is stored."""
+    momentum_dtype: MomentDType = MISSING
+    """Dtype of the optimizer's first moment; uint8: 8-bit codes (of 4096 numbers or more)."""
+    variance_dtype: MomentDType = MISSING
+    """Dtype of the optimizer's second moment; in 16 or 8 bits its square root is stored."""
     reduce_dtype: DType = DType.float32
     """Dtype gradients are sent in and summed in over processes (see `parallel`)."""
     partials_dtype: DType = MISSING

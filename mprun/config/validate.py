@@ -27,9 +27,11 @@ from mprun.config.schema import (
     FpExceptions,
     Guard,
     LossScaleKind,
+    MomentDType,
     OptimizerConfig,
     OptimizerName,
     Overflow,
+    ParallelKind,
     Rounding,
     RoundingScope,
     Scheduler,
@@ -158,6 +160,7 @@ def check(config: Config) -> None:
     if config.precision.overflow is Overflow.saturate and loss_scale_kind(config) == "dynamic":
         raise UsageError(SATURATES)
     _check_op_lists(config)
+    _check_coded_moments(config)
     if config.speed.compile not in (True, False, "auto"):
         raise UsageError(f"speed.compile={config.speed.compile}: legal is true, false or auto")
     check_logger_fields(config.logger)
@@ -217,8 +220,23 @@ def _check_optimizer(config: Config) -> None:
             f"train.optimizer.target={target}: legal is the import path of an optimizer's class, "
             "such as torch.optim.Adagrad"
         )
+    if config.precision.rounding is Rounding.split:
+        raise UsageError(
+            f"precision.rounding=split with train.optimizer.target={target}, which gets float32 "
+            "masters; legal: precision.rounding=nearest, or train.optimizer.name"
+        )
     if "lr" in train.optimizer.args:
         raise UsageError("train.optimizer.args.lr: the learning rate is train.lr")
+
+
+def _check_coded_moments(config: Config) -> None:
+    for moment in stored_moments(config.train.optimizer):
+        if _is_coded(config, moment) and config.parallel.name is ParallelKind.fsdp2:
+            raise UsageError(
+                f"precision.{moment}_dtype=uint8 with parallel=fsdp2: codes of 8 bits have a scale "
+                "for each 256 numbers of the whole parameter; legal: parallel=ddp, or "
+                f"precision.{moment}_dtype=bfloat16"
+            )
 
 
 def _check_length(config: Config) -> None:
@@ -301,11 +319,13 @@ def without_inert(
         if value != MISSING:
             fields[name] = value.name if isinstance(value, Enum) else value
     low = stored_low(config)
-    if config.precision.rounding is Rounding.kahan and low == {"momentum"}:
+    if config.precision.rounding in COMPENSATED and low == {"momentum"}:
         normalized["precision"]["rounding"] = "stochastic"  # a moment has no remainder
     return normalized
 
 
+COMPENSATED = (Rounding.kahan, Rounding.split)
+"""Roundings that keep a remainder beside a 16-bit parameter."""
 LISTS = ("lower", "fp32", "promote", "cuda_lower", "cuda_fp32", "cuda_promote")
 """Fields of `op_lists` that name ops."""
 
@@ -388,11 +408,14 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
     optimizer, low = config.train.optimizer, stored_low(config)
     nothing = f"precision={config.precision.name} keeps nothing in 16 bits"
     if config.precision.rounding_scope is RoundingScope.update and low <= {"variance"}:
-        always = "a second moment in 16 bits is always rounded stochastically"
+        always = "a second moment in 16 or 8 bits is always rounded stochastically"
         yield "precision.rounding", always if low else nothing
-    if not low and not _may_emulate_low(config):
-        yield "precision.overflow", f"{nothing}, and native kernels never saturate"
     moments = stored_moments(optimizer)
+    if "parameters" not in low and not _may_emulate_low(config):
+        if not low:
+            yield "precision.overflow", f"{nothing}, and native kernels never saturate"
+        elif all(_is_coded(config, moment) for moment in low):
+            yield "precision.overflow", "codes of 8 bits have scales, and never overflow"
     if optimizer.target is not None:
         for key in ("precision.momentum_dtype", "precision.variance_dtype"):
             yield key, f"{optimizer.target} keeps its state in float32"
@@ -432,6 +455,11 @@ def stored_low(config: Config) -> set[str]:
     return low
 
 
+def _is_coded(config: Config, moment: str) -> bool:
+    """Whether a moment, "momentum" or "variance", is stored in codes of 8 bits."""
+    return getattr(config.precision, f"{moment}_dtype") is MomentDType.uint8
+
+
 def _may_emulate_low(config: Config) -> bool:
     """Whether 16-bit arithmetic may be emulated: float16 partials depend on the device."""
     row = config.precision
@@ -440,5 +468,5 @@ def _may_emulate_low(config: Config) -> bool:
     return _is_low(row.compute_dtype) and (wanted or partials)
 
 
-def _is_low(dtype: DType) -> bool:
-    return dtype is not DType.float32
+def _is_low(dtype: DType | MomentDType) -> bool:
+    return dtype.name != "float32"

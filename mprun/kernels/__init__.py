@@ -51,7 +51,7 @@ VARIANTS = (("-mprefer-vector-width=512", "-lm"), ("-lm",))
 _POINTER, _SIZE, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
 ARGUMENTS: dict[str, dict[str, list[Any]]] = {
     "update.c": {
-        "update": [*[_POINTER] * 5, _SIZE, _WORD, _POINTER, _POINTER, ctypes.c_int],
+        "update": [*[_POINTER] * 8, _SIZE, _WORD, _POINTER, _POINTER, ctypes.c_int],
     },
     "round.c": {
         "round_stochastic": [*[_POINTER] * 2, _SIZE, *[_WORD] * 3, ctypes.c_int],

@@ -13,7 +13,11 @@ round to nearest, with the same result as formats.h. */
 #define BLOCK 64 /* the arrays of a step stay in the nearest cache and need few registers */
 
 /* S16 is 2^6 times the number in float16, at most the largest: see SCALE in mprun/optim. */
-enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16 };
+/* C8 are codes of 8 bits with a scale for each GROUP: see mprun/optim/codes.py. */
+enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16, FORMAT_C8 };
+
+#define GROUP 256
+#define CODES 256
 
 /* Words of 16 bits as words of 32. */
 static inline void widen(const uint16_t *from, int n, uint32_t *restrict to) {
@@ -177,4 +181,78 @@ static inline void split(void *to, int16_t *remainder, int format, int64_t at, i
     for (int i = 0; i < n; i++) rest[i] = cut_F16(from[i], nearest[i]);
   }
   narrow(rest, n, (uint16_t *)remainder + at);
+}
+
+static inline void merge_masters(const void *from, const int8_t *rest, int format, int64_t at,
+                                 int n, float *restrict to) {
+  const uint16_t *parameter = (const uint16_t *)from + at;
+  const uint32_t top = format == FORMAT_BF16 ? 0x7f80u : 0x7c00u;
+  for (int i = 0; i < n; i++) {
+    uint32_t own = parameter[i] & 0x7fffu, sign = (uint32_t)(parameter[i] & 0x8000u) << 16;
+    int8_t more = own < top ? rest[at + i] : 0;
+    uint32_t whole = format == FORMAT_BF16 ? number_BF16(merge_master(own, 16, more))
+                                           : number_F16(merge_master(own, 13, more));
+    uint32_t wide = format == FORMAT_BF16 ? own << 16 : pattern(load_F16((F16)own));
+    to[i] = number(choose(own < top, whole, wide) | sign);
+  }
+}
+
+static inline void split_masters(void *to, int8_t *rest, int format, int64_t at, int n,
+                                 const float *from, const uint32_t *words) {
+  uint32_t rounded[BLOCK];
+  if (format == FORMAT_BF16)
+    for (int i = 0; i < n; i++)
+      rounded[i] =
+          split_master(from[i], integer_BF16(from[i]), 16, 0x7f80u, words[i], rest + at + i);
+  else
+    for (int i = 0; i < n; i++)
+      rounded[i] = split_master(from[i], integer_F16(from[i]), 13, 0x7c00u, words[i], rest + at + i);
+  narrow(rounded, n, (uint16_t *)to + at);
+}
+
+/* ---- codes of 8 bits ---- */
+
+/* Numbers of one group, or of a part of it. */
+static inline void decode(const uint8_t *from, float scale, const float *map, int n,
+                          float *restrict to) {
+  for (int i = 0; i < n; i++) to[i] = map[from[i]] * scale;
+}
+
+/* The number of largest magnitude; NaN where one is not finite. */
+static inline float largest(const float *from, int n) {
+  uint32_t all = 0, positive = 0;
+  for (int i = 0; i < n; i++) {
+    uint32_t bits = pattern(from[i]), magnitude = bits & MAGNITUDE;
+    uint32_t above = choose(bits >> 31, 0u, magnitude);
+    all = magnitude > all ? magnitude : all;
+    positive = above > positive ? above : positive;
+  }
+  if (all >= INFINITE) return number(0x7fc00000u);
+  return number(all > positive ? all | ~MAGNITUDE : all);
+}
+
+/* The codes of one group and its scale. The last code whose value is not above the number is found
+by halving, then one of its neighbours is taken: with `words`, either; else the nearer one. */
+static inline void encode(uint8_t *restrict to, float *scale, const float *map, int n,
+                          const float *from, const uint32_t *words) {
+  const float size = largest(from, n);
+  const int32_t lowest = map[0] == 0.0f; /* a positive root never becomes 0 */
+  *scale = size;
+  for (int i = 0; i < n; i++) {
+    float ratio = from[i] / size;
+    ratio = number(choose((pattern(ratio) & MAGNITUDE) > INFINITE, 0u, pattern(ratio)));
+    int32_t code = 0;
+    for (int32_t half = CODES / 2; half > 0; half /= 2)
+      code += ratio >= map[code + half] ? half : 0;
+    int32_t next = code + (code < CODES - 1);
+    float rest = ratio - map[code], gap = map[next] - map[code];
+    int32_t up;
+    if (words)
+      up = rest > ((float)(int32_t)(words[i] >> 16) * 0x1p-16f + 0x1p-17f) * gap;
+    else
+      up = rest >= gap * 0.5f;
+    code = up ? next : code;
+    int32_t least = lowest & (ratio > 0.0f);
+    to[i] = (uint8_t)(code > least ? code : least);
+  }
 }

@@ -132,5 +132,44 @@ static inline float merged_F16(float x, uint32_t add) {
   return number(choose((whole > INFINITE) | (wide >= INFINITE), wide, whole) | (bits & ~MAGNITUDE));
 }
 
+/* ---- masters of 24 bits: mprun/precision/split_masters.py ---- */
+
+/* The integer whose upper bits are the magnitude of the 16-bit parameter. */
+static inline uint32_t integer_BF16(float x) { return pattern(x) & MAGNITUDE; }
+
+static inline uint32_t integer_F16(float x) {
+  uint32_t magnitude = pattern(x) & MAGNITUDE;
+  uint32_t low = pattern(number(magnitude) + 0x1p-14f) - QUANTUM;
+  return choose(magnitude < QUANTUM, low, magnitude - (QUANTUM - 0x800000u));
+}
+
+static inline uint32_t number_BF16(uint32_t integer) { return integer; }
+
+static inline uint32_t number_F16(uint32_t integer) {
+  uint32_t low = pattern(number(integer + QUANTUM) - 0x1p-14f);
+  return choose(integer < 0x800000u, low, integer + (QUANTUM - 0x800000u));
+}
+
+/* The parameter, and the 8 bits beside it, which have a sign. `cut` bits of the integer are below
+the parameter; `top` is its infinity. */
+static inline uint32_t split_master(float x, uint32_t integer, uint32_t cut, uint32_t top,
+                                    uint32_t word, int8_t *rest) {
+  uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE, unit = cut - 8;
+  uint32_t master = (integer + (word >> (32 - unit))) >> unit;
+  uint32_t parameter = (master + 0x80u) >> 8;
+  uint32_t finite = (magnitude < INFINITE) & (parameter < top);
+  *rest = (int8_t)(uint8_t)choose(finite, master - (parameter << 8), 0u);
+  parameter = choose(finite, parameter, top);
+  parameter = choose(magnitude > INFINITE, 0x7fffu, parameter);
+  return parameter | ((bits >> 16) & 0x8000u);
+}
+
+/* The integer of a parameter with its 8 bits; without them where they carry it past zero. */
+static inline uint32_t merge_master(uint32_t parameter, uint32_t cut, int8_t rest) {
+  uint32_t own = (parameter & 0x7fffu) << cut;
+  uint32_t master = own + (uint32_t)(int32_t)rest * (1u << (cut - 8));
+  return choose(master >> 31, own, master);
+}
+
 #define PASTE(a, b) a##b
 #define NAME(a, b) PASTE(a, b)

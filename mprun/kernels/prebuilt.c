@@ -26,13 +26,17 @@ typedef struct {
 
 static void update_range(const void *given, int64_t start, int64_t stop) {
   const Chosen *job = given;
-  update_blocks(job->as, &job->update, start, stop);
+  update_range_as(job->as, &job->update, start, stop);
 }
 
 void AT_LEVEL(mprun_update, LEVEL)(const Storage *as, void *param, const void *grad, void *first,
-                                   void *second, int16_t *remainder, int64_t count, uint32_t start,
-                                   const float *hyper, const uint32_t *keys, int threads) {
-  Chosen job = {as, {param, first, second, grad, remainder, start, hyper, keys}};
+                                   void *second, void *remainder, float *first_scales,
+                                   float *second_scales, const float *maps, int64_t count,
+                                   uint32_t start, const float *hyper, const uint32_t *keys,
+                                   int threads) {
+  Chosen job = {as,
+                {param, first, second, grad, remainder, first_scales, second_scales, maps, start,
+                 hyper, keys}};
   in_threads(update_range, &job, count, threads);
 }
 

@@ -20,10 +20,10 @@ import torch
 FOLDER = Path(__file__).resolve().parent
 SOURCES = ("formats.h", "blocks.h", "steps.h", "prebuilt.c")
 """What the library is built from."""
-FORMATS = (None, "F32", "F16", "BF16", "S16")
+FORMATS = (None, "F32", "F16", "BF16", "S16", "C8")
 """The formats of blocks.h by number, as the macros of the other kernels name them."""
 FORMULAS = ("ADAMW", "SGD", "NESTEROV", "RMSPROP")
-RULES = ("NEAREST", "STOCHASTIC", "KAHAN")
+RULES = ("NEAREST", "STOCHASTIC", "KAHAN", "SPLIT")
 
 LEVELS = {"AVX2": 256, "AVX512": 512}
 """What PyTorch finds of a processor, to the level of the library: bits of a vector."""
@@ -72,7 +72,7 @@ def updates(defines: Defines, level: int | None = None) -> tuple[Callable[..., N
     """
     pointer, size, word = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
     function = _function("update", level)
-    function.argtypes = [*[pointer] * 6, size, word, pointer, pointer, ctypes.c_int]
+    function.argtypes = [*[pointer] * 9, size, word, pointer, pointer, ctypes.c_int]
     storage = _storage(defines)
 
     def called(*arguments: Any) -> None:

@@ -29,12 +29,12 @@ typedef struct {
 
 static void take_parts(void *given) {
   Shared *shared = given;
-  const int64_t blocks = (shared->count + BLOCK - 1) / BLOCK;
+  const int64_t groups = (shared->count + GROUP - 1) / GROUP;
   for (;;) {
     int64_t part = atomic_fetch_add(&shared->next, 1);
     if (part >= shared->parts) return;
-    int64_t start = blocks * part / shared->parts * BLOCK;
-    int64_t stop = blocks * (part + 1) / shared->parts * BLOCK;
+    int64_t start = groups * part / shared->parts * GROUP;
+    int64_t stop = groups * (part + 1) / shared->parts * GROUP;
     shared->work(shared->job, start, stop < shared->count ? stop : shared->count);
   }
 }
@@ -77,7 +77,7 @@ static inline void round_blocks(const Rounding *job, int64_t start, int64_t stop
 /* ---- the optimizer step ---- */
 
 enum { ADAMW, SGD, NESTEROV, RMSPROP };
-enum { NEAREST, STOCHASTIC, KAHAN };
+enum { NEAREST, STOCHASTIC, KAHAN, SPLIT };
 
 /* How a tensor's step is computed and stored; prebuilt.py fills it in this order. */
 typedef struct {
@@ -87,16 +87,21 @@ typedef struct {
 typedef struct {
   void *param, *first, *second;
   const void *grad;
-  int16_t *remainder;
+  void *remainder; /* int16 for Kahan's, int8 for masters of 24 bits */
+  float *first_scales, *second_scales; /* of moments in codes */
+  const float *maps; /* those of first and second moments */
   uint32_t start;
   const float *hyper; /* what the formula needs; first the factor of the gradient */
   const uint32_t *keys; /* two words each for parameter, first and second moment */
 } Update;
 
 /* The float32 numbers of a moment: those of the tensor itself where it is float32. */
-static inline float *moment(void *stored, int format, int64_t at, int n, float *scratch) {
+static inline float *moment(void *stored, const float *scales, const float *map, int format,
+                            int64_t at, int n, float *scratch) {
   if (format == FORMAT_F32) return (float *)stored + at;
-  if (format == FORMAT_NONE)
+  if (format == FORMAT_C8)
+    decode((const uint8_t *)stored + at, scales[at / GROUP], map, n, scratch);
+  else if (format == FORMAT_NONE)
     memset(scratch, 0, sizeof(float) * (size_t)n);
   else
     load(stored, format, at, n, scratch);
@@ -180,30 +185,37 @@ static inline void subtract(int n, const float *old, const float *change, const 
 static inline void store_moment(void *to, int format, int saturate, int64_t i, int n,
                                 const float *from, float *scratch, uint32_t *words,
                                 const uint32_t *key, uint32_t index) {
-  if (format <= FORMAT_F32) return; /* there is none, or it was computed in place */
+  /* There is none, it was computed in place, or it is encoded later. */
+  if (format <= FORMAT_F32 || format == FORMAT_C8) return;
   if (key) draw(words, n, key, index);
   store(to, format, saturate, i, n, from, scratch, key ? words : NULL);
 }
 
-static inline void update_block(const Storage *as, const Update *job, int64_t i, int n) {
+/* `first` and `second` get moments that are stored in codes, for the caller to encode. */
+static inline void update_block(const Storage *as, const Update *job, int64_t i, int n,
+                                float *first, float *second) {
   const uint32_t index = job->start + (uint32_t)i, *keys = job->keys;
   uint32_t words[BLOCK];
-  float old[BLOCK], new[BLOCK], change[BLOCK], first[BLOCK], second[BLOCK], scratch[BLOCK];
+  float old[BLOCK], new[BLOCK], change[BLOCK], scratch[BLOCK];
   if (as->rule == KAHAN)
     merge(job->param, job->remainder, as->param, i, n, old);
+  else if (as->rule == SPLIT)
+    merge_masters(job->param, job->remainder, as->param, i, n, old);
   else
     load(job->param, as->param, i, n, old);
   load(job->grad, as->grad, i, n, new);
-  float *m = moment(job->first, as->first, i, n, first);
-  float *v = moment(job->second, as->second, i, n, second);
+  float *m = moment(job->first, job->first_scales, job->maps, as->first, i, n, first);
+  float *v = moment(job->second, job->second_scales, job->maps + CODES, as->second, i, n, second);
 
   compute(as, job->hyper, n, old, new, m, v, change);
 
-  const int drawn = as->rule == STOCHASTIC && as->param != FORMAT_F32;
+  const int drawn = (as->rule == STOCHASTIC || as->rule == SPLIT) && as->param != FORMAT_F32;
   if (drawn) draw(words, n, keys, index);
   subtract(n, old, change, drawn ? words : NULL, new);
   if (as->rule == KAHAN)
     split(job->param, job->remainder, as->param, i, n, new, scratch);
+  else if (as->rule == SPLIT)
+    split_masters(job->param, job->remainder, as->param, i, n, new, words);
   else
     store(job->param, as->param, as->saturate, i, n, new, scratch, drawn ? words : NULL);
   store_moment(job->first, as->first, as->saturate, i, n, m, scratch, words,
@@ -211,9 +223,47 @@ static inline void update_block(const Storage *as, const Update *job, int64_t i,
   store_moment(job->second, as->second, as->saturate, i, n, v, scratch, words, keys + 4, index);
 }
 
+static inline void encode_moment(void *stored, float *scales, const float *map, int64_t at, int n,
+                                 const float *from, const uint32_t *key, uint32_t index) {
+  uint32_t words[GROUP];
+  if (key) draw(words, n, key, index);
+  encode((uint8_t *)stored + at, scales + at / GROUP, map, n, from, key ? words : NULL);
+}
+
+/* A scale belongs to a group, so the moments of a group are encoded together. */
+static inline void update_group(const Storage *as, const Update *job, int64_t i, int n) {
+  const uint32_t index = job->start + (uint32_t)i, *keys = job->keys;
+  float first[GROUP], second[GROUP];
+  int at = 0;
+  for (; at + BLOCK <= n; at += BLOCK)
+    update_block(as, job, i + at, BLOCK, first + at, second + at);
+  if (at < n) update_block(as, job, i + at, n - at, first + at, second + at);
+  if (as->first == FORMAT_C8)
+    encode_moment(job->first, job->first_scales, job->maps, i, n, first,
+                  as->first_stochastic ? keys + 2 : NULL, index);
+  if (as->second == FORMAT_C8)
+    encode_moment(job->second, job->second_scales, job->maps + CODES, i, n, second, keys + 4,
+                  index);
+}
+
+static inline void update_groups(const Storage *as, const Update *job, int64_t start,
+                                 int64_t stop) {
+  for (int64_t i = start; i < stop; i += GROUP)
+    update_group(as, job, i, (int)(stop - i < GROUP ? stop - i : GROUP));
+}
+
 static inline void update_blocks(const Storage *as, const Update *job, int64_t start,
                                  int64_t stop) {
+  float first[BLOCK], second[BLOCK];
   int64_t i = start;
-  for (; i + BLOCK <= stop; i += BLOCK) update_block(as, job, i, BLOCK);
-  if (i < stop) update_block(as, job, i, (int)(stop - i));
+  for (; i + BLOCK <= stop; i += BLOCK) update_block(as, job, i, BLOCK, first, second);
+  if (i < stop) update_block(as, job, i, (int)(stop - i), first, second);
+}
+
+static inline void update_range_as(const Storage *as, const Update *job, int64_t start,
+                                   int64_t stop) {
+  if (as->first == FORMAT_C8 || as->second == FORMAT_C8)
+    update_groups(as, job, start, stop);
+  else
+    update_blocks(as, job, start, stop);
 }

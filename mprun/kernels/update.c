@@ -1,7 +1,7 @@
 /* One optimizer step over a tensor: load, compute in float32, round once on the way back.
 
 -DPARAM -DGRAD -DFIRST -DSECOND  how parameter, gradient and the two moments are stored
--DRULE_...    how parameters are rounded: NEAREST, STOCHASTIC or KAHAN
+-DRULE_...    how parameters are rounded: NEAREST, STOCHASTIC, KAHAN or SPLIT
 -DFIRST_...   how the first moment is: NEAREST or STOCHASTIC (the second one always is stochastic)
 -DOPTIMIZER_...  ADAMW, SGD, NESTEROV or RMSPROP
 -DHAS_FIRST, -DHAS_SECOND  whether there is such a moment; -DROOT: the second one is kept as its root
@@ -30,6 +30,8 @@ static const Storage STORAGE = {
     .rule = STOCHASTIC,
 #elif defined(RULE_KAHAN)
     .rule = KAHAN,
+#elif defined(RULE_SPLIT)
+    .rule = SPLIT,
 #endif
 #ifdef FIRST_STOCHASTIC
     .first_stochastic = 1,
@@ -43,11 +45,13 @@ static const Storage STORAGE = {
 };
 
 static void update_range(const void *job, int64_t start, int64_t stop) {
-  update_blocks(&STORAGE, job, start, stop);
+  update_range_as(&STORAGE, job, start, stop);
 }
 
-void update(void *param, const void *grad, void *first, void *second, int16_t *remainder,
-            int64_t count, uint32_t start, const float *hyper, const uint32_t *keys, int threads) {
-  Update job = {param, first, second, grad, remainder, start, hyper, keys};
+void update(void *param, const void *grad, void *first, void *second, void *remainder,
+            float *first_scales, float *second_scales, const float *maps, int64_t count,
+            uint32_t start, const float *hyper, const uint32_t *keys, int threads) {
+  Update job = {param, first, second, grad, remainder, first_scales, second_scales, maps,
+                start, hyper, keys};
   in_threads(update_range, &job, count, threads);
 }

@@ -109,8 +109,9 @@ def memory(
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have no data: a model of any size can be made, and a step of it counted.
 
-    Code that reads values (`x.item()`, a branch on a tensor) fails inside. The state of PyTorch's
-    random numbers is restored at the end.
+    Code that reads values (`x.item()`, a branch on a tensor) fails inside. What `torch.compile` was
+    called on runs as it is: compiled kernels would read and write at an address of no memory. The
+    state of PyTorch's random numbers is restored at the end.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
@@ -120,6 +121,7 @@ def fake_tensors() -> Iterator[None]:
             warnings.catch_warnings(),
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(),
+            torch.compiler.set_stance("force_eager"),
             conversions_replace_parameters(),
         ):
             warnings.filterwarnings(

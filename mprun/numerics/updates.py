@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.precision.rounding import merge, split
+from mprun.precision.split_masters import merged
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 from mprun.records.numerics_record import LostShares
 
@@ -46,7 +47,7 @@ class ExactUpdate(NamedTuple):
     """One parameter's step."""
 
     before: Tensor
-    """The weights before the step, with Kahan's remainder where there is one; float64."""
+    """The weights before the step, with the remainder where there is one; float64."""
     change: Tensor
     """The change that the step adds; float64."""
 
@@ -102,7 +103,7 @@ def exact_weights(p: Tensor, optimizer: Optimizer) -> Tensor:
     if isinstance(master := optimizer.state.get(p, {}).get("master"), Tensor):
         return master.double()
     remainder = optimizer.state.get(p, {}).get("remainder")
-    wide = p.detach() if remainder is None else merge(p.detach(), remainder)
+    wide = p.detach() if remainder is None else merged(p.detach(), remainder)
     return wide.double()
 
 

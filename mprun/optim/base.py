@@ -2,11 +2,13 @@
 
 Rounding to nearest drops an update that is below half the distance to the parameter's neighbour, so
 a 16-bit parameter with small updates never changes. Here a step is computed in float32 from the
-stored values. Its result is rounded once, when it is written, by one of three rules:
+stored values. Its result is rounded once, when it is written, by one of four rules:
 
     stochastic  to either neighbour, so that the mean is exact: small updates survive on average
     kahan       to the nearest, with the remainder in 16 more bits (SGD's steps are then bit for bit
                 those of float32 parameters; 4 bytes a parameter, as many as a float32 one)
+    split       to the nearest, with the remainder in 8 more bits: together a master of 24 bits,
+                which is rounded stochastically (3 bytes a parameter)
     nearest     to the nearest
 
 Gradients may be scaled: `step` divides them by `grad_scale`, in float32 and in the same pass, as
@@ -25,13 +27,19 @@ import torch
 from torch import Tensor
 
 from mprun._torch import EagerOptimizer, add_to_each, is_fake, load_hooks_run, zero_grad
-from mprun.optim import engines
+from mprun.optim import codes, engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
-from mprun.optim.state import check_saved, complete_state, loaded_entries, second_name
+from mprun.optim.state import (
+    check_saved,
+    complete_state,
+    loaded_entries,
+    scale_name,
+    second_name,
+)
 from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, not_finite
 from mprun.precision.combine import ALONE, Combine
-from mprun.precision.policy import ROUNDINGS
+from mprun.precision.policy import COMPENSATED, ROUNDINGS
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
 from mprun.precision.rounding import OVERFLOWS
 from mprun.precision.update import ScaledOptimizer, device_of_gradients
@@ -40,22 +48,25 @@ SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
 NO_KEYS = (Key(0, 0),) * SITES
 """For steps that draw no random bits."""
+MOMENT_DTYPES = (*DTYPES, codes.DTYPE)
 
 
 class StorageOptions(TypedDict, total=False):
     """How an optimizer stores parameters and state: the options that all of them share."""
 
     rounding: str
-    """stochastic (the default), kahan or nearest; of parameters in 16 bits."""
+    """stochastic (the default), kahan, split or nearest; of parameters in 16 bits."""
     momentum_dtype: torch.dtype
     """Of the stored first moment; float32 unless given.
 
-    In float16 AdamW's is stored times 64, so it is at most 1023.5: see `formulas.SCALE`.
+    In float16 AdamW's is stored times 64, so it is at most 1023.5: see `formulas.SCALE`. uint8
+    stores codes of 8 bits and a scale for 256 numbers: see `codes`. Tensors of fewer than 4096
+    numbers then keep float32.
     """
     variance_dtype: torch.dtype
     """Of the stored second moment; float32 unless given.
 
-    In 16 bits its square root is stored, in float16 64 times the root. Roots below 2^-30 (9e-10)
+    In 16 or 8 bits its square root is stored, in float16 64 times the root. Roots below 2^-30 (9e-10)
     are then mostly 0, and the update is divided by eps alone. With gradients of 1e-10 AdamW's
     updates are 30 to 34 times too large for eps=1e-15, up to 46 times for eps=0, and right for
     eps=1e-8.
@@ -156,13 +167,14 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
 
     def _check_options(self, group: dict[str, Any]) -> None:
         _check("rounding", group["rounding"], ROUNDINGS)
-        _check("momentum_dtype", group["momentum_dtype"], DTYPES)
-        _check("variance_dtype", group["variance_dtype"], DTYPES)
+        _check("momentum_dtype", group["momentum_dtype"], MOMENT_DTYPES)
+        _check("variance_dtype", group["variance_dtype"], MOMENT_DTYPES)
         _check("overflow", group["overflow"], OVERFLOWS)
         if self.second is None and group["variance_dtype"] != torch.float32:
             raise ValueError(f"variance_dtype: {type(self).__name__} keeps no second moment")
-        if group["rounding"] == "kahan" and group["overflow"] == "saturate":
-            raise ValueError("overflow='saturate' with rounding='kahan'; legal is 'infinity'")
+        if group["rounding"] in COMPENSATED and group["overflow"] == "saturate":
+            given = f"overflow='saturate' with rounding={group['rounding']!r}"
+            raise ValueError(f"{given}; legal is 'infinity'")
         for name, value in group.items():
             if isinstance(value, float | int) and value < 0:
                 raise ValueError(f"{name}={value}; legal is 0 or more")
@@ -281,6 +293,8 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                     number = position if name is None else tensor_number(name)
                     start = getattr(p, START, 0)
                     storage, state = self._storage(p, group), self.state[p]
+                    if start and storage.coded:
+                        raise ValueError(NO_SHARDS)
                     complete_state(state, p, storage, self.first, self.second)
                     engine = self._engine(p, storage)
                     on_host = p.is_cpu and not is_fake(p)
@@ -297,8 +311,8 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             self.formula_of(group),
             p.dtype,
             p.grad.dtype,
-            group["momentum_dtype"] if self.keeps_first(group) else None,
-            None if self.second is None else group["variance_dtype"],
+            kept_in(group["momentum_dtype"], p) if self.keeps_first(group) else None,
+            None if self.second is None else kept_in(group["variance_dtype"], p),
             group["rounding"],
             group["overflow"] == "saturate",
         )
@@ -306,12 +320,15 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
     def _run(self, update: _Update, factor: Tensor | None, skip: Tensor | None) -> None:
         """Update a parameter and its state, whose step is counted already."""
         p, group, number, start, state, storage, engine, on_host = update
+        first, second = self.first, second_name(self.second, storage)
         tensors = [
             p.detach(),
             p.grad,
-            state[self.first] if storage.first else None,
-            state[second_name(self.second, storage)] if storage.second else None,
-            state["remainder"] if storage.compensated else None,
+            state[first] if storage.first else None,
+            state[second] if storage.second else None,
+            state["remainder"] if storage.remainder else None,
+            state[scale_name(first)] if storage.first == codes.DTYPE else None,
+            state[scale_name(second)] if storage.second == codes.DTYPE else None,
         ]
         in_place = engine == "c" and all(map(_is_in_one_piece, tensors))
         flat = tensors if in_place else [_flat(x) for x in tensors]
@@ -386,6 +403,18 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                 if index in state_dict["state"]:
                     entries = state_dict["state"][index]
                     self.state[p] = loaded_entries(entries, p.device, ours="attempts" in saved)
+
+
+NO_SHARDS = (
+    "moments in uint8 of a part of a parameter: their blocks of 256 numbers are counted in the "
+    "whole; legal: torch.float16, torch.bfloat16, torch.float32"
+)
+
+
+def kept_in(dtype: torch.dtype, p: Tensor) -> torch.dtype:
+    """The dtype of a moment of `p` where the option is `dtype`: see `codes.SMALL`."""
+    is_small = dtype == codes.DTYPE and p.numel() < codes.SMALL
+    return torch.float32 if is_small else dtype
 
 
 _storage = lru_cache(Storage)

@@ -19,18 +19,19 @@ import torch
 from torch import Tensor
 
 from mprun import kernels
+from mprun.optim import codes
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
 from mprun.precision.rounding import (
     C_TYPES,
     EAGER_BLOCK,
-    merge,
     round_nearest,
     round_stochastic,
     settle,
     split,
     threads_for,
 )
+from mprun.precision.split_masters import merged, split_master
 
 ENGINES = ("c", "inductor", "eager")
 
@@ -44,11 +45,19 @@ class Operands:
     first: Tensor | None
     second: Tensor | None
     remainder: Tensor | None
+    first_scales: Tensor | None = None
+    """Of a first moment in 8 bits; see `codes`."""
+    second_scales: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Operands:
-        """The elements from `start` to `stop`."""
+        """The elements from `start`, where a block of codes begins, to `stop`."""
         parts = (self.param, self.grad, self.first, self.second, self.remainder)
-        return Operands(*(None if x is None else x.view(-1)[start:stop] for x in parts))  # type: ignore[arg-type]
+        blocks = slice(start // codes.PER_SCALE, codes.scales_for(stop))
+        scales = (self.first_scales, self.second_scales)
+        return Operands(
+            *(None if x is None else x.view(-1)[start:stop] for x in parts),  # type: ignore[arg-type]
+            *(None if x is None else x[blocks] for x in scales),
+        )
 
 
 def fastest(device: torch.device, storage: Storage | None = None) -> str:
@@ -107,9 +116,11 @@ def _in_c(
     first: int,
 ) -> None:
     count = operands.param.numel()
-    pointers = (operands.param, operands.grad, operands.first, operands.second, operands.remainder)
+    o = operands
+    tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
+    maps = codes.maps(hyper) if storage.coded else None
     _library(storage)(
-        *[None if x is None else x.data_ptr() for x in pointers],
+        *[None if x is None else x.data_ptr() for x in (*tensors, maps)],
         count,
         first,
         hyper.data_ptr(),
@@ -118,6 +129,8 @@ def _in_c(
     )
 
 
+MOMENT_C_TYPES = {**C_TYPES, codes.DTYPE: "C8"}
+"""The dtypes of moments as the kernels' macros name them."""
 _KeyWords = ctypes.c_uint32 * 6
 
 
@@ -148,7 +161,7 @@ def _defines(storage: Storage) -> dict[str, str | None]:
 
 
 def _moment_type(dtype: torch.dtype | None, scale: float) -> str:
-    return "S16" if scale != 1 else C_TYPES[dtype or torch.float32]
+    return "S16" if scale != 1 else MOMENT_C_TYPES[dtype or torch.float32]
 
 
 def _eagerly(
@@ -160,10 +173,11 @@ def _eagerly(
     first: int,
 ) -> None:
     key_words = _key_words(keys, hyper.device)
+    maps = codes.maps(hyper) if storage.coded else None
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
         part = operands.part(start, start + EAGER_BLOCK)
         index = _indices(part.param, first + start)
-        _update(storage, part, hyper, key_words, index, skip)
+        _update(storage, part, hyper, key_words, index, skip, maps)
 
 
 def _indices(x: Tensor, first: int) -> Tensor:
@@ -182,15 +196,16 @@ def _update(
     key_words: Tensor,
     index: Tensor,
     skip: Tensor | None,
+    maps: Tensor | None,
 ) -> None:
-    """The loop body of update.c, over a block."""
+    """The loop body of update.c, over a block; `maps` where a moment is stored in codes."""
     o = operands
-    old = o.param.float() if o.remainder is None else merge(o.param, o.remainder)
-    m = _loaded(o.first, storage.first_scale, hyper.device)
-    v = _loaded(o.second, storage.second_scale, hyper.device)
+    old = o.param.float() if o.remainder is None else merged(o.param, o.remainder)
+    m = _loaded(o.first, o.first_scales, storage.first_scale, maps, 0, hyper.device)
+    v = _loaded(o.second, o.second_scales, storage.second_scale, maps, 1, hyper.device)
     v = v * v if storage.root else v
     change, m, v = FORMULAS[storage.formula](old, o.grad.float() * hyper[0], m, v, hyper)
-    w = old - change
+    v = root(v) if storage.root else v
 
     def bits(site: int) -> Tensor:
         return hash_bits(index, key_words[2 * site], key_words[2 * site + 1])
@@ -209,22 +224,49 @@ def _update(
                 x = round_nearest(x, into.dtype, overflow)
         _put(into, x, skip)
 
-    if o.remainder is not None:
-        rounded, rest = split(w, o.param.dtype)
+    def store_moment(
+        into: Tensor | None,
+        scales: Tensor | None,
+        x: Tensor,
+        stochastic: bool,
+        site: int,
+        scale: float,
+    ) -> None:
+        if into is None or scales is None or maps is None:
+            store(into, x, stochastic, site, scale)
+            return
+        coded, of_blocks = codes.encode(x, maps[site - 1], bits(site) if stochastic else None)
+        _put(into, coded, skip)
+        _put(scales, of_blocks, skip)
+
+    w, drawn = old - change, storage.rounding in ("stochastic", "split")
+    if drawn and o.param.dtype != torch.float32:
+        w = settle(w, old, change, bits(0))
+    if o.remainder is None:
+        store(o.param, w, drawn, 0)
+    else:
+        dtype = o.param.dtype
+        rounded, rest = split_master(w, dtype, bits(0)) if drawn else split(w, dtype)
         _put(o.param, rounded, skip)
         _put(o.remainder, rest, skip)
-    else:
-        drawn = storage.rounding == "stochastic" and o.param.dtype != torch.float32
-        w = settle(w, old, change, bits(0)) if drawn else w
-        store(o.param, w, drawn, 0)
-    store(o.first, m, storage.rounding != "nearest", 1, storage.first_scale)
-    store(o.second, root(v) if storage.root else v, True, 2, storage.second_scale)
+    first_drawn = storage.rounding != "nearest"
+    store_moment(o.first, o.first_scales, m, first_drawn, 1, storage.first_scale)
+    store_moment(o.second, o.second_scales, v, True, 2, storage.second_scale)
 
 
-def _loaded(moment: Tensor | None, scale: float, device: torch.device) -> Tensor:
+def _loaded(
+    moment: Tensor | None,
+    scales: Tensor | None,
+    scale: float,
+    maps: Tensor | None,
+    row: int,
+    device: torch.device,
+) -> Tensor:
     """A moment in float32; a scalar 0 for None."""
     if moment is None:
         return torch.zeros((), dtype=torch.float32, device=device)
+    if scales is not None and maps is not None:
+        return codes.decode(moment, scales, maps[row])
     return moment.float() if scale == 1 else moment.float() * (1 / scale)
 
 
@@ -242,8 +284,9 @@ def _by_inductor(
 ) -> None:
     o = operands
     words = _key_words(keys, hyper.device, first)
-    tensors = (o.param, o.grad, o.first, o.second, o.remainder, hyper, words, skip)
-    _compiled(storage, first > 0)(*tensors)
+    maps = codes.maps(hyper) if storage.coded else None
+    tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
+    _compiled(storage, first > 0)(*tensors, hyper, words, skip, maps)
 
 
 @cache
@@ -259,14 +302,17 @@ def _compiled(storage: Storage, is_shard: bool) -> Callable[..., None]:
         first: Tensor | None,
         second: Tensor | None,
         remainder: Tensor | None,
+        first_scales: Tensor | None,
+        second_scales: Tensor | None,
         hyper: Tensor,
         key_words: Tensor,
         skip: Tensor | None,
+        maps: Tensor | None,
     ) -> None:
         index = _indices(param, 0)
         index = index + key_words[-1] if is_shard else index
-        operands = Operands(param, grad, first, second, remainder)
-        _update(storage, operands, hyper, key_words, index, skip)
+        operands = Operands(param, grad, first, second, remainder, first_scales, second_scales)
+        _update(storage, operands, hyper, key_words, index, skip, maps)
 
     update.__code__ = update.__code__.replace(co_name=f"update_{len(_seen)}")
     _seen.append(storage)

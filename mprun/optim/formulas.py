@@ -18,6 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mprun.optim import codes
+from mprun.precision.policy import COMPENSATED
+
 Results = tuple[Tensor, Tensor, Tensor]
 Formula = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Results]
 HYPERS = 9
@@ -90,14 +93,15 @@ class Storage:
     first: torch.dtype | None
     """The first moment's dtype; None where the optimizer has none."""
     second: torch.dtype | None
-    """The second moment's; in 16 bits its square root is stored: it needs half the exponents.
+    """The second moment's; in 16 or 8 bits its square root is stored: it needs half the exponents.
 
-    In float16 it is stored times `SCALE`, and so is AdamW's first moment.
+    In float16 it is stored times `SCALE`, and so is AdamW's first moment. In uint8 a moment has
+    scales beside it: see `codes`.
     """
     rounding: str
-    """nearest, stochastic or kahan, of the parameters.
+    """nearest, stochastic, kahan or split, of the parameters.
 
-    A first moment in 16 bits is rounded to nearest if the parameters are, else stochastically. A
+    A first moment in 16 or 8 bits is rounded to nearest if the parameters are, else stochastically. A
     second moment is always rounded stochastically. To nearest it would never decay: 0.999 times a
     bfloat16 number rounds to that number.
     """
@@ -131,6 +135,13 @@ class Storage:
         return self.rounding != "nearest" or self.root
 
     @cached_property
-    def compensated(self) -> bool:
-        """Whether a remainder is stored beside the parameter."""
-        return self.rounding == "kahan" and self.param != torch.float32
+    def remainder(self) -> torch.dtype | None:
+        """The dtype of the remainder beside the parameter; None without one."""
+        if self.rounding not in COMPENSATED or self.param == torch.float32:
+            return None
+        return torch.int16 if self.rounding == "kahan" else torch.int8
+
+    @cached_property
+    def coded(self) -> bool:
+        """Whether a moment is stored in codes of 8 bits."""
+        return codes.DTYPE in (self.first, self.second)

@@ -83,7 +83,7 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
         inner: holds the masters, and any float32 parameters.
         masters: those that `float32_masters` gave.
         rounding: nearest, or stochastic, of the parameters; kahan is nearest here, because the
-            master has the remainder.
+            master has the remainder. There is no split: the masters are float32.
         overflow: infinity, or saturate at the largest finite number.
         seed: of the random bits, see `StorageOptions.seed`.
 
@@ -103,7 +103,7 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
         seed: int = 0,
     ) -> None:
         for name, value, legal in (
-            ("rounding", rounding, ROUNDINGS),
+            ("rounding", rounding, [x for x in ROUNDINGS if x != "split"]),
             ("overflow", overflow, OVERFLOWS),
         ):
             if value not in legal:

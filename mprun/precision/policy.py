@@ -38,7 +38,11 @@ from mprun.records.mode_names import ALIASES, mode_hint
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
-ROUNDINGS = ("nearest", "stochastic", "kahan")
+MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
+"""Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.codes`."""
+ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
+COMPENSATED = ("kahan", "split")
+"""Roundings that keep a remainder beside a 16-bit parameter."""
 
 
 def _true(dtype: str, *roundings: str) -> dict[str, tuple[Any, ...]]:
@@ -51,8 +55,8 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
     "tf32": {**_FP32, "tf32": (True,)},
     "bf16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("bfloat16",)},
     "fp16_mixed": {"casting": ("autocast", "op_lists"), "compute_dtype": ("float16",)},
-    "bf16_true": _true("bfloat16", "nearest", "kahan"),
-    "fp16_true": _true("float16", "nearest", "kahan"),
+    "bf16_true": _true("bfloat16", "nearest", *COMPENSATED),
+    "fp16_true": _true("float16", "nearest", *COMPENSATED),
     "bf16_sr": _true("bfloat16", "stochastic"),
     "half_sr": _true("float16", "stochastic"),
     "half_sr_full": {**_true("float16", "stochastic"), "rounding_scope": ("all",)},
@@ -69,7 +73,7 @@ NAMED: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in `FLOAT_DTYPES`."""
+    """The torch dtype of a name in `MOMENT_DTYPES`."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
@@ -97,7 +101,7 @@ class Policy:
     casting: str
     """none; or ops are cast to `compute_dtype` by autocast or by op_lists."""
     rounding: str
-    """nearest, stochastic or kahan, of parameters and optimizer state in 16 bits."""
+    """nearest, stochastic, kahan or split, of parameters and optimizer state in 16 bits."""
     rounding_scope: str
     """update: where those are written; all: every result, forward and backward."""
     overflow: str
@@ -156,10 +160,10 @@ class Policy:
             "output_dtype": tuple(dict.fromkeys(("float32", self.compute_dtype))),
             "rounding": ROUNDINGS,
             "rounding_scope": ("update", "all") if everywhere else ("update",),
-            "overflow": ("infinity",) if self.rounding == "kahan" else ("infinity", "saturate"),
+            "overflow": ("infinity",) if self.rounding in COMPENSATED else ("infinity", "saturate"),
             "accum_dtype": tuple(dict.fromkeys((self.param_dtype, "float32"))),
-            "momentum_dtype": FLOAT_DTYPES,
-            "variance_dtype": FLOAT_DTYPES,
+            "momentum_dtype": MOMENT_DTYPES,
+            "variance_dtype": MOMENT_DTYPES,
             "reduce_dtype": FLOAT_DTYPES,
             "partials_dtype": ("float32",) + ("float16",) * (self.compute_dtype == "float16"),
             "tf32": (False, not self.casts and not self.is_low),

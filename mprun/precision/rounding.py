@@ -100,20 +100,27 @@ def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tie to even would not fit), and the remainders, int16, in float32 patterns. Where a finite
         number rounds to infinity in float16 the remainder is 0, and it stays an infinity.
     """
-    pattern = x.view(torch.int32)
     if dtype == torch.bfloat16:
+        pattern = x.view(torch.int32)
         nearest = (pattern + 0x8000) & -0x10000
         nearest = torch.where(torch.isfinite(x), nearest, pattern & -0x10000)
         rounded = torch.where(torch.isnan(x), x, nearest.view(torch.float32)).to(dtype)
-        remainder = torch.where(torch.isfinite(x), pattern - nearest, 0)
-        return rounded, remainder.to(torch.int16)
-    rounded = x.to(dtype)
+    else:
+        rounded = x.to(dtype)
+    return rounded, kahan_rest(x, rounded)
+
+
+def kahan_rest(x: Tensor, rounded: Tensor) -> Tensor:
+    """The remainder of `x` (float32) beside `rounded`, to which it was rounded: see `split`."""
     wide = rounded.float()
+    if rounded.dtype == torch.bfloat16:
+        remainder = x.view(torch.int32) - wide.view(torch.int32)
+        return torch.where(torch.isfinite(x), remainder, 0).to(torch.int16)
     shift = _signed_quantum(x)
     small = wide.abs() < _SMALLEST_NORMAL
     remainder = torch.where(small, x + shift, x).view(torch.int32)
     remainder = remainder - torch.where(small, wide + shift, wide).view(torch.int32)
-    return rounded, torch.where(torch.isfinite(wide), remainder, 0).to(torch.int16)
+    return torch.where(torch.isfinite(wide), remainder, 0).to(torch.int16)
 
 
 def merge(rounded: Tensor, remainder: Tensor) -> Tensor:

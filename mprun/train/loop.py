@@ -339,7 +339,8 @@ class Trainer:
         """Take a step on a batch that was asked for at a reading of `time.perf_counter`."""
         parts, clock, watch = self.parts, self.parts.clock, self._watch
         ready_at = watch.switch("compute")
-        lr, scale = parts.optimizer.param_groups[0]["lr"], parts.precision.loss_scale.tensor
+        lr = float(parts.optimizer.param_groups[0]["lr"])  # torchao's is a tensor, changed in place
+        scale = parts.precision.loss_scale.tensor
         batch = parts.layout.weighted(batch)
         waited_s = self._ranks.waited_s
         clock.start()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mprun.optim import LowPrecisionOptimizer
+from mprun.optim.state import entry_shape
 
 SCALAR = (int, float, type(None))
 KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, LowPrecisionOptimizer)
@@ -62,7 +63,8 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
     for p, entries in optimizer.state.items():
         for name, entry in entries.items():
             if isinstance(entry, Tensor):
-                fits = entry.shape in ((), p.shape) or (free and _spreads_over(entry, p))
+                own = () if free else entry_shape(name, p)
+                fits = entry.shape in ((), p.shape, own) or (free and _spreads_over(entry, p))
             else:  # PyTorch's without momentum, and a count of steps of earlier versions
                 count = (name == "step" or free) and isinstance(entry, int | float)
                 fits = entry is None or count

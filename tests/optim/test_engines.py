@@ -207,7 +207,7 @@ def test_a_flag_on_the_device_keeps_everything_or_nothing(rounding: str) -> None
 
     def operands() -> list[Tensor | None]:
         made = [wide(dtype, 999, seed=n) for n, dtype in enumerate((BRAIN, BRAIN, BRAIN, HALF))]
-        return [*made, torch.zeros(999, dtype=torch.int16) if storage.compensated else None]
+        return [*made, torch.zeros(999, dtype=storage.remainder) if storage.remainder else None]
 
     hyper = torch.linspace(0.1, 0.9, HYPERS)
     keys = (key(1), key(2), key(3))
