@@ -411,11 +411,7 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         always = "a second moment in 16 or 8 bits is always rounded stochastically"
         yield "precision.rounding", always if low else nothing
     moments = stored_moments(optimizer)
-    if "parameters" not in low and not _may_emulate_low(config):
-        if not low:
-            yield "precision.overflow", f"{nothing}, and native kernels never saturate"
-        elif all(_is_coded(config, moment) for moment in low):
-            yield "precision.overflow", "codes of 8 bits have scales, and never overflow"
+    yield from _overflow_reasons(config, low, nothing)
     if optimizer.target is not None:
         for key in ("precision.momentum_dtype", "precision.variance_dtype"):
             yield key, f"{optimizer.target} keeps its state in float32"
@@ -424,6 +420,15 @@ def _precision_reasons(config: Config) -> Iterator[tuple[str, str]]:
         yield "precision.momentum_dtype", "without train.optimizer.momentum no first moment is kept"
     if "variance" not in moments:
         yield "precision.variance_dtype", f"{optimizer.name.name} keeps no second moment"
+
+
+def _overflow_reasons(config: Config, low: set[str], nothing: str) -> Iterator[tuple[str, str]]:
+    if "parameters" in low or _may_emulate_low(config):
+        return
+    if not low:
+        yield "precision.overflow", f"{nothing}, and native kernels never saturate"
+    elif all(_is_coded(config, moment) for moment in low):
+        yield "precision.overflow", "codes of 8 bits have scales, and never overflow"
 
 
 def stored_moments(optimizer: OptimizerConfig) -> set[str]:

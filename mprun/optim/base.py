@@ -66,10 +66,10 @@ class StorageOptions(TypedDict, total=False):
     variance_dtype: torch.dtype
     """Of the stored second moment; float32 unless given.
 
-    In 16 or 8 bits its square root is stored, in float16 64 times the root. Roots below 2^-30 (9e-10)
-    are then mostly 0, and the update is divided by eps alone. With gradients of 1e-10 AdamW's
-    updates are 30 to 34 times too large for eps=1e-15, up to 46 times for eps=0, and right for
-    eps=1e-8.
+    In 16 or 8 bits its square root is stored, in float16 64 times the root. Roots below 2^-30
+    (9e-10) are then mostly 0, and the update is divided by eps alone. With gradients of 1e-10
+    AdamW's updates are 30 to 34 times too large for eps=1e-15, up to 46 times for eps=0, and right
+    for eps=1e-8.
     """
     overflow: str
     """infinity (the default), or saturate at the largest finite number."""

@@ -101,8 +101,8 @@ class Storage:
     rounding: str
     """nearest, stochastic, kahan or split, of the parameters.
 
-    A first moment in 16 or 8 bits is rounded to nearest if the parameters are, else stochastically. A
-    second moment is always rounded stochastically. To nearest it would never decay: 0.999 times a
+    A first moment in 16 or 8 bits is rounded to nearest if the parameters are, else stochastically.
+    A second moment is always rounded stochastically. To nearest it would never decay: 0.999 times a
     bfloat16 number rounds to that number.
     """
     saturate: bool

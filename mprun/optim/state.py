@@ -120,9 +120,7 @@ def _taken(state: dict[str, Tensor], name: str, scaled: bool) -> Tensor:
     if entry.dtype != codes.DTYPE:
         return entry.float() / scale(entry.dtype) if scaled else entry.float()
     if scales is None:
-        raise ValueError(
-            f"{name} in uint8 without {scale_name(name)}; legal is a state with both"
-        )
+        raise ValueError(f"{name} in uint8 without {scale_name(name)}; legal is a state with both")
     values = codes.maps(entry)[1 if name.endswith("_root") else 0]
     return codes.decode(entry.reshape(-1), scales.to(entry.device), values).view(entry.shape)
 

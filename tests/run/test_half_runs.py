@@ -258,6 +258,45 @@ def test_sgd_s_momentum_in_16_bits() -> None:
     assert low.memory_bytes.optimizer_state == 2 * size + 6 * 4
 
 
+@pytest.mark.representative("bf16_sr")
+@pytest.mark.parametrize("mode", ["half_sr", "bf16_sr", "fp32"])
+def test_moments_in_8_bits_take_the_bytes_of_a_hand_count(mode: str) -> None:
+    codes = ["precision.momentum_dtype=uint8", "precision.variance_dtype=uint8"]
+    summary = quick("run", f"precision={mode}", *ADAMW, *codes, steps=4)
+    assert summary.effective.momentum_dtype == summary.effective.variance_dtype == "uint8"
+    states = trained(Path("run"))["optimizer"]["state"]
+    assert {x["exp_avg"].dtype for x in states.values()} == {torch.uint8, torch.float32}
+    expected = 0
+    for state in states.values():
+        count = state["exp_avg"].numel()
+        expected += 4 + 2 * (count + 4 * -(-count // 256) if count >= 4096 else 4 * count)
+    assert summary.memory_bytes.optimizer_state == expected
+
+
+@pytest.mark.representative("bf16_true")
+@pytest.mark.parametrize("mode", ["fp16_true", "bf16_true"])
+def test_a_split_master_keeps_one_more_byte_a_parameter(mode: str) -> None:
+    plain = quick("plain", f"precision={mode}").memory_bytes.optimizer_state
+    summary = quick("split", f"precision={mode}", "precision.rounding=split")
+    assert summary.effective.rounding == "split"
+    assert plain is not None
+    assert summary.memory_bytes.optimizer_state == plain + SIZES["mnist"]
+    state = trained(Path("split"))["optimizer"]["state"]
+    assert all(x["remainder"].dtype == torch.int8 for x in state.values())
+    assert any(x["remainder"].any() for x in state.values())
+
+
+def test_moments_in_8_bits_are_refused_where_they_cannot_be(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    codes = ["precision=bf16_sr", "precision.momentum_dtype=uint8"]
+    assert main([*QUICK, *ADAMW, *codes, "parallel=fsdp2", "run.dir=run"]) == 2
+    assert "uint8 with parallel=fsdp2" in " ".join(capsys.readouterr().err.split())
+    assert main([*QUICK, "precision=bf16_sr", "precision.rounding=split", "run.dir=run"]) == 2
+    assert "precision.rounding=split" in " ".join(capsys.readouterr().err.split())
+    assert not Path("run").exists()
+
+
 @pytest.mark.representative("bf16_true")
 @pytest.mark.parametrize("mode", ["fp16_true", "bf16_true"])
 def test_kahan_keeps_two_more_bytes_a_parameter(mode: str) -> None:
@@ -368,6 +407,10 @@ VARIANTS: dict[str, list[str]] = {
         *("precision=half_sr", *ADAMW, "precision.momentum_dtype=bfloat16"),
         "precision.variance_dtype=float16",
     ],
+    "codes": [
+        *("precision=bf16_true", "precision.rounding=split", *ADAMW),
+        *("precision.momentum_dtype=uint8", "precision.variance_dtype=uint8"),
+    ],
     "momentum": ["precision=bf16_sr", *MOMENTUM, "precision.momentum_dtype=float16"],
     "float32 gradients": ["precision=half_sr_full", "precision.accum_dtype=float32"],
     "saturating": [
@@ -376,7 +419,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.representative("half_sr_full", "adamw")
+@pytest.mark.representative("half_sr_full", "adamw", "codes")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_without_a_compiler_the_bits_are_the_same(
     without_compiler: Callable[[], None], variant: str
@@ -417,7 +460,7 @@ RESUMED: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.representative("half_sr_full", "adamw", "overflowing")
+@pytest.mark.representative("half_sr_full", "adamw", "codes", "overflowing")
 @pytest.mark.parametrize("variant", RESUMED)
 def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
     Path("layers.yaml").write_text("0: fp32\n4: bf16\n", encoding="utf-8")
