@@ -40,6 +40,8 @@ from mprun.train.user_code import described
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
+REFERENCE = "(reference)"
+"""The name of the mode to compare with until it has its label; no combination has it."""
 ONE_PROCESS = ProcessLayout()
 
 AGAINST = "fp32"
@@ -306,8 +308,8 @@ def plan_modes(
         except UsageError as error:
             raise error if against is None else UsageError(f"memory.against: {error}") from None
         others = {n: c for n, c in composed.items() if c.resolved != first.resolved}
-        composed = {"": first, **others}
-        extra_of[""] = extras[0]
+        composed = {REFERENCE: first, **others}
+        extra_of[REFERENCE] = extras[0]
     planned = made.each(composed, [partial(_planned, c, extra_of[n]) for n, c in composed.items()])
     return PlannedModes([*planned.values()], made.left_out if made.keep_going else None)
 
