@@ -193,7 +193,7 @@ class PrecisionConfig:
     casting: Casting = MISSING
     """How ops get their dtype: none (parameters' own), autocast or op_lists."""
     rounding: Rounding = MISSING
-    """Of parameters and state in 16 bits: nearest, stochastic, kahan (2 bytes more), split (1 more)."""
+    """Of 16-bit parameters and state: nearest, stochastic, kahan (2 bytes more), split (1 more)."""
     rounding_scope: RoundingScope = MISSING
     """Where this rounding is used: update, for parameters and state; all, for every result."""
     overflow: Overflow = Overflow.infinity
