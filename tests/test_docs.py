@@ -20,6 +20,7 @@ from mprun.config.compose import parse
 from mprun.config.multirun import combinations
 from mprun.config.reference import leaves
 from mprun.config.settings import fields, take
+from mprun.config.variants import with_every_mode
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -129,7 +130,7 @@ def test_commands_have_legal_overrides(
         args = [x for x in args if x.startswith(f"{command.name}.")]
     _, overrides = take([x for x in args if x != "-m"], *command.settings)
     *_, last = combinations(
-        [parse(x) for x in overrides]
+        [parse(x) for x in with_every_mode(overrides)]
     )  # a sweep leaves out those that cannot be
     compose(list(last))
 
