@@ -18,6 +18,7 @@ enum { FORMAT_NONE, FORMAT_F32, FORMAT_F16, FORMAT_BF16, FORMAT_S16, FORMAT_C8 }
 
 #define GROUP 256
 #define CODES 256
+#define STARTS 65536
 
 /* Words of 16 bits as words of 32. */
 static inline void widen(const uint16_t *from, int n, uint32_t *restrict to) {
@@ -199,15 +200,15 @@ static inline void merge_masters(const void *from, const int8_t *rest, int forma
 
 static inline void split_masters(void *to, int8_t *rest, int format, int64_t at, int n,
                                  const float *from, const uint32_t *words) {
-  uint32_t rounded[BLOCK];
+  uint32_t rounded[BLOCK], more[BLOCK]; /* bytes may alias anything, so they are written last */
   if (format == FORMAT_BF16)
     for (int i = 0; i < n; i++)
-      rounded[i] =
-          split_master(from[i], integer_BF16(from[i]), 16, 0x7f80u, words[i], rest + at + i);
+      rounded[i] = split_master(from[i], integer_BF16(from[i]), 16, 0x7f80u, words[i], more + i);
   else
     for (int i = 0; i < n; i++)
-      rounded[i] = split_master(from[i], integer_F16(from[i]), 13, 0x7c00u, words[i], rest + at + i);
+      rounded[i] = split_master(from[i], integer_F16(from[i]), 13, 0x7c00u, words[i], more + i);
   narrow(rounded, n, (uint16_t *)to + at);
+  for (int i = 0; i < n; i++) rest[at + i] = (int8_t)(uint8_t)more[i];
 }
 
 /* ---- codes of 8 bits ---- */
@@ -231,28 +232,39 @@ static inline float largest(const float *from, int n) {
   return number(all > positive ? all | ~MAGNITUDE : all);
 }
 
-/* The codes of one group and its scale. The last code whose value is not above the number is found
-by halving, then one of its neighbours is taken: with `words`, either; else the nearer one. */
-static inline void encode(uint8_t *restrict to, float *scale, const float *map, int n,
-                          const float *from, const uint32_t *words) {
+/* The codes of one group and its scale. `starts` has, for the upper 16 bits of a number, the last
+code whose value is not above the smallest number with these bits; at most one value of the map is
+between such numbers. Then one of the neighbours is taken: with `words`, either; else the nearer. */
+static inline void encode(uint8_t *restrict to, float *scale, const float *map,
+                          const uint8_t *starts, int n, const float *from,
+                          const uint32_t *words) {
   const float size = largest(from, n);
   const int32_t lowest = map[0] == 0.0f; /* a positive root never becomes 0 */
+  float ratios[GROUP], low[GROUP], gap[GROUP];
+  int32_t codes[GROUP];
   *scale = size;
   for (int i = 0; i < n; i++) {
     float ratio = from[i] / size;
-    ratio = number(choose((pattern(ratio) & MAGNITUDE) > INFINITE, 0u, pattern(ratio)));
-    int32_t code = 0;
-    for (int32_t half = CODES / 2; half > 0; half /= 2)
-      code += ratio >= map[code + half] ? half : 0;
-    int32_t next = code + (code < CODES - 1);
-    float rest = ratio - map[code], gap = map[next] - map[code];
-    int32_t up;
-    if (words)
-      up = rest > ((float)(int32_t)(words[i] >> 16) * 0x1p-16f + 0x1p-17f) * gap;
-    else
-      up = rest >= gap * 0.5f;
-    code = up ? next : code;
-    int32_t least = lowest & (ratio > 0.0f);
-    to[i] = (uint8_t)(code > least ? code : least);
+    ratios[i] = number(choose((pattern(ratio) & MAGNITUDE) > INFINITE, 0u, pattern(ratio)));
+  }
+  for (int i = 0; i < n; i++) { /* sums instead of choices: there is nothing to mispredict */
+    int32_t code = starts[pattern(ratios[i]) >> 16];
+    code += (ratios[i] >= map[code + (code < CODES - 1)]) & (code < CODES - 1);
+    codes[i] = code;
+    low[i] = map[code];
+    gap[i] = map[code + (code < CODES - 1)];
+  }
+  for (int i = 0; i < n; i++) gap[i] -= low[i];
+  if (words)
+    for (int i = 0; i < n; i++)
+      codes[i] += (ratios[i] - low[i] >
+                   ((float)(int32_t)(words[i] >> 16) * 0x1p-16f + 0x1p-17f) * gap[i]) &
+                  (codes[i] < CODES - 1);
+  else
+    for (int i = 0; i < n; i++)
+      codes[i] += (ratios[i] - low[i] >= gap[i] * 0.5f) & (codes[i] < CODES - 1);
+  for (int i = 0; i < n; i++) {
+    int32_t least = lowest & (ratios[i] > 0.0f);
+    to[i] = (uint8_t)(codes[i] > least ? codes[i] : least);
   }
 }

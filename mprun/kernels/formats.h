@@ -153,12 +153,12 @@ static inline uint32_t number_F16(uint32_t integer) {
 /* The parameter, and the 8 bits beside it, which have a sign. `cut` bits of the integer are below
 the parameter; `top` is its infinity. */
 static inline uint32_t split_master(float x, uint32_t integer, uint32_t cut, uint32_t top,
-                                    uint32_t word, int8_t *rest) {
+                                    uint32_t word, uint32_t *rest) {
   uint32_t bits = pattern(x), magnitude = bits & MAGNITUDE, unit = cut - 8;
   uint32_t master = (integer + (word >> (32 - unit))) >> unit;
   uint32_t parameter = (master + 0x80u) >> 8;
   uint32_t finite = (magnitude < INFINITE) & (parameter < top);
-  *rest = (int8_t)(uint8_t)choose(finite, master - (parameter << 8), 0u);
+  *rest = choose(finite, master - (parameter << 8), 0u); /* its last 8 bits */
   parameter = choose(finite, parameter, top);
   parameter = choose(magnitude > INFINITE, 0x7fffu, parameter);
   return parameter | ((bits >> 16) & 0x8000u);

@@ -89,7 +89,7 @@ typedef struct {
   const void *grad;
   void *remainder; /* int16 for Kahan's, int8 for masters of 24 bits */
   float *first_scales, *second_scales; /* of moments in codes */
-  const float *maps; /* those of first and second moments */
+  const float *maps; /* of first and second moments; after them the starts of `encode`, as bytes */
   uint32_t start;
   const float *hyper; /* what the formula needs; first the factor of the gradient */
   const uint32_t *keys; /* two words each for parameter, first and second moment */
@@ -223,11 +223,14 @@ static inline void update_block(const Storage *as, const Update *job, int64_t i,
   store_moment(job->second, as->second, as->saturate, i, n, v, scratch, words, keys + 4, index);
 }
 
-static inline void encode_moment(void *stored, float *scales, const float *map, int64_t at, int n,
-                                 const float *from, const uint32_t *key, uint32_t index) {
+static inline void encode_moment(void *stored, float *scales, const float *maps, int which,
+                                 int64_t at, int n, const float *from, const uint32_t *key,
+                                 uint32_t index) {
+  const uint8_t *starts = (const uint8_t *)(maps + 2 * CODES) + which * STARTS;
   uint32_t words[GROUP];
   if (key) draw(words, n, key, index);
-  encode((uint8_t *)stored + at, scales + at / GROUP, map, n, from, key ? words : NULL);
+  encode((uint8_t *)stored + at, scales + at / GROUP, maps + which * CODES, starts, n, from,
+         key ? words : NULL);
 }
 
 /* A scale belongs to a group, so the moments of a group are encoded together. */
@@ -239,11 +242,10 @@ static inline void update_group(const Storage *as, const Update *job, int64_t i,
     update_block(as, job, i + at, BLOCK, first + at, second + at);
   if (at < n) update_block(as, job, i + at, n - at, first + at, second + at);
   if (as->first == FORMAT_C8)
-    encode_moment(job->first, job->first_scales, job->maps, i, n, first,
+    encode_moment(job->first, job->first_scales, job->maps, 0, i, n, first,
                   as->first_stochastic ? keys + 2 : NULL, index);
   if (as->second == FORMAT_C8)
-    encode_moment(job->second, job->second_scales, job->maps + CODES, i, n, second, keys + 4,
-                  index);
+    encode_moment(job->second, job->second_scales, job->maps, 1, i, n, second, keys + 4, index);
 }
 
 static inline void update_groups(const Storage *as, const Update *job, int64_t start,

@@ -66,6 +66,31 @@ def _maps(device: torch.device) -> Tensor:
     return torch.tensor([dynamic_map(True), dynamic_map(False)], device=device)
 
 
+@cache
+def tables() -> Tensor:
+    """Both maps and both `starts`, one after the other, as bytes: what the C kernels read."""
+    both = _maps(torch.device("cpu"))
+    return torch.cat([both.view(-1).view(torch.uint8), *(starts(values) for values in both)])
+
+
+def starts(values: Tensor) -> Tensor:
+    """Where the search of a number's code begins, by the upper 16 bits of its float32 pattern.
+
+    Args:
+        values: float32 [256], a map.
+
+    Returns:
+        uint8 [65536]: the last code whose value is not above the smallest number with these bits.
+        Such numbers are at most 2^-7 of their size apart, so at most one more value is below one.
+    """
+    upper = torch.arange(2**16, dtype=torch.int64)
+    smallest = upper * 2**16 + torch.where(
+        upper < 2**15, 0, 2**16 - 1
+    )  # of negative ones, the last
+    numbers = (smallest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(torch.float32)
+    return (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0).to(DTYPE)
+
+
 def scales_for(count: int) -> int:
     """The number of scales of a tensor of `count` numbers; the last block may be short."""
     return -(-count // PER_SCALE)

@@ -118,9 +118,9 @@ def _in_c(
     count = operands.param.numel()
     o = operands
     tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
-    maps = codes.maps(hyper) if storage.coded else None
+    tables = codes.tables() if storage.coded else None
     _library(storage)(
-        *[None if x is None else x.data_ptr() for x in (*tensors, maps)],
+        *[None if x is None else x.data_ptr() for x in (*tensors, tables)],
         count,
         first,
         hyper.data_ptr(),

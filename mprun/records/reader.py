@@ -158,7 +158,8 @@ def converted(path: object, value: object, kind: type[T], place: str = "") -> T:
 
 def _decoded(path: Path, data: bytes, kind: type[T], place: str = "") -> T:
     try:
-        return msgspec.json.decode(data, type=kind)
+        text = data.decode()  # msgspec does not look at the bytes of fields that it skips
+        return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         reason = str(error)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

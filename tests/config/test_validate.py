@@ -167,7 +167,7 @@ def nothing_kept(mode: str) -> str:
     return f"precision={mode} keeps nothing in 16 bits"
 
 
-ALWAYS = "a second moment in 16 bits is always rounded stochastically"
+ALWAYS = "a second moment in 16 or 8 bits is always rounded stochastically"
 NO_FIRST = "without train.optimizer.momentum no first moment is kept"
 SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rmsprop", "adamw"))
 LAYER, LOW_LAYER = "precision.layers={a: fp32}", "precision.layers={a: bf16}"

@@ -357,3 +357,16 @@ def test_the_fastest_engine_takes_them() -> None:
     before = made[0].detach().clone()
     optimizer.step()
     assert not torch.equal(before, made[0].detach())
+
+
+@pytest.mark.parametrize("values", [SIGNED, ROOTS], ids=["signed", "roots"])
+def test_at_most_one_value_of_the_map_is_behind_a_start(values: Tensor) -> None:
+    """For numbers from -1 to 1: what the C kernels rely on."""
+    upper = torch.arange(2**16, dtype=torch.int64)
+    largest = upper * 2**16 + torch.where(upper < 2**15, 2**16 - 1, 0)
+    numbers = (largest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(FLOAT)
+    within = numbers.abs() <= 1.01
+    ends = (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0)
+    steps = (ends - codes.starts(values).long())[within]
+    assert steps.min() == 0
+    assert steps.max() == 1

@@ -1007,15 +1007,17 @@ def test_a_parameter_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         *(SGD, {"rounding": "up"}),
-        "rounding='up'; legal: 'nearest', 'stochastic', 'kahan'",
+        "rounding='up'; legal: 'nearest', 'stochastic', 'kahan', 'split'",
     ),
     (
         *(SGD, {"momentum_dtype": torch.float64}),
-        "momentum_dtype=torch.float64; legal: torch.float32, torch.float16, torch.bfloat16",
+        "momentum_dtype=torch.float64; legal: torch.float32, torch.float16, torch.bfloat16, "
+        "torch.uint8",
     ),
     (
         *(AdamW, {"variance_dtype": "float16"}),
-        "variance_dtype='float16'; legal: torch.float32, torch.float16, torch.bfloat16",
+        "variance_dtype='float16'; legal: torch.float32, torch.float16, torch.bfloat16, "
+        "torch.uint8",
     ),
     (RMSprop, {"overflow": "wrap"}, "overflow='wrap'; legal: 'infinity', 'saturate'"),
     (SGD, {"engine": "cuda"}, "engine='cuda'; legal: None, 'c', 'inductor', 'eager'"),
