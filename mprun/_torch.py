@@ -25,6 +25,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
 from torch._subclasses import fake_tensor
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,7 +97,47 @@ class FakeTensorMode(fake_tensor.FakeTensorMode):
         """Autograd asks for a device twice per op; the answer needs none of the usual checks."""
         if func is _DEVICE_OF and isinstance(args[0], fake_tensor.FakeTensor):
             return args[0].fake_device
+        if func in _RESULTS_ON_CPU and args[0].device.type == "cpu":
+            with self:
+                return _RESULTS_ON_CPU[func](*args)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _group_norm_on_cpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    samples, _channels, _inner, groups, _eps = sizes
+    given = [p.dtype for p in (weight, bias) if p is not None]
+    dtype = given[0] if given else x.dtype
+    mean = torch.empty(samples, groups, dtype=dtype, device=x.device)
+    return _empty_like(x), mean, torch.empty_like(mean)
+
+
+def _group_norm_backward_on_cpu(
+    _gradient: Tensor, x: Tensor, mean: Tensor, _rstd: Tensor, weight: Tensor | None, *sizes: Any
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    _samples, channels, _inner, _groups, wanted = sizes
+    dtype = mean.dtype if weight is None else weight.dtype
+    of_x = _empty_like(x) if wanted[0] else None
+    of_weight, of_bias = (
+        torch.empty(channels, dtype=dtype, device=x.device) if w else None for w in wanted[1:]
+    )
+    return of_x, of_weight, of_bias
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=suggest_memory_format(x))
+
+
+_RESULTS_ON_CPU: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.native_group_norm.default: _group_norm_on_cpu,
+    torch.ops.aten.native_group_norm_backward.default: _group_norm_backward_on_cpu,
+}
+"""Results without data, with the strides and dtypes that the CPU's kernels give them.
+
+PyTorch's fake kernels give others: contiguous outputs where the input is in channels-last
+(PyTorch 2.14), and means in 16 bits where the weights are in float32.
+"""
 
 
 class EagerOptimizer(Optimizer):
