@@ -98,8 +98,9 @@ def memory(
     Returns:
         The live memory after each op.
     """
-    for _ in range(warmup):
-        step()
+    with torch.compiler.set_stance("force_eager"):  # as the recorded step runs
+        for _ in range(warmup):
+            step()
     with record_memory(model, optimizer, inputs) as recorder:
         step()
     return recorder.step_memory(rule)
@@ -138,6 +139,9 @@ def record_memory(
 ) -> Iterator[MemoryRecorder]:
     """Count the live memory while one step of any loop runs inside.
 
+    What `torch.compile` was called on runs op by op: a compiled function shows no ops, and one
+    with `fullgraph=True` refuses to run where they are watched.
+
     Args:
         model: the model.
         optimizer: its optimizer, whose state should exist already.
@@ -146,6 +150,7 @@ def record_memory(
     recorder = MemoryRecorder(model, optimizer)
     recorder.begin(inputs)
     with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.callback(recorder.end)
         stack.enter_context(recorder.following(model, optimizer, listeners=[recorder]))
         for handle in recorder.gradient_hooks():

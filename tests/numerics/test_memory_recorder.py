@@ -276,6 +276,26 @@ def test_fake_group_norms_have_the_strides_and_dtypes_of_real_ones(
         assert results() == real
 
 
+def test_state_in_tensor_subclasses_of_a_compiled_optimizer_is_counted_to_the_byte() -> None:
+    optim = pytest.importorskip("torchao.optim")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    optimizer = optim.AdamW8bit(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+
+    found = memory(step, model, optimizer)
+    # The first weight has 16,384 numbers, in blocks of 256: codes of a byte, a float32 scale a
+    # block and a map of 256 float32, twice. The others have fewer than 4,096 numbers and keep two
+    # in float32 each. A float32 counts the steps of each of the four.
+    first = 2 * (16384 + 16384 // 256 * 4 + 256 * 4)
+    others = 2 * 4 * (256 + 256 * 8 + 8)
+    assert found.totals["optimizer_state"] == first + others + 4 * 4
+
+
 def tracked(parts: Any, batch: Any, trainer: Trainer) -> int:
     """The peak of a step by PyTorch's `MemTracker`."""
     trainer.optimizer_step(batch)
