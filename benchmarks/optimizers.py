@@ -56,15 +56,25 @@ def candidates(size: int, device: torch.device) -> Iterator[tuple[str, Callable[
         yield f"{name}, moments float32, nearest", nearest.step
         kahan = AdamW([parameter(size, dtype, device)], rounding="kahan")
         yield f"{name}, moments float32, kahan", kahan.step
+    codes = AdamW(
+        [parameter(size, torch.bfloat16, device)],
+        momentum_dtype=torch.uint8,
+        variance_dtype=torch.uint8,
+    )
+    yield "bfloat16, moments uint8, stochastic", codes.step
+    split = AdamW([parameter(size, torch.bfloat16, device)], rounding="split")
+    yield "bfloat16, moments float32, masters of 24 bits", split.step
     if device.type == "cpu":
         eager = AdamW([parameter(size, torch.bfloat16, device)], engine="eager")
         yield "bfloat16, moments float32, stochastic, no kernels", eager.step
     try:
-        from torchao.optim import _AdamW
+        from torchao.optim import AdamW8bit, _AdamW
     except ImportError:
         return
     theirs = _AdamW([parameter(size, torch.bfloat16, device)], bf16_stochastic_round=True)
     yield "torchao: bfloat16, moments bfloat16, stochastic", theirs.step
+    theirs = AdamW8bit([parameter(size, torch.bfloat16, device)], bf16_stochastic_round=True)
+    yield "torchao: bfloat16, moments uint8, stochastic", theirs.step
 
 
 def main() -> None:
