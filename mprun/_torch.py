@@ -168,11 +168,6 @@ def eager_optimizer(kind: type[Optimizer]) -> type[Optimizer]:
     return type(kind.__name__, (kind,), {**about, **methods})
 
 
-def add_to_each(tensors: list[Tensor], number: float) -> None:
-    """Add a number to many tensors in place, in one call."""
-    torch._foreach_add_(tensors, number)
-
-
 def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
     """An optimizer's method, as PyTorch's, which takes many times as long in the common case."""
     if not set_to_none:

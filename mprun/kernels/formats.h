@@ -53,11 +53,13 @@ static inline float settle(float difference, float a, float b, uint32_t word) {
 
 /* ---- bfloat16 ---- */
 
-/* `top` is what overflows become: infinity or the largest number. */
+/* `top` is what overflows become: infinity, which both roundings give by themselves, or the largest
+number. */
 static inline uint32_t finish_BF16(uint32_t bits, uint32_t rounded, uint32_t top) {
   uint32_t magnitude = bits & MAGNITUDE, sign = (bits >> 16) & 0x8000u;
-  rounded = choose((rounded >= top) & (magnitude < INFINITE), top, rounded);
-  rounded = choose(magnitude > INFINITE, 0x7fc0u, rounded);
+  if (top != INFINITE >> 16)
+    rounded = choose((rounded >= top) & (magnitude < INFINITE), top, rounded);
+  rounded = (int32_t)magnitude > (int32_t)INFINITE ? 0x7fc0u : rounded;
   return rounded | sign;
 }
 

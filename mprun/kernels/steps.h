@@ -127,13 +127,17 @@ static inline void adamw(const float *h, int root, int n, const float *w, const 
   }
 }
 
-static inline void sgd(const float *h, int n, const float *w, const float *g,
+static inline void sgd(const float *h, int has_moment, int n, const float *w, const float *g,
                        float *restrict moment1, float *restrict change) {
   const float factor = h[0], h1 = h[1], h2 = h[2], h3 = h[3], h4 = h[4];
-  for (int i = 0; i < n; i++) {
-    float x = g[i] * factor + w[i] * h1, m = moment1[i] * h2 + x * h4;
-    moment1[i] = m;
-    change[i] = h3 * m;
+  if (has_moment) {
+    for (int i = 0; i < n; i++) {
+      float x = g[i] * factor + w[i] * h1, m = moment1[i] * h2 + x * h4;
+      moment1[i] = m;
+      change[i] = h3 * m;
+    }
+  } else { /* the sum with 0 makes a positive zero of a negative one */
+    for (int i = 0; i < n; i++) change[i] = h3 * (0.0f + (g[i] * factor + w[i] * h1) * h4);
   }
 }
 
@@ -166,7 +170,7 @@ static inline void compute(const Storage *as, const float *h, int n, const float
   if (as->formula == ADAMW)
     as->root ? adamw(h, 1, n, w, g, m, v, change) : adamw(h, 0, n, w, g, m, v, change);
   else if (as->formula == SGD)
-    sgd(h, n, w, g, m, change);
+    sgd(h, as->first != FORMAT_NONE, n, w, g, m, change);
   else if (as->formula == NESTEROV)
     nesterov(h, n, w, g, m, change);
   else
