@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import currentframe
 from types import CodeType, FrameType, MappingProxyType
@@ -176,6 +176,17 @@ def zero_grad(optimizer: Optimizer, set_to_none: bool = True) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = None
+
+
+def without_compiled_code() -> AbstractContextManager[None]:
+    """Inside, what `torch.compile` was called on runs op by op.
+
+    The compiler is not imported for it (1.5 s): without it there is no compiled code.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eager: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def in_backward() -> bool:

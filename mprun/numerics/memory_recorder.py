@@ -44,6 +44,7 @@ from mprun._torch import (
     is_traceable_wrapper_subclass,
     op_name,
     storage_key,
+    without_compiled_code,
 )
 from mprun.numerics.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
 from mprun.numerics.process_memory import OneProcess, ProcessRule
@@ -98,7 +99,7 @@ def memory(
     Returns:
         The live memory after each op.
     """
-    with torch.compiler.set_stance("force_eager"):  # as the recorded step runs
+    with without_compiled_code():  # as the recorded step
         for _ in range(warmup):
             step()
     with record_memory(model, optimizer, inputs) as recorder:
@@ -150,7 +151,7 @@ def record_memory(
     recorder = MemoryRecorder(model, optimizer)
     recorder.begin(inputs)
     with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(without_compiled_code())
         stack.callback(recorder.end)
         stack.enter_context(recorder.following(model, optimizer, listeners=[recorder]))
         for handle in recorder.gradient_hooks():
