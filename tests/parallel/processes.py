@@ -16,11 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120
@@ -160,13 +163,21 @@ class Groups:
         self._server.stdin.flush()
         self.pids = self._read(PATIENCE_S)
 
+    def wait_until_connected(self) -> None:
+        """Wait until all processes have met: before, only torchrun sees that one is gone."""
+        store = self._store
+        assert store is not None
+        keys = [f"mprun/0/process/{rank}" for rank in range(len(self.pids))]
+        wait_for(lambda: store.check(keys))
+
     def wait(self, patience_s: float = PATIENCE_S) -> Ended:
         """How the group ended; processes that do not end are killed, and the test fails."""
         try:
             statuses = self._read(patience_s)
         except TimeoutError:
             for pid in self.pids:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self._read(PATIENCE_S)
             texts = [path.read_text(encoding="utf-8") for path in sorted(Path.cwd().glob("???-*"))]
             raise AssertionError("the processes did not end:\n" + "\n".join(texts)) from None
@@ -228,6 +239,13 @@ class Torchrun:
     def terminate(self) -> None:
         """SIGTERM to torchrun alone."""
         self.process.terminate()
+
+    def wait_until_connected(self) -> None:
+        """Wait until all processes have met: before, only torchrun sees that one is gone."""
+        store = self._store
+        assert store is not None
+        keys = [f"mprun/0/process/{rank}" for rank in range(len(self.pids))]
+        wait_for(lambda: store.check(keys))
 
     def wait(self, patience_s: float = PATIENCE_S) -> Ended:
         """How torchrun ended; its `out` and `err` have one text for all processes."""

@@ -132,6 +132,7 @@ def test_kills_at_any_time_leave_a_run_that_goes_on(groups: Groups, whole_runs: 
         folder = f"run-{number}"
         words = [*WORDS, "precision=half_sr", "parallel=ddp", f"run.dir={folder}"]
         groups.start(words)
+        groups.wait_until_connected()
         time.sleep(chance.uniform(0, 3))
         rank = chance.randrange(2)
         with contextlib.suppress(ProcessLookupError):  # the run was quicker
