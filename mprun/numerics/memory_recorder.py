@@ -123,7 +123,7 @@ def fake_tensors() -> Iterator[None]:
             warnings.catch_warnings(),
             torch.random.fork_rng(devices=[]),
             FakeTensorMode(),
-            torch.compiler.set_stance("force_eager"),
+            without_compiled_code(),
             conversions_replace_parameters(),
         ):
             warnings.filterwarnings(
