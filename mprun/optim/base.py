@@ -274,8 +274,9 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
         updates = self._updates()
         on_host = [update for update in updates if update.on_host]
         if on_host and (skip is None or not skip.item()):
+            one = torch.ones((), device="cpu")  # adding a Python number takes three times as long
             for update in on_host:
-                update.state["step"].add_(ONE)
+                update.state["step"].add_(one)
             for update in on_host:
                 self._run(update, factor, None)
         for update in updates:
@@ -405,9 +406,6 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                     entries = state_dict["state"][index]
                     self.state[p] = loaded_entries(entries, p.device, ours="attempts" in saved)
 
-
-ONE = torch.ones(())
-"""Added to step counts: with a Python number the addition takes three times as long."""
 
 NO_SHARDS = (
     "moments in uint8 of a part of a parameter: their blocks of 256 numbers are counted in the "

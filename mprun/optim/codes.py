@@ -84,9 +84,8 @@ def starts(values: Tensor) -> Tensor:
         Such numbers are at most 2^-7 of their size apart, so at most one more value is below one.
     """
     upper = torch.arange(2**16, dtype=torch.int64)
-    smallest = upper * 2**16 + torch.where(
-        upper < 2**15, 0, 2**16 - 1
-    )  # of negative ones, the last
+    # The smallest of negative numbers is the last pattern.
+    smallest = upper * 2**16 + torch.where(upper < 2**15, 0, 2**16 - 1)
     numbers = (smallest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(torch.float32)
     return (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0).to(DTYPE)
 

@@ -28,7 +28,7 @@ from tests.answers.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
 
 MODES = ("bf16_mixed", "fp16_mixed")
 SEEDS_OF_A_STUDY = 2
-STUDIES = 3
+STUDIES = 5
 """Of each case in the exhaustive run."""
 SETTLED = 0.5
 """The least share of modes that get a verdict other than inconclusive."""

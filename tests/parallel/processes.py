@@ -240,13 +240,6 @@ class Torchrun:
         """SIGTERM to torchrun alone."""
         self.process.terminate()
 
-    def wait_until_connected(self) -> None:
-        """Wait until all processes have met: before, only torchrun sees that one is gone."""
-        store = self._store
-        assert store is not None
-        keys = [f"mprun/0/process/{rank}" for rank in range(len(self.pids))]
-        wait_for(lambda: store.check(keys))
-
     def wait(self, patience_s: float = PATIENCE_S) -> Ended:
         """How torchrun ended; its `out` and `err` have one text for all processes."""
         began = time.monotonic()
