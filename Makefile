@@ -8,13 +8,17 @@ WORKERS ?= auto
 # Bytecode is kept, also where the environment says otherwise: the tests start mprun many times.
 PYTEST  := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: run test test-exhaustive test-all check docs bench clean help
+# A part of the exhaustive tests: `make test-exhaustive SHARD=3/8` runs the third of eight.
+SHARD   ?=
+SPLIT   := $(if $(SHARD),--splitting-algorithm least_duration --group $(subst /, --splits ,$(SHARD)))
+
+.PHONY: run install-dev test test-exhaustive test-all check docs bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run    install, then train FashionMNIST in bf16, in less than three minutes"
 	@echo "make test   install, then run the tests"
-	@echo "make test-exhaustive  the sweeps that make test leaves out"
+	@echo "make test-exhaustive  the sweeps that make test leaves out (SHARD=3/8: the third of eight parts)"
 	@echo "make test-all  both"
 	@echo "make check  lint, format check and types"
 	@echo "make docs   rewrite the page of fields and the quick example outputs (EXAMPLES='timed long': others)"
@@ -40,11 +44,13 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 run: $(VENV)/.installed
 	$(BIN)/mprun recipe=fashion_mnist precision=bf16_mixed train.max_time_s=160 data.fallback=generated
 
+install-dev: $(VENV)/.installed-dev
+
 test: $(VENV)/.installed-dev
 	$(PYTEST)
 
 test-exhaustive: $(VENV)/.installed-dev
-	$(PYTEST) -m exhaustive
+	$(PYTEST) -m exhaustive $(SPLIT)
 
 test-all: test test-exhaustive
 
