@@ -9,7 +9,6 @@ with rounding is faster.
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -160,9 +159,8 @@ def choose_fp32_fallback(speed: str, policy: Policy, execution: str, device: tor
     return "backward" if _has_float16_matmuls(device) else "all"
 
 
-@cache
 def _has_float16_matmuls(device: torch.device) -> bool:
-    """Whether matmuls have float16 instructions, by their time; a process tries once."""
+    """Whether matmuls have float16 instructions, by their time."""
     # With their own instructions they run near float32's speed, reference loops 50 times slower.
     return accelerated(torch.float16, device, tolerance=4.0)
 

@@ -164,13 +164,14 @@ def alternate(
     return times
 
 
+@cache
 def accelerated(
     dtype: torch.dtype, device: torch.device, side: int | None = None, tolerance: float = 1.0
 ) -> bool:
     """Whether a matmul in `dtype` is faster here than in float32, by a short measurement.
 
     It compares the fastest round of each: a run needs an answer on a busy machine too, and other
-    processes can only add time.
+    processes can only add time. A process tries once, so that its runs agree.
 
     Args:
         dtype: the dtype in question.

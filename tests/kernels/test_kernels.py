@@ -8,6 +8,7 @@ import fnmatch
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,6 +36,8 @@ from mprun.precision.rounding import (
     split,
     stochastic,
 )
+from tests.each import each
+from tests.kernels.programs import Programs
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +45,7 @@ COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or sh
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C compiler here")
 EVERY_CASE = [(dtype, overflow) for dtype in DTYPES for overflow in OVERFLOWS]
-cases = pytest.mark.parametrize(("dtype", "overflow"), EVERY_CASE, ids=str)
+cases = each(("dtype", "overflow"), EVERY_CASE, ids=str)
 KEY = key(1, 2, 3, 0)
 
 
@@ -132,7 +135,7 @@ def test_the_kernel_gives_the_bits_of_pytorch(dtype: torch.dtype, overflow: str)
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
 @cases
-@pytest.mark.parametrize("size", [0, 1, 15, 17, 100_003])
+@each("size", [0, 1, 15, 17, 100_003])
 def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int) -> None:
     x = in_float16s_range(size)
     assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
@@ -141,6 +144,7 @@ def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int)
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
 @cases
+@settings(deadline=None)
 @given(
     pattern=st.integers(min_value=0, max_value=2**32 - 1),
     low=st.integers(min_value=0, max_value=2**32 - 1),
@@ -159,8 +163,8 @@ def test_any_pattern_with_any_key(
 
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
+@each("dtype", DTYPES, ids=str)
+@each(
     ("view", "dense"),
     [
         (lambda x: x.view(300, 400).t(), True),
@@ -179,7 +183,7 @@ def test_any_pattern_with_any_key(
         *("strided", "columns", "columns_transposed", "expanded", "empty"),
     ],
 )
-@pytest.mark.parametrize("path", ["compiled", "eager"])
+@each("path", ["compiled", "eager"])
 def test_inputs_that_do_not_lie_in_one_piece(
     dtype: torch.dtype,
     view: Callable[[Tensor], Tensor],
@@ -205,7 +209,7 @@ def test_inputs_that_do_not_lie_in_one_piece(
 
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES, ids=str)
 def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     try:
@@ -219,7 +223,7 @@ def test_the_number_of_threads_does_not_matter(dtype: torch.dtype) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@each("eager", [False, True])
 def test_tensors_of_several_blocks_take_the_key_of_each(
     monkeypatch: pytest.MonkeyPatch, eager: bool
 ) -> None:
@@ -236,8 +240,8 @@ def test_tensors_of_several_blocks_take_the_key_of_each(
         assert_same(found, whole[start:])
 
 
-@pytest.mark.parametrize("start", [1, 2**31 - 500, 2**31 + 17, 5 * 2**31 - 301])
-@pytest.mark.parametrize("eager", [False, True])
+@each("start", [1, 2**31 - 500, 2**31 + 17, 5 * 2**31 - 301])
+@each("eager", [False, True])
 def test_a_shard_takes_the_bits_of_its_part(
     monkeypatch: pytest.MonkeyPatch, eager: bool, start: int
 ) -> None:
@@ -307,7 +311,7 @@ def test_the_other_roundings_in_c_give_the_bits_of_pytorch(
 
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each("dtype", DTYPES, ids=str)
 def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_path: Path) -> None:
     """Every number of the dtype, sixteen times, with remainders that are not its own."""
     rounded = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).repeat(16)
@@ -425,9 +429,10 @@ MESSAGES = {
 }
 
 
-@pytest.mark.parametrize("kind", MESSAGES)
+@each("kind", MESSAGES)
 def test_a_compiler_may_say_anything(fresh: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
     command, reason = MESSAGES[kind]
+    clear_caches()
     fresh.setenv("CC", str(script(tmp_path / "odd-cc", f"#!/bin/sh\n{command}\nexit 1\n")))
     assert_eager_with_the_same_bits(f"cannot compile round.c: {reason}")
 
@@ -440,14 +445,17 @@ def test_a_cc_that_is_no_command_line_is_told(fresh: pytest.MonkeyPatch) -> None
 def test_a_compiler_that_hangs_is_waited_for_once(
     fresh: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    log = tmp_path / "started.log"
-    text = f'#!/bin/sh\necho once >> "{log}"\nexec sleep 60\n'
-    fresh.setenv("CC", str(script(tmp_path / "hanging-cc", text)))
-    fresh.setattr(kernels, "PATIENCE_S", 0.5)
+    waited: list[float] = []
+
+    def run(command: list[str], *, timeout: float, **_: Any) -> None:
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    fresh.setenv("CC", str(script(tmp_path / "hanging-cc", "#!/bin/sh\nexit 1\n")))
+    fresh.setattr(kernels.subprocess, "run", run)
     assert kernels.why_not() is not None
-    assert_eager_with_the_same_bits("cannot compile round.c: not done after 0.5 s")
-    # why_not's kernel and the one that is asked for there
-    assert log.read_text(encoding="utf-8").splitlines() == ["once"] * 2
+    assert_eager_with_the_same_bits("cannot compile round.c: not done after 60 s")
+    assert waited == [60, 60]  # why_not's kernel and the one that is asked for there
 
 
 ONE_ONLY = """#!/bin/sh
@@ -495,10 +503,14 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(
 # ---- the cache ----
 
 
-def counting_compiler(folder: Path) -> tuple[Path, Callable[[], int]]:
-    """A compiler that writes a line to a file each time it runs, and how often that was."""
+def counting_compiler(folder: Path, together: int = 1) -> tuple[Path, Callable[[], int]]:
+    """A compiler that writes a line to a file each time it runs, and how often that was.
+
+    It begins once it was called `together` times.
+    """
     log = folder / "compiled.log"
-    text = f'#!/bin/sh\necho once >> "{log}"\nsleep 0.2\nexec "{COMPILER}" "$@"\n'
+    wait = f'while [ $(wc -l < "{log}") -lt {together} ]; do sleep 0.01; done'
+    text = f'#!/bin/sh\necho once >> "{log}"\n{wait}\nexec "{COMPILER}" "$@"\n'
 
     def count() -> int:
         return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
@@ -571,45 +583,47 @@ def expected_of_program() -> list[int]:
     return (bits.int() & 0xFFFF).tolist()
 
 
-def start_program(environment: dict[str, str]) -> subprocess.Popen[str]:
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    everything.pop("MPRUN_NO_COMPILER", None)
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env=everything,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture(scope="module")
+def programs() -> Iterator[Programs]:
+    made = Programs()
+    yield made
+    made.close()
+
+
+def printed(programs: Programs, process: int, out: Path) -> dict[str, Any]:
+    """What a process of `PROGRAM` prints, once it has ended well."""
+    status = programs.wait(process)
+    text = out.read_text(encoding="utf-8")
+    assert status == 0, text
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 @needs_compiler
-def test_processes_that_compile_at_once_both_work(tmp_path: Path) -> None:
-    """A compiler that waits makes them overlap; each loads a whole library, without torch too."""
-    compiler, count = counting_compiler(tmp_path)
+def test_processes_that_compile_at_once_both_work(programs: Programs, tmp_path: Path) -> None:
+    """The compiler of the first waits for that of the second; each loads a whole library."""
+    compiler, count = counting_compiler(tmp_path, together=2)
     environment = {"CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    processes = [start_program(environment) for _ in range(3)]
-    for process in processes:
-        out, error = process.communicate(timeout=60)
-        assert process.returncode == 0, error
-        assert json.loads(out)["bits"] == expected_of_program()
-    assert count() >= 2
+    outs = [tmp_path / "first.txt", tmp_path / "second.txt"]
+    processes = [programs.start(PROGRAM, environment, out) for out in outs]
+    for process, out in zip(processes, outs, strict=True):
+        assert printed(programs, process, out)["bits"] == expected_of_program()
+    assert count() == 2
     folder = tmp_path / "cache" / "mprun" / "kernels"
     assert all(file.suffix == ".so" for file in folder.iterdir())
 
 
 @needs_compiler
-def test_a_library_that_was_cut_short_is_compiled_again(tmp_path: Path) -> None:
+def test_a_library_that_was_cut_short_is_compiled_again(programs: Programs, tmp_path: Path) -> None:
     """A process that calls into the missing part of a library ends with SIGBUS."""
     folder, whole = tmp_path / "cache" / "mprun" / "kernels", b""
     for length in (None, 5000, 0):
         if length is not None:
             (library,) = folder.iterdir()
             library.write_bytes(whole[:length])
-        process = start_program({"XDG_CACHE_HOME": str(tmp_path / "cache")})
-        out, error = process.communicate(timeout=60)
-        assert process.returncode == 0, error
-        assert json.loads(out)["bits"] == expected_of_program()
+        out = tmp_path / f"{length}.txt"
+        process = programs.start(PROGRAM, {"XDG_CACHE_HOME": str(tmp_path / "cache")}, out)
+        assert printed(programs, process, out)["bits"] == expected_of_program()
         (library,) = folder.iterdir()
         whole = whole or library.read_bytes()
         assert library.read_bytes() == whole
@@ -617,19 +631,19 @@ def test_a_library_that_was_cut_short_is_compiled_again(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_what_a_killed_process_left_of_its_compiler_is_removed(
-    fresh: pytest.MonkeyPatch, tmp_path: Path
+    fresh: pytest.MonkeyPatch, tmp_path: Path, programs: Programs
 ) -> None:
     """The compiler hangs; its process is killed, which it outlives."""
-    hanging = script(tmp_path / "hanging-cc", "#!/bin/sh\nsleep 300\n")
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    killed = start_program({**cache, "CC": str(hanging)})
+    hanging = script(tmp_path / "hanging-cc", "#!/bin/sh\nexec sleep 600\n")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CC": str(hanging)}
+    killed = programs.start(PROGRAM, environment, tmp_path / "out.txt")
     folder = tmp_path / "cache" / "mprun" / "kernels"
     wait_for(lambda: bool(compilers(folder)))
     fresh.setenv("CC", str(COMPILER))
     kernels.load("round.c", {"TO": "F16"})
     assert compilers(folder), "a compiler of a process that lives was ended"
-    killed.kill()
-    killed.communicate()
+    os.kill(killed, signal.SIGKILL)
+    assert programs.wait(killed) == -signal.SIGKILL
     assert compilers(folder)
     kernels.load("round.c", {"TO": "BF16"})
     wait_for(lambda: not compilers(folder))
@@ -672,14 +686,13 @@ def test_a_cache_folder_that_cannot_be_made_is_replaced(
 
 
 @needs_compiler
-def test_a_folder_for_one_process_is_removed_at_its_end(tmp_path: Path) -> None:
+def test_a_folder_for_one_process_is_removed_at_its_end(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder", encoding="utf-8")
     (tmp_path / "scratch").mkdir()
     environment = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "scratch")}
-    process = start_program(environment)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode == 0, error
-    assert Path(json.loads(out)["folder"]).parent == tmp_path / "scratch"
+    process = programs.start(PROGRAM, environment, tmp_path / "out.txt")
+    found = printed(programs, process, tmp_path / "out.txt")
+    assert Path(found["folder"]).parent == tmp_path / "scratch"
     assert list((tmp_path / "scratch").iterdir()) == []
 
 

@@ -22,6 +22,7 @@ def change(precision: str, batch_size: int, accumulate: int) -> torch.Tensor:
     words = ["recipe=mnist", f"precision={precision}", "data.source=generated", "speed=plain"]
     words += [f"train.batch_size={batch_size}", f"train.accumulate={accumulate}", "device=cpu"]
     words += ["train.optimizer.name=sgd", "train.lr=1", "train.max_steps=1", "data.eval_limit=8"]
+    words.append("data.train_limit=64")
     assert main([*words, "recipe.model.units=64", f"run.dir={folder}"]) == 0
     after = torch.load(Path(folder) / "checkpoints/last.pt", weights_only=True)["trainer"]["model"]
     from mprun.recipes.mnist import Mnist

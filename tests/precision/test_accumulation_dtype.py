@@ -1,4 +1,4 @@
-"""In which dtype products are added up: the measurement, and what a run says of it."""
+"""In which dtype products are added up, and what depends on oneDNN's instructions else."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from mprun.precision import accumulation
 from mprun.precision.accumulation import LANES, LONG, TERMS, sum_of_ones
 from mprun.precision.products import PRODUCTS
+from tests.each import each
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -37,8 +38,8 @@ def test_sums_kept_in_16_bits_stop_where_the_text_says() -> None:
     assert in_steps(LONG, 1 / LANES, LANES, torch.float16) == 2048
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("op", PRODUCTS, ids=str)
+@each("dtype", [torch.float16, torch.bfloat16])
+@each("op", PRODUCTS, ids=str)
 def test_every_product_is_measured(op: object, dtype: torch.dtype) -> None:
     found = sum_of_ones(op, dtype, CPU)
     assert found == TERMS or found < TERMS
@@ -75,7 +76,7 @@ def direct(dtype: torch.dtype) -> float:
     return weight.grad.item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@each("dtype", [torch.float16, torch.bfloat16])
 def test_the_measurement_agrees_with_a_convolution_of_ones(dtype: torch.dtype) -> None:
     assert sum_of_ones(BACKWARD, dtype, CPU) <= direct(dtype)
     if direct(dtype) < TERMS:
@@ -90,6 +91,7 @@ from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.precision.convolutional import WORDS
 from tests.precision.test_accumulation_dtype import direct
+from tests.precision.test_arithmetic import Recurrent, lstm_step
 
 runs = {
     "plain": [*WORDS, "precision=fp16_true", "speed=plain"],
@@ -109,17 +111,28 @@ for name, words in runs.items():
         [text for text in summary.warnings if "adds up in" in text],
         [x.op for x in summary.substitutions],
     ]
+for name in ("fp16_mixed", "bf16_mixed"):
+    out, by = lstm_step(name, Recurrent(), torch.randn(4, 3, 6))
+    listed = [x.op for x in by.arithmetic.substitutions]
+    found[f"LSTM {name}"] = [bool(out.isfinite().all()), listed]
 print("FOUND" + json.dumps(found))
 """
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param("as it is", marks=pytest.mark.exhaustive), "AVX2"]
+    scope="module",
+    params=[
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("as it is", "AVX512_CORE")),
+        "AVX2",
+    ],
 )
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[Any]]:
-    """Runs in a process whose oneDNN has the machine's instructions, or none for 16 bits."""
+    """Runs in a process whose oneDNN has the machine's instructions, or none for 16 bits.
+
+    It reads the variable as it starts.
+    """
     limit = {} if request.param == "as it is" else {"ONEDNN_MAX_CPU_ISA": request.param}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -156,3 +169,11 @@ def test_substitutions_name_only_ops_that_occurred(runs: dict[str, list[Any]]) -
     assert set(runs["substituted"][3]) in (set(), {"aten.mm", "aten.addmm"})
     for name in ("plain", "mixed", "float32", "no convolution"):
         assert runs[name][3] == [], name
+
+
+def test_lstms_train_whatever_instructions_onednn_has(runs: dict[str, list[Any]]) -> None:
+    """With AVX2 alone it has no bfloat16 LSTM either."""
+    for name, replaced in (("fp16_mixed", (2,)), ("bf16_mixed", (0, 2))):
+        finite, listed = runs[f"LSTM {name}"]
+        assert finite, name
+        assert len(listed) in replaced, name

@@ -28,6 +28,7 @@ from mprun.precision import (
     op_lists,
 )
 from mprun.precision.convert import convert
+from tests.each import each
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
@@ -53,9 +54,7 @@ class Spy(nn.Module):
         return out
 
 
-@pytest.mark.parametrize(
-    ("name", "inside"), [("fp32", torch.float32), ("bf16_mixed", torch.bfloat16)]
-)
+@each(("name", "inside"), [("fp32", torch.float32), ("bf16_mixed", torch.bfloat16)])
 def test_computes_in_the_compute_dtype_and_gives_float32_out(
     name: str, inside: torch.dtype
 ) -> None:
@@ -113,7 +112,7 @@ def test_output_dtype_can_be_left_as_computed() -> None:
     assert ours.forward(model, torch.randn(2, 4)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("overflow", ["infinity", "saturate"])
+@each("overflow", ["infinity", "saturate"])
 def test_a_16_bit_output_and_its_loss_are_emulated(overflow: str) -> None:
     """Told by saturation, which native kernels do not have."""
     row = replace(policy("fp16_mixed"), output_dtype="float16", overflow=overflow)
@@ -176,7 +175,7 @@ class TwoNames(nn.Module):
         self.register_buffer("inverse", self.scale)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@each("dtype", [torch.float32, torch.float16])
 def test_convert_keeps_two_names_of_one_tensor_in_a_module(dtype: torch.dtype) -> None:
     model = convert(TwoNames(), CPU, dtype)
     assert model.decode is model.encode
@@ -193,7 +192,7 @@ def test_convert_keeps_values_and_sets_the_memory_format() -> None:
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+@each("memory_format", [torch.channels_last, torch.contiguous_format])
 def test_images_of_one_channel_go_through_the_model_in_the_memory_format(
     memory_format: torch.memory_format,
 ) -> None:
@@ -269,7 +268,7 @@ STRUCTURES = {
 }
 
 
-@pytest.mark.parametrize("name", STRUCTURES)
+@each("name", STRUCTURES)
 def test_outputs_keep_their_type_and_floating_leaves_become_float32(name: str) -> None:
     made, leaves = STRUCTURES[name]
     output = precision("bf16_mixed").forward(lambda *_, **__: made, 1, key=2)  # type: ignore[arg-type]
@@ -310,7 +309,7 @@ CASTERS = {
 }
 
 
-@pytest.mark.parametrize("name", CASTERS)
+@each("name", CASTERS)
 def test_a_graph_can_be_retained_and_differentiated(name: str) -> None:
     row = policy("fp32" if name == "none" else "bf16_mixed")
     scale = StaticLossScale(4.0, CPU)

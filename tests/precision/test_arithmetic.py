@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +26,7 @@ from mprun.precision import (
     round_to_tf32,
 )
 from mprun.precision.arithmetic import occurred_substitutions
+from tests.each import each
 from tests.precision.test_policy import policy
 
 
@@ -83,7 +80,7 @@ def is_tf32(x: Tensor) -> bool:
     return bool((x.view(torch.int32) & 0x1FFF == 0).all())
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "shape", "op"),
     [
         (nn.Linear(8, 4), (3, 8), "addmm"),
@@ -169,7 +166,7 @@ OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPS)
+@each("name", OPS)
 def test_float16_by_float32_rounds_the_exact_result_once(name: str) -> None:
     """Against float64: a half-unit rounding to float16, and float32 sums before it."""
     op, args = OPS[name]
@@ -201,7 +198,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
+@each(
     ("model", "shape"),
     [
         (nn.Linear(8, 4), (3, 8)),
@@ -210,7 +207,7 @@ class Counted(TorchDispatchMode):
         (nn.ReLU(), (3, 8)),
     ],
 )
-@pytest.mark.parametrize(
+@each(
     "arithmetic",
     [
         lambda: Float16Fallback(matmuls=True),
@@ -329,35 +326,3 @@ def test_a_model_without_lstm_keeps_its_arithmetic() -> None:
     _, by = lstm_step("fp16_mixed", nn.Linear(6, 3), torch.randn(4, 6))
     assert type(by.arithmetic) is NativeArithmetic
     assert by.arithmetic.substitutions == ()
-
-
-@pytest.mark.parametrize(
-    "instructions",
-    [
-        "AVX2",
-        pytest.param("AVX512_CORE", marks=pytest.mark.exhaustive),
-        pytest.param("DEFAULT", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_lstms_train_whatever_instructions_onednn_has(instructions: str) -> None:
-    """With AVX2 alone it has no bfloat16 LSTM either. oneDNN reads the variable as it starts."""
-    script = (
-        "import torch; from torch import nn; "
-        "from tests.precision.test_arithmetic import Recurrent, lstm_step\n"
-        "for name in ('fp16_mixed', 'bf16_mixed'):\n"
-        "    out, by = lstm_step(name, Recurrent(), torch.randn(4, 3, 6))\n"
-        "    print(name, bool(out.isfinite().all()), len(by.arithmetic.substitutions))"
-    )
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=env,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert lines["fp16_mixed"] == "True 2"
-    assert lines["bf16_mixed"] in ("True 0", "True 2")

@@ -32,6 +32,7 @@ from mprun.precision.convert import convert
 from mprun.precision.policy import torch_dtype
 from mprun.recipes.linear import Linear
 from tests.answers.seeds import SEEDS
+from tests.each import each
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
@@ -190,7 +191,7 @@ def test_a_skipped_step_restores_only_what_became_non_finite() -> None:
     assert precision.buffer_overflows() == []
 
 
-@pytest.mark.parametrize("kind", ["none", "static"])
+@each("kind", ["none", "static"])
 def test_an_overflow_on_a_step_that_is_taken_is_reported_once_and_stays(kind: str) -> None:
     scale = NoLossScale() if kind == "none" else StaticLossScale(8.0, CPU)
     model, precision = counting(scale)
@@ -283,10 +284,8 @@ def test_statistics_beyond_float16_give_the_test_loss_of_float32(mode: str, seed
     assert loss < 4 * exact
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "kind", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, affine=True, track_running_stats=True)]
-)
+@each("dtype", [torch.float16, torch.bfloat16])
+@each("kind", [nn.BatchNorm2d, partial(nn.InstanceNorm2d, affine=True, track_running_stats=True)])
 def test_a_norm_with_float32_statistics_equals_one_in_float32(
     kind: Callable[[int], nn.Module], dtype: torch.dtype
 ) -> None:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,12 +26,13 @@ from mprun.precision import (
     StaticLossScale,
 )
 from mprun.precision.policy import policy
+from tests.each import each
 from tests.optim import normal
+from tests.waiting import PATIENCE_S
 
 CPU = torch.device("cpu")
 HALF, BRAIN = torch.float16, torch.bfloat16
 SIZE = 25
-PATIENCE_S = 20.0
 
 
 class Meeting(Combine):
@@ -124,9 +124,9 @@ SCALED = [(scale, early) for scale in ("static", "dynamic") for early in (False,
 """Loss scales, each with the gradients unscaled in the step or before it."""
 
 
-@pytest.mark.parametrize(("scale", "early"), [("none", False), *SCALED])
-@pytest.mark.parametrize("cut", [9, SIZE])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@each(("scale", "early"), [("none", False), *SCALED])
+@each("cut", [9, SIZE])
+@each("kind", OPTIMIZERS)
 def test_clipped_shards_are_the_clipped_whole_bit_for_bit(
     kind: str, scale: str, early: bool, cut: int
 ) -> None:
@@ -142,7 +142,7 @@ def test_clipped_shards_are_the_clipped_whole_bit_for_bit(
     assert not torch.equal(alone, whole[9:]) or kind == "adamw"  # whose step forgets the size
 
 
-@pytest.mark.parametrize("kind", ["sgd", "masters", "torch"])
+@each("kind", ["sgd", "masters", "torch"])
 def test_any_gradients_are_clipped_alike_but_for_the_norms_last_bits(kind: str) -> None:
     """Sums of squares are rounded in another order: the norm differs by some 2^-24 of it.
 
@@ -156,10 +156,10 @@ def test_any_gradients_are_clipped_alike_but_for_the_norms_last_bits(kind: str) 
     torch.testing.assert_close(torch.cat([p for p, *_ in found]), whole, rtol=unit, atol=2.0**-23)
 
 
-@pytest.mark.parametrize("planted", [float("inf"), float("nan")])
-@pytest.mark.parametrize("place", [0, SIZE - 1])
-@pytest.mark.parametrize(("scale", "early"), SCALED)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@each("planted", [float("inf"), float("nan")])
+@each("place", [0, SIZE - 1])
+@each(("scale", "early"), SCALED)
+@each("kind", OPTIMIZERS)
 def test_an_overflow_of_one_shard_skips_the_steps_of_both(
     kind: str, scale: str, early: bool, place: int, planted: float
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_process_without_any_gradient_takes_part() -> None:
         assert all(x.dtype == torch.float32 and x.device == CPU for x in values)
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e4])
+@each("max_norm", [1e-3, 1.0, 1e4])
 def test_clip_alone_is_pytorchs_clip_grad_norm(max_norm: float) -> None:
     shapes, dtypes = ((40,), (7, 5), (0,)), (torch.float32, BRAIN, torch.float32)
     found = []

@@ -19,6 +19,7 @@ from mprun.precision import Emulated16, same_rounding
 from mprun.precision.convert import accumulate_in
 from mprun.precision.emulate import partials_substitutions
 from mprun.precision.result_dtypes import EXACT
+from tests.each import each
 
 aten = torch.ops.aten
 
@@ -169,8 +170,8 @@ def sqnr_db(found: Tensor, expected: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(expected.square().sum().item() / noise)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", MODELS)
+@each("dtype", LOW, ids=short)
+@each("name", MODELS)
 def test_outputs_and_gradients_are_native_ones_but_for_a_few_roundings(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -192,9 +193,9 @@ def test_outputs_and_gradients_are_native_ones_but_for_a_few_roundings(
         assert sqnr_db(found, expected) > floor, key
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", MODELS)
+@each("rounding", ["nearest", "stochastic"])
+@each("dtype", LOW, ids=short)
+@each("name", MODELS)
 def test_what_is_kept_for_the_backward_pass_is_in_16_bits(
     name: str, dtype: torch.dtype, rounding: str
 ) -> None:
@@ -205,14 +206,14 @@ def test_what_is_kept_for_the_backward_pass_is_in_16_bits(
     assert {x.dtype for x in ours.saved} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", [n for n in MODELS if n not in ATTENTION])
+@each("dtype", LOW, ids=short)
+@each("name", [n for n in MODELS if n not in ATTENTION])
 def test_native_kernels_keep_the_same_dtypes(name: str, dtype: torch.dtype) -> None:
     """The test above asks for no more than PyTorch does; its fused attention keeps float32 sums."""
     assert {x.dtype for x in Trained(name, dtype, None).saved} == {dtype}
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_running_statistics_are_updated_in_16_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     native = nn.BatchNorm1d(6).to(dtype)
@@ -274,9 +275,9 @@ class Normed:
         return tensor
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", NORMS)
+@each("train", [True, False], ids=["train", "eval"])
+@each("dtype", LOW, ids=short)
+@each("name", NORMS)
 def test_norms_with_float32_weights_give_native_dtypes(
     name: str, dtype: torch.dtype, train: bool
 ) -> None:
@@ -348,8 +349,8 @@ OPS: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", OPS)
+@each("dtype", LOW, ids=short)
+@each("name", OPS)
 def test_an_op_is_the_float32_op_rounded_once(name: str, dtype: torch.dtype) -> None:
     op, inputs = OPS[name]
     low = [x.to(dtype) for x in inputs]
@@ -361,7 +362,7 @@ def test_an_op_is_the_float32_op_rounded_once(name: str, dtype: torch.dtype) -> 
     assert torch.equal(found.view(torch.int16), expected.to(dtype).view(torch.int16))
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_an_op_of_several_results_rounds_each(dtype: torch.dtype) -> None:
     low = A.to(dtype)
     with emulated().region():
@@ -388,8 +389,8 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", IN_PLACE)
+@each("dtype", LOW, ids=short)
+@each("name", IN_PLACE)
 def test_an_op_in_place_writes_the_rounded_value_and_returns_its_tensor(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -404,7 +405,7 @@ def test_an_op_in_place_writes_the_rounded_value_and_returns_its_tensor(
     assert torch.equal(view, a.view(-1))  # in the memory it had
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_a_part_in_place_leaves_the_rest(dtype: torch.dtype) -> None:
     a, b = A.to(dtype), B.to(dtype)
     expected = a.clone()
@@ -414,7 +415,7 @@ def test_a_part_in_place_leaves_the_rest(dtype: torch.dtype) -> None:
     assert torch.equal(a, expected)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_copying_float32_rounds_it(dtype: torch.dtype) -> None:
     target = torch.zeros(7, 24, dtype=dtype)
     with emulated().region():
@@ -426,7 +427,7 @@ def test_copying_float32_rounds_it(dtype: torch.dtype) -> None:
     assert torch.equal(wide, target.float())
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "change"),
     [
         ("transpose_", lambda x: x.transpose_(0, 1)),
@@ -470,7 +471,7 @@ def test_an_op_that_writes_and_returns_anew_is_rounded() -> None:
         assert F.rrelu(A.bfloat16(), training=True).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_uniform_numbers_stay_below_1(dtype: torch.dtype) -> None:
     """PyTorch draws them in [0, 1) in every dtype: log(1 - u) is finite."""
     assert torch.rand(200_000, dtype=dtype).max() < 1
@@ -479,7 +480,7 @@ def test_uniform_numbers_stay_below_1(dtype: torch.dtype) -> None:
         assert torch.rand_like(torch.empty(200_000, dtype=dtype)).max() < 1
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@each("rounding", ["nearest", "stochastic"])
 def test_results_lie_in_memory_as_native_ones_do(rounding: str) -> None:
     """Else a `view` that works natively fails."""
     a = A.half().T
@@ -530,8 +531,8 @@ PROMOTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", PROMOTIONS)
+@each("dtype", LOW, ids=short)
+@each("name", PROMOTIONS)
 def test_mixed_and_explicit_dtypes_give_native_dtypes(name: str, dtype: torch.dtype) -> None:
     x = A.to(dtype)
     native = PROMOTIONS[name](x)
@@ -586,8 +587,8 @@ UNPROMOTED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", UNPROMOTED)
+@each("dtype", LOW, ids=short)
+@each("name", UNPROMOTED)
 def test_what_native_kernels_do_not_promote_is_refused(name: str, dtype: torch.dtype) -> None:
     x = A.to(dtype)
     with pytest.raises(RuntimeError):
@@ -596,7 +597,7 @@ def test_what_native_kernels_do_not_promote_is_refused(name: str, dtype: torch.d
         UNPROMOTED[name](x)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_one_float32_tensor_does_not_make_a_model_float32(dtype: torch.dtype) -> None:
     """The sum is promoted, as it is natively; the layer after it is where PyTorch objects."""
     first, second = nn.Linear(16, 8).to(dtype), nn.Linear(8, 4).to(dtype)
@@ -682,8 +683,8 @@ def test_every_exact_op_is_proven() -> None:
     assert EXACT_OPS.keys() | WITHOUT_VALUES == EXACT
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("op", EXACT_OPS, ids=lambda x: x.__name__)
+@each("dtype", LOW, ids=short)
+@each("op", EXACT_OPS, ids=lambda x: x.__name__)
 def test_an_exact_op_in_16_bits_is_the_float32_one_rounded(op: Any, dtype: torch.dtype) -> None:
     a, b = SOME.to(dtype), OTHER.to(dtype)
     native, wide = EXACT_OPS[op](a, b), EXACT_OPS[op](a.float(), b.float())
@@ -718,8 +719,8 @@ STOCHASTIC: dict[str, tuple[Op, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
-@pytest.mark.parametrize("name", STOCHASTIC)
+@each("dtype", LOW, ids=short)
+@each("name", STOCHASTIC)
 def test_over_many_steps_the_mean_is_the_float32_result(name: str, dtype: torch.dtype) -> None:
     """Each result is one of two neighbours, the upper one as often as it should: the number of
     upper ones among independent results has variance sum p (1 - p), and lies within four standard
@@ -828,7 +829,7 @@ def recomputed(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("partials", ["float32", "float16"])
+@each("partials", ["float32", "float16"])
 def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
     arithmetic = emulated("stochastic", partials=partials)
     expected = Blocks(lambda block, x: block(x)).gradients(arithmetic)
@@ -840,7 +841,7 @@ def test_recomputed_activations_have_the_bits_they_had(partials: str) -> None:
         assert torch.equal(mine, plain)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 def test_activations_recomputed_with_other_bits_are_warned_of_once(reentrant: bool) -> None:
     arithmetic = emulated("stochastic")
     blocks = Blocks(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
@@ -901,7 +902,7 @@ def test_outside_a_step_rounding_is_to_nearest() -> None:
         assert torch.equal(a * b, expected)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=short)
+@each("dtype", LOW, ids=short)
 def test_exact_results_are_never_rounded_away(dtype: torch.dtype) -> None:
     a = torch.arange(-64, 64, dtype=dtype)
     arithmetic = emulated("stochastic")
@@ -950,7 +951,7 @@ def test_to_nearest_small_gradients_are_lost() -> None:
     assert torch.equal(found, torch.ones_like(found))
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@each("rounding", ["nearest", "stochastic"])
 def test_float32_accumulation_loses_nothing(rounding: str) -> None:
     found = accumulated(rounding, torch.float32)
     assert found.dtype == torch.float32
@@ -970,8 +971,8 @@ OVERFLOWING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("name", OVERFLOWING)
+@each("rounding", ["nearest", "stochastic"])
+@each("name", OVERFLOWING)
 def test_saturation_gives_the_largest_number(name: str, rounding: str) -> None:
     x = torch.full((8,), 40_000.0, dtype=torch.float16)
     for overflow, expected in (("saturate", 65504.0), ("infinity", math.inf)):
@@ -1009,7 +1010,7 @@ K = 4096
 STAGNATING = torch.cat([torch.full((64,), 32.0), torch.full((K - 64,), 2.0**-7)])
 
 
-@pytest.mark.parametrize(("partials", "expected"), [("float16", 2048.0), ("float32", 2080.0)])
+@each(("partials", "expected"), [("float16", 2048.0), ("float32", 2080.0)])
 def test_partials_stagnate_in_float16_forward(partials: str, expected: float) -> None:
     x, w = STAGNATING.half()[None], torch.ones(3, K).half()
     with emulated(partials=partials).region():
@@ -1021,7 +1022,7 @@ def test_partials_stagnate_in_float16_forward(partials: str, expected: float) ->
         assert torch.bmm(x[None], w.T[None]).flatten().tolist() == [expected] * 3
 
 
-@pytest.mark.parametrize(("partials", "expected"), [("float16", 2048.0), ("float32", 2080.0)])
+@each(("partials", "expected"), [("float16", 2048.0), ("float32", 2080.0)])
 def test_partials_stagnate_in_float16_backward(partials: str, expected: float) -> None:
     """A weight's gradient is a sum over the batch, an input's over the outputs."""
     layer = nn.Linear(1, 3, bias=False).half()
@@ -1076,9 +1077,7 @@ def test_attention_has_float16_partials() -> None:
 # ---- what the record says ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rounding", "words"), [("nearest", "to nearest"), ("stochastic", "stochastically")]
-)
+@each(("rounding", "words"), [("nearest", "to nearest"), ("stochastic", "stochastically")])
 def test_the_substitutions_say_what_is_done(rounding: str, words: str) -> None:
     (every,) = emulated(rounding).substitutions
     assert (every.op, every.dtype) == ("*", "float32")

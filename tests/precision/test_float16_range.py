@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.precision.float16_range import Float16Range, float16_range
+from tests.each import each
 
 
 def by_conversion(values: torch.Tensor) -> Float16Range:
@@ -32,7 +32,7 @@ def around(value: float) -> torch.Tensor:
     return torch.stack([*near, *(-x for x in near)])
 
 
-@pytest.mark.parametrize(
+@each(
     ("border", "counts"),
     [
         (65504.0, (0, 0, 0)),  # the largest float16
@@ -72,13 +72,14 @@ def test_every_bfloat16_value() -> None:
     assert found.subnormal == 2 * (11 * 128 - 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=50))
 def test_any_values(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)
     assert float16_range([tensor]) == by_conversion(tensor)
 
 
-@pytest.mark.parametrize(
+@each(
     ("counts", "text"),
     [
         (

@@ -41,6 +41,7 @@ from mprun.precision.gemm_guard import (
 )
 from mprun.precision.gemms import GEMMS, HIGH, StepBits, linear, product
 from mprun.precision.policy import policy
+from tests.each import each
 
 CPU = torch.device("cpu")
 MODES = [*GEMMS]
@@ -95,7 +96,7 @@ def test_numbers_that_are_none_any_more_are_an_infinite_error() -> None:
     assert losses(x, torch.tensor([[1.0, math.nan], [1.0, 1.0]]), 0.1)[1] == math.inf
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@each("bad", [math.inf, -math.inf, math.nan])
 def test_a_factor_that_is_not_finite_is_not_judged(bad: float) -> None:
     """The rounding is not the cause."""
     assert measured(torch.tensor([[1.0, bad], [1e-30, 1.0]]), FP8_TENSORWISE) == Loss(0.0, 0.0)
@@ -141,7 +142,7 @@ def guard(action: str, limit: Loss) -> ActiveGuard:
     return ActiveGuard(action, {8: limit, 4: limit})
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 def test_a_promoted_product_is_that_of_the_layers_dtype(mode: str) -> None:
     """Bit for bit, forward and backward, as `nn.Linear` in bfloat16."""
     x, weight = factors()
@@ -160,8 +161,8 @@ def test_a_promoted_product_is_that_of_the_layers_dtype(mode: str) -> None:
     assert found == [("fc", name) for name in names]
 
 
-@pytest.mark.parametrize("action", ["log", "promote"])
-@pytest.mark.parametrize("mode", MODES)
+@each("action", ["log", "promote"])
+@each("mode", MODES)
 def test_a_product_that_is_not_promoted_keeps_its_bits(mode: str, action: str) -> None:
     x, weight = factors()
     gradient = torch.randn(32, 48).bfloat16()
@@ -284,7 +285,7 @@ def planted(outlier: float = 1.0, steep: float = 1.0) -> Planted:
     return Planted(outlier, steep)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each("mode", MODES)
 def test_a_healthy_model_has_nothing_to_promote(mode: str) -> None:
     assert steps(mode, planted(), guard="promote").guard.rows == []
 
@@ -299,7 +300,7 @@ OF_AN_INPUT = {
 }
 
 
-@pytest.mark.parametrize("mode", EIGHT_BITS)
+@each("mode", EIGHT_BITS)
 def test_an_outlier_in_an_input_promotes_products_of_that_layer(mode: str) -> None:
     precision = steps(mode, planted(outlier=1e5), guard="promote")
     assert found(precision) == {("middle", name) for name in OF_AN_INPUT[mode]}
@@ -316,7 +317,7 @@ OF_A_GRADIENT = {
 }
 
 
-@pytest.mark.parametrize("mode", EIGHT_BITS)
+@each("mode", EIGHT_BITS)
 def test_an_outlier_in_a_gradient_promotes_products_of_that_gradient(mode: str) -> None:
     """E5M2 has a range of 2^32 in a tensor, E4M3 of 2^18."""
     steep = 2.0**40 if mode == "fp8_tensorwise" else 2.0**26

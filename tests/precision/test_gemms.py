@@ -25,6 +25,7 @@ from mprun.precision.gemms import (
 )
 from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
 from mprun.records.format_names import FORMAT_MODES
+from tests.each import each
 
 SHAPES = [(32, 64, 48), (16, 16, 16), (80, 128, 32)]
 """Samples, features in and out."""
@@ -52,9 +53,9 @@ def passes(
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("mode", RECIPES)
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape", SHAPES)
+@each("mode", RECIPES)
 def test_float8_layers_are_those_of_torchao(
     mode: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
@@ -79,8 +80,8 @@ def test_float8_layers_are_those_of_torchao(
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(32, 64, 96), (96, 32, 128)])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("shape", [(32, 64, 96), (96, 32, 128)])
 def test_mxfp8_layers_are_those_of_torchao(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Its emulation with scales that are rounded up, and sums of `torch.mm` in `dtype`."""
     mx_mm = pytest.importorskip("torchao.prototype.moe_training.mxfp8_linear").mx_mm
@@ -106,8 +107,8 @@ def test_mxfp8_layers_are_those_of_torchao(shape: tuple[int, int, int], dtype: t
         )
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (10, 50, 7)])
-@pytest.mark.parametrize("mode", GEMMS)
+@each("shape", [*SHAPES, (10, 50, 7)])
+@each("mode", GEMMS)
 def test_products_are_those_of_rounded_factors_in_float64(
     mode: str, shape: tuple[int, int, int]
 ) -> None:
@@ -214,7 +215,7 @@ def test_each_product_has_its_own_format() -> None:
         assert differ == [position], name
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@each(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_product_in_16_bits_has_factors_and_result_of_that_dtype(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -232,7 +233,7 @@ def test_float32_products_of_a_16_bit_layer_are_rounded_once() -> None:
 # ---- the Hadamard transform ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("samples", [16, 48, 50])
+@each("samples", [16, 48, 50])
 def test_a_transform_of_both_factors_changes_no_exact_product(samples: int) -> None:
     """H is orthogonal: float32 errors of 16 additions, twice, remain."""
     bits = StepBits(7)
@@ -277,7 +278,7 @@ def prepared(mode: str, layers: object = None, model: nn.Module | None = None) -
     return made
 
 
-@pytest.mark.parametrize("mode", FORMAT_MODES)
+@each("mode", FORMAT_MODES)
 def test_inner_layers_are_converted_and_the_execution_is_emulated(mode: str) -> None:
     found = prepared(mode)
     assert found.converted_gemms == ["1", "2"]
@@ -318,7 +319,7 @@ def test_a_mode_of_a_layer_is_that_mode() -> None:
     assert torch.equal(made.forward(model, x), expected)
 
 
-@pytest.mark.parametrize(
+@each(
     ("mode", "layers", "message"),
     [
         ("bf16_mixed", {"0": "fp9"}, "'fp9'; legal is a dtype or a mode"),
@@ -350,7 +351,7 @@ def test_why_products_are_not_native() -> None:
         Precision("fp8_rowwise", device="cpu", execution="native")
 
 
-@pytest.mark.parametrize("mode", FORMAT_MODES)
+@each("mode", FORMAT_MODES)
 def test_a_model_learns_in_each_mode(mode: str) -> None:
     model, x = mlp(), torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
     made = Precision(mode, device="cpu", execution="emulated")

@@ -44,6 +44,7 @@ from mprun.records.layer_values import (
     OF_A_PRODUCT,
 )
 from mprun.records.mode_names import OWN_ALIASES
+from tests.each import each
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_an_exact_name_wins_over_a_glob() -> None:
     assert resolve(model(), {"1.0": "a", "1.*": "b"}) == {"1.0": "a", "1.1": "b"}
 
 
-@pytest.mark.parametrize(
+@each(
     ("layers", "message"),
     [
         ({"1.*": "fp32", "*.0": "fp32"}, r"1\.\* and \*\.0 both fit module '1\.0'"),
@@ -107,9 +108,12 @@ def test_it_equals_autocast_switched_off_by_hand() -> None:
     assert torch.equal(ours, by_hand)
 
 
+FASHION = ["recipe=fashion_mnist", "recipe.model.image_size=16", "data.source=generated"]
+FASHION += ["data.train_limit=16", "data.eval_limit=16", "train.batch_size=8"]
+
+
 def test_by_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipe=fashion_mnist", "data.source=generated", "precision=bf16_mixed"]
-    words += ["train.max_steps=1", "data.eval_limit=32", "run.dir=run"]
+    words = [*FASHION, "precision=bf16_mixed", "train.max_steps=1", "run.dir=run"]
     assert main([*words, "precision.layers={fc*: fp32, conv1: fp32}"]) == 0
     from pathlib import Path
 
@@ -129,15 +133,14 @@ def test_by_a_file() -> None:
     from mprun.records.run_record import read_summary
 
     Path("layers.yaml").write_text("fc1: fp32\n", encoding="utf-8")
-    words = ["recipe=fashion_mnist", "data.source=generated", "precision=bf16_mixed"]
-    words += ["train.max_steps=1", "data.eval_limit=32", "run.dir=run"]
+    words = [*FASHION, "precision=bf16_mixed", "train.max_steps=1", "run.dir=run"]
     assert main([*words, "precision.layers_file=layers.yaml"]) == 0
     assert read_summary(Path("run")).effective.layers == {"fc1": "fp32"}
     Path("layers.yaml").write_text("fc1: int4\n", encoding="utf-8")
     assert main([*words, "precision.layers_file=layers.yaml"]) == 2
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@each("fails", [False, True])
 def test_modules_can_compute_in_another_dtype_for_a_while(fails: bool) -> None:
     m, x = model(), torch.randn(2, 4)
     caster = AutocastCaster("cpu", torch.bfloat16)
@@ -234,7 +237,7 @@ CASES: list[tuple[str, dict[str, str], bool, list[str], dict[str, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "layers", "lists", "computes", "stored"), CASES)
+@each(("mode", "layers", "lists", "computes", "stored"), CASES)
 def test_a_layer_stores_and_computes_in_its_precision_and_the_table_says_so(
     mode: str, layers: dict[str, str], lists: bool, computes: list[str], stored: dict[str, str]
 ) -> None:
@@ -298,7 +301,7 @@ def test_a_mixed_layer_equals_autocast_around_it() -> None:
     assert torch.equal(ours.forward(model, x), rest)
 
 
-@pytest.mark.parametrize(
+@each(
     ("words", "message"),
     [
         (["precision=fp32", "{fc1: bf16_sr}"], "fc1: bf16_sr rounds its parameters stochastically"),
@@ -314,7 +317,7 @@ def test_modes_that_one_layer_cannot_have_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mode, layers = words
-    command = ["recipe=fashion_mnist", "data.source=generated", "run.dir=run", mode]
+    command = [*FASHION, "run.dir=run", mode]
     assert main([*command, f"precision.layers={layers}"]) == 2
     printed = " ".join(capsys.readouterr().err.split())
     assert message in printed
@@ -335,17 +338,21 @@ def test_the_tables_of_modes_are_those_of_the_configuration() -> None:
     assert {*OF_A_PRODUCT} == {*PRODUCT_FORMATS}
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed"])
+@each("mode", ["fp32", "bf16_mixed"])
 def test_a_run_trains_16_bit_layers_and_scales_the_loss_for_them(mode: str) -> None:
     from pathlib import Path
 
     from mprun.records.run_record import read_summary
 
-    words = ["recipe=mnist", "data.source=generated", f"precision={mode}", "run.dir=run"]
+    words = ["recipe=mnist", "recipe.model.units=16", "data.source=generated", f"run.dir={mode}"]
     words += ["train.max_steps=2", "data.train_limit=64", "data.eval_limit=32"]
-    words += ["train.batch_size=32", "precision.layers={2: fp16_true, 3: fp16_mixed}"]
+    words += [
+        f"precision={mode}",
+        "train.batch_size=32",
+        "precision.layers={2: fp16_true, 3: fp16_mixed}",
+    ]
     assert main(words) == 0
-    summary = read_summary(Path("run"))
+    summary = read_summary(Path(mode))
     assert summary.effective.layers == {"2": "fp16_true", "3": "fp16_mixed"}
     assert summary.loss_scale.kind == "dynamic"
 
@@ -371,8 +378,8 @@ PREPARED = {
 }
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("name", PREPARED)
+@each("how", ["deepcopy", "pickle", "torch.save"])
+@each("name", PREPARED)
 def test_a_copy_computes_the_same_with_its_own_parameters(name: str, how: str) -> None:
     mode, layers, lists = PREPARED[name]
     model, ours = prepared(mode, layers, lists)
@@ -393,7 +400,7 @@ def test_a_copy_computes_the_same_with_its_own_parameters(name: str, how: str) -
     assert not torch.equal(ours.forward(other, x), expected)
 
 
-@pytest.mark.parametrize("name", PREPARED)
+@each("name", PREPARED)
 def test_a_copy_of_a_copy_and_a_layer_alone(name: str) -> None:
     mode, layers, lists = PREPARED[name]
     model, _ = prepared(mode, layers, lists)

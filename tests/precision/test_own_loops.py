@@ -8,6 +8,7 @@ the same training done in another way, bit for bit.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import Precision, same_rounding
+from tests.each import each
 from tests.precision.loops import (
     AMP,
     CASES,
@@ -38,8 +40,8 @@ from tests.precision.loops import (
     train_step,
 )
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
-amp_modes = pytest.mark.parametrize("mode", AMP)
+every_case = each("case", CASES, ids=str)
+amp_modes = each("mode", AMP)
 STEPS = 6
 
 
@@ -199,11 +201,15 @@ def test_an_adversarial_pair_is_that_of_the_raw_loop(mode: str) -> None:
         assert equal(mine, theirs)
 
 
+@functools.cache
+def float32_pair(steps: int) -> tuple[nn.Module, nn.Module]:
+    return adversarial(Ours(Case("fp32")), steps=steps)
+
+
 @every_case
 def test_an_adversarial_pair_trains_in_every_mode(case: Case) -> None:
     """Both move like float32's pair: further from the start than from it."""
-    start = adversarial(Ours(Case("fp32")), steps=0)
-    expected = adversarial(Ours(Case("fp32")), steps=20)
+    start, expected = float32_pair(0), float32_pair(20)
     got = adversarial(scaled_loop(case), steps=20)
     for first, last, model in zip(start, expected, got, strict=True):
         moved = distance([*first.parameters()], [*last.parameters()])
@@ -351,7 +357,7 @@ def checkpointed_gradients(case: Case, reentrant: bool | None) -> list[Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["use_reentrant=False", "True"])
+@each("reentrant", [False, True], ids=["use_reentrant=False", "True"])
 @every_case
 def test_checkpointing_changes_no_bit_of_the_gradients(case: Case, reentrant: bool) -> None:
     expected = checkpointed_gradients(case, None)
@@ -440,7 +446,7 @@ def test_a_schedule_steps_as_in_the_raw_loop(mode: str) -> None:
     assert ours.scale == raw.scale
 
 
-@pytest.mark.parametrize("mode", ["fp16_mixed", "half_sr", "half_sr_full"])
+@each("mode", ["fp16_mixed", "half_sr", "half_sr_full"])
 def test_a_schedule_does_not_step_where_float16_overflows(mode: str) -> None:
     loop = Ours(Case(mode))
     assert loop.precision.loss_scale.tensor is not None
@@ -470,6 +476,10 @@ def compiled_gradients(case: Case, backend: str | None) -> tuple[list[Tensor], i
 NATIVE = [Case(c.mode, {**c.options, "execution": "native"}) for c in CASES[:6] + CASES[7:9]]
 
 
+@pytest.mark.representative(
+    *("bf16_mixed-native", "fp16_mixed-native", "bf16_sr-native", "half_sr-native"),
+    "bf16_mixed-hmp-native",
+)
 @pytest.mark.parametrize("case", NATIVE, ids=str)
 def test_native_modes_compile_to_the_same_gradients(case: Case) -> None:
     """PyTorch's compiler may round fused ops once instead of twice: a unit of the dtype or two."""
@@ -479,7 +489,7 @@ def test_native_modes_compile_to_the_same_gradients(case: Case) -> None:
     assert distance(got, expected) < 2 * case.eps
 
 
-@pytest.mark.parametrize("case", [CASES[6], CASES[9]], ids=str)
+@each("case", [CASES[6], CASES[9]], ids=str)
 def test_where_nothing_can_be_compiled_a_warning_says_so_and_the_bits_are_eager_s(
     case: Case,
 ) -> None:
@@ -492,7 +502,7 @@ def test_where_nothing_can_be_compiled_a_warning_says_so_and_the_bits_are_eager_
 # ---- checkpoints of a training -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam], ids=lambda k: k.__name__)
+@each("kind", [torch.optim.AdamW, torch.optim.Adam], ids=lambda k: k.__name__)
 @every_case
 def test_a_resumed_training_is_the_uninterrupted_one_bit_for_bit(
     case: Case, kind: Any, tmp_path: Path
@@ -538,7 +548,7 @@ def test_a_state_of_another_kind_is_refused_in_one_line() -> None:
 # ---- mistakes ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+@each("case", [CASES[0], CASES[4]], ids=str)
 def test_an_optimizer_made_before_prepare_is_refused(case: Case) -> None:
     loop, model = Ours(case), made()
     early = torch.optim.SGD(model.parameters(), lr=0.1)

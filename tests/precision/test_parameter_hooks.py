@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mprun.cli.main import main
 from mprun.precision.convert import convert
+from tests.each import each
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +39,7 @@ def optimizer(model):
 """
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("dtype", DTYPES)
 def test_a_hook_changes_the_gradient(dtype: torch.dtype) -> None:
     model = nn.Linear(4, 1)
     handle = model.weight.register_hook(lambda gradient: gradient * 0)
@@ -48,7 +49,7 @@ def test_a_hook_changes_the_gradient(dtype: torch.dtype) -> None:
     assert _gradient(model, dtype).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("dtype", DTYPES)
 def test_a_hook_after_accumulation_gets_the_converted_parameter(dtype: torch.dtype) -> None:
     model, seen = nn.Linear(4, 1), list[Tensor]()
     model.weight.register_post_accumulate_grad_hook(seen.append)
@@ -67,6 +68,7 @@ def test_attributes_and_ties_are_kept() -> None:
     assert model[0].weight.no_decay
 
 
+@pytest.mark.representative("fp16_mixed", "bf16_sr", "half_sr")
 @pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"])
 def test_masked_weights_stay_as_they_were_drawn(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

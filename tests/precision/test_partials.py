@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import partials
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
+from tests.each import each
 
 aten = torch.ops.aten
 
@@ -100,8 +101,8 @@ def matmul_args(k: int, make: Any = normal) -> dict[str, tuple[Any, tuple[Tensor
     }
 
 
-@pytest.mark.parametrize("k", [0, 1, 63, 64, 65, 200])
-@pytest.mark.parametrize("name", matmul_args(1))
+@each("k", [0, 1, 63, 64, 65, 200])
+@each("name", matmul_args(1))
 def test_without_rounding_a_matmul_is_the_matmul(name: str, k: int) -> None:
     op, args = matmul_args(k)[name]
     assert_equals_float64(op, args)
@@ -109,7 +110,7 @@ def test_without_rounding_a_matmul_is_the_matmul(name: str, k: int) -> None:
         assert_equals_float64(op, args, beta=0.5, alpha=3)
 
 
-@pytest.mark.parametrize("k", [1, 63, 64, 65, 200])
+@each("k", [1, 63, 64, 65, 200])
 def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     made = matmul_args(k, on_grid)
     a, b = made["mm"][1]
@@ -117,8 +118,8 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     assert torch.equal(blocked(*made["mm of transposed views"], half), naive(a, b))
 
     many_a, many_b = made["bmm"][1]
-    each = torch.stack([naive(x, y) for x, y in zip(many_a, many_b, strict=True)])
-    assert torch.equal(blocked(*made["bmm"], half), each)
+    by_pair = torch.stack([naive(x, y) for x, y in zip(many_a, many_b, strict=True)])
+    assert torch.equal(blocked(*made["bmm"], half), by_pair)
 
     # What is added to a finished sum is rounded once more. 0.5 and 2 are exact.
     scale = {"beta": 0.5, "alpha": 2}
@@ -126,7 +127,7 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     expected = (0.5 * args[0] + 2 * naive(a, b)).half().float()
     assert torch.equal(blocked(op, args, half, scale), expected)
     op, args = made["baddbmm"]
-    assert torch.equal(blocked(op, args, half, scale), (0.5 * args[0] + 2 * each).half().float())
+    assert torch.equal(blocked(op, args, half, scale), (0.5 * args[0] + 2 * by_pair).half().float())
 
     # addbmm sums over the batch: a reduction over (batch, K).
     op, args = made["addbmm"]
@@ -134,7 +135,7 @@ def test_float16_partials_equal_a_naive_loop_bit_for_bit(k: int) -> None:
     assert torch.equal(blocked(op, args, half), (args[0] + long).half().float())
 
 
-@pytest.mark.parametrize("k", [0, 1, 64, 200])
+@each("k", [0, 1, 64, 200])
 def test_products_with_vectors_are_those_with_matrices_of_one_column(k: int) -> None:
     made = matmul_args(k, on_grid)
     a, v = made["mv"][1]
@@ -262,21 +263,21 @@ def backward(args: tuple[Any, ...], mask: list[bool], make: Any = normal) -> tup
     return gradient, x, weight, list(bias.shape), *geometry, mask
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each("case", CASES, ids=str)
 def test_without_rounding_a_convolution_and_its_gradients_are_those(case: Case) -> None:
     args = convolution(case)
     assert_equals_float64(aten.convolution.default, args)
     assert_equals_float64(aten.convolution_backward.default, backward(args, [True] * 3))
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("mask", list(product([False, True], repeat=3)))
+@each("transposed", [False, True])
+@each("mask", list(product([False, True], repeat=3)))
 def test_gradients_not_asked_for_are_none(mask: tuple[bool, ...], transposed: bool) -> None:
     args = convolution((2, transposed, [2, 1], [1, 0], [1, 1], [0, 0], 2))
     assert_equals_float64(aten.convolution_backward.default, backward(args, list(mask)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each("case", CASES, ids=str)
 def test_little_scratch_changes_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Patches made a block at a time are those made at once. Grid values: no order of sums.
 

@@ -17,6 +17,7 @@ from mprun.precision import DynamicLossScale, Float16Fallback, Precision, Static
 from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
 from mprun.precision.policy import NAMED, policy
 from mprun.records.format_names import FORMAT_MODES
+from tests.each import each
 
 CPU = torch.device("cpu")
 
@@ -27,7 +28,7 @@ def precision(mode: Any, **options: Any) -> Precision:
         return Precision(mode, **{"device": "cpu", **options})
 
 
-@pytest.mark.parametrize("mode", NAMED)
+@each("mode", NAMED)
 def test_the_defaults_are_those_of_a_run(mode: str) -> None:
     ours, composed = precision(mode), compose([f"precision={mode}", "device=cpu"])
     assert ours.policy == policy(mode)
@@ -49,7 +50,7 @@ def test_a_policy_a_name_and_another_s_name_are_the_same() -> None:
     assert precision(row).policy is row
 
 
-@pytest.mark.parametrize("mode", ["tf32", "half_sr_full", "nvfp4"])
+@each("mode", ["tf32", "half_sr_full", "nvfp4"])
 def test_emulation_that_was_not_asked_for_is_warned_of(mode: str) -> None:
     with pytest.warns(UserWarning, match=rf"^precision={mode} is emulated: .*execution='emulated'"):
         Precision(mode, device="cpu")
@@ -73,21 +74,7 @@ def test_native_takes_every_kernel_of_pytorch() -> None:
     assert (native.execution, native.substitutions) == ("native", ())
 
 
-def test_float16_matmuls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mprun.precision import execution
-
-    calls = []
-    monkeypatch.setattr(execution, "accelerated", lambda *_, **__: bool(calls.append(1)))
-    execution._has_float16_matmuls.cache_clear()
-    try:
-        for _ in range(3):
-            assert precision("half_sr").substitutions
-        assert calls == [1]
-    finally:
-        execution._has_float16_matmuls.cache_clear()
-
-
-@pytest.mark.parametrize(
+@each(
     ("given", "kind", "factor"),
     [
         ("none", "none", None),
@@ -120,7 +107,7 @@ def test_the_norm_of_gradients_is_clipped() -> None:
     assert (model.weight - before).norm().item() == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@each("name", SHIPPED)
 def test_shipped_op_lists_are_those_of_a_run(name: str) -> None:
     config = compose([f"op_lists={name}", "device=cpu"]).config
     expected = choose_op_lists(config, CPU, resumed=False)
@@ -160,7 +147,7 @@ def test_inputs_of_16_bit_parameters_are_cast_and_differentiable() -> None:
     assert x.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("mode", ["fp32", "tf32", "bf16_sr"])
+@each("mode", ["fp32", "tf32", "bf16_sr"])
 def test_switches_are_those_of_the_mode_inside_only(mode: str) -> None:
     before = torch.backends.cudnn.conv.fp32_precision
     with precision(mode).switches():
@@ -169,7 +156,7 @@ def test_switches_are_those_of_the_mode_inside_only(mode: str) -> None:
     assert torch.backends.cudnn.conv.fp32_precision == before
 
 
-@pytest.mark.parametrize(
+@each(
     ("mode", "options", "words"),
     [
         ("bf16_st", {}, "did you mean 'bf16_sr'"),

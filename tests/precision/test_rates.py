@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mprun.precision import accelerated, rates
+from mprun.precision import accelerated as accelerated_once
+from mprun.precision import rates
 from mprun.precision.rates import (
     TimedOp,
     Timer,
@@ -23,8 +24,12 @@ from mprun.precision.rates import (
     timer,
     warm,
 )
+from tests.each import each
 
 CPU = torch.device("cpu")
+
+accelerated = accelerated_once.__wrapped__
+"""As a process measures it the first time."""
 
 
 class Clock:
@@ -55,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 # ---- the ops -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "op",
     [matmul(24), convolution(3, 8, 10), convolution_backward(3, 8, 10)],
     ids=lambda op: op.name,
@@ -98,7 +103,7 @@ def test_drawing_inputs_leaves_the_process_s_random_numbers_alone() -> None:
 # ---- timing --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call_s", "repeats"), [(0.0003, 4), (0.001, 1), (5.0, 1)])
+@each(("call_s", "repeats"), [(0.0003, 4), (0.001, 1), (5.0, 1)])
 def test_a_time_is_the_mean_of_calls_that_last_a_millisecond(
     clock: Clock, call_s: float, repeats: int
 ) -> None:
@@ -148,7 +153,7 @@ def test_a_slow_spell_of_the_machine_leaves_ratios_alone(clock: Clock) -> None:
     assert statistics.median(base) > 2.0
 
 
-@pytest.mark.parametrize("tf32", [False, True])
+@each("tf32", [False, True])
 def test_the_switches_are_those_of_a_run_and_are_put_back(tf32: bool) -> None:
     matmuls = torch.backends.cuda.matmul
     before = (matmuls.fp32_precision, matmuls.allow_bf16_reduced_precision_reduction)
@@ -211,7 +216,7 @@ def test_accelerated_compares_with_float32() -> None:
     assert not accelerated(torch.float64, CPU, side=512)
 
 
-@pytest.mark.parametrize(
+@each(
     ("factor", "tolerance", "expected"),
     [(0.5, 1.0, True), (1.0, 1.0, False), (3.0, 1.0, False), (3.0, 4.0, True), (5.0, 4.0, False)],
 )
@@ -241,7 +246,15 @@ def test_accelerated_is_by_the_fastest_round(
     assert threads == {1}
 
 
-@pytest.mark.parametrize(("device", "side"), [("cpu", 256), ("cuda", 2048)])
+def test_a_process_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(rates, "matmul", lambda side: calls.append("matmul") or matmul(side))
+    first = accelerated_once(torch.float16, CPU, tolerance=0.123)  # as nothing else asks
+    assert accelerated_once(torch.float16, CPU, tolerance=0.123) is first
+    assert calls == ["matmul"]
+
+
+@each(("device", "side"), [("cpu", 256), ("cuda", 2048)])
 def test_a_gpu_gets_a_matmul_that_fills_it(
     monkeypatch: pytest.MonkeyPatch, device: str, side: int
 ) -> None:

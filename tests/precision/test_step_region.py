@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager, nullcontext
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mprun._torch import OpOverload, TorchDispatchMode
 from mprun.precision import AutocastCaster, Caster, NoCaster
 from mprun.precision.caster import caster_of
+from tests.each import each
 from tests.precision.test_policy import policy
 
 PASSES = 3
@@ -60,7 +60,7 @@ def step(model: nn.Module, caster: Caster, around: AbstractContextManager[object
             caster.backward(output.float().square().mean())
 
 
-@pytest.mark.parametrize("kind", ["plain", "reentrant", "not reentrant", "without gradients first"])
+@each("kind", ["plain", "reentrant", "not reentrant", "without gradients first"])
 def test_a_weight_is_cast_once_per_step_with_the_same_gradients(kind: str) -> None:
     caster = AutocastCaster("cpu", torch.bfloat16, keep=True)
     rows, counts = [], []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mprun.precision import backend_flags
+from tests.each import each
 from tests.precision.test_policy import policy
 
 
@@ -25,7 +26,7 @@ def switches() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16_mixed"])
+@each("name", ["fp32", "bf16_mixed"])
 def test_float32_is_ieee_inside_and_all_is_restored_after(name: str) -> None:
     before = switches()
     with backend_flags(policy(name)):
@@ -99,7 +100,7 @@ CHANGES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@each("change", CHANGES)
 def test_what_a_model_s_code_sets_is_put_back_and_warned_of_once(change: str) -> None:
     """In either of PyTorch's two interfaces, which it does not let disagree."""
     before = switches(), torch.backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()

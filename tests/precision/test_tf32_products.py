@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mprun.precision import EmulatedTf32
 from mprun.precision.products import CLOSED
 from mprun.precision.tf32 import _Tf32Mode
+from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision.test_arithmetic import exact_tf32
 
@@ -52,8 +53,14 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def escaped(events: Any) -> set[str]:
-    """Products that were not handed to the emulation, or by it to a kernel unrounded.
+def outermost(event: Any) -> str:
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+    return str(event.name)
+
+
+def escaped(events: Any) -> dict[str, set[str]]:
+    """By the op that was called: products not handed to the emulation, or by it on unrounded.
 
     The events form a tree. A product is fine below a call that rounded its inputs, or above one: it
     is then what autograd saw before the emulation did.
@@ -70,11 +77,12 @@ def escaped(events: Any) -> set[str]:
                 return bool(event.name.startswith("rounded"))
         return False
 
-    return {
-        event.name
-        for event in events
-        if PRODUCT.match(event.name) and id(event) not in above_rounded and not below_rounded(event)
-    }
+    found: dict[str, set[str]] = {}
+    for event in events:
+        if not PRODUCT.match(event.name) or id(event) in above_rounded or below_rounded(event):
+            continue
+        found.setdefault(outermost(event), set()).add(event.name)
+    return found
 
 
 def run(op: Any, sample: Any) -> None:
@@ -86,19 +94,20 @@ def run(op: Any, sample: Any) -> None:
 
 
 def holes(
-    op: Any, count: int, monkeypatch: pytest.MonkeyPatch, arithmetic: EmulatedTf32
-) -> set[str]:
-    """The products of an op that escape in its first `count` samples."""
-    found: set[str] = set()
-    for sample in samples(op, count, requires_grad=True):
-        with (
-            labelled(monkeypatch),
-            profile(activities=[ProfilerActivity.CPU]) as profiled,
-            arithmetic.region(),
-        ):
-            run(op, sample)
-        found |= escaped(profiled.events())
-    return found
+    ops: list[Any], count: int, monkeypatch: pytest.MonkeyPatch, arithmetic: EmulatedTf32
+) -> tuple[dict[str, set[str]], set[str]]:
+    """The products that escape in the first `count` samples of each op, and what cannot run."""
+    given = [(title(op), op, x) for op in ops for x in samples(op, count, requires_grad=True)]
+    raised: set[str] = set()
+    with labelled(monkeypatch), profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for name, op, sample in given:
+            with record_function(name):
+                try:
+                    with arithmetic.region():
+                        run(op, sample)
+                except (RuntimeError, NotImplementedError):
+                    raised.add(name)
+    return escaped(profiled.events()), raised
 
 
 WITH_PRODUCTS = re.compile(
@@ -118,16 +127,10 @@ WITH_PRODUCTS = re.compile(
 def test_no_product_of_any_op_escapes_forward_or_backward(
     names: re.Pattern[str], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, raised = {}, set()
     arithmetic = EmulatedTf32()
     looked_at = [op for op in op_infos() if title(op) not in SPARSE and names.match(op.name)]
     assert len(looked_at) > 50
-    for op in looked_at:
-        try:
-            if found := holes(op, count, monkeypatch, arithmetic):
-                failed[title(op)] = found
-        except (RuntimeError, NotImplementedError):
-            raised.add(title(op))
+    failed, raised = holes(looked_at, count, monkeypatch, arithmetic)
     assert failed == {}
     assert raised <= RAISES
     # What cannot be opened is said; of PyTorch's table that is the fused attention called by name.
@@ -163,7 +166,7 @@ def close(found: Tensor, exact: Tensor) -> bool:
     return bool((found.double() - exact).abs().max() <= 1e-5 * exact.abs().max())
 
 
-@pytest.mark.parametrize("op", [x for x in op_infos() if x.name in PRODUCTS], ids=title)
+@each("op", [x for x in op_infos() if x.name in PRODUCTS], ids=title)
 def test_a_product_is_the_exact_one_of_rounded_factors(op: Any) -> None:
     changes = 0
     for sample in samples(op, 6, requires_grad=True):
@@ -240,7 +243,7 @@ def inferred(call: Callable[[], Tensor]) -> Tensor:
         return call()
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@each("name", BY_HAND)
 def test_a_call_of_another_kind_is_the_exact_product_too(name: str) -> None:
     call, exact = BY_HAND[name]
     with EmulatedTf32().region():
@@ -337,7 +340,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each("name", MODULES)
 def test_a_module_in_evaluation_is_rounded_as_in_training(name: str) -> None:
     """Evaluation takes fast paths of one kernel, training is a chain of ops."""
     torch.manual_seed(0)

@@ -18,6 +18,7 @@ from mprun.errors import UsageError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
 from mprun.train.loop import Parts
+from tests.each import each
 
 CPU = torch.device("cpu")
 TRUE_HALF = {
@@ -114,7 +115,7 @@ class Tokens(Classification):
         return nn.functional.cross_entropy(output, batch[1])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "bf16_mixed", "bf16_true", "half_sr_full"])
+@each("mode", ["fp32", "bf16_mixed", "bf16_true", "half_sr_full"])
 def test_integer_inputs_stay_integer(mode: str) -> None:
     chosen = planned(*LINEAR, f"precision={mode}", "device=cpu")
     recipe = Tokens()
@@ -141,7 +142,7 @@ def test_gradients_can_be_accumulated_in_float32(mode: str, execution: str) -> N
     assert {p.grad.dtype for p in parts.model.parameters() if p.grad is not None} == {torch.float32}
 
 
-@pytest.mark.parametrize("mode", TRUE_HALF)
+@each("mode", TRUE_HALF)
 def test_the_output_can_be_left_in_16_bits(mode: str) -> None:
     dtype = TRUE_HALF[mode]
     name = str(dtype).removeprefix("torch.")
@@ -161,7 +162,7 @@ def test_evaluation_is_to_nearest_and_repeats(mode: str) -> None:
     assert torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("moment", ["momentum", "variance"])
+@each("moment", ["momentum", "variance"])
 def test_the_dtype_of_a_moment_that_is_not_kept_changes_no_optimizer(moment: str) -> None:
     words = [*LINEAR, "train.optimizer.name=sgd", "device=cpu"]
     parts = build_parts(planned(*words, "precision=fp32", f"precision.{moment}_dtype=float16"))
@@ -266,7 +267,7 @@ def test_layers_are_stored_and_computed_in_their_own_dtype(mode: str, execution:
     assert watched.inputs["fc1"] == torch.bfloat16
 
 
-@pytest.mark.parametrize("layers", ["{fc1: fp16, fc2: bf16}", "{fc*: bf16}"])
+@each("layers", ["{fc1: fp16, fc2: bf16}", "{fc*: bf16}"])
 def test_16_bit_layers_in_a_float32_model(layers: str) -> None:
     parts = build_parts(planned(*FASHION, "precision=fp32", f"precision.layers={layers}"))
     watched = Watched(parts, ("conv1", "fc1", "fc2"))
@@ -333,7 +334,7 @@ def test_a_module_inside_a_kept_one_is_kept_unless_named_itself() -> None:
     }
 
 
-@pytest.mark.parametrize("layers", [{"head": "fp32"}, {"stem": "bf16", "head": "fp32"}])
+@each("layers", [{"head": "fp32"}, {"stem": "bf16", "head": "fp32"}])
 def test_a_tied_parameter_in_two_dtypes_is_an_error(layers: dict[str, str]) -> None:
     model = Nested()
     model.head = nn.Linear(4, 4)
@@ -424,7 +425,7 @@ def test_a_float16_layer_in_bf16_mixed_equals_autocast_by_hand() -> None:
     assert torch.equal(found, by_hand)
 
 
-@pytest.mark.parametrize(
+@each(
     "layers",
     [
         ["precision.layers.0=fp32", "precision.layers.4=bf16"],
@@ -532,9 +533,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "texts"), REFUSED, ids=lambda x: " ".join(x) if "=" in x[0] else ""
-)
+@each(("words", "texts"), REFUSED, ids=lambda x: " ".join(x) if "=" in x[0] else "")
 def test_a_combination_that_is_not_carried_out_is_refused_with_what_is(
     words: list[str], texts: list[str]
 ) -> None:
@@ -563,7 +562,7 @@ LEGAL = [
 ]
 
 
-@pytest.mark.parametrize("words", LEGAL, ids=" ".join)
+@each("words", LEGAL, ids=" ".join)
 def test_these_are_legal(words: list[str]) -> None:
     planned(*LINEAR, *words)
 

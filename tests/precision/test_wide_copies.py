@@ -15,9 +15,12 @@ from mprun.precision import Emulated16, emulate
 from mprun.precision.random_bits import key
 from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
 from mprun.precision.wide_copies import WideCopies, is_dense, is_whole
+from tests.each import each
 
 LOW = [torch.float16, torch.bfloat16]
-COMPILED = pytest.mark.skipif(kernels.why_not() is not None, reason="copies come from a C loop")
+COMPILED = pytest.mark.skipif(
+    kernels.why_not() is not None, reason="copies come from a C loop, which nothing compiles here"
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -37,9 +40,9 @@ def hard_numbers() -> Tensor:
 
 
 @COMPILED
-@pytest.mark.parametrize("overflow", OVERFLOWS)
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@each("overflow", OVERFLOWS)
+@each("dtype", LOW, ids=str)
+@each("rounding", ["nearest", "stochastic"])
 def test_the_loop_rounds_like_the_others_and_widens_exactly(
     rounding: str, dtype: torch.dtype, overflow: str
 ) -> None:
@@ -62,7 +65,7 @@ def test_the_loop_rounds_like_the_others_and_widens_exactly(
 
 
 @COMPILED
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@each("dtype", LOW, ids=str)
 def test_a_nan_stays_one(dtype: torch.dtype) -> None:
     x = torch.tensor([math.nan, -math.nan, 1.0])
     low = round_twice(x, dtype, None, "infinity", x)
@@ -84,7 +87,7 @@ def is_copy(wide: Tensor | None, low: Tensor) -> bool:
     return wide is not None and torch.equal(wide, expected) and wide.stride() == expected.stride()
 
 
-@pytest.mark.parametrize(
+@each(
     "view",
     [
         lambda x: x,
@@ -101,7 +104,7 @@ def test_views_share_the_copy_of_their_storage(view: Callable[[Tensor], Tensor])
     assert is_copy(copies.get(low), low)
 
 
-@pytest.mark.parametrize("view", [lambda x: x[:, 1:], lambda x: x[:1].expand(6, 4)])
+@each("view", [lambda x: x[:, 1:], lambda x: x[:1].expand(6, 4)])
 def test_a_view_with_gaps_or_overlaps_has_none(view: Callable[[Tensor], Tensor]) -> None:
     copies = WideCopies()
     assert copies.get(view(kept(copies, 6, 4))) is None  # its `float()` is laid out differently
@@ -199,8 +202,8 @@ def trained(dtype: torch.dtype, rounding: str, casts: bool) -> list[Tensor]:
 
 @COMPILED
 @pytest.mark.filterwarnings("ignore:dropout")
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("dtype", LOW, ids=str)
+@each("rounding", ["nearest", "stochastic"])
+@each("dtype", LOW, ids=str)
 def test_copies_change_no_bit(
     dtype: torch.dtype, rounding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from mprun.precision import OpListCaster
 from mprun.precision.op_lists import disable_casts, op_lists
+from tests.each import each
 from tests.precision.op_lists import BF16, FP16, FP32, caster, same, shipped
 
 forward_amp = torch.amp.custom_fwd(device_type="cpu")
@@ -86,9 +87,9 @@ def by_engine(loss: Tensor) -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("function", DECORATED)
-@pytest.mark.parametrize("own", [False, True], ids=["loss.backward", "caster.backward"])
+@each("dtype", [BF16, FP16])
+@each("function", DECORATED)
+@each("own", [False, True], ids=["loss.backward", "caster.backward"])
 def test_a_decorated_function_gives_autocast_s_outputs_and_gradients(
     own: bool, function: type[Function], dtype: torch.dtype
 ) -> None:

@@ -25,6 +25,7 @@ from mprun.precision import (
     disable_casts,
 )
 from mprun.precision.caster import NoCaster, OpListCaster
+from tests.each import each
 from tests.precision.op_lists import (
     BF16,
     FP16,
@@ -39,6 +40,7 @@ from tests.precision.op_lists import (
     watched,
 )
 from tests.precision.test_policy import policy
+from tests.waiting import PATIENCE_S
 
 aten = torch.ops.aten
 
@@ -89,7 +91,7 @@ def backward(
 # ---- gradients -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@each("dtype", [BF16, FP16])
 def test_gradients_of_float32_weights_equal_those_of_casts_by_hand(dtype: torch.dtype) -> None:
     model, x = two_layers(), tensor(5, 6)
     out, ours = backward(model, x, caster(dtype=dtype))
@@ -268,8 +270,8 @@ def test_copies_are_let_go_when_the_region_ends_and_kept_ones_with_the_step() ->
         assert gone() is None
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("where", ["before", "inside", "after"])
+@each("keep", [False, True])
+@each("where", ["before", "inside", "after"])
 def test_a_forward_pass_without_graph_costs_no_gradient(keep: bool, where: str) -> None:
     model, x = two_layers(), tensor(5, 6)
     _, expected = backward(model, x, caster())
@@ -382,7 +384,7 @@ def one_inside_a_python_function() -> None:
 FAULTS = (a_mismatch, one_in_an_inner_region, one_inside_a_python_function)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each("fault", FAULTS)
 def test_an_exception_leaves_no_mode_behind(fault: Callable[[], None]) -> None:
     by = caster()
     with pytest.raises((RuntimeError, AssertionError, TypeError)), by.region():
@@ -393,7 +395,7 @@ def test_an_exception_leaves_no_mode_behind(fault: Callable[[], None]) -> None:
     assert no_mode_is_left()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each("fault", FAULTS)
 def test_an_exception_that_is_caught_inside_does_not_end_the_casts(
     fault: Callable[[], None],
 ) -> None:
@@ -423,7 +425,7 @@ REGIONS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REGIONS)
+@each("kind", REGIONS)
 def test_disable_casts_as_a_context_manager(kind: str) -> None:
     layer, x = nn.Linear(6, 6), tensor(5, 6)
     with REGIONS[kind]():
@@ -437,7 +439,7 @@ def test_disable_casts_as_a_context_manager(kind: str) -> None:
     assert layer(x).dtype == FP32
 
 
-@pytest.mark.parametrize("kind", REGIONS)
+@each("kind", REGIONS)
 def test_disable_casts_as_a_decorator(kind: str) -> None:
     @disable_casts()
     def product(a: Tensor, b: Tensor) -> Tensor:
@@ -631,7 +633,7 @@ def test_checkpointing_gives_the_same_gradients(
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@each("reentrant", [False, True])
 def test_recomputed_code_is_cast_as_it_was(reentrant: bool) -> None:
     seen: list[torch.dtype] = []
     layer = nn.Linear(8, 8)
@@ -778,8 +780,8 @@ def test_clipping_and_the_optimizer_s_step_are_not_cast() -> None:
 # ---- whole layers --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("training", [True, False])
+@each("need_weights", [True, False])
+@each("training", [True, False])
 def test_attention_computes_in_the_lower_dtype_and_its_softmax_in_float32(
     need_weights: bool, training: bool
 ) -> None:
@@ -843,7 +845,7 @@ def test_a_python_function_on_a_list_is_cast_as_a_whole() -> None:
     assert same(out.detach(), low(x.to(BF16), x.to(BF16), x.to(BF16))[0].detach())
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@each("masked", [False, True])
 def test_scaled_dot_product_attention_follows_bmm(masked: bool) -> None:
     q, k, v = (tensor(2, 3, 5, 8, seed=i) for i in range(3))
     mask = tensor(5, 5) if masked else None
@@ -876,7 +878,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("name", RECURRENT)
+@each("name", RECURRENT)
 def test_a_recurrent_layer_follows_linear(name: str) -> None:
     module, low = (seeded(RECURRENT[name]) for _ in range(2))
     x = tensor(4, 6) if "Cell" in name else tensor(7, 4, 6)
@@ -897,7 +899,7 @@ def test_a_recurrent_layer_follows_linear(name: str) -> None:
         assert torch.equal(a.grad, b.grad.float())
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@each("name", RECURRENT)
 def test_a_recurrent_layer_takes_the_output_of_a_lower_one(name: str) -> None:
     """A linear layer before it hands on bfloat16; its weights are float32."""
     model = nn.Sequential(nn.Linear(6, 6), RECURRENT[name]())
@@ -958,9 +960,7 @@ def test_a_transformer_trains() -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.parametrize(
-    ("equation", "count"), [("ij,jk->ik", 2), ("bij,bjk->bik", 2), ("ij,jk,kl->il", 3)]
-)
+@each(("equation", "count"), [("ij,jk->ik", 2), ("bij,bjk->bik", 2), ("ij,jk,kl->il", 3)])
 def test_einsum_follows_bmm(equation: str, count: int) -> None:
     shape = (2, 4, 4) if "b" in equation else (4, 4)
     tensors = [tensor(*shape, seed=i) for i in range(count)]
@@ -1001,7 +1001,7 @@ OPERATORS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@each("name", OPERATORS)
 def test_operators_follow_the_lists(name: str) -> None:
     """x is float16 and w float32, under HMP's lists in bfloat16."""
     function, expected = OPERATORS[name]
@@ -1058,7 +1058,7 @@ def test_losses_inside_a_region_are_in_float32() -> None:
 
 def test_threads_have_regions_of_their_own() -> None:
     """Three threads, in step with each other: bfloat16, float16, and no region."""
-    a, barrier = tensor(4, 4), threading.Barrier(3, timeout=20)
+    a, barrier = tensor(4, 4), threading.Barrier(3, timeout=PATIENCE_S)
     found: dict[str, list[torch.dtype]] = {}
 
     def work(name: str, by: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from mprun.precision.op_lists import Entry, op_lists
 from mprun.precision.op_lists.names import ALIASES, INNER, known, name_of, spelled
+from tests.each import each
 from tests.precision.op_lists import own
 
 SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -105,7 +106,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("canonical", SPELLINGS)
+@each("canonical", SPELLINGS)
 def test_every_spelling_of_an_op_means_the_op(canonical: str) -> None:
     for text in SPELLINGS[canonical]:
         assert spelled(text) == (canonical,), text
@@ -117,7 +118,7 @@ def test_every_spelling_of_an_op_means_the_op(canonical: str) -> None:
 CONVOLUTIONS = {f"conv{t}{n}d" for t in ("", "_transpose") for n in (1, 2, 3)}
 
 
-@pytest.mark.parametrize(
+@each(
     "text",
     [
         *("_convolution", "convolution", "aten::_convolution.deprecated", "_convolution.default"),
@@ -129,7 +130,7 @@ def test_the_op_all_convolutions_end_in_means_all_of_them(text: str) -> None:
     assert own(fp32=[text]).rules == dict.fromkeys(CONVOLUTIONS, "fp32")
 
 
-@pytest.mark.parametrize("text", ["_cudnn_rnn", "mkldnn_rnn_layer"])
+@each("text", ["_cudnn_rnn", "mkldnn_rnn_layer"])
 def test_the_op_recurrent_layers_end_in_means_them(text: str) -> None:
     assert set(spelled(text)) == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
@@ -147,7 +148,7 @@ ALIASES_OF_PYTORCH = """
 """From torch/csrc/jit/passes/normalize_ops.cpp and the documentation ("Alias for ...")."""
 
 
-@pytest.mark.parametrize("pair", ALIASES_OF_PYTORCH.split())
+@each("pair", ALIASES_OF_PYTORCH.split())
 def test_what_pytorch_documents_as_an_alias_is_the_same_op(pair: str) -> None:
     alias, op = pair.split("=")
     assert spelled(alias) == spelled(op)
@@ -178,7 +179,7 @@ FUNCTIONS: list[tuple[Callable[..., Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name"), FUNCTIONS)
+@each(("function", "name"), FUNCTIONS)
 def test_a_function_has_the_canonical_name_of_its_op(
     function: Callable[..., Any], name: str
 ) -> None:
@@ -213,7 +214,7 @@ OPERATORS: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("expression", "name"), OPERATORS)
+@each(("expression", "name"), OPERATORS)
 def test_an_operator_comes_by_the_name_of_its_op(
     expression: Callable[[Tensor, Tensor], Any], name: str
 ) -> None:
@@ -240,7 +241,7 @@ def test_every_function_a_mode_can_see_has_a_known_name_or_none() -> None:
 # ---- unknown names -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     ("text", "nearest"),
     [
         *(("reluu", "relu"), ("sofmax", "softmax"), ("conv2", "conv2d"), ("F.linaer", "linear")),
@@ -292,9 +293,7 @@ def test_names_from_a_file_are_reported_by_its_reader() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "text", ["Tensor", "wraps", "boolean_dispatch", "__get__", "__add", ".", ""]
-)
+@each("text", ["Tensor", "wraps", "boolean_dispatch", "__get__", "__add", ".", ""])
 def test_what_is_no_op_is_no_known_name(text: str) -> None:
     assert own(lower=[text]).rules == {}
     assert len(own(lower=[text]).unknown) == 1
@@ -309,6 +308,7 @@ PARTS = st.sampled_from(
 TEXTS = st.text() | st.lists(PARTS, max_size=5).map("".join) | st.sampled_from(sorted(ALIASES))
 
 
+@settings(deadline=None)
 @given(TEXTS)
 def test_any_text_is_names_or_unknown(text: str) -> None:
     lists = own(lower=[text])
@@ -318,11 +318,13 @@ def test_any_text_is_names_or_unknown(text: str) -> None:
     assert all(u.entry.text == text for u in lists.unknown)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(known())), st.sampled_from(["F.", "torch.", "aten::", "Tensor.", ""]))
 def test_every_canonical_name_is_known_behind_every_prefix(name: str, prefix: str) -> None:
     assert spelled(prefix + name) == (name,)
 
 
+@settings(deadline=None)
 @given(
     *[st.lists(st.sampled_from([*sorted(ALIASES), *sorted(known())[::20]]), max_size=4)] * 3,
 )

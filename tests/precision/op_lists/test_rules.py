@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torchvision.ops import nms
 
 from mprun.precision.op_lists import OpLists, rules
+from tests.each import each
 from tests.precision.op_lists import (
     BF16,
     DTYPES,
@@ -188,7 +189,7 @@ def test_the_table_has_every_op_of_the_promote_lists() -> None:
     assert set(PROMOTED) == listed("hmp", "promote") == listed("hmp_resnet50", "promote")
 
 
-@pytest.mark.parametrize("name", PROMOTED)
+@each("name", PROMOTED)
 def test_an_op_of_the_promote_list_computes_in_the_widest_of_its_inputs(name: str) -> None:
     check_row(PROMOTED[name], name, lambda one, other, _: widest_of(one, other))
 
@@ -287,17 +288,17 @@ def test_the_tables_have_every_op_of_the_first_two_lists() -> None:
     assert listed("hmp_resnet50", "lower") - set(LOWERED) == {"avg_pool2d", "max_pool2d"}
 
 
-@pytest.mark.parametrize("name", LOWERED)
+@each("name", LOWERED)
 def test_an_op_of_the_lower_list_computes_in_the_lower_dtype(name: str) -> None:
     check_row(LOWERED[name], name, unless_float64(LOWERED[name]))
 
 
-@pytest.mark.parametrize("name", IN_FLOAT32)
+@each("name", IN_FLOAT32)
 def test_an_op_of_the_fp32_list_computes_in_float32(name: str) -> None:
     check_row(IN_FLOAT32[name], name, unless_float64(IN_FLOAT32[name], FP32))
 
 
-@pytest.mark.parametrize("function", [F.avg_pool2d, F.max_pool2d, torch.max_pool2d])
+@each("function", [F.avg_pool2d, F.max_pool2d, torch.max_pool2d])
 def test_pooling_is_on_resnet50_s_lower_list(function: Function) -> None:
     x = image(tensor(FP32), 2)
     with watched(caster(shipped("hmp_resnet50"))) as spy:
@@ -327,7 +328,7 @@ UNLISTED: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("name", UNLISTED)
+@each("name", UNLISTED)
 def test_an_op_on_no_list_computes_in_the_dtype_of_its_first_input(name: str) -> None:
     row = UNLISTED[name]
     worked = 0
@@ -400,8 +401,8 @@ NORMS: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("lower", LOWER)
-@pytest.mark.parametrize("name", NORMS)
+@each("lower", LOWER)
+@each("name", NORMS)
 def test_a_norm_takes_its_activation_alone_in_the_lower_dtype(
     name: str, lower: torch.dtype
 ) -> None:
@@ -426,7 +427,7 @@ def test_a_norm_takes_its_activation_alone_in_the_lower_dtype(
     assert worked >= 6
 
 
-@pytest.mark.parametrize("name", NORMS)
+@each("name", NORMS)
 def test_a_norm_in_float64_stays_there(name: str) -> None:
     row = NORMS[name]
     x, w = row.args(tensor(FP64, 1), tensor(FP64, 2))
@@ -437,7 +438,7 @@ def test_a_norm_in_float64_stays_there(name: str) -> None:
         assert spy.dtypes == {FP64}
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "group_norm"])
+@each("name", ["layer_norm", "group_norm"])
 def test_a_norm_on_the_fp32_list_takes_everything_in_float32(name: str) -> None:
     row = NORMS[name]
     x, w = row.args(tensor(BF16, 1), tensor(BF16, 2))
@@ -448,8 +449,8 @@ def test_a_norm_on_the_fp32_list_takes_everything_in_float32(name: str) -> None:
         assert spy.dtypes == {FP32}
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+@each("dtype", [FP32, BF16])
+@each("name", ["batch_norm", "instance_norm"])
 def test_running_statistics_on_the_fp32_list_are_written_into_and_not_a_copy(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -553,8 +554,8 @@ INPLACE: dict[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("lists", [shipped("hmp"), own()], ids=["HMP's lists", "no lists"])
-@pytest.mark.parametrize("name", INPLACE)
+@each("lists", [shipped("hmp"), own()], ids=["HMP's lists", "no lists"])
+@each("name", INPLACE)
 def test_an_in_place_op_computes_in_the_dtype_of_what_it_writes_into(
     name: str, lists: OpLists
 ) -> None:
@@ -636,8 +637,8 @@ INPLACE_RELUS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", INPLACE_RELUS)
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@each("name", INPLACE_RELUS)
+@each("dtype", [FP32, BF16])
 def test_an_activation_in_place_writes_into_its_input_whatever_the_list(
     name: str, dtype: torch.dtype
 ) -> None:
@@ -665,7 +666,7 @@ def test_gradients_flow_through_an_in_place_activation() -> None:
 # ---- whatever is left alone ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each(
     "function",
     [torch.mm, lambda a, b, out=None: torch.ops.aten.mm.out(a, b, out=out)],
     ids=["torch.mm", "aten.mm.out"],
@@ -680,9 +681,7 @@ def test_a_call_with_out_is_left_alone(function: Function) -> None:
     assert not spy.casts
 
 
-@pytest.mark.parametrize(
-    "function", [torch.add, torch.div, torch.mul, torch.xlogy, torch.atan2, torch.maximum]
-)
+@each("function", [torch.add, torch.div, torch.mul, torch.xlogy, torch.atan2, torch.maximum])
 def test_a_call_with_out_promotes_as_pytorch_does(function: Function) -> None:
     a, b = tensor(BF16, 1), tensor(FP32, 2)
     ours, theirs = torch.empty(4, 3), torch.empty(4, 3)
@@ -696,8 +695,8 @@ def test_a_call_with_out_promotes_as_pytorch_does(function: Function) -> None:
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
-@pytest.mark.parametrize(
+@each("dtype", WHOLE)
+@each(
     "function",
     [torch.relu, torch.mul, torch.add, torch.div, torch.where, torch.outer, torch.maximum],
 )
@@ -713,7 +712,7 @@ def test_whole_numbers_and_truth_values_are_never_cast(
     assert not spy.casts
 
 
-@pytest.mark.parametrize("dtype", WHOLE)
+@each("dtype", WHOLE)
 def test_beside_a_whole_number_the_floating_input_is_cast_alone(dtype: torch.dtype) -> None:
     whole, x = torch.tensor([0, 1, 3]).to(dtype), tensor(FP32, 1, (3,))
     with watched(caster()) as spy:
@@ -786,7 +785,7 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-@pytest.mark.parametrize("kind", [list, tuple, lambda x: Pair(*x)], ids=["list", "tuple", "named"])
+@each("kind", [list, tuple, lambda x: Pair(*x)], ids=["list", "tuple", "named"])
 def test_tensors_in_lists_and_tuples_are_cast(kind: Function) -> None:
     a, b = tensor(BF16, 1), tensor(FP32, 2)
     given = kind([a, b])
@@ -848,7 +847,7 @@ def test_an_embedding_with_max_norm_renormalises_its_own_weights() -> None:
 # ---- which rule goes first -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["lower", "fp32", "promote"])
+@each("kind", ["lower", "fp32", "promote"])
 def test_in_place_goes_before_every_list(kind: str) -> None:
     by = caster(own(**{kind: ["add_", "relu_", "add", "relu"]}))
     for one, other in PAIRS:
@@ -861,8 +860,8 @@ def test_in_place_goes_before_every_list(kind: str) -> None:
         assert spy.dtypes == {one}
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("lower", BF16), ("fp32", FP32)])
-@pytest.mark.parametrize("words", [("add", "add"), ("add", "aten::add.Tensor"), ("radd", "add")])
+@each(("kind", "expected"), [("lower", BF16), ("fp32", FP32)])
+@each("words", [("add", "add"), ("add", "aten::add.Tensor"), ("radd", "add")])
 def test_the_first_two_lists_go_before_promote(
     kind: str, expected: torch.dtype, words: tuple[str, str]
 ) -> None:
@@ -871,7 +870,7 @@ def test_the_first_two_lists_go_before_promote(
         assert torch.add(tensor(FP16), tensor(BF16)).dtype == expected
 
 
-@pytest.mark.parametrize(
+@each(
     ("lower", "fp32"),
     [("relu", "relu"), ("div", "truediv"), ("aten::mm.default", "mm"), ("F.softmax", "_softmax")],
 )
