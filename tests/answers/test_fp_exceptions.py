@@ -73,7 +73,13 @@ def trained(case: str, mode: str, seed: int) -> NonfiniteReport:
     return found
 
 
-@pytest.mark.representative("log_of_zero-*-0", "mask-fp16_mixed-0", "outlier*-fp16_mixed-0")
+@pytest.mark.representative(
+    "mask-fp16_mixed-0",
+    "outlier_beyond_fp16-fp16_*-0",
+    "log_of_zero-fp16_mixed-0",
+    "log_of_zero-bf16_mixed-0",
+    "log_of_zero-fp32-0",
+)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("mode", ["fp32", *MODES])
 @pytest.mark.parametrize("case", CASES)
@@ -113,6 +119,7 @@ train: {epochs: 1, batch_size: 64, eval_batch_size: 64, lr: 0.01, optimizer: {na
     Path("conf/recipe/hostile.yaml").write_text(text, encoding="utf-8")
 
 
+@pytest.mark.representative("outlier", "log_of_zero")
 @pytest.mark.usefixtures("hostile")
 @pytest.mark.parametrize("case", ["fp16_hostile", "outlier_beyond_fp16", "log_of_zero", "outlier"])
 def test_a_run_with_dynamic_scaling_names_the_same(case: str) -> None:
@@ -161,6 +168,7 @@ def spoiled(what: str, value: float, mode: str) -> NonfiniteReport:
     return found
 
 
+@pytest.mark.representative("*-inf-fp16_mixed", "*0.weight-nan-*", "x-*-nan-fp32")
 @pytest.mark.parametrize("mode", ["fp32", "fp16_mixed"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize(

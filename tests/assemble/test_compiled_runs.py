@@ -13,7 +13,9 @@ from mprun.records.run_record import read_summary
 from mprun.train import checkpoint
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason="needs a compiler")
-WORDS = ["recipe=linear", "device=cpu", "train.epochs=null"]
+# Batches of 16 train, of 10 validate after each epoch of four steps.
+WORDS = ["recipe=tabular", "recipe.model.layers=1", "device=cpu", "train.batch_size=16"]
+WORDS += ["data.train_limit=64", "data.eval_limit=10", "train.eval_batch_size=10"]
 
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
@@ -27,17 +29,20 @@ def weights(folder: str) -> dict[str, torch.Tensor]:
 def test_a_compiled_run_is_recorded_resumed_and_close_to_an_eager_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Compiled float32 adds in another order: 1e-5 after ten steps of values near 1."""
-    assert main([*WORDS, "speed.compile=true", "train.max_steps=10", "run.dir=whole"]) == 0
+    """Equal bits although an evaluation, of another shape, was between what the two compiled.
+
+    Compiled float32 adds in another order: 1e-5 after twelve steps of values below 1.
+    """
+    assert main([*WORDS, "speed.compile=true", "train.epochs=3", "run.dir=whole"]) == 0
     assert ", compiled" in capsys.readouterr().out
     backend = read_summary(Path("whole")).backend
     assert backend.compile
     assert backend.compile_s is not None
     assert backend.compile_s > 0
-    assert main([*WORDS, "speed.compile=true", "train.max_steps=6", "run.dir=part"]) == 0
-    assert main(["run.resume=part", "train.max_steps=10"]) == 0
+    assert main([*WORDS, "speed.compile=true", "train.epochs=2", "run.dir=part"]) == 0
+    assert main(["run.resume=part", "train.epochs=3"]) == 0
     assert read_summary(Path("part")).backend.compile
-    assert main([*WORDS, "train.max_steps=10", "run.dir=eager"]) == 0
+    assert main([*WORDS, "train.epochs=3", "run.dir=eager"]) == 0
     assert not read_summary(Path("eager")).backend.compile
     for name, x in weights("whole").items():
         assert torch.equal(x, weights("part")[name]), name
@@ -46,20 +51,8 @@ def test_a_compiled_run_is_recorded_resumed_and_close_to_an_eager_one(
 
 @needs_compiler
 def test_compile_is_an_axis_of_sweeps(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["sweep", *WORDS, "precision=fp32", "speed.compile=true,false", "train.max_steps=6"]
+    words = ["sweep", *WORDS, "precision=fp32", "speed.compile=true,false", "train.epochs=1"]
     assert main([*words, "seeds=1", "run.dir=study"]) == 0
     runs = [p.parent for p in Path("study").rglob("summary.json")]
     assert sorted(read_summary(run).backend.compile for run in runs) == [False, True]
     assert "speed.compile" in capsys.readouterr().out
-
-
-@needs_compiler
-def test_an_evaluation_between_does_not_change_what_a_resumed_run_computes() -> None:
-    """Batches of 16 train, of 10 validate after each epoch of four steps."""
-    words = ["recipe=tabular", "device=cpu", "speed.compile=true", "train.batch_size=16"]
-    words += ["data.train_limit=64", "data.eval_limit=10", "train.eval_batch_size=10"]
-    assert main([*words, "train.epochs=3", "run.dir=whole"]) == 0
-    assert main([*words, "train.epochs=2", "run.dir=part"]) == 0
-    assert main(["run.resume=part", "train.epochs=3"]) == 0
-    for name, x in weights("whole").items():
-        assert torch.equal(x, weights("part")[name]), name

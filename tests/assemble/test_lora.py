@@ -71,6 +71,9 @@ def planned(mode: str, *more: str) -> Any:
     return make_plan(composed.config, composed.given)
 
 
+@pytest.mark.representative(
+    "-fp16_mixed", "-half_sr", "torch.optim.Adagrad-bf16_sr", "torch.optim.Adagrad-fp32"
+)
 @pytest.mark.parametrize("mode", STORED)
 @pytest.mark.parametrize("target", ["", "torch.optim.Adagrad"])
 def test_only_adapters_train_and_the_base_has_the_modes_dtype(mode: str, target: str) -> None:
@@ -111,6 +114,7 @@ def test_frozen_parameters_have_neither_gradients_nor_state(mode: str) -> None:
     assert max(at_end["optimizer_state"]) == state + (4 * adapters if size == 2 else 0)
 
 
+@pytest.mark.representative("fp16_mixed", "half_sr")
 @pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "half_sr"])
 def test_a_run_and_the_commands(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -128,5 +132,6 @@ def test_a_run_and_the_commands(
     assert summary.memory_bytes.peak
     assert summary.memory_bytes.gradients < summary.memory_bytes.parameters / 4
     assert main(["memory", *given, "memory.picture=false"]) == 0
-    assert main(["numerics", *given, "numerics.warmup=1"]) == 0
+    few = ["numerics.warmup=1", "numerics.steps=2", "numerics.plots=false"]
+    assert main(["numerics", *given, *few]) == 0
     capsys.readouterr()

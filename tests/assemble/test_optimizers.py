@@ -176,6 +176,7 @@ def test_what_is_no_optimizer_is_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.representative("half_sr", "bf16_true")
 @pytest.mark.parametrize("mode", ["bf16_sr", "half_sr", "bf16_true"])
 def test_16_bit_parameters_get_masters_and_the_record_says_so(mode: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -203,6 +204,7 @@ def test_a_mixed_mode_needs_no_masters_and_kernels_are_those_the_class_has() -> 
     assert asked.speed.optimizer_impl == "foreach"
 
 
+@pytest.mark.representative("torch.optim.Adagrad-fp16_mixed", "torch.optim.Adafactor-bf16_sr")
 @pytest.mark.parametrize("mode", ["fp32", "fp16_mixed", "bf16_sr"])
 @pytest.mark.parametrize("target", ["torch.optim.Adagrad", "torch.optim.Adafactor"])
 def test_a_run_resumes_bit_for_bit(mode: str, target: str, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from mprun.assemble.speed_trial import Stepper, Tried, candidates, chosen, trial
 from mprun.config import compose
 from mprun.doctor import speed_cache
 from mprun.doctor.speed_choices import SpeedChoice
+from tests.waiting import wait_for
 
 SMALL = ["device=cpu", "data.source=generated", "data.train_limit=64", "train.batch_size=4"]
 LAST, FIRST = SpeedChoice("channels_last", "fused"), SpeedChoice("contiguous", "fused")
@@ -79,12 +81,21 @@ def test_of_processes_that_begin_at_once_one_makes_the_trial(
 ) -> None:
     """Threads stand for them: file locks hold between open files, not between processes alone."""
     made: list[int] = []
+    asked: list[str] = []
+    locked = speed_cache.locked
+
+    @contextlib.contextmanager
+    def noted(key: str) -> Iterator[None]:
+        asked.append(key)
+        with locked(key):
+            yield
 
     def try_all(plan: Plan) -> tuple[SpeedChoice, str]:
         made.append(1)
-        time.sleep(0.2)
+        wait_for(lambda: len(asked) == 3)  # the others want the trial while it is made
         return FIRST, "the trial"
 
+    monkeypatch.setattr(speed_cache, "locked", noted)
     monkeypatch.setattr(speed_trial, "_tried", try_all)
     plans = [planned(f"seed={seed}") for seed in range(3)]
     with ThreadPoolExecutor(3) as pool:

@@ -92,7 +92,7 @@ def test_the_label_stands_in_table_page_and_files() -> None:
     assert variant.step_time_ratio is not None, "the time is this machine's"
     assert cells.rows(found)[1].label == ("fp16_true", "matmuls in fp32")
     assert cells.rows(found)[0].label == ("fp32", "")
-    assert "<small>matmuls in fp32</small>" in page(found, draw(found))
+    assert "<small>matmuls in fp32</small>" in page(found, draw(found, names=["difference"]))
     assert "| fp16\\_true (matmuls in fp32) |" in exports.markdown(found)
     assert exports.csv_text(found).splitlines()[2].startswith("fp16_true,")
     assert ",native,matmuls in fp32," in exports.csv_text(found)

@@ -14,14 +14,15 @@ from mprun.errors import MprunError
 from mprun.experiments import examine as module
 from mprun.experiments.examine import examine
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination
+from tests.experiments.machine import BUDGET_S, examined
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def found() -> Examination:
-    return examine("cpu", 0.5)
+    return examined()
 
 
 def test_every_field_has_its_type(found: Examination) -> None:
@@ -31,7 +32,7 @@ def test_every_field_has_its_type(found: Examination) -> None:
 def test_it_says_of_what_and_by_what(found: Examination) -> None:
     assert found.schema_version == SCHEMA_VERSION == 1
     assert found.mprun_version == __version__
-    assert found.budget_s == 0.5
+    assert found.budget_s == BUDGET_S
     assert found.measured_s > 0
     assert found.versions["torch"] == torch.__version__.partition("+")[0]
     assert found.versions["cuda"] == torch.version.cuda

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
 from mprun.cli.main import main
+from mprun.compare.evaluate import compare
+from mprun.compare.load import find_runs
 from mprun.compare.time_ratios import OVERLAPPED
 from mprun.config.settings import Objective
 from mprun.config.study_request import study_request
@@ -25,10 +27,27 @@ from mprun.experiments.study_worker import Screening
 from mprun.experiments.trial_claims import TrialClaims
 from mprun.experiments.trials import Outcome, Trial, Trials
 from mprun.records.run_record import Summary, read_summary
-from tests.experiments.crowd import Crowd, running_trial, starts
+from tests.experiments.crowd import (
+    Crowd,
+    a_crowd,
+    is_alive,
+    running_trials,
+    starts,
+    write_recipe,
+)
+from tests.waiting import wait_for
 
-SWEEP = ["sweep", "recipe=linear", "precision=fp32,bf16_mixed", "run.dir=s"]
-LONG = [*SWEEP, "train.max_steps=400", "train.checkpoint_every_steps=20", "seeds=2"]
+SWEEP = ["sweep", "recipe=waiting.py", "precision=fp32,bf16_mixed", "run.dir=s"]
+LONG = [
+    *(*SWEEP, "train.max_steps=100", "train.checkpoint_every_steps=5", "seeds=2"),
+    "compare.report=false",
+]
+
+
+@pytest.fixture
+def crowd() -> Iterator[Crowd]:
+    with a_crowd() as crowd:
+        yield crowd
 
 
 def summaries(study: str) -> dict[str, Summary]:
@@ -37,59 +56,60 @@ def summaries(study: str) -> dict[str, Summary]:
     }
 
 
-def test_forty_runs_by_four_processes_at_once() -> None:
+@pytest.mark.representative(0)
+@pytest.mark.parametrize("seeds", [6, 20])
+def test_many_runs_by_four_processes_at_once(seeds: int, crowd: Crowd) -> None:
     """The same command four times: each run is begun once, and the comparison says what counts."""
-    crowd = Crowd()
-    words = [*SWEEP, "train.max_steps=20", "seeds=20", "execution=native"]
+    write_recipe(together=4)
+    Path("go").touch()
+    runs = 2 * seeds
+    words = [*SWEEP, "train.max_steps=20", "train.batch_size=8", f"seeds={seeds}"]
+    words += ["execution=native", "compare.report=false"]
     pids = [crowd.start(words, f"{n}.txt") for n in range(4)]
     assert crowd.statuses() == dict.fromkeys(pids, 0)
-    runs = summaries("s")
-    assert len(runs) == 40
-    assert {summary.status for summary in runs.values()} == {"completed"}
-    assert {summary.steps for summary in runs.values()} == {20}
+    found = summaries("s")
+    assert len(found) == runs
+    assert {(summary.status, summary.steps) for summary in found.values()} == {("completed", 20)}
     begun = starts("s")
-    assert begun.keys() == runs.keys()
+    assert begun.keys() == found.keys()
     assert all(len(by) == 1 for by in begun.values()), "a run was begun twice"
-    assert len({by[0] for by in begun.values()}) > 1
+    assert {by[0] for by in begun.values()} == set(pids)
     assert not list(Path("s").glob("*.abandoned-*"))
     assert not list(Path("s").rglob("*.tmp"))
-    assert {summary.hardware.host for summary in runs.values()} == {environment.host()}
-    found = json.loads(Path("s/comparison.json").read_text(encoding="utf-8"))
-    base, other = found["variants"]
-    assert (len(base["runs"]), len(other["runs"])) == (20, 20)
-    assert other["verdict"]["word"] in ("equivalent", "better", "worse", "inconclusive")
-    assert other["verdict"]["interval"] is not None
-    assert other["no_time_verdict"] == OVERLAPPED
-    assert other["step_time_ratio"]["interval"] is None
-    for n in range(4):  # each process waited for the others
-        text = Path(f"{n}.txt").read_text(encoding="utf-8")
-        assert "40 of 40 runs" in text
+    assert {summary.hardware.host for summary in found.values()} == {environment.host()}
+    texts = [Path(f"{n}.txt").read_text(encoding="utf-8") for n in range(4)]
+    for text in texts:  # each process waited for the others
+        assert f"{runs} of {runs} runs" in text
         assert f"no verdict on the times of bf16_mixed: {OVERLAPPED}" in text
-    assert sum("s has this study already" in Path(f"{n}.txt").read_text() for n in range(4)) == 3
+    assert sum("s has this study already" in text for text in texts) == 3
+    base, other = compare(find_runs([Path("s")]).runs, margin=0.005, relative_margin=0.02).variants
+    assert (len(base.runs), len(other.runs)) == (seeds, seeds)
+    assert other.verdict.interval is not None
+    assert other.no_time_verdict == OVERLAPPED
+    assert other.step_time_ratio is not None
+    assert other.step_time_ratio.interval is None
 
 
-def test_a_killed_process_loses_its_trial_to_another_which_resumes_it() -> None:
-    crowd = Crowd()
-    killed, other = (crowd.start(LONG, f"{n}.txt") for n in range(2))
-    trial = running_trial("s", killed)
+@pytest.mark.exhaustive  # the same with processes of a launcher: test_launchers
+def test_what_a_killed_and_an_interrupted_process_leave_is_resumed_by_another(crowd: Crowd) -> None:
+    write_recipe(together=3)
+    pids = [crowd.start(LONG, f"{n}.txt") for n in range(3)]
+    under_way = running_trials("s", 3)
+    killed, stopped, other = pids
     os.kill(killed, signal.SIGKILL)
-    assert crowd.statuses() == {killed: -signal.SIGKILL, other: 0}
-    assert starts("s")[trial] == [killed, other]
-    assert len(summaries("s")) == 4
-    assert {(x.status, x.steps) for x in summaries("s").values()} == {("completed", 400)}
-    assert not list(Path("s").glob("*.abandoned-*"))  # it had a checkpoint
-
-
-def test_ctrl_c_ends_one_process_with_a_checkpoint_and_the_others_continue() -> None:
-    crowd = Crowd()
-    stopped, other = (crowd.start(LONG, f"{n}.txt") for n in range(2))
-    trial = running_trial("s", stopped)
     os.kill(stopped, signal.SIGINT)
-    assert crowd.statuses() == {stopped: 130, other: 0}
-    texts = [Path(f"{n}.txt").read_text(encoding="utf-8") for n in range(2)]
-    assert "stopped by Ctrl-C; resume with: mprun sweep run.resume=s" in texts[0]
-    assert starts("s")[trial] == [stopped, other]
-    assert {(x.status, x.steps) for x in summaries("s").values()} == {("completed", 400)}
+    wait_for(lambda: not is_alive(stopped))
+    assert is_alive(other)
+    Path("go").touch()
+    assert crowd.statuses() == {killed: -signal.SIGKILL, stopped: 130, other: 0}
+    text = Path("1.txt").read_text(encoding="utf-8")
+    assert "stopped by Ctrl-C; resume with: mprun sweep run.resume=s" in text
+    begun = starts("s")
+    assert begun.pop(under_way[killed]) == [killed, other]
+    assert begun.pop(under_way[stopped]) == [stopped, other]
+    assert list(begun.values()) == [[other]] * 2
+    assert {(x.status, x.steps) for x in summaries("s").values()} == {("completed", 100)}
+    assert not list(Path("s").glob("*.abandoned-*"))  # both had a checkpoint
 
 
 # ---- the order of one process --------------------------------------------------------------------

@@ -10,8 +10,14 @@ from mprun.cli.main import main
 from mprun.doctor.format_gains import Shape
 from mprun.experiments.recipe_formats import layer_shapes
 from mprun.experiments.recipe_roofline import plan_step
+from tests.experiments.machine import measure_nothing
 
-QUICK = ["doctor.budget_s=0.1", "doctor.steps=0", "device=cpu"]
+QUICK = ["doctor.steps=0", "device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_nothing(monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["bf16_mixed", "mxfp8"])

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from mprun.doctor.bandwidth import SIZES, measure_bandwidths
 from mprun.errors import RunFailedError, UsageError
-from mprun.experiments import recipe_roofline as module
-from mprun.experiments.examine import examine
 from mprun.experiments.recipe_roofline import count_step, plan_step, recipe_roofline
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from mprun.records.reader import read_json
 from mprun.records.roofline_record import Roofline
+from tests.experiments import machine
+from tests.experiments.machine import measure_nothing
 from tests.schema import conforms
 
 TINY = {
@@ -30,28 +27,17 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module")
-def examined() -> Examination:
-    return examine("cpu", 0.5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bandwidths() -> Iterator[None]:
-    """Measured once, as the examination is.
-
-    No test compares a measured time with a bound: their loads differ on a busy machine.
-    `benchmarks.roofline` does that.
-    """
-    measured = measure_bandwidths(torch.device("cpu"), SIZES["cpu"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "measure_bandwidths", lambda *args: measured)
-        yield
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> Examination:
+    measure_nothing(monkeypatch)
+    return machine.examined()
 
 
 def roof_of(examined: Examination, *overrides: str, steps: int = 5) -> Roofline:
     return recipe_roofline(plan_step(["device=cpu", *overrides]), examined, steps)
 
 
+@pytest.mark.representative("linear-fp32", "fashion_mnist-bf16_mixed", "char_gpt-bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("recipe", TINY)
 def test_a_step_is_held_against_its_least_time(

@@ -9,23 +9,25 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.experiments.examine import examine
 from mprun.experiments.recipe_roofline import plan_step, recipe_roofline
 from mprun.experiments.recipe_scaling import recipe_scaling
 from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from mprun.records.memory_record import ParallelKind
 from mprun.records.reader import read_json
 from mprun.records.scaling_record import ScalingEstimate
+from tests.experiments import machine
+from tests.experiments.machine import measure_nothing
 from tests.schema import conforms
 
 NUMBERS = 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10  # of mnist's model
 MNIST = ["recipe=mnist", "device=cpu", "train.batch_size=16"]
-QUICK = ["device=cpu", "doctor.budget_s=0.3", "doctor.steps=4"]
+QUICK = ["recipe=linear", "device=cpu", "doctor.steps=4"]
 
 
-@pytest.fixture(scope="module")
-def examined() -> Examination:
-    return examine("cpu", 0.3)
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch) -> Examination:
+    measure_nothing(monkeypatch)
+    return machine.examined()
 
 
 def scaling(
@@ -73,7 +75,7 @@ def test_the_record_is_read_back(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, examined: Examination
 ) -> None:
     words = ["doctor.world_size=8", "doctor.parallel=fsdp2", "doctor.links=[nvlink4,ethernet_100g]"]
-    assert main(["doctor", *QUICK, *MNIST[:1], *words, "doctor.json=true"]) == 0
+    assert main(["doctor", *QUICK, *words, "doctor.json=true"]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     file = tmp_path / "doctor.json"
@@ -90,8 +92,11 @@ def test_the_record_is_read_back(
     assert read_json(file, Examination, SCHEMA_VERSION).scaling is None
 
 
-def test_the_terminal_says_estimate(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *QUICK, *MNIST[:1], "doctor.world_size=8"]) == 0
+def test_the_terminal_says_estimate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure_nothing(monkeypatch)
+    assert main(["doctor", *QUICK, "doctor.world_size=8"]) == 0
     out = capsys.readouterr().out
     assert "ESTIMATE: a step on 8 processes, ddp" in out
     assert "ESTIMATE, not measured: links reach their published rates" in " ".join(out.split())

@@ -255,17 +255,19 @@ def test_a_checkpoint_that_loads_in_16_bits_is_said_to(tmp_path: Path) -> None:
 # ---- 0 of 768 ------------------------------------------------------------------------------------
 
 
-STEPS = 100
+STEPS = [20, pytest.param(100, marks=pytest.mark.exhaustive)]
 
 
-def fine_tuned(dtype: torch.dtype, out: Path, optimizer: Any = None, **arguments: Any) -> Any:
-    """Share of 768 weights of each norm that the Trainer moved in 100 steps; its last audit."""
+def fine_tuned(
+    steps: int, dtype: torch.dtype, out: Path, optimizer: Any = None, **arguments: Any
+) -> Any:
+    """Share of 768 weights of each norm that the Trainer moved; its last audit."""
     transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
     pytest.importorskip("accelerate", reason="mprun[transformers]")
 
     class Audited(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kw: Any) -> None:
-            if state.global_step == STEPS - 1:
+            if state.global_step == steps - 1:
                 self.audit = mprun.audit(kw["model"], kw["optimizer"].optimizer)
 
     model = llama(dtype, hidden=768, layers=1)
@@ -273,7 +275,7 @@ def fine_tuned(dtype: torch.dtype, out: Path, optimizer: Any = None, **arguments
     ids = torch.randint(0, 64, (8, 4), generator=torch.Generator().manual_seed(0))
     options = transformers.TrainingArguments(
         str(out),
-        max_steps=STEPS,
+        max_steps=steps,
         learning_rate=1e-5,
         lr_scheduler_type="constant",
         per_device_train_batch_size=2,
@@ -299,9 +301,10 @@ def fine_tuned(dtype: torch.dtype, out: Path, optimizer: Any = None, **arguments
     return shares, look.audit
 
 
-def test_0_of_768_weights_move_in_the_trainer(tmp_path: Path) -> None:
-    """A bf16 Llama, 100 steps at 1e-5: no norm learns, and the audit names them and the cure."""
-    shares, audit = fine_tuned(torch.bfloat16, tmp_path)
+@pytest.mark.parametrize("steps", STEPS)
+def test_0_of_768_weights_move_in_the_trainer(steps: int, tmp_path: Path) -> None:
+    """A bf16 Llama at 1e-5: no norm learns, and the audit names them and the cure."""
+    shares, audit = fine_tuned(steps, torch.bfloat16, tmp_path)
     assert len(shares) == 3
     assert set(shares.values()) == {0.0}
     lost = {f.module: f for f in audit.findings if f.kind == "lost_update"}
@@ -312,9 +315,10 @@ def test_0_of_768_weights_move_in_the_trainer(tmp_path: Path) -> None:
         assert "rounding='stochastic'" in lost[name].fix
 
 
-def test_with_the_cures_they_move(tmp_path: Path) -> None:
-    shares, audit = fine_tuned(torch.float32, tmp_path / "autocast", bf16=True)
+@pytest.mark.parametrize("steps", STEPS)
+def test_with_the_cures_they_move(steps: int, tmp_path: Path) -> None:
+    shares, audit = fine_tuned(steps, torch.float32, tmp_path / "autocast", bf16=True)
     assert (min(shares.values()) > 0.9, audit.findings) == (True, ())
     own = partial(AdamW, lr=1e-5, rounding="stochastic")
-    shares, audit = fine_tuned(torch.bfloat16, tmp_path / "stochastic", own)
-    assert (min(shares.values()) > 0.03, audit.findings) == (True, ())
+    shares, audit = fine_tuned(steps, torch.bfloat16, tmp_path / "stochastic", own)
+    assert (min(shares.values()) > 0.0003 * steps, audit.findings) == (True, ())

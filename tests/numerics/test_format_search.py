@@ -42,7 +42,7 @@ class Outliers(nn.Module):
         return x * factors
 
 
-def model(size: float = 1.0, layers: int = 6) -> nn.Module:
+def model(size: float = 1.0, layers: int = 5) -> nn.Module:
     """Layers 0, 1, 3, 4, ...; the inputs of layer 3 have outliers of this size."""
     torch.manual_seed(0)
     modules: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(layers)]
@@ -104,11 +104,12 @@ def sensitivity_of(
     return found, tolerance
 
 
+@pytest.mark.representative("nvfp4", "fp8_rowwise_hp")
 @pytest.mark.parametrize("mode", FORMAT_MODES)
 def test_gemms_without_outliers_tolerate_each_format(mode: str) -> None:
     found, tolerance = sensitivity_of(model(), mode)
     products = [p for p in PRODUCTS if getattr(GEMMS[mode], p).formats]
-    expected = [f"{layer}.{product}" for layer in "1345" for product in products]
+    expected = [f"{layer}.{product}" for layer in "134" for product in products]
     assert [effect.name for effect in found.effects] == expected
     high = found.smallest(tolerance)
     assert (high.names, high.gemms, high.is_within) == ((), (), True)
@@ -130,16 +131,17 @@ def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) 
     assert (none.names, none.is_within) == ((), False)
 
 
-def test_eight_bits_have_the_range_for_the_same_outliers() -> None:
+@pytest.mark.representative("forward")
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_eight_bits_have_the_range_for_the_same_outliers(product: str) -> None:
     """E4M3 has numbers from 2^-9 to 448."""
-    for product in PRODUCTS:
-        found, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
-        assert found.smallest(tolerance).names == (), product
+    found, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
+    assert found.smallest(tolerance).names == ()
 
 
 def test_layers_can_be_searched_as_a_whole() -> None:
     found, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
-    assert [effect.name for effect in found.effects] == ["1", "3", "4", "5"]
+    assert [effect.name for effect in found.effects] == ["1", "3", "4"]
     high = found.smallest(tolerance)
     assert (high.names, high.is_within) == ((OUTLIER,), True)
     assert high.gemms == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
@@ -157,15 +159,16 @@ def test_a_budget_never_does_more_harm_than_a_smaller_one() -> None:
     assert harms[-1] < harms[0]
 
 
+@pytest.mark.representative("mxfp8", "nvfp4", "fp8_rowwise_hp")
 @pytest.mark.parametrize("mode", FORMAT_MODES)
 def test_diff_explains_the_errors_of_a_format(mode: str) -> None:
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(2))
-    a, b = model(), model()
+    a, b = model(layers=3), model(layers=3)
     mprun.Precision(mode, device="cpu", execution="emulated").prepare(b)
-    for sides in ((a, b), (b, a), (b, b)):
+    for sides in ((b, a), (b, b), (a, b)):
         found = mprun.diff(*sides, x)
         assert found.first is None, found
-    errors = {row.b.dtype for row in mprun.diff(a, b, x).rows}
+    errors = {row.b.dtype for row in found.rows}
     assert {f.name for f in formats_of(b[1])} & errors
 
 

@@ -144,6 +144,12 @@ def counted(
         return memory(a_step(model, optimizer, x, casts), model, optimizer, [x], rule=rule)
 
 
+@pytest.mark.representative(
+    "2-512-fp32-whole",
+    "3-16-bf16_mixed-whole",
+    "16-4-fp32-checkpoints",
+    "4-256-bf16_mixed-checkpoints",
+)
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["whole", "checkpoints"])
 @pytest.mark.parametrize("casts", [False, True], ids=["fp32", "bf16_mixed"])
 @pytest.mark.parametrize(
@@ -164,6 +170,7 @@ def test_the_peak_is_that_of_fsdp2(
     assert ours.peak.phase == "backward"
 
 
+@pytest.mark.representative("*-1")
 @pytest.mark.parametrize("samples", [1, 12])
 @pytest.mark.parametrize("processes", [8], indirect=True)
 def test_the_peak_of_a_gpt_is_that_of_fsdp2(processes: int, samples: int) -> None:

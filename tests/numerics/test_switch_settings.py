@@ -23,6 +23,7 @@ from mprun.numerics.switch_settings import (
     switch_findings,
     switch_settings,
 )
+from tests.waiting import PATIENCE_S
 
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"
 
@@ -52,7 +53,7 @@ def in_a_fresh_process(**variables: str) -> dict[str, list[str]]:
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         capture_output=True,
         env=kept | variables,
     )
@@ -60,6 +61,7 @@ def in_a_fresh_process(**variables: str) -> dict[str, list[str]]:
     return values
 
 
+@pytest.mark.exhaustive
 def test_pytorch_starts_with_its_defaults() -> None:
     rows = in_a_fresh_process()
     assert len(rows) == 11
@@ -73,6 +75,8 @@ def test_an_environment_variable_that_pytorch_reads_is_named() -> None:
     assert rows[MATMULS] == ["high", by]
     assert rows["NVIDIA_TF32_OVERRIDE"] == ["0", "the environment"]
     assert rows["torch.backends.cudnn.conv.fp32_precision"] == ["tf32", "PyTorch's default"]
+    others = {who for name, (_, who) in rows.items() if who not in (by, "the environment")}
+    assert (len(rows), others) == (12, {"PyTorch's default"})
 
 
 def test_what_the_program_sets_is_named() -> None:

@@ -80,20 +80,15 @@ def moments_of(
     """Dtypes of the moments for one kind of storage and one rule.
 
     Every first moment, with the second one of a Latin square: over all storages and rules each
-    combination of three of storage, rule, first and second moment comes up (a library is compiled
-    for each of these, a fifth of a second).
+    combination of three of storage, rule, first and second moment comes up (a library may be
+    compiled for each of these, half a second).
     """
     for number, first in enumerate(DTYPES):
         yield first, DTYPES[(number + row + rule) % 3]
 
 
-@pytest.mark.representative(
-    "adamw-*", "sgd-torch.float16-torch.float32", "rmsprop_momentum-torch.bfloat16-torch.bfloat16"
-)
-@needs_c
-@pytest.mark.parametrize("row", range(len(STORED)), ids=lambda n: "-".join(map(str, STORED[n])))
-@pytest.mark.parametrize("name", MAKE)
-def test_c_and_eager_give_the_same_bits_for_every_storage_and_rule(name: str, row: int) -> None:
+def assert_c_has_the_bits_of_eager(name: str, row: int) -> None:
+    """For one kind of storage, and every rule."""
     tried = set()
     for number, (rounding, overflow) in enumerate(RULES):
         for moments in moments_of(name, row, number):
@@ -105,6 +100,52 @@ def test_c_and_eager_give_the_same_bits_for_every_storage_and_rule(name: str, ro
             a, b = (ran(name, e, STORED[row], options, (1003,)) for e in ("c", "eager"))
             assert unlike(a, b) == [], options
     assert len(tried) == (5 if name == "sgd" else 15)
+
+
+every_storage = pytest.mark.parametrize(
+    "row", range(len(STORED)), ids=lambda n: "-".join(map(str, STORED[n]))
+)
+
+
+@needs_c
+@every_storage
+@pytest.mark.parametrize("name", MAKE)
+def test_c_and_eager_give_the_same_bits_for_every_storage_and_rule(name: str, row: int) -> None:
+    assert_c_has_the_bits_of_eager(name, row)
+
+
+@needs_c
+@pytest.mark.exhaustive
+@pytest.mark.compiled
+@every_storage
+@pytest.mark.parametrize("name", MAKE)
+def test_so_do_compiled_kernels_for_every_storage_and_rule(name: str, row: int) -> None:
+    assert_c_has_the_bits_of_eager(name, row)
+
+
+@needs_c
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("name", "stored", "rule", "moments"),
+    [
+        ("adamw", (BRAIN, BRAIN), ("stochastic", "infinity"), (HALF, BRAIN)),
+        ("adamw", (HALF, FLOAT), ("split", "infinity"), (FLOAT, HALF)),
+        ("rmsprop_momentum", (HALF, HALF), ("kahan", "infinity"), (BRAIN, HALF)),
+        ("sgd", (FLOAT, FLOAT), ("nearest", "infinity"), (FLOAT, FLOAT)),
+        ("sgd_nesterov", (BRAIN, FLOAT), ("stochastic", "saturate"), (HALF, FLOAT)),
+    ],
+)
+def test_a_compiled_kernel_gives_the_bits_of_eager(
+    name: str,
+    stored: tuple[torch.dtype, torch.dtype],
+    rule: tuple[str, str],
+    moments: tuple[torch.dtype, torch.dtype],
+) -> None:
+    """Every formula and rule once."""
+    options: dict[str, Any] = {"rounding": rule[0], "overflow": rule[1]}
+    options |= moment_options(name, *moments)
+    a, b = (ran(name, e, stored, options, (1003,)) for e in ("c", "eager"))
+    assert unlike(a, b) == []
 
 
 @pytest.fixture
@@ -172,26 +213,32 @@ def compiles_for_torch() -> bool:
     return any(shutil.which(x) for x in (os.environ.get("CXX", ""), "g++", "clang++") if x)
 
 
-# Each case is compiled once, some ten seconds; sizes are dynamic.
-@pytest.mark.representative(1)
-@pytest.mark.timeout(300)
+BY_INDUCTOR: list[tuple[str, tuple[torch.dtype, torch.dtype], dict[str, Any]]] = [
+    (
+        "adamw",
+        (HALF, HALF),
+        {"rounding": "kahan", "momentum_dtype": HALF, "variance_dtype": BRAIN},
+    ),
+    (
+        "adamw",
+        (BRAIN, BRAIN),
+        {"rounding": "stochastic", "momentum_dtype": HALF, "variance_dtype": HALF},
+    ),
+    ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
+    (
+        "sgd_nesterov",
+        (BRAIN, FLOAT),
+        {"rounding": "nearest", "overflow": "saturate", "momentum_dtype": BRAIN},
+    ),
+]
+"""Of the first one all that rounds is in it: nearest with a remainder, and drawn bits."""
+
+
+# Each case is compiled once, some ten seconds the first one; sizes are dynamic.
+@pytest.mark.representative(0)
+@pytest.mark.usefixtures("vectors_that_are_trusted")
 @pytest.mark.skipif(not compiles_for_torch(), reason="Inductor finds no C++ compiler")
-@pytest.mark.parametrize(
-    ("name", "stored", "options"),
-    [
-        (
-            "adamw",
-            (BRAIN, BRAIN),
-            {"rounding": "stochastic", "momentum_dtype": HALF, "variance_dtype": HALF},
-        ),
-        ("rmsprop_momentum", (HALF, HALF), {"rounding": "kahan", "variance_dtype": BRAIN}),
-        (
-            "sgd_nesterov",
-            (BRAIN, FLOAT),
-            {"rounding": "nearest", "overflow": "saturate", "momentum_dtype": BRAIN},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "stored", "options"), BY_INDUCTOR)
 def test_inductor_gives_the_bits_of_eager(
     name: str, stored: tuple[torch.dtype, torch.dtype], options: dict[str, Any]
 ) -> None:
@@ -272,6 +319,7 @@ def no_update(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         cached.cache_clear()
 
 
+@pytest.mark.compiled
 def test_a_step_whose_kernel_cannot_be_compiled_is_taken_by_pytorch(no_update: list[str]) -> None:
     options: dict[str, Any] = {"momentum_dtype": BRAIN}
     with pytest.warns(RuntimeWarning, match=r"cannot compile update\.c; PyTorch does its work"):
@@ -280,6 +328,7 @@ def test_a_step_whose_kernel_cannot_be_compiled_is_taken_by_pytorch(no_update: l
     assert unlike(found, ran("adamw", "eager", (BRAIN, BRAIN), options, (17, 1003))) == []
 
 
+@pytest.mark.compiled
 @pytest.mark.usefixtures("no_update")
 def test_an_engine_that_was_named_is_not_replaced() -> None:
     with pytest.raises(kernels.NoCompilerError, match=r"cannot compile update\.c"):

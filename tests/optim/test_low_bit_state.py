@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mprun.optim import AdamW, codes
 from mprun.optim.engines import fastest
+from mprun.precision.rounding import EAGER_BLOCK
 from mprun.precision.split_masters import converted, merge_master, merged, rest_beside, split_master
 from tests.optim import (
     BRAIN,
@@ -130,15 +131,49 @@ SIZES = (4096, 5003, 100)
 """Blocks that are full, a short last one, and a tensor that keeps float32."""
 
 
-@needs_c
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan", "split"])
-@pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "rmsprop_momentum"])
-def test_c_and_eager_give_the_same_bits_with_moments_in_8_bits(name: str, rounding: str) -> None:
+def assert_c_has_the_bits_of_eager(name: str, rounding: str) -> None:
     for stored in STORED:
         for moments in ((CODED, CODED), (CODED, FLOAT), (BRAIN, CODED)):
             options: dict[str, Any] = {"rounding": rounding, **moment_options(name, *moments)}
             a, b = (plain_run(name, e, stored, options) for e in ("c", "eager"))
             assert unlike(a, b) == [], (stored, moments)
+
+
+every_rounding = pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan", "split"])
+every_name = pytest.mark.parametrize("name", ["adamw", "sgd_momentum", "rmsprop_momentum"])
+
+
+@needs_c
+@every_rounding
+@every_name
+def test_c_and_eager_give_the_same_bits_with_moments_in_8_bits(name: str, rounding: str) -> None:
+    assert_c_has_the_bits_of_eager(name, rounding)
+
+
+@needs_c
+@pytest.mark.exhaustive
+@pytest.mark.compiled
+@every_rounding
+@every_name
+def test_so_do_compiled_kernels_with_moments_in_8_bits(name: str, rounding: str) -> None:
+    assert_c_has_the_bits_of_eager(name, rounding)
+
+
+@needs_c
+def test_tensors_of_several_parts_get_the_same_bits_with_moments_in_8_bits() -> None:
+    """PyTorch takes `EAGER_BLOCK` numbers at a time, threads of C share more than `SERIAL`."""
+    options: dict[str, Any] = {"rounding": "stochastic", **moment_options("adamw", CODED, CODED)}
+    sizes = (EAGER_BLOCK + 5003,)
+    a, b = (plain_run("adamw", e, (BRAIN, BRAIN), options, sizes) for e in ("c", "eager"))
+    assert unlike(a, b) == []
+
+
+@needs_c
+@pytest.mark.compiled
+def test_a_compiled_kernel_gives_the_bits_of_eager_with_moments_in_8_bits() -> None:
+    options: dict[str, Any] = {"rounding": "split", **moment_options("adamw", CODED, CODED)}
+    a, b = (plain_run("adamw", e, (HALF, FLOAT), options) for e in ("c", "eager"))
+    assert unlike(a, b) == []
 
 
 @needs_c
@@ -153,10 +188,14 @@ def test_c_and_eager_give_the_same_bits_with_masters_of_24_bits(
 
 
 def plain_run(
-    name: str, engine: str, stored: tuple[torch.dtype, torch.dtype], options: dict[str, Any]
+    name: str,
+    engine: str,
+    stored: tuple[torch.dtype, torch.dtype],
+    options: dict[str, Any],
+    sizes: tuple[int, ...] = SIZES,
 ) -> Any:
     """Some steps with ordinary gradients, of which one has an infinity."""
-    made = parameters(normal((n,), n, stored[0]) for n in SIZES)
+    made = parameters(normal((n,), n, stored[0]) for n in sizes)
     optimizer = MAKE[name](made, **options, seed=5, engine=engine)
     for step in range(4):
         for p in made:

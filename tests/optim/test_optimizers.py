@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -459,26 +460,18 @@ def turned_on_later(engine: str) -> None:
     torch.testing.assert_close(p, q)
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_momentum_may_be_turned_on_later() -> None:
     """As in torch, where a buffer is made when it is first needed."""
     turned_on_later("eager")
 
 
 @pytest.mark.skipif(kernels.why_not() is not None, reason="no compiled kernels")
-def test_momentum_may_be_turned_on_later_in_c() -> None:
+def test_momentum_may_be_turned_on_later_in_c(forked: ForkServerContext) -> None:
     """In a process of its own: C may read a moment that is not there, and end it."""
-    done = python("from tests.optim.test_optimizers import turned_on_later as f; f('c')")
-    assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-500:]}"
+    process = forked.Process(target=turned_on_later, args=("c",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def changes_of_dtype() -> list[Any]:
@@ -1225,7 +1218,12 @@ print("\\n".join(sorted(sys.modules)))
 
 
 def test_importing_it_brings_torch_and_the_numerics_only() -> None:
-    done = python(IMPORTED)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     names = done.stdout.split()
     parts = {n.split(".")[1] for n in names if n.startswith("mprun.")}

@@ -6,14 +6,16 @@ gradients round alike and need not exchange their parameters. Shards of FSDP2 ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 from mprun.optim import AdamW, mark_shard, name_parameters
@@ -67,10 +69,16 @@ def replica(rank: int, rendezvous: str, folder: str) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.timeout(180)
+def results(function: Callable[..., None], folder: Path) -> list[Any]:
+    """What each process of a group saved."""
+    arguments = (str(folder / "meeting"), str(folder))
+    start_processes(function, arguments, nprocs=WORLD, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+@pytest.mark.usefixtures("forked")
 def test_replicas_stay_equal_to_each_other_and_to_one_process(tmp_path: Path) -> None:
-    multiprocessing.spawn(replica, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=WORLD)
-    a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD))
+    a, b = results(replica, tmp_path)
     assert a["losses"] != b["losses"], "both had the same half of the batch"
     for name in ("parameters", "gradients"):
         pairs = zip(_flat(a[name]), _flat(b[name]), strict=True)
@@ -147,10 +155,9 @@ def sharding(rank: int, rendezvous: str, folder: str) -> None:
         distributed.destroy_process_group()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("forked")
 def test_shards_of_fsdp2_are_the_parts_of_one_process(tmp_path: Path) -> None:
-    multiprocessing.spawn(sharding, (str(tmp_path / "meeting"), str(tmp_path)), nprocs=WORLD)
-    a, b = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD))
+    a, b = results(sharding, tmp_path)
     assert (a["sizes"], b["sizes"]) == ([48, 3, 5, 1], [32, 2, 0, 0])
     model = uneven()
     optimizer = adamw(model.parameters())

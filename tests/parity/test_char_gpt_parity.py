@@ -19,7 +19,8 @@ from mprun.data.text import python_library
 from mprun.recipes.char_gpt import Gpt
 from mprun.records.run_record import read_lines
 
-STEPS, WARMUP, BATCH, CONTEXT, VOCABULARY = 12, 4, 12, 64, 128
+STEPS, WARMUP, BATCH, CONTEXT, VOCABULARY = 8, 3, 12, 16, 128
+LAYERS, HEADS, WIDTH = 2, 4, 64
 HIGH, LOW = 1e-3, 1e-4
 
 
@@ -42,7 +43,7 @@ def raw_loop(bf16: bool) -> tuple[list[float], torch.nn.Module]:
     """Losses of all steps, and the trained model."""
     ids = characters()
     torch.manual_seed(0)
-    model = Gpt(VOCABULARY, CONTEXT, layers=4, heads=4, width=128)
+    model = Gpt(VOCABULARY, CONTEXT, LAYERS, HEADS, WIDTH)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, lr=HIGH, betas=(0.9, 0.99), weight_decay=0.1)
     order = torch.randperm(len(ids) - CONTEXT, generator=torch.Generator().manual_seed(0))
@@ -67,7 +68,10 @@ def raw_loop(bf16: bool) -> tuple[list[float], torch.nn.Module]:
 def test_losses_and_weights_equal_a_raw_loop_bit_for_bit(precision: str) -> None:
     words = ["recipe=char_gpt", f"precision={precision}", "speed=plain", "device=cpu"]
     words += ["data.source=generated", f"recipe.model.vocabulary={VOCABULARY}", "run.dir=run"]
-    words += [f"train.max_steps={STEPS}", f"train.warmup_steps={WARMUP}", "data.eval_limit=64"]
+    sizes = {"layers": LAYERS, "heads": HEADS, "width": WIDTH, "context": CONTEXT}
+    words += [f"recipe.model.{name}={value}" for name, value in sizes.items()]
+    words += [f"train.max_steps={STEPS}", f"train.warmup_steps={WARMUP}"]
+    words += [f"train.batch_size={BATCH}", "data.eval_limit=64"]
     assert main(words) == 0
     ours = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]["model"]
     steps = [line["loss"] for line in read_lines(Path("run")) if line["kind"] == "step"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 from mprun.data.text import python_library
 
-STEPS = 6
+STEPS = 4
 
 
 def check(recipe: str, precision: str, raw: nn.Module, *words: str) -> None:
@@ -35,6 +35,7 @@ def order(samples: int, batch: int) -> Iterator[Tensor]:
     return (index for _, index in zip(range(STEPS), drawn.split(batch), strict=False))
 
 
+@pytest.mark.representative("bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 def test_a_llama_from_its_config(precision: str) -> None:
     transformers = pytest.importorskip("transformers", reason="mprun[transformer]")

@@ -25,14 +25,14 @@ CASES = {
         Linear(1024, 512, 64),
         lambda p: torch.optim.SGD(p, lr=1e-3),
         64,
-        500,
+        60,
         0.0,
     ),
     "mnist": (
         Mnist(256),
         lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, eps=1e-7),
-        8192,
-        20,
+        1024,
+        8,
         0.2,
     ),
     "fashion_mnist": (
@@ -51,7 +51,7 @@ CASES = {
 def test_weights_equal_a_raw_loop_bit_for_bit(name: str, precision: str) -> None:
     recipe, optimizer, batch_size, steps, held_out = CASES[name]
     words = [f"recipe={name}", f"precision={precision}", "speed=plain", "device=cpu", "run.dir=run"]
-    words += [f"train.max_steps={steps}", "data.eval_limit=64"]
+    words += [f"train.max_steps={steps}", "data.eval_limit=64", f"train.batch_size={batch_size}"]
     if name != "linear":
         words.append("data.source=generated")
     assert main(words) == 0
@@ -117,7 +117,8 @@ def test_fp16_mixed_equals_autocast_with_grad_scaler(
     monkeypatch.setattr(Planted, "steps", planted)
     monkeypatch.setattr(Planted, "calls", [])
     words = ["recipe=mnist", "precision=fp16_mixed", "speed=plain", "device=cpu", "run.dir=run"]
-    words += ["train.batch_size=64", "train.max_steps=20", "data.source=generated"]
+    words += ["train.batch_size=64", "train.max_steps=14", "data.source=generated"]
+    words.append("recipe.model.units=64")
     words += ["data.eval_limit=64", "loss_scale.growth_interval=4", "loss_scale.value=1024"]
     # The footprint runs the step twice on fake tensors; those calls are not the run's.
     monkeypatch.setattr("mprun.run.footprint", lambda plan: ({}, None))
@@ -126,8 +127,8 @@ def test_fp16_mixed_equals_autocast_with_grad_scaler(
     state = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]
     lines = [x for x in read_lines(Path("run")) if x["kind"] == "step"]
 
-    splits = Mnist(256).data(DataRequest(source="generated", validation_fraction=0.2))
-    raw, skipped, scale = fp16_raw_loop(Mnist(256), splits, 64, 20, 1024.0, planted)
+    splits = Mnist(64).data(DataRequest(source="generated", validation_fraction=0.2))
+    raw, skipped, scale = fp16_raw_loop(Mnist(64), splits, 64, 14, 1024.0, planted)
     assert [x["skipped"] for x in lines] == skipped
     assert any(skipped) == bool(planted)
     assert state["loss_scale"]["scale"].item() == scale

@@ -16,7 +16,7 @@ from torchvision.models import resnet18
 from mprun.cli.main import main
 from mprun.data import DataRequest, image_splits
 
-STEPS, BATCH, RATE = 5, 16, 0.01
+STEPS, BATCH, RATE = 3, 4, 0.01
 
 
 def raw_loop(bf16: bool) -> torch.nn.Module:
@@ -40,10 +40,11 @@ def raw_loop(bf16: bool) -> torch.nn.Module:
     return model
 
 
+@pytest.mark.representative("bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 def test_weights_and_statistics_equal_a_raw_loop_bit_for_bit(precision: str) -> None:
     words = ["recipe=resnet", f"precision={precision}", "speed=plain", "device=cpu", "run.dir=run"]
-    words += ["data.source=generated", "data.eval_limit=16", f"train.batch_size={BATCH}"]
+    words += ["data.source=generated", "data.eval_limit=4", f"train.batch_size={BATCH}"]
     assert main([*words, f"train.max_steps={STEPS}"]) == 0
     ours = torch.load(Path("run/checkpoints/last.pt"), weights_only=True)["trainer"]["model"]
 

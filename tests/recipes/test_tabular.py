@@ -61,6 +61,7 @@ def test_without_the_extra_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Tabular(8, 1).data(DataRequest())
 
 
+@pytest.mark.representative("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_sr"])
 def test_it_trains_in_seconds(precision: str) -> None:
     assert main(["recipe=tabular", f"precision={precision}", "run.dir=run"]) == 0

@@ -44,6 +44,7 @@ def test_a_resnet_by_name(name: str, millions: float) -> None:
     assert model.eval()(torch.zeros(2, 3, 28, 28)).shape == (2, 10)
 
 
+@pytest.mark.representative("googlenet-64", "squeezenet1_1-28")
 @pytest.mark.parametrize(
     ("name", "size"),
     [("mobilenet_v3_small", 28), ("vit_b_32", 32), ("googlenet", 64), ("squeezenet1_1", 28)],
@@ -183,17 +184,18 @@ def test_images_of_any_kind_become_rgb(mode: str, tmp_path: Path) -> None:
     assert train.example(4)[0].shape == (4, 3, 32, 32)
 
 
+@pytest.mark.representative("fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 def test_a_folder_of_images_trains(precision: str) -> None:
     images(Path("photos/train"), count=16)
     images(Path("photos/val"), count=4)
     words = ["recipe=resnet", "recipe.model.folder=photos", "recipe.model.image_size=32"]
-    words += ["train.max_steps=20", "train.batch_size=12", f"precision={precision}", "run.dir=run"]
+    words += ["train.max_steps=8", "train.batch_size=12", f"precision={precision}", "run.dir=run"]
     assert main(words) == 0
     summary = read_summary(Path("run"))
     assert (summary.data.name, summary.data.train_samples) == ("photos", 48)
     losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert sum(losses[-3:]) < sum(losses[:3]), "the colours tell the classes apart"
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3]), "the colours tell the classes apart"
 
 
 def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,8 +208,11 @@ def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixtur
 
 
 def test_habanas_lists_train_it() -> None:
-    words = ["recipe=resnet", "op_lists=hmp_resnet50", "preset=smoke", "data.source=generated"]
-    assert main([*words, "train.max_time_s=600", "run.dir=run"]) == 0
+    words = ["recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
+    words += ["train.max_steps=10", "train.batch_size=16", "data.eval_limit=16", "train.lr=0.05"]
+    assert main([*words, "run.dir=run"]) == 0
+    losses = [x["loss"] for x in read_lines(Path("run")) if x["kind"] == "step"]
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
     assert read_summary(Path("run")).effective.compute_dtype == "bfloat16"
 
 
@@ -215,7 +220,7 @@ def test_habanas_lists_cast_convolutions_and_not_the_loss(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["trace", "recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
-    assert main([*words, "train.batch_size=4"]) == 0
+    assert main([*words, "train.batch_size=2"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     found = {row[1]: row[2:5] for row in rows if row[:1] in (["forward"], ["backward"])}
     assert found["conv2d"] == ["bf16", "listed", "lower"]

@@ -28,6 +28,7 @@ def recipe(architecture: str = "llama", **changes: Any) -> Transformer:
     return Transformer(architecture=architecture, **{**SIZES, "text": None, **changes})
 
 
+@pytest.mark.representative("llama", "gpt2")
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen2", "gpt_neox"])
 def test_an_architecture_has_the_sizes(architecture: str) -> None:
     model = recipe(architecture).model()
@@ -104,6 +105,7 @@ def test_data_are_windows_of_text() -> None:
     assert recipe().prepare(train.content[:2]).dtype == torch.int64
 
 
+@pytest.mark.representative("bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_sr"])
 def test_it_trains(precision: str) -> None:
     words = ["recipe=transformer", *SMALL, f"precision={precision}", "data.source=generated"]

@@ -104,25 +104,27 @@ def test_a_whole_summary_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, plain()) == summary_of()
 
 
-@pytest.mark.parametrize("path", REQUIRED, ids=lambda p: ".".join(map(str, p)))
-def test_every_missing_field_is_named(path: tuple[Any, ...], tmp_path: Path) -> None:
-    summary = plain()
-    del parent(summary, path)[path[-1]]
-    where = "" if len(path) == 1 else f" - at `{shown(path[:-1])}`"
-    assert defect(tmp_path, summary) == f"Object missing required field `{path[-1]}`{where}"
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda p: ".".join(map(str, p)))
-def test_every_value_of_another_type_is_named(path: tuple[Any, ...], tmp_path: Path) -> None:
-    for wrong in ([[]], {"a": {}}):
+def test_every_missing_field_is_named(tmp_path: Path) -> None:
+    for path in REQUIRED:
         summary = plain()
-        parent(summary, path)[path[-1]] = wrong
-        assert f"- at `{shown(path)}" in defect(tmp_path, summary), wrong
-    summary = plain()
-    parent(summary, path)[path[-1]] = 1e300
-    name = ".".join(map(str, path)).replace(".0", "[0]")
-    text = defect(tmp_path, summary)
-    assert text == f"{name} is out of range" or text.endswith(f"- at `{shown(path)}`")
+        del parent(summary, path)[path[-1]]
+        where = "" if len(path) == 1 else f" - at `{shown(path[:-1])}`"
+        text = defect(tmp_path, summary)
+        assert text == f"Object missing required field `{path[-1]}`{where}", path
+
+
+def test_every_value_of_another_type_is_named(tmp_path: Path) -> None:
+    for path in PATHS:
+        for wrong in ([[]], {"a": {}}):
+            summary = plain()
+            parent(summary, path)[path[-1]] = wrong
+            assert f"- at `{shown(path)}" in defect(tmp_path, summary), (path, wrong)
+        summary = plain()
+        parent(summary, path)[path[-1]] = 1e300
+        name = ".".join(map(str, path)).replace(".0", "[0]")
+        text = defect(tmp_path, summary)
+        is_named = text == f"{name} is out of range" or text.endswith(f"- at `{shown(path)}`")
+        assert is_named, (path, text)
 
 
 @pytest.mark.parametrize(

@@ -10,47 +10,95 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FORKING = """
-import json, os, sys, time
-import torch, torch._dynamo, mprun.run
+import json, os, resource, signal, sys, time
+import torch, mprun.run
 from mprun.cli.main import main
-from mprun.data.generated import draw
+from mprun.data import generated
+from mprun.train.loop import Trainer
 
-draw()
+generated.TRAIN_SAMPLES = 2048
+generated.draw()
+mprun.run.footprint = lambda *_: ({}, None)  # the memory of a step takes as long as a short run
+sync, take, apply = os.fsync, Trainer.optimizer_step, torch.nn.Sequential.forward
 
-def slow(descriptor, sync=os.fsync):
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def slow_sync(descriptor):
     time.sleep(0.01)
     sync(descriptor)
 
+def deadly_sync(descriptor):
+    name, _, number = os.environ["KILL_WRITING"].partition(" ")
+    if name in os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")):
+        os.environ["KILL_WRITING"] = f"{name} {int(number) - 1}"
+        if number == "1":
+            killed()
+    sync(descriptor)
+
+def deadly_step(self, batch):
+    if self.step + 1 == int(os.environ["KILL_AT"]):
+        killed()
+    return take(self, batch)
+
+def ended_evaluation(self, x):
+    if not self.training and "END_EVALUATION" in os.environ:
+        os.kill(os.getpid(), int(os.environ.pop("END_EVALUATION")))
+    return apply(self, x)
+
+def prepare(words, cwd, environment):
+    os.chdir(cwd)
+    os.environ.update(environment)
+    if "SLOW_DISK" in environment:
+        os.fsync = slow_sync
+    if "KILL_WRITING" in environment:
+        os.fsync = deadly_sync
+    if "KILL_AT" in environment:
+        Trainer.optimizer_step = deadly_step
+    if "END_EVALUATION" in environment:
+        torch.nn.Sequential.forward = ended_evaluation
+    if "FILE_LIMIT" in environment:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(environment["FILE_LIMIT"]),) * 2)
+        sys.dont_write_bytecode = True  # it would be cut too
+    log = os.open(environment.get("LOG", "log.txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if "OUT" in environment:
+        os.dup2(os.open(environment["OUT"], os.O_WRONLY), 1)
+
 for line in sys.stdin:
-    words, cwd, environment = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        os.chdir(cwd)
-        os.environ.update(environment)
-        if "SLOW_DISK" in environment:
-            os.fsync = slow
-        log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        status = 99
-        try:
-            status = main(words)
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    pids = []
+    for job in json.loads(line):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            status = 99
+            try:
+                prepare(*job)
+                status = main(job[0])
+                sys.stdout.flush()
+            finally:
+                os._exit(status)
+    print(pids[0], flush=True)
+    print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
 """
+
+Job = tuple[list[str], str, dict[str, str]]
 
 
 class Forking:
-    """Runs mprun in processes of their own, one at a time.
+    """Runs mprun in processes of their own; these variables of its environment do something to one:
 
-    With SLOW_DISK in its environment a process takes 10 ms to bring a file to the disk.
+    - SLOW_DISK: it takes 10 ms to bring a file to the disk.
+    - KILL_WRITING="TEXT N": it dies before the Nth file whose name contains the text is written.
+    - KILL_AT: it dies before it takes the step of this number.
+    - END_EVALUATION: it sends itself this signal in its first evaluation of an nn.Sequential.
+    - FILE_LIMIT: no file can have more bytes.
+    - LOG: the file of its output, in place of log.txt.
+    - OUT: the file of its standard output alone.
     """
 
     def __init__(self) -> None:
@@ -66,19 +114,33 @@ class Forking:
         self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None
     ) -> int:
         """Begin a run, with these variables of the environment too; its process id."""
-        assert self._server.stdin is not None
-        line = json.dumps([words, str(cwd), dict(environment or {})])
-        self._server.stdin.write(f"{line}\n")
-        self._server.stdin.flush()
-        return self._read()
+        return self._start([(words, str(cwd), dict(environment or {}))])
 
     def wait(self) -> int:
         """How the run ended: its status, or the negative number of the signal that killed it."""
+        (status,) = self._read()
+        return status
+
+    def run(self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> int:
+        """Begin a run and wait for its end."""
+        self.start(words, cwd, environment)
+        return self.wait()
+
+    def together(self, words: list[str], cwd: Path, logs: Sequence[str]) -> list[int]:
+        """Begin the same run at once for each of these names of logs, and wait for their ends."""
+        self._start([(words, str(cwd), {"LOG": log}) for log in logs])
         return self._read()
 
-    def _read(self) -> int:
+    def _start(self, jobs: list[Job]) -> int:
+        assert self._server.stdin is not None
+        self._server.stdin.write(f"{json.dumps(jobs)}\n")
+        self._server.stdin.flush()
+        (pid,) = self._read()
+        return pid
+
+    def _read(self) -> list[int]:
         assert self._server.stdout is not None
-        return int(self._server.stdout.readline())
+        return [int(word) for word in self._server.stdout.readline().split()]
 
     def close(self) -> None:
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=300)

@@ -106,6 +106,7 @@ def planned(recipe: Recipe, *words: str) -> Plan:
     return replace(plan, recipe=recipe, splits=recipe.data(DataRequest()))
 
 
+@pytest.mark.representative("*-dict", "fp32-*", "half_sr-dataclass")
 @pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_and_keeps_what_is_no_float(mode: str, kind: str) -> None:

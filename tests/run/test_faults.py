@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from mprun.records.files import write_atomic
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
+from tests.run.processes import Forking
 from tests.schema import conforms
 
 RUN = ["recipe=linear", "train.max_steps=20", "train.checkpoint_every_steps=5", "run.dir=run"]
@@ -121,18 +119,14 @@ def test_a_run_folder_removed_meanwhile(monkeypatch: pytest.MonkeyPatch, stderr:
     assert stderr().startswith("mprun: the run failed: FileNotFoundError")
 
 
-def test_a_real_limit_on_file_sizes() -> None:
-    # -B: Python would cut its bytecode files too, and fail at the next import.
-    command = [sys.executable, "-B", "-m", "mprun", *RUN, "train.optimizer.name=adamw"]
-    limit = 500_000  # the checkpoint of some MB does not fit, the lines do
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited)
-    assert done.returncode == 1
-    assert done.stderr.startswith("mprun: the record cannot be written (File too large)")
-    assert done.stderr.count("\n") == 1
+def test_a_real_limit_on_file_sizes(forking: Forking) -> None:
+    words = [*RUN, "train.optimizer.name=adamw"]
+    # The checkpoint of some MB does not fit, the lines do.
+    assert forking.run(words, Path.cwd(), {"FILE_LIMIT": "500000"}) == 1
+    said = Path("log.txt").read_text(encoding="utf-8")
+    (line,) = [x for x in said.splitlines() if x.startswith("mprun: ")]
+    assert line.startswith("mprun: the record cannot be written (File too large)")
+    assert "Traceback" not in said
     assert [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"] == [1, 2, 3, 4, 5]
     assert read_summary(Path("run")).status == "failed"
     assert not checkpoint.path_in(Path("run")).exists()
@@ -164,19 +158,15 @@ def test_a_folder_another_run_is_in(stderr: Stderr) -> None:
     assert before == {p: p.read_bytes() for p in files}
 
 
-def test_two_processes_and_one_folder() -> None:
-    command = [sys.executable, "-m", "mprun", *RUN, "train.max_steps=200", "train.epochs=200"]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 2]
-    refused = next(e for e, p in zip(errors, both, strict=True) if p.returncode == 2)
+def test_two_processes_and_one_folder(forking: Forking) -> None:
+    logs = ["one.txt", "other.txt"]
+    ended = forking.together([*RUN, "train.epochs=20"], Path.cwd(), logs)
+    assert sorted(ended) == [0, 2]
+    refused = Path(logs[ended.index(2)]).read_text(encoding="utf-8")
     assert refused.startswith("mprun: run.dir=run")
     assert refused.count("\n") == 1
     steps = [x["step"] for x in read_lines(Path("run")) if x["kind"] == "step"]
-    assert steps == list(range(1, 201))
+    assert steps == list(range(1, 21))
     assert read_summary(Path("run")).status == "completed"
 
 

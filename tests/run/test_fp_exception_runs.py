@@ -104,12 +104,24 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Resumed runs do not measure the memory of a step either."""
+    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+
+
 WORDS = ["--config-dir=conf", "recipe=planted", "device=cpu"]
 
 
-def run(name: str, *words: str, status: int = 0) -> Summary:
-    """A run into the folder `name`, which ends with this status."""
-    assert main([*WORDS, *words, f"run.dir={name}"]) == status
+def run(name: str, *words: str, status: int = 0, measured: bool = False) -> Summary:
+    """A run into the folder `name`, which ends with this status.
+
+    The memory of a step is only `measured` where asked, for that takes as long as the run.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not measured:
+            patch.setattr("mprun.run.footprint", lambda *_: ({}, None))
+        assert main([*WORDS, *words, f"run.dir={name}"]) == status
     summary = read_summary(Path(name))
     conforms(summary, Summary)
     return summary
@@ -153,7 +165,8 @@ def test_off_nothing_is_different() -> None:
 @pytest.mark.parametrize("fused", [False, True], ids=["masked", "sdpa"])
 def test_a_clean_fp16_mixed_run_with_a_causal_mask_has_none(fused: bool) -> None:
     words = ["precision=fp16_mixed", "loss_scale.value=65536", f"recipe.model.fused={fused}"]
-    summary = run("run", *words, "debug.fp_exceptions=halt")
+    summary = run("run", *words, "debug.fp_exceptions=halt", measured=not fused)
+    assert fused or (summary.memory_bytes.peak or 0) > 0
     row = summary.fp_exceptions
     assert row is not None
     assert (summary.status, row.finding, row.absorbed) == ("completed", 0, 0)
@@ -359,6 +372,7 @@ def test_skip_gives_up_after_some_in_a_row(capsys: pytest.CaptureFixture[str]) -
 # ---- resuming, variants --------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_run_can_be_resumed_to_be_looked_at() -> None:
     run("run", "train.max_steps=6")
     assert main(["run.resume=run", "train.max_steps=12", "debug.fp_exceptions=halt"]) == 0
@@ -369,6 +383,7 @@ def test_a_run_can_be_resumed_to_be_looked_at() -> None:
     assert row.action == "halt"
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_what_was_found_before_goes_on() -> None:
     words = [*fault("zero", 2, 5), "precision=fp16_mixed", "loss_scale=static"]
     words += ["debug.fp_exceptions=log"]
@@ -383,6 +398,7 @@ def test_what_was_found_before_goes_on() -> None:
     assert row.finding == recorded("run")["counts"]["finding"] == len(events("run"))
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("kept", "given", "legal"),
     [("skip", "log", False), ("off", "skip", False), ("log", "off", True)],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,10 +16,10 @@ from mprun.cli.main import main
 from mprun.doctor.machine import has_amx
 from mprun.kernels import prebuilt
 from mprun.records.run_record import LossScaleRow, Summary, read_lines, read_summary
-from tests.run.test_resume import Forking, assert_equal, assert_same_run, trained
+from tests.run.processes import Forking
+from tests.run.test_resume import assert_equal, assert_same_run, trained
 from tests.schema import conforms
 from tests.summaries import check_partials
-from tests.waiting import wait_for
 
 TRUE_HALF = {
     "fp16_true": ("float16", "nearest"),
@@ -384,7 +382,7 @@ def test_the_modes_round_differently() -> None:
 def without_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Call it, and for the rest of the test there are no compiled kernels."""
     if kernels.why_not() is not None:
-        pytest.skip("there is none anyway")
+        pytest.skip("there is no C compiler here, so kernels are never compiled")
 
     def forget() -> None:
         kernels.why_not.cache_clear()
@@ -473,27 +471,16 @@ def test_a_run_given_more_steps_is_the_longer_run(variant: str) -> None:
         assert read_summary(Path("whole")).skipped_steps > 0
 
 
-@pytest.fixture(scope="module")
-def forking() -> Iterator[Forking]:
-    server = Forking()
-    yield server
-    server.close()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["half_sr", "half_sr_full"])
 def test_a_run_killed_after_a_checkpoint_goes_on_bit_for_bit(forking: Forking, mode: str) -> None:
     words = [*QUICK, f"precision={mode}", "train.epochs=12", "train.checkpoint_every_steps=12"]
     words.append("train.optimizer.name=adamw")
-    forking.start([*words, "run.dir=whole"], Path.cwd())
-    assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
-    pid = forking.start([*words, "run.dir=run"], Path.cwd())
-    wait_for(Path("run/checkpoints/last.pt").exists)
-    time.sleep(0.02)  # a few steps on
-    os.kill(pid, signal.SIGKILL)
-    assert forking.wait() == -signal.SIGKILL
+    assert forking.run([*words, "run.dir=whole"], Path.cwd()) == 0
+    ended = forking.run([*words, "run.dir=run"], Path.cwd(), {"KILL_AT": "16"})
+    assert ended == -signal.SIGKILL, Path("log.txt").read_text(encoding="utf-8")
     assert read_summary(Path("run")).status == "running"
-    assert trained(Path("run"))["step"] < read_summary(Path("whole")).steps
-    forking.start(["run.resume=run"], Path.cwd())
-    assert forking.wait() == 0, Path("log.txt").read_text(encoding="utf-8")
+    assert trained(Path("run"))["step"] == 12
+    ended = forking.run(["run.resume=run"], Path.cwd())
+    assert ended == 0, Path("log.txt").read_text(encoding="utf-8")
     assert_same_run(Path("run"), Path("whole"))

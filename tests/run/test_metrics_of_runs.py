@@ -192,7 +192,8 @@ def compared(monkeypatch: pytest.MonkeyPatch, metric: str) -> Any:
     for mode in ("fp32", "bf16_mixed"):
         for seed in (0, 1):
             name = f"runs/{mode}-{seed}"
-            assert main([*words, f"precision={mode}", f"seed={seed}", f"run.dir={name}"]) == 0
+            given = [f"precision={mode}", f"seed={seed}", "train.max_steps=2", f"run.dir={name}"]
+            assert main([*words, *given]) == 0
     assert main(["compare", "runs", "compare.dir=table"]) == 0
     return json.loads(Path("table/comparison.json").read_text(encoding="utf-8"))
 

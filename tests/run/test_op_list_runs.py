@@ -34,7 +34,7 @@ FASHION = [
 ]
 
 
-def run(name: str, *words: str, steps: int = 6) -> Summary:
+def run(name: str, *words: str, steps: int = 3) -> Summary:
     """A run of a few steps of `mnist` into the folder `name`."""
     assert main([*MNIST, f"train.max_steps={steps}", *words, f"run.dir={name}"]) == 0
     summary = read_summary(Path(name))
@@ -489,9 +489,9 @@ def test_the_line_is_printed_and_a_resumed_run_has_the_same_lists(
     run("whole", *words)
     output = capsys.readouterr()
     assert output.err.count("log_softmax from the fp32 list") == 1
-    run("half", *words, steps=3)
+    run("half", *words, steps=2)
     Path("f").unlink()  # a resumed run needs no file
-    assert main(["run.resume=half", "train.max_steps=6"]) == 0
+    assert main(["run.resume=half", "train.max_steps=3"]) == 0
     assert_equal(weights("half"), weights("whole"))
 
 

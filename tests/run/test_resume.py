@@ -27,6 +27,7 @@ from tests.waiting import is_filled, wait_for
 
 MNIST = [
     "recipe=mnist",
+    "recipe.model.units=32",
     "data.source=generated",
     "data.train_limit=600",
     "data.eval_limit=64",
@@ -192,13 +193,14 @@ def test_a_completed_run_takes_no_further_step() -> None:
         assert_equal(trained(Path("run")), state)
 
 
+@pytest.mark.usefixtures("clock")
 def test_time_already_trained_counts_towards_the_limit() -> None:
-    words = ["recipe=linear", "train.epochs=null", "train.max_time_s=0.3", "run.dir=run"]
+    words = ["recipe=linear", "train.epochs=null", "train.max_time_s=3", "run.dir=run"]
     assert main(words) == 0
     steps = read_summary(Path("run")).steps
     assert main(["run.resume=run"]) == 0
     assert read_summary(Path("run")).steps == steps > 0
-    assert main(["run.resume=run", "train.max_time_s=0.6"]) == 0
+    assert main(["run.resume=run", "train.max_time_s=6"]) == 0
     assert read_summary(Path("run")).steps > steps
 
 
@@ -348,7 +350,12 @@ def test_killed_at_a_random_moment(
     assert_same_run(Path("run"), whole("fp32"))
 
 
-@pytest.mark.parametrize("n", range(int(os.environ.get("MPRUN_KILLS", "0"))))
+KILLS = int(os.environ.get("MPRUN_KILLS", "0"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(KILLS == 0, reason="only where MPRUN_KILLS=N asks for N killed runs")
+@pytest.mark.parametrize("n", range(max(KILLS, 1)))
 def test_killed_many_times_in_every_mode(
     forking: Forking, whole: Callable[[str], Path], n: int
 ) -> None:
@@ -363,16 +370,11 @@ def test_killed_many_times_in_every_mode(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
 @pytest.mark.parametrize("every", [3, 10])
 def test_killed_during_validation(forking: Forking, number: signal.Signals, every: int) -> None:
-    words = [*MNIST, "data.eval_limit=400", "data.train_limit=640", "train.eval_batch_size=1"]
-    words += ["train.epochs=2", f"train.checkpoint_every_steps={every}"]
-    forking.start([*words, "run.dir=whole"], Path.cwd())
-    assert forking.wait() == 0
-    pid = forking.start([*words, "run.dir=run"], Path.cwd())
-    metrics = Path("run/metrics.jsonl")
-    wait_for(lambda: is_filled(metrics) and '"step":10,' in metrics.read_text(encoding="utf-8"))
-    os.kill(pid, number)
-    assert forking.wait() == ENDS[number]
+    words = [*MNIST, "data.train_limit=640", "train.eval_batch_size=8", "train.epochs=2"]
+    words.append(f"train.checkpoint_every_steps={every}")
+    assert forking.run([*words, "run.dir=whole"], Path.cwd()) == 0
+    environment = {"END_EVALUATION": str(int(number))}
+    assert forking.run([*words, "run.dir=run"], Path.cwd(), environment) == ENDS[number]
     assert [x["kind"] for x in read_lines(Path("run"))] == ["step"] * 10
-    forking.start(["run.resume=run"], Path.cwd())
-    assert forking.wait() == 0
+    assert forking.run(["run.resume=run"], Path.cwd()) == 0
     assert_same_run(Path("run"), Path("whole"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,65 +10,33 @@ from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from mprun.train import memory_count
 from tests.summaries import example
-
-FIRST_STEP = """
-import sys
-from mprun.cli.main import main
-from mprun.train.loop import Trainer
-
-step = Trainer.optimizer_step
-
-def first_step(trainer, batch):
-    step(trainer, batch)
-    print("torch._dynamo" in sys.modules, flush=True)
-    raise SystemExit
-
-Trainer.optimizer_step = first_step
-main(sys.argv[1:])
-"""
+from tests.train.conftest import Fresh
 
 
+@pytest.mark.representative("mnist")
 @pytest.mark.parametrize("recipe", ["mnist", "fashion_mnist", "linear"])
-def test_a_run_takes_its_first_step_without_the_compiler(recipe: str, tmp_path: Path) -> None:
+def test_a_run_takes_its_first_step_without_the_compiler(
+    recipe: str, fresh: Fresh, tmp_path: Path
+) -> None:
     """Its import takes longer than everything else of a start."""
-    overrides = [f"recipe={recipe}", "data.source=generated", "train.batch_size=8"]
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_STEP, *overrides, "run.dir=run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "False\n" in done.stdout, done.stderr
-    assert "True\n" not in done.stdout
-
-
-WHOLE_RUN = """
-import sys
-from mprun.cli.main import main
-
-status = main(sys.argv[1:])
-print("compiler imported:", "torch._dynamo" in sys.modules)
-sys.exit(status)
-"""
+    words = [f"recipe={recipe}", "data.source=generated", "train.batch_size=8", "run.dir=run"]
+    imported = fresh.imported(words, tmp_path, is_whole=False)
+    assert "mprun.train.loop" in imported
+    assert "torch._dynamo" not in imported
 
 
 @pytest.mark.representative("fp32")
 @pytest.mark.parametrize("mode", ["fp32", "bf16_true", "bf16_sr"])
-def test_a_run_of_short_steps_never_imports_the_compiler(mode: str, tmp_path: Path) -> None:
+def test_a_run_of_short_steps_never_imports_the_compiler(
+    mode: str, fresh: Fresh, tmp_path: Path
+) -> None:
     """Its memory is counted in a real step, as the first fake tensor imports the compiler."""
     words = ["recipe=linear", "train.epochs=20", f"precision={mode}", "device=cpu"]
-    done = subprocess.run(
-        [sys.executable, "-c", WHOLE_RUN, *words, "execution=native", "run.dir=run"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "compiler imported: False" in done.stdout
+    words.append("execution=native")
+    imported = fresh.imported([*words, "run.dir=run"], tmp_path, is_whole=True)
+    assert "torch._dynamo" not in imported
     counted = read_summary(tmp_path / "run").memory_bytes
-    assert main([*words, "execution=native", "run.dir=fake"]) == 0
+    assert main([*words, "run.dir=fake"]) == 0
     assert read_summary(Path("fake")).memory_bytes == counted
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from mprun.compare.load import find_runs
 from mprun.records.run_folder import RECORD_FILES
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.loop import Trainer
+from tests.train.conftest import Fresh
 from tests.train.logged import (
     LINEAR,
     MNIST,
@@ -196,7 +196,7 @@ def no_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
 
 
-def test_it_is_imported_only_when_it_is_the_logger() -> None:
-    code = "import sys, mprun.run; print(sorted({'mlflow', 'wandb', 'trackio'} & set(sys.modules)))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+def test_it_is_imported_only_when_it_is_the_logger(fresh: Fresh, tmp_path: Path) -> None:
+    words = [*LINEAR, "train.max_steps=2", "run.dir=run"]
+    imported = fresh.imported(words, tmp_path, is_whole=True)
+    assert not {"mlflow", "wandb", "trackio"} & imported

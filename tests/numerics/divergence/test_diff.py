@@ -139,6 +139,14 @@ PLACES = [
 ]
 
 
+@pytest.mark.representative(
+    "mlp-3-cast",
+    "mlp-2-arithmetic",
+    "cnn-3-backward",
+    "cnn-0-arithmetic",
+    "transformer-blocks.1.norm-backward",
+    "transformer-blocks.1.attention.k-arithmetic",
+)
 @pytest.mark.parametrize("how", ["cast", "arithmetic", "backward"])
 @pytest.mark.parametrize(("name", "path"), PLACES, ids=lambda x: str(x))
 def test_the_planted_module_is_the_first(name: str, path: str, how: str) -> None:
@@ -178,6 +186,9 @@ def test_a_fault_in_a_bfloat16_model_is_told_from_bfloat16(how: str) -> None:
     assert result.first.module == "3"
 
 
+@pytest.mark.representative(
+    "same-mlp", "autocast-transformer", "bfloat16-mlp", "both-cnn", "float16-mlp"
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pair", ["same", "autocast", "bfloat16", "both", "float16"])
 def test_healthy_pairs_have_no_first(name: str, pair: str) -> None:
@@ -199,8 +210,9 @@ def test_healthy_pairs_have_no_first(name: str, pair: str) -> None:
         assert max(row.a.arising for row in result.rows if row.phase == "forward") < 2**-18
 
 
-def test_many_initial_weights_give_no_false_alarm() -> None:
-    for seed in range(10):
+@pytest.mark.parametrize("seeds", [3, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_many_initial_weights_give_no_false_alarm(seeds: int) -> None:
+    for seed in range(seeds):
         torch.manual_seed(seed)
         model = mlp()
         batch = torch.randn(16, 20)
@@ -293,7 +305,7 @@ def test_nothing_of_the_models_changes() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_against_eager_in_bfloat16_reports_what_is_seen() -> None:
-    model = made("mlp")
+    model = nn.Sequential(nn.Linear(20, 32), nn.GELU(), nn.Linear(32, 5))
     compiled = torch.compile(copy.deepcopy(model))
     result = mprun.diff(
         Side(model, torch.bfloat16),

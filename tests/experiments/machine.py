@@ -1,0 +1,36 @@
+"""This machine, examined once in a test run.
+
+No test compares a measured time with a bound: loads differ on a busy machine. `benchmarks.roofline`
+does that.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from mprun.doctor.bandwidth import measure_bandwidths
+from mprun.experiments import recipe_roofline
+from mprun.experiments.examine import examine
+from mprun.records.doctor_record import Examination
+from mprun.records.roofline_record import Bandwidth
+
+BUDGET_S = 0.3
+
+
+@functools.cache
+def examined() -> Examination:
+    return examine("cpu", BUDGET_S)
+
+
+@functools.cache
+def bandwidths() -> list[Bandwidth]:
+    return measure_bandwidths(torch.device("cpu"), [2**16, 2**18, 2**20])
+
+
+def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's step is held against the rates of this examination, and so is what doctor says."""
+    monkeypatch.setattr("mprun.experiments.examine.examine", lambda *args: examined())
+    monkeypatch.setattr(recipe_roofline, "measure_bandwidths", lambda *args: bandwidths())

@@ -1,0 +1,73 @@
+"""Runs in processes that have imported nothing but what a run imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+FORKING = """
+import json, os, sys
+import mprun.run
+from mprun.cli.main import main
+from mprun.train.loop import Trainer
+
+step = Trainer.optimizer_step
+
+def first_step(trainer, batch):
+    step(trainer, batch)
+    raise SystemExit(0)
+
+out = sys.stdout
+for line in sys.stdin:
+    words, cwd, is_whole = json.loads(line)
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(cwd)
+        sys.stdout = sys.stderr = open("log.txt", "w")
+        Trainer.optimizer_step = step if is_whole else first_step
+        try:
+            status = main(words)
+        except SystemExit as end:
+            status = end.code
+        print(json.dumps([status, sorted(sys.modules)]), file=out, flush=True)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+class Fresh:
+    """Imports a run's modules once, and copies that process for each run."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKING],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def imported(self, words: list[str], cwd: Path, is_whole: bool) -> set[str]:
+        """The modules a process has imported after a whole run, or after its first step."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps([words, str(cwd), is_whole]) + "\n")
+        self._server.stdin.flush()
+        status, modules = json.loads(self._server.stdout.readline())
+        assert status == 0, (cwd / "log.txt").read_text(encoding="utf-8")
+        return set(modules)
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Fresh]:
+    server = Fresh()
+    yield server
+    server.close()
