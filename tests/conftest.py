@@ -1,4 +1,4 @@
-"""What every test shares: an empty current folder, remembered results, and sweeps in part.
+"""What tests share: an empty current folder, remembered results on request, and sweeps in part.
 
 A sweep over modes, recipes or seeds repeats one behaviour many times. Its few representative
 cases run in every test run; the others are marked `exhaustive`:
@@ -11,28 +11,19 @@ cases run in every test run; the others are marked `exhaustive`:
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import importlib
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from mprun.assemble import Plan, footprint
-from mprun.config.compose import OPEN_MAPPINGS
-from mprun.config.reference import GROUPS
 from mprun.config.schema import RunConfig
 from mprun.report.plots import draw
 
-# By name: `mprun.config` exports a function of the module's name.
-_compose = importlib.import_module("mprun.config.compose")
-_by_hydra = _compose._compose
-_composed: dict[tuple[str, ...], DictConfig] = {}
 _measured: dict[str, tuple[dict[str, int], str | None]] = {}
 
 
@@ -88,25 +79,29 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember what Hydra composed of the shipped files: it takes 0.15 s, in nearly every test.
+@pytest.fixture(scope="module")
+def quick_runs() -> Iterator[None]:
+    """Remember what many runs of one process would repeat; a module of tests asks for it.
 
-    Tests of the composition itself, in tests/config, have a fixture of this name that does nothing.
+    The memory of a shipped recipe's step (0.1 s), and all plots of a report but one (0.2 s each).
+    What these compute has tests of its own.
     """
-    monkeypatch.setattr(_compose, "_compose", _remembered)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mprun.run.footprint", _remembered_footprint)
+        one_plot = functools.partial(draw, names=["difference"])
+        patch.setattr("mprun.report.plots.draw", one_plot)
+        yield
 
 
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember the memory of a shipped recipe's step: it takes 0.1 s, in every run."""
-    monkeypatch.setattr("mprun.run.footprint", _remembered_footprint)
+@pytest.fixture(scope="module")
+def native_is_fast() -> Iterator[None]:
+    """`execution=auto` takes native bfloat16 kernels, however slow they are where tests run.
 
-
-@pytest.fixture(autouse=True)
-def native_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`execution=auto` takes native bfloat16 kernels, however slow they are where tests run."""
-    monkeypatch.setattr("mprun.precision.execution.slowdown", lambda dtype, device: 0.5)
+    A module of tests asks for it whose runs must be native on every CPU.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mprun.precision.execution.slowdown", lambda dtype, device: 0.5)
+        yield
 
 
 def _remembered_footprint(
@@ -122,27 +117,3 @@ def _remembered_footprint(
         _measured[key] = footprint(plan, real, quick)
     counted, why_real = _measured[key]
     return dict(counted), why_real
-
-
-@pytest.fixture(autouse=True)
-def one_plot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A report draws one of its plots: all take a second. Those in tests/report draw all."""
-    monkeypatch.setattr("mprun.report.plots.draw", functools.partial(draw, names=["difference"]))
-
-
-def _remembered(texts: list[str], parsed: list[Any]) -> DictConfig:
-    """What Hydra does: choose the files of the groups, then set the fields in turn."""
-    fields = [o for o in parsed if o.key_or_group not in GROUPS]
-    choices = tuple(text for text in texts if text.partition("=")[0] in GROUPS)
-    if len(choices) + len(fields) < len(texts):  # further folders of files
-        return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
-    try:
-        if choices not in _composed:
-            _composed[choices] = _by_hydra(list(choices), parsed)
-        config = copy.deepcopy(_composed[choices])
-        for field in fields:
-            new = field.key_or_group.startswith(OPEN_MAPPINGS)
-            OmegaConf.update(config, field.key_or_group, field.value(), force_add=new)
-    except Exception:  # a mistake: Hydra's own message is explained
-        return _by_hydra(texts, parsed)  # type: ignore[no-any-return]
-    return config

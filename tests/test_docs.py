@@ -21,6 +21,7 @@ from mprun.config.multirun import combinations
 from mprun.config.reference import leaves
 from mprun.config.settings import fields, take
 from mprun.config.variants import with_every_mode
+from mprun.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -76,12 +77,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text_of(page)):
-        goal = (page.parent / target) if target else page
-        assert goal.exists(), f"there is no {target}"
-        assert not anchor or anchor in anchors(goal), f"{target} has no heading #{anchor}"
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]+))?\)", text_of(page)):
+            goal = (page.parent / target) if target else page
+            assert goal.exists(), f"{page}: there is no {target}"
+            assert not anchor or anchor in anchors(goal), f"{page}: {target} has no #{anchor}"
 
 
 def test_pages_that_the_code_names_exist() -> None:
@@ -118,11 +119,23 @@ def commands() -> Iterator[tuple[str, str]]:
                 yield str(page.relative_to(ROOT)), line
 
 
-@pytest.mark.parametrize(("page", "line"), sorted(set(commands())))
-def test_commands_have_legal_overrides(
-    page: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_have_legal_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "docs/recipes")
+    shown = {line: page for page, line in sorted(commands())}
+    assert len(shown) > 40
+    for line, page in shown.items():
+        try:
+            check_overrides(line)
+        except UsageError as error:
+            raise AssertionError(f"{page}: {line}") from error
+
+
+def check_overrides(line: str) -> None:
+    """Compose what a command of the docs asks for.
+
+    Raises:
+        UsageError: it is not legal.
+    """
     args = shlex.split(line, comments=True)[1:]
     by_name = {command.name: command for command in COMMANDS}
     command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]
@@ -132,16 +145,17 @@ def test_commands_have_legal_overrides(
     *_, last = combinations(
         [parse(x) for x in with_every_mode(overrides)]
     )  # a sweep leaves out those that cannot be
-    compose(list(last))
+    compose(sorted(last, key=lambda word: word.partition("=")[0]))  # each choice is composed once
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_fields_that_are_named_exist(page: Path) -> None:
+def test_fields_that_are_named_exist() -> None:
     keys = {*leaves(), *fields()}
     sections = {key.partition(".")[0] for key in keys if "." in key} - {"preset"}
-    for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):
-        if not name.startswith("recipe.model."):
-            assert name.partition(".")[0] not in sections or name in keys, name
+    for page in PAGES:
+        for name in re.findall(r"(?<=[`\s])([a-z_]+(?:\.[a-z_0-9]+)+)(?==[^=])", text_of(page)):
+            if not name.startswith("recipe.model."):
+                where = f"{page}: {name}"
+                assert name.partition(".")[0] not in sections or name in keys, where
 
 
 PUBLIC = [mprun.metrics, mprun.numerics, mprun.optim]

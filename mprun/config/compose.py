@@ -339,11 +339,11 @@ def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
     Hydra chooses an option of each group, merges their files (0.1 s), then sets the fields in turn.
     A study composes a configuration per trial, and its trials differ in few choices.
     """
-    choices = tuple(text for text in overrides if text.partition("=")[0] in GROUPS)
+    choices = [text for text in overrides if _group(text) in GROUPS]
     fields = [o for o in parsed if o.key_or_group not in GROUPS]
     if len(choices) + len(fields) == len(overrides):  # no folder of files, which may change
         with suppress(*RAISED):  # a mistake: Hydra's own message is explained
-            config = copy.deepcopy(_chosen(choices))
+            config = copy.deepcopy(_chosen(tuple(sorted(choices, key=_group))))
             for field in fields:
                 is_new = field.key_or_group.startswith(OPEN_MAPPINGS)
                 OmegaConf.update(config, field.key_or_group, field.value(), force_add=is_new)
@@ -352,6 +352,10 @@ def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
         return hydra_compose(CONFIG_NAME, overrides=overrides)
     except RAISED as error:
         raise UsageError(_explain(error, parsed)) from None
+
+
+def _group(override: str) -> str:
+    return override.partition("=")[0]
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import subprocess
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
+from mprun.report.plots import draw
 from tests.compare.folders import write_run
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 ACCURACIES = {"fp32": (0.95, 0.96, 0.955), "bf16_mixed": (0.9501, 0.9601, 0.9552)}
 WORSE = (0.85, 0.86, 0.856)
@@ -49,8 +53,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 # ---- what it shows and leaves --------------------------------------------------------------------
 
 
-def test_real_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["-m", *LINEAR, "precision=fp32,bf16_mixed", "seed=0,1,2"]) == 0
+def test_real_runs_are_compared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = functools.partial(draw, names=["difference"])
+    monkeypatch.setattr("mprun.report.plots.draw", one)
+    assert main(["-m", *LINEAR, "precision=fp32,bf16_mixed"]) == 0
     (sweep,) = Path("outputs").glob("*/*")
     capsys.readouterr()
     assert main(["compare", str(sweep)]) == 0
@@ -61,6 +69,7 @@ def test_real_runs_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"written to {sweep}: " in out
     found = json.loads((sweep / "comparison.json").read_text(encoding="utf-8"))
     assert [v["label"] for v in found["variants"]] == ["fp32", "bf16_mixed"]
+    assert (sweep / "comparison-difference.png").exists()
 
 
 @pytest.mark.representative(0, 3, 8)

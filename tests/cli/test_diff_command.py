@@ -9,6 +9,8 @@ import pytest
 
 from mprun.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
+
 RECIPE = """
 import torch
 from torch import nn
@@ -32,11 +34,12 @@ def loss(output, batch):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run in each mode, of a file whose name no other test's module has."""
     folder = tmp_path_factory.mktemp("runs")
     made = {}
     for mode in ("fp32", "bf16_mixed", "bf16_true"):
         made[mode] = folder / mode
-        recipe = folder / "mine.py"
+        recipe = folder / "of_diff.py"
         recipe.write_text(RECIPE.format(wrap="y"))
         args = [f"recipe={recipe}", f"precision={mode}", "train.max_steps=10"]
         assert main([*args, "train.batch_size=16", f"run.dir={made[mode]}"]) == 0
@@ -73,7 +76,7 @@ def test_runs_of_two_recipes_are_refused(
 ) -> None:
     assert main(["recipe=linear", "train.max_steps=3", f"run.dir={tmp_path}/linear"]) == 0
     assert main(["diff", str(runs["fp32"]), f"{tmp_path}/linear"]) == 2
-    assert "the sides differ in their recipe: mine and linear" in capsys.readouterr().err
+    assert "the sides differ in their recipe: of_diff and linear" in capsys.readouterr().err
 
 
 def test_captures_of_two_sides_give_the_same_difference(

@@ -9,11 +9,30 @@ import pytest
 import torch
 
 from mprun.cli.main import main
+from mprun.console import ReportPart
 from mprun.errors import UsageError
+from mprun.experiments.examine import examine
 from mprun.records.doctor_record import Examination
 from tests.schema import conforms
 
 QUICK = ["device=cpu", "doctor.budget_s=0.3"]
+
+
+@pytest.fixture(autouse=True)
+def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are measured once; each test prints them in its way."""
+    monkeypatch.setattr("mprun.experiments.examine.examine", _examined)
+
+
+def _examined(
+    device: str, budget_s: float, report: ReportPart, keep_heap: bool = True
+) -> Examination:
+    if (device, budget_s) not in _measured:
+        _measured[device, budget_s] = examine(device, budget_s, report, keep_heap)
+    return _measured[device, budget_s]
+
+
+_measured: dict[tuple[str, float], Examination] = {}
 
 
 def test_tables_are_printed_and_nothing_is_left(capsys: pytest.CaptureFixture[str]) -> None:

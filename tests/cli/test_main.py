@@ -26,6 +26,9 @@ from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.config.validate import RANGES
 from mprun.errors import UsageError
 from mprun.records.run_record import read_lines, read_summary
+from tests.cli.processes import Forking
+
+pytestmark = pytest.mark.usefixtures("quick_runs")
 
 LINEAR = ["recipe=linear", "train.max_steps=2"]
 RECIPES = ", ".join(options("recipe"))
@@ -34,7 +37,7 @@ RECIPES = ", ".join(options("recipe"))
 def mprun(*words: str) -> subprocess.CompletedProcess[str]:
     """The real command, in the current folder."""
     command = [sys.executable, "-m", "mprun", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def assert_refused(status: int, out: str, err: str) -> None:
@@ -137,25 +140,20 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("recipe=glob(*)", ["'recipe=glob(*)' lists several values"]),
     # Types
     ("train.lr=abc", ["'train.lr=abc'", "train.lr is a number"]),
-    ("train.lr=[1]", ["'train.lr=[1]'", "train.lr is a number"]),
     ("train.lr={a: 1}", ["train.lr is a number"]),
     ("train.lr=", ["'train.lr='", "train.lr is a number"]),
     ("seed=1.5", ["'seed=1.5'", "seed is a whole number"]),
-    ("seed=1e3", ["'seed=1e3'", "seed is a whole number"]),
     ("train.batch_size=true", ["train.batch_size is a whole number"]),
     ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
     ("data.root=[a]", ["data.root is a text, or null"]),
     ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
     ("device=mps", ["'device=mps'", "device is one of auto, cpu, cuda"]),
-    ("device=1", ["'device=1'", "device is one of auto, cpu, cuda"]),
     ("speed=fast", ["'speed=fast'", "speed is one of auto, plain"]),
     (
         "train.optimizer.name=adam",
         ["one of sgd, rmsprop, adamw", "did you mean 'adamw'?"],
     ),
     ("seed=null", ["'seed=null'", "seed is a whole number"]),
-    ("train.lr=null", ["'train.lr=null'", "train.lr is a number"]),
-    ("device=null", ["'device=null'", "device is one of"]),
     ("recipe.target=null", ["'recipe.target=null'", "recipe.target is a text"]),
     ("seed=???", ["'seed=???'", "seed is a whole number"]),
     ("seed=${foo}", ["'seed=${foo}'", "seed is a whole number", "'foo' not found"]),
@@ -237,7 +235,7 @@ def test_a_mistake_is_answered_in_one_line(
     assert [f for f in fragments if f not in message] == [], message
 
 
-@pytest.mark.representative(1, 3)
+@pytest.mark.representative(1)
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
@@ -349,7 +347,7 @@ INVALID = st.one_of(
 
 wrong_overrides = given(before=st.sampled_from([[], ["train"], LINEAR]), override=INVALID)
 drawn = settings(
-    max_examples=50,
+    max_examples=25,
     derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -512,40 +510,30 @@ def test_an_own_recipe_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("own_recipe")
-def test_an_own_recipe_trains_by_the_real_command() -> None:
-    done = mprun("--config-dir=my configs", "recipe=points", "run.dir=run")
+def test_an_own_recipe_trains_by_the_real_command(forking: Forking) -> None:
+    code = "import runpy; runpy.run_module('mprun', run_name='__main__')"
+    done = forking.run(code, "--config-dir=my configs", "recipe=points", "run.dir=run")
     code = Path("my_recipes.py").absolute()
     note = f"note: recipe.target=my_recipes.Points runs the code of {code}\n"
     assert (done.returncode, done.stderr) == (0, note)
     assert read_summary(Path("run")).recipe == "points"
 
 
-def without_torch(words: list[str]) -> str:
-    """A program that fails if `main(words)` imported torch, and ends with its status."""
-    return (
-        "import sys; from mprun.cli.main import main; "
-        f"status = main({words!r}); assert 'torch' not in sys.modules; sys.exit(status)"
-    )
+WITHOUT_TORCH = """
+import sys
+from mprun.cli.main import main
+for words in sys.argv[1:]:
+    status = main(words.split())
+    print("=====", status, "torch" in sys.modules)
+"""
 
 
-@pytest.mark.representative(0, 1, 3, 4)
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        (["--completion", "zsh"], 0),
-        (["--help"], 0),
-        (["--version"], 0),
-        (["recipe=mnist", "--show-config"], 0),
-        (["recipe=mnits"], 2),
-        (["train.lr=-1"], 2),
-        (["--foo"], 2),
-    ],
-)
-def test_what_needs_no_torch_does_not_wait_for_it(words: list[str], status: int) -> None:
-    command = [sys.executable, "-c", without_torch(words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert "AssertionError" not in done.stderr
-    assert done.returncode == status
+def test_what_needs_no_torch_does_not_wait_for_it() -> None:
+    good = ["--completion zsh", "--help", "--version", "recipe=mnist --show-config"]
+    command = [sys.executable, "-c", WITHOUT_TORCH, *good, "recipe=mnits", "train.lr=-1", "--foo"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    ends = [line for line in done.stdout.splitlines() if line.startswith("=====")]
+    assert ends == ["===== 0 False"] * 4 + ["===== 2 False"] * 3
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -559,8 +547,6 @@ def test_a_reader_that_left_is_no_error(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "mprun", *words]
-    done = subprocess.run(
-        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-    )
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from torch import nn
 from mprun.cli.main import main
 from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.train.torch_file import load_torch_file
+from tests.cli.processes import Forking
 from tests.numerics.nonfinite.loops_with_nan import PLANTED, SCRIPTS, train, write
 
 EXPECTED = {
@@ -35,14 +34,14 @@ for words in sys.argv[1:]:
 """
 
 
-def test_a_fresh_process_names_the_op_module_line_and_inputs() -> None:
+def test_a_fresh_process_names_the_op_module_line_and_inputs(forking: Forking) -> None:
     assert EXPECTED.keys() == SCRIPTS.keys()
     for name in SCRIPTS:
         step, _ = train(write(name), Path(f"{name}.pt"))
         assert step == PLANTED or name == "dropout"
     words = [f"{name}.pt {name}.py" for name in SCRIPTS]
-    command = [sys.executable, "-c", EACH, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    done = forking.run(EACH, *words)
+    assert done.returncode == 0, done.stderr
     texts = dict(zip(SCRIPTS, done.stdout.split("=====\n"), strict=False))
     for name, (where, reads) in EXPECTED.items():
         assert where in texts[name], texts[name]
@@ -51,14 +50,14 @@ def test_a_fresh_process_names_the_op_module_line_and_inputs() -> None:
     assert "/batch.py runs the code of this file" in done.stderr
 
 
-def test_the_real_command_runs_a_named_function_and_no_training() -> None:
+def test_the_real_command_runs_a_named_function_and_no_training(forking: Forking) -> None:
     script = write("loss")
     train(script, Path("loss.pt"), batch=False)
     other = "def other(model, x): return (torch.log(x.min()) * model(x)).mean()"
     text = f"{script.read_text(encoding='utf-8')}\n{other}"
     script.write_text(text + "\nif __name__ == '__main__':\n    raise SystemExit('trains')\n")
-    command = [sys.executable, "-m", "mprun", "replay", "loss.pt", "loss.py:other"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    code = "import runpy; runpy.run_module('mprun', run_name='__main__')"
+    done = forking.run(code, "replay", "loss.pt", "loss.py:other")
     assert done.returncode == 0, done.stderr
     assert "infinite: log, other" in done.stdout
     assert "note: the loop gave no batch" in done.stdout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import json
 import math
 import re
 import shlex
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ from mprun.experiments.budget import Budget
 from mprun.precision import op_lists
 from mprun.records.run_record import number, read_summary
 from mprun.records.search_ops_record import OpSearch, Proof
+
+pytestmark = pytest.mark.usefixtures("native_is_fast")
 
 RECIPE = """\
 # @package _global_
@@ -91,6 +94,9 @@ class Classes(Classification):
 """
 QUICK = ["search_ops.timed_steps=0", "search_ops.batches=2", "search_ops.warmup_steps=3"]
 SMALL = ["search_ops.steps=5", "seeds=2"]
+TIMED = [*SMALL, "search_ops.timed_steps=1"]
+STRICT = ["search_ops.steps=0", "search_ops.gradient_db=900", "data.validation_fraction=0.5"]
+OPS_ALONE = ["search_ops.steps=0", "search_ops.modules=false"]
 LINEAR = [
     *("recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"),
     *("recipe.model.samples=16", "train.batch_size=16", "device=cpu"),
@@ -113,12 +119,29 @@ def words(plant: str, *more: str, precision: str = "fp16_mixed") -> list[str]:
     return ["--config-dir", "conf", *of_the_run, "device=cpu", *more]
 
 
-def searched(plant: str, *more: str, precision: str = "fp16_mixed") -> dict[str, Any]:
+def search(*more: str) -> dict[str, Any]:
     """`search_ops.json` of a search into the folder `found`."""
-    status = main(
-        ["search-ops", *words(plant, *QUICK, *more, precision=precision), "run.dir=found"]
-    )
-    assert status == 0
+    assert main(["search-ops", *more, "run.dir=found"]) == 0
+    return read()
+
+
+_made: dict[tuple[str, ...], tuple[str, dict[str, bytes]]] = {}
+"""What a search of these words printed, and its files."""
+
+
+def searched(plant: str, *more: str) -> dict[str, Any]:
+    """The same for the planted recipe as it is: the same words are searched once."""
+    asked = (plant, *more)
+    if asked not in _made:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            search(*words(plant, *QUICK, *more))
+        files = [path for path in Path("found").rglob("*") if path.is_file()]
+        _made[asked] = out.getvalue(), {str(path): path.read_bytes() for path in files}
+    out_text, contents = _made[asked]
+    print(out_text, end="")
+    for name, content in contents.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
     return read()
 
 
@@ -173,19 +196,18 @@ def test_the_files_read_back_give_the_lists_that_were_measured() -> None:
 
 
 def test_the_same_search_leaves_the_same_file() -> None:
-    text = []
-    for _ in range(2):
-        searched("exp", "search_ops.steps=0")
-        text.append(Path("found/ops.yaml").read_text(encoding="utf-8"))
-        text.append(Path("found/snippets/pytorch.py").read_text(encoding="utf-8"))
-        shutil.rmtree("found")
-    assert text[:2] == text[2:]
+    files = [Path("found/ops.yaml"), Path("found/snippets/pytorch.py")]
+    searched("exp", "search_ops.steps=0")
+    before = [file.read_bytes() for file in files]
+    Path("found").rename("before")
+    search(*words("exp", *QUICK, "search_ops.steps=0"))
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_the_command_it_ends_with_runs_and_the_loss_is_finite(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    searched("exp", *SMALL)
+    searched("exp", *TIMED)
     out = capsys.readouterr().out
     (line,) = (x for x in out.splitlines() if x.startswith("use it: "))
     program, *command = shlex.split(line.removeprefix("use it: "))
@@ -210,7 +232,7 @@ def test_the_result_is_written_as_code_for_other_loops(capsys: pytest.CaptureFix
 
 
 def test_the_proof_is_in_pairs_of_trainings() -> None:
-    proof = searched("exp", *SMALL)["proof"]
+    proof = searched("exp", *TIMED)["proof"]
     assert (proof["steps"], proof["split"], proof["metric"]) == (5, "validation", "accuracy")
     assert len(proof["values"]) == len(proof["float32_values"]) == 2
     # The mean of the accuracies on 16 samples after steps 3, 4 and 5: float16's are within one.
@@ -246,7 +268,7 @@ def test_modules_are_the_answer_where_they_leave_less_in_float32() -> None:
         ),
         encoding="utf-8",
     )
-    found = searched("none", "search_ops.steps=2", "seeds=1", "train.lr=1e-9")
+    found = search(*words("none", *QUICK, "search_ops.steps=2", "seeds=1", "train.lr=1e-9"))
     assert found["search"]["ops"]["fp32"] == ["linear"]
     assert found["search"]["modules"]["fp32"] == ["large"]
     assert found["answer"] == "modules"
@@ -265,7 +287,7 @@ def test_the_mode_is_bf16_mixed_unless_one_is_named() -> None:
         "recipe=planted",
         "device=cpu",
         *QUICK,
-        "search_ops.steps=0",
+        *OPS_ALONE,
     ]
     assert main(["search-ops", *overrides, "run.dir=found"]) == 0
     assert (read()["precision"], read()["dtype"]) == ("bf16_mixed", "bfloat16")
@@ -285,7 +307,7 @@ def test_what_the_configuration_has_is_measured_beside() -> None:
 def test_emulated_arithmetic_and_other_loss_scales_are_measured_as_they_are(
     options: list[str],
 ) -> None:
-    found = searched("exp", *options, "search_ops.timed_steps=1", "search_ops.steps=0")
+    found = searched("exp", *options, "search_ops.timed_steps=1", *OPS_ALONE)
     assert found["search"]["ops"]["fp32"] == ["exp"]
     timed = found["search"]["ops"]["time_ratio"] is not None
     assert timed == (found["execution"] == "native")
@@ -307,7 +329,7 @@ def test_a_recipe_that_holds_nothing_out_is_made_to_and_that_is_said(
 
 
 def test_validation_data_of_one_s_own_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    found = searched("none", "search_ops.steps=0", "data.validation_fraction=0.5")
+    found = searched("none", *STRICT)
     assert "note:" not in capsys.readouterr().out
     assert found["measured_on"] == {"split": "validation", "batches": 2, "batch_size": 16}
 
@@ -328,7 +350,7 @@ def test_where_there_is_no_validation_data_that_is_said(
 def test_the_terminal_shows_rows_outcome_proof_and_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = searched("exp", *SMALL, "search_ops.timed_steps=1")
+    found = searched("exp", *TIMED)
     out = capsys.readouterr().out
     assert out.index("\nThe op exp has to stay in float32.\n") < out.index("ops, one at a time")
     for text in (
@@ -360,7 +382,7 @@ def test_the_file_gives_its_reasons() -> None:
 
 
 def test_no_more_is_asked_than_the_dtype_s_precision_can_give() -> None:
-    found = searched("none", "search_ops.steps=0", "search_ops.gradient_db=900")
+    found = searched("none", *STRICT)
     assert found["settings"]["gradient_db"] == 900
     assert found["tolerance"]["gradient_db"] == found["unavoidable"]["measure"]["worst_db"] - 10
     assert found["search"]["ops"]["fp32"] == []
@@ -415,7 +437,7 @@ def test_ctrl_c_keeps_the_list_of_ops_while_modules_are_measured(
 def test_ctrl_c_keeps_the_pairs_that_were_trained(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert ended_early(monkeypatch, ("proof", 1), *SMALL) == 130
+    assert ended_early(monkeypatch, ("proof", 1), *SMALL, "search_ops.modules=false") == 130
     found = read()
     assert len(found["proof"]["values"]) == len(found["proof"]["float32_values"]) == 1
     assert found["unsettled"] == ["1 of 2 pairs of trainings of the proof were made"]
@@ -445,8 +467,7 @@ def test_a_budget_ends_it_with_what_was_measured(
     found = searched("exp", "search_ops.budget_min=3")
     assert (found["ended_by"], len(found["ops"])) == ("search_ops.budget_min=3", 2)
     assert "not settled, ended by search_ops.budget_min=3: 2 of 7 ops" in capsys.readouterr().out
-    for path in Path("found").iterdir():
-        path.unlink()
+    Path("found").rename("before")
     assert (
         main(["search-ops", *words("exp", *QUICK), "search_ops.budget_min=1e-3", "run.dir=found"])
         == 1

@@ -23,6 +23,8 @@ from mprun.precision import Precision
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Scores, Summary, read_summary
 
+pytestmark = pytest.mark.usefixtures("quick_runs", "native_is_fast")
+
 LINEAR = ["recipe=linear", "train.max_steps=5"]
 MNIST = [
     "recipe=mnist",
@@ -251,9 +253,9 @@ def test_terminal_page_and_files_give_one_advice(capsys: pytest.CaptureFixture[s
 def test_double_compares_every_rule_after_equal_epochs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["double", *MNIST, "precision=bf16_mixed", "run.dir=d"]) == 0
+    assert main(["double", *MNIST, "seeds=1", "precision=bf16_mixed", "run.dir=d"]) == 0
     names = ["base", "double-linear", "double-none", "double-sqrt"]
-    assert runs("d") == [f"{name}-seed{seed}" for name in names for seed in (0, 1)]
+    assert runs("d") == [f"{name}-seed0" for name in names]
     for name in runs("d"):
         summary = read_summary(Path("d") / name)
         doubled = name.startswith("double")
@@ -302,7 +304,7 @@ class Own(Classification):
 OWN_YAML = """
 # @package _global_
 recipe: {name: own, target: own_of_studies.Own, model: {}}
-train: {epochs: 3, batch_size: 16, eval_batch_size: 32, lr: 0.1, optimizer: {name: sgd}}
+train: {epochs: 1, batch_size: 16, eval_batch_size: 32, lr: 0.1, optimizer: {name: sgd}}
 """
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import json
 import re
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.numerics.tracker import PHASES
+
+pytestmark = pytest.mark.usefixtures("native_is_fast")
 
 MNIST = [
     *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
@@ -33,6 +38,14 @@ def traced(*words: str) -> dict[str, Any]:
     return read("trace.json")
 
 
+@functools.cache
+def _of_mnist() -> tuple[dict[str, Any], str, str]:
+    """A trace that several tests look at: its file, output and errors."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        found = traced(*MNIST, "op_lists=hmp")
+    return found, out.getvalue(), err.getvalue()
+
+
 def read(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path("run", name).read_text(encoding="utf-8"))
     return found
@@ -41,9 +54,8 @@ def read(name: str) -> dict[str, Any]:
 # ---- what it shows and leaves --------------------------------------------------------------------
 
 
-def test_the_terminal_shows_rules_casts_and_totals(capsys: pytest.CaptureFixture[str]) -> None:
-    found = traced(*MNIST, "op_lists=hmp")
-    out, err = capsys.readouterr()
+def test_the_terminal_shows_rules_casts_and_totals() -> None:
+    found, out, err = _of_mnist()
     assert err == ""
     assert out.index("\ntotals\n") < out.index("\nkinds of ops, the longest first\n")
     rows = found["rows"]
@@ -92,7 +104,7 @@ def test_without_a_folder_s_name_one_with_the_date_is_made(
 
 
 def test_the_file_says_what_was_traced_and_where() -> None:
-    found = traced(*MNIST, "op_lists=hmp")
+    found, *_ = _of_mnist()
     assert found["schema_version"] == 1
     assert (found["recipe"], found["precision"]) == ("mnist", "bf16_mixed")
     assert found["execution"] == "native"
@@ -102,7 +114,7 @@ def test_the_file_says_what_was_traced_and_where() -> None:
 
 
 def test_the_rows_of_the_file_are_a_whole_step() -> None:
-    rows = traced(*MNIST, "op_lists=hmp")["rows"]
+    rows = _of_mnist()[0]["rows"]
     forward = [(row["module"], row["op"], row["rule"]) for row in rows if row["phase"] == "forward"]
     assert forward == [
         ("0", "linear", "listed lower"),
@@ -145,9 +157,8 @@ def test_json_has_no_number_that_is_none() -> None:
         json.loads(Path("run", name).read_text(encoding="utf-8"), parse_constant=refuse)
 
 
-def test_generated_data_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    traced(*MNIST)
-    assert "data: generated glyphs (generated)" in capsys.readouterr().out
+def test_generated_data_is_said() -> None:
+    assert "data: generated glyphs (generated)" in _of_mnist()[1]
 
 
 @pytest.mark.representative(0, 3)

@@ -45,6 +45,7 @@ def test_a_password_does_not_get_into_a_record() -> None:
     assert "MLFLOW_TRACKING_PASSWORD" in message
 
 
+@pytest.mark.representative(0, 5)
 @pytest.mark.parametrize("name", OWN_TAGS)
 def test_tags_that_are_mpruns(name: str) -> None:
     assert f"logger.tags.{name}: mprun sets this tag" in refusal(f"logger.tags={{{name}: x}}")

@@ -22,6 +22,8 @@ from mprun.records.mode_names import ALIASES, KERAS_NAMES, LIGHTNING_NAMES, mode
 from mprun.records.run_config import variant_hash
 from tests.compare.folders import runs_of
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 LAYERS = "precision.layers={fc1: NAME}"
 
 

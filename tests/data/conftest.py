@@ -139,11 +139,13 @@ def no_network(published: dict[str, bytes], mirror: Callable[[str], None]) -> No
 
 
 @pytest.fixture
-def silent_server(published: dict[str, bytes], mirror: Callable[[str], None]) -> Iterator[None]:
-    """Downloads go to a server that takes connections and never answers."""
+def silent_server(
+    published: dict[str, bytes], mirror: Callable[[str], None]
+) -> Iterator[socket.socket]:
+    """Downloads go to a server that takes connections and never answers: its socket."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         mirror(f"http://127.0.0.1:{listening.getsockname()[1]}/")
-        yield
+        yield listening
 
 
 @pytest.fixture

@@ -78,13 +78,13 @@ def test_the_mnist_recipe_learns_it_to_over_90_percent(
     parts: tuple[TensorSet, TensorSet],
 ) -> None:
     train, test = parts
-    recipe = Mnist(units=256)
+    recipe = Mnist(units=128)
     torch.manual_seed(0)
     model = recipe.model()
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9)
     batches = TensorBatches(train, 128, BatchForm(recipe.prepare), CPU)
     order = TensorOrder(len(train), seed=0, shuffle=True).draw()
-    for _, batch in zip(range(300), batches.epoch(order), strict=False):
+    for _, batch in zip(range(150), batches.epoch(order), strict=False):
         optimizer.zero_grad()
         F.cross_entropy(model(batch.parts[0].inputs[0]), batch.parts[0].content[1]).backward()
         optimizer.step()

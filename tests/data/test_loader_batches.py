@@ -84,6 +84,7 @@ def test_three_epochs_are_those_of_the_raw_loader(kind: str) -> None:
     assert len(expected) == 3 * (batches.length or 0)
 
 
+@pytest.mark.representative("*-shuffle", "*-drop_last", "*-batch*", "*-weighted", "1-*rs", "1-*nt")
 @pytest.mark.parametrize("kind", [*KINDS, "weighted", "persistent"])
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_an_epoch_continues_from_its_saved_state(kind: str, done: int) -> None:

@@ -25,9 +25,7 @@ FORKING = """
 import json, os, sys
 import torch, mprun.run, mprun.cli.compare_command, mprun.experiments.launched_study
 from mprun.cli.main import main
-from tests import conftest
 
-conftest._compose._compose = conftest._remembered
 torch.set_num_threads(1)
 for line in sys.stdin:
     words, log, folder = json.loads(line)

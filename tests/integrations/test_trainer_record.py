@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from mprun.integrations.trainer_record import TrainerRecord
 from mprun.records.run_record import read_lines, read_summary
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("window", [3, (0, 2), (3, 2), (1, 2, 3), (1.0, 2.0), "12"])
@@ -77,10 +79,34 @@ raise RuntimeError("no more")
 """
 
 
+def test_a_training_that_an_error_leaves_ends_with_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers that call no callback where they fail: Python keeps the error as sys.last_value."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(sys, "last_value", RuntimeError("no more"), raising=False)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = TrainerRecord(tmp_path / "run")
+    record.begin(model, [optimizer], seed=0)
+    steps(record, model, optimizer, 1)
+    (end,) = at_exit
+    end()
+    summary = read_summary(tmp_path / "run")
+    assert (summary.status, summary.error, summary.steps) == (
+        "failed",
+        "RuntimeError: no more",
+        1,
+    )
+
+
+@pytest.mark.exhaustive
 def test_a_program_that_fails_leaves_a_failed_record(tmp_path: Path) -> None:
-    """Trainers that call no callback where they fail: the record ends with the program."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "run")], timeout=120, capture_output=True
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "run")],
+        timeout=PATIENCE_S,
+        capture_output=True,
     )
     assert done.returncode == 1
     summary = read_summary(tmp_path / "run")

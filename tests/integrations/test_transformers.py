@@ -6,6 +6,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from mprun.cli.main import main
 from mprun.optim import AdamW
 from mprun.records.run_record import read_lines, read_summary
+from tests.waiting import PATIENCE_S
 
 transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
 pytest.importorskip("accelerate", reason="mprun[transformers]")
@@ -22,6 +24,13 @@ pytest.importorskip("accelerate", reason="mprun[transformers]")
 from mprun.experiments.replay_file import read_step  # noqa: E402
 from mprun.integrations.transformers import MprunCallback  # noqa: E402
 from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate collects garbage after each training: half a second with all that pytest holds."""
+    monkeypatch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: 0))
+
 
 IDS = torch.randint(0, 64, (16, 8), generator=torch.Generator().manual_seed(0))
 
@@ -212,7 +221,9 @@ def test_a_missing_package_is_one_line(package: str) -> None:
         f"try:\n    import mprun.integrations.{package}\n"
         "except ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], timeout=PATIENCE_S, capture_output=True, text=True
+    )
     assert f"pip install 'mprun[{package}]'" in done.stdout
     assert len(done.stdout.splitlines()) == 1
 

@@ -1,7 +1,7 @@
 """The C engine calls the library of the installation, which needs no compiling.
 
 Its loops are those of the kernels that are compiled here, half a second for each combination of
-dtypes. `compiled` marks the tests that compile all the same.
+dtypes. A module of tests asks for it; the marker `compiled` is on those that compile all the same.
 """
 
 from __future__ import annotations
@@ -19,17 +19,13 @@ from mprun.optim import engines
 from mprun.optim.formulas import Storage
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "compiled: the C engine is compiled here")
-
-
 @cache
 def installed(storage: Storage) -> Callable[..., None]:
     (update,) = prebuilt.updates(engines._defines(storage))
     return update
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def kernels_of_the_installation(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

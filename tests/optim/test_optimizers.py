@@ -53,6 +53,8 @@ from tests.optim import (
     unlike,
 )
 
+pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 ROUNDINGS = ("nearest", "stochastic", "kahan")

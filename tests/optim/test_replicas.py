@@ -24,9 +24,12 @@ from tests.optim import BRAIN, HALF, normal, same_bits
 WORLD = 2
 STEPS = 20
 
-pytestmark = pytest.mark.skipif(
-    not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo here"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not (distributed.is_available() and distributed.is_gloo_available()), reason="no gloo here"
+    ),
+    pytest.mark.usefixtures("kernels_of_the_installation"),
+]
 
 
 def build() -> tuple[nn.Module, AdamW]:

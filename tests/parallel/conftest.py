@@ -15,8 +15,8 @@ collect_ignore_glob = (
 
 
 @pytest.fixture(scope="session")
-def groups() -> Iterator[Groups]:
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
     """Starts groups of processes."""
-    server = Groups()
+    server = Groups(tmp_path_factory.mktemp("groups"))
     yield server
     server.close()

@@ -2,8 +2,9 @@
 
 PLANTED="kill 1 5"   SIGKILL before process 1 takes step 5, in the first start alone
 PLANTED="raise 1 5"  an exception there, and NaN a loss that is NaN
-PLANTED="wait 1 5"   process 1 makes the file `reached`, then takes 50 ms for each further step
+PLANTED="wait 1 5"   process 1 makes the file `reached`, then waits for a signal
 DIGESTS=FOLDER       each process writes SHA-256 of its parameters and moments after training
+FOOTPRINT=real       the memory of a step is counted as usual: otherwise it is not, which saves time
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import hashlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+import mprun.run
 from mprun.cli.main import main
 from mprun.train.loop import Trainer
+from mprun.train.signals import StopSignals
+from tests.waiting import wait_for
 
 
 def plant() -> None:
@@ -32,6 +36,10 @@ def plant() -> None:
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if what != "none" and os.environ.get("RANK", "0") == rank and not restarted:
         _at_step(int(step), getattr(sys.modules[__name__], f"_{what}"))
+    if what == "wait":
+        _heard_signals()
+    if os.environ.get("FOOTPRINT") != "real":
+        mprun.run.footprint = lambda *_: ({}, None)  # type: ignore[attr-defined]
     if folder := os.environ.get("DIGESTS"):
         _with_digests(Path(folder))
 
@@ -58,9 +66,22 @@ def _raise(late: int) -> None:
     raise ZeroDivisionError("planted fault")
 
 
+_heard: list[int] = []
+
+
+def _heard_signals() -> None:
+    plain = StopSignals._handle
+
+    def handle(self: StopSignals, number: int, frame: FrameType | None) -> None:
+        _heard.append(number)
+        plain(self, number, frame)
+
+    StopSignals._handle = handle  # type: ignore[method-assign]
+
+
 def _wait(late: int) -> None:
     Path("reached").touch()
-    time.sleep(0.05)
+    wait_for(lambda: bool(_heard))
 
 
 def _with_digests(folder: Path) -> None:
@@ -92,7 +113,7 @@ def digest(trainer: Trainer) -> str:
     return found.hexdigest()
 
 
-def mprun(words: Sequence[str]) -> int:
+def carry_out(words: Sequence[str]) -> int:
     """Carry a command out with what is planted."""
     plant()
     return main(list(words))

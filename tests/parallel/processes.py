@@ -1,6 +1,7 @@
 """Runs and functions in several processes that share a job.
 
-`Groups` imports torch once and forks the processes of each group, so a group starts in a second.
+`Groups` imports torch once and forks the processes of each group, which share what it has drawn and
+composed; so a group costs half a second.
 It sets what torchrun sets, and watches nobody: what a process does when another one ends is its own
 doing. `torchrun` starts the real one.
 """
@@ -14,31 +15,49 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from tests.waiting import wait_for
+from mprun.data.generated import draw
+from tests.waiting import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 120
 
 FORKING = """
-import importlib, json, os, sys
+import functools, gc, importlib, json, os, sys
 import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, mprun.run
-import mprun.parallel.shards
-from mprun.data.generated import draw
+import mprun.assemble.speed_trial, mprun.cli.run_view, mprun.experiments.planned_run
+import mprun.parallel.shards, mprun.recipes.mnist, mprun.report.tables
+from mprun.config import compose
+from mprun.data import sources
+from mprun.report import plots
 from tests.parallel import planted
 
-draw()
+drawn = torch.load(sys.argv[1], weights_only=False)
+sources.draw = lambda: drawn
+plots.draw = functools.partial(plots.draw, names=["difference"])
+
+compose(["train.max_steps=1"])  # reads what is legal
+
+@functools.cache
+def composed(choices):
+    try:
+        compose(choices)
+    except Exception:
+        pass  # the processes say what is wrong
+
 for line in sys.stdin:
-    pids = []
-    for job in json.loads(line):
+    jobs, pids = json.loads(line), []
+    composed(tuple(word for word in jobs[0]["words"] if "." not in word.partition("=")[0]))
+    gc.collect()
+    gc.freeze()  # what a process collects is its own: it would copy every page of this one
+    for job in jobs:
         pid = os.fork()
         if pid:
             pids.append(pid)
@@ -56,7 +75,7 @@ for line in sys.stdin:
                 planted.call(getattr(importlib.import_module(module), name), arguments)
                 status = 0
             else:
-                status = planted.mprun(job["words"])
+                status = planted.carry_out(job["words"])
         except BaseException:
             import traceback
             traceback.print_exc()
@@ -79,8 +98,6 @@ class Ended:
 
     statuses: list[int]
     """Of each process: its status, or the negative number of the signal that killed it."""
-    seconds: float
-    """From the start of the group to the end of its last process."""
     out: list[str]
     err: list[str]
 
@@ -98,10 +115,12 @@ class Ended:
 class Groups:
     """Starts groups of processes, one group at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        """Args: folder: an empty one, for the generated samples, which take seconds to draw."""
+        torch.save(draw(), folder / "drawn.pt")
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
+            [sys.executable, "-c", FORKING, str(folder / "drawn.pt")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -115,19 +134,25 @@ class Groups:
         words: Sequence[str],
         processes: int = 2,
         environment: Mapping[str, str] | None = None,
+        again: bool = False,
     ) -> Ended:
-        """Carry an mprun command out in the current folder."""
-        self.start(words, processes, environment)
+        """Carry an mprun command out in the current folder.
+
+        Args:
+            words: the command's.
+            processes: how many there are.
+            environment: more variables.
+            again: start it as torchrun does after a failure of the last command.
+        """
+        self.start(words, processes, environment, again)
         return self.wait()
 
     def call(self, function: Any, *arguments: Any, processes: int = 2) -> list[Any]:
         """What `function(*arguments)` returns in each process of a gloo group."""
         call = [function.__module__, function.__qualname__, list(arguments)]
-        self._begin({"call": call}, processes, {})
+        self._begin({"call": call, "words": []}, processes, {})
         ended = self.wait()
         assert ended.statuses == [0] * processes, "\n".join(ended.errors)
-        import torch
-
         return [torch.load(f"result-{rank}.pt", weights_only=False) for rank in range(processes)]
 
     def start(
@@ -135,12 +160,20 @@ class Groups:
         words: Sequence[str],
         processes: int = 2,
         environment: Mapping[str, str] | None = None,
+        again: bool = False,
     ) -> None:
         """Begin a command; `wait` for its end."""
-        self._begin({"words": list(words), "call": None}, processes, environment or {})
+        self._begin({"words": list(words), "call": None}, processes, environment or {}, again)
 
-    def _begin(self, job: dict[str, Any], processes: int, environment: Mapping[str, str]) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    def _begin(
+        self,
+        job: dict[str, Any],
+        processes: int,
+        environment: Mapping[str, str],
+        again: bool = False,
+    ) -> None:
+        if not again or self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             **environment,
             "WORLD_SIZE": str(processes),
@@ -148,6 +181,7 @@ class Groups:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": str(int(again)),
         }
         jobs = [
             {
@@ -157,11 +191,10 @@ class Groups:
             }
             for rank in range(processes)
         ]
-        self._began = time.monotonic()
         assert self._server.stdin is not None
         self._server.stdin.write(f"{json.dumps(jobs)}\n")
         self._server.stdin.flush()
-        self.pids = self._read(PATIENCE_S)
+        self.pids = self._read()
 
     def wait_until_connected(self) -> None:
         """Wait until all processes have met: before, only torchrun sees that one is gone."""
@@ -170,18 +203,17 @@ class Groups:
         keys = [f"mprun/0/process/{rank}" for rank in range(len(self.pids))]
         wait_for(lambda: store.check(keys))
 
-    def wait(self, patience_s: float = PATIENCE_S) -> Ended:
+    def wait(self) -> Ended:
         """How the group ended; processes that do not end are killed, and the test fails."""
         try:
-            statuses = self._read(patience_s)
+            statuses = self._read()
         except TimeoutError:
             for pid in self.pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self._read(PATIENCE_S)
+            self._read()
             texts = [path.read_text(encoding="utf-8") for path in sorted(Path.cwd().glob("???-*"))]
             raise AssertionError("the processes did not end:\n" + "\n".join(texts)) from None
-        seconds = time.monotonic() - self._began
         out, err = (
             [
                 Path(f"{name}-{rank}.txt").read_text(encoding="utf-8")
@@ -189,19 +221,18 @@ class Groups:
             ]
             for name in ("out", "err")
         )
-        self._store = None
-        return Ended(statuses, seconds, out, err)
+        return Ended(statuses, out, err)
 
-    def _read(self, patience_s: float) -> list[int]:
+    def _read(self) -> list[int]:
         assert self._server.stdout is not None
-        ready, _, _ = select.select([self._server.stdout], [], [], patience_s)
+        ready, _, _ = select.select([self._server.stdout], [], [], PATIENCE_S)
         if not ready:
             raise TimeoutError
         found: list[int] = json.loads(self._server.stdout.readline())
         return found
 
     def close(self) -> None:
-        self._server.communicate(timeout=60)
+        self._server.communicate(timeout=PATIENCE_S)
 
 
 class Torchrun:
@@ -240,16 +271,15 @@ class Torchrun:
         """SIGTERM to torchrun alone."""
         self.process.terminate()
 
-    def wait(self, patience_s: float = PATIENCE_S) -> Ended:
+    def wait(self) -> Ended:
         """How torchrun ended; its `out` and `err` have one text for all processes."""
-        began = time.monotonic()
         try:
-            out, err = self.process.communicate(timeout=patience_s)
+            out, err = self.process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             # its processes are in sessions of their own, and may hold the pipes
-            raise AssertionError(f"torchrun did not end in {patience_s:g} s") from None
-        return Ended([self.process.returncode], time.monotonic() - began, [out], [err])
+            raise AssertionError(f"torchrun did not end in {PATIENCE_S:g} s") from None
+        return Ended([self.process.returncode], [out], [err])
 
 
 def free_port() -> int:

@@ -25,16 +25,20 @@ from tests.run.test_resume import assert_equal, trained
 
 PLAIN = ["speed=plain", "train.checkpoint_every_steps=1000"]
 MNIST = [
-    *("recipe=mnist", "data.source=generated", "data.train_limit=320", "data.eval_limit=64"),
-    *("train.max_steps=20", "train.batch_size=16", *PLAIN),
+    *("recipe=mnist", "recipe.model.units=32", "data.source=generated", "data.train_limit=160"),
+    *("data.eval_limit=64", "train.max_steps=10", "train.batch_size=16", *PLAIN),
 ]
-"""Two epochs of ten steps of 32 samples."""
-TRANSFORMER = [
-    *("recipe=transformer", "data.source=generated", "data.train_limit=96", "data.eval_limit=8"),
+"""Two epochs of five steps of 32 samples."""
+TEXT = [
+    *("data.source=generated", "data.train_limit=96", "data.eval_limit=8"),
     *("recipe.model.layers=1", "recipe.model.width=32", "recipe.model.heads=2"),
-    *("train.max_steps=8", "train.batch_size=4", *PLAIN),
+    *("train.max_steps=4", "train.batch_size=4", *PLAIN),
 ]
-RECIPES = {"mnist": MNIST, "transformer": TRANSFORMER}
+RECIPES = {
+    "mnist": MNIST,
+    "char_gpt": ["recipe=char_gpt", *TEXT],
+    "transformer": ["recipe=transformer", *TEXT],
+}
 MODES = ["fp32", "bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"]
 KINDS = ["ddp", "fsdp2"]
 OTHER_NORM = {
@@ -45,7 +49,7 @@ OTHER_NORM = {
     "half_sr": 1e-2,
 }
 """Relative difference of losses where the clipping norm differs in its last bit: a few units of
-the dtype that the weights are stored or computed in, after eight steps."""
+the dtype that the weights are stored or computed in, after four steps."""
 
 
 WHOLE_BATCH = 1e-4
@@ -83,11 +87,16 @@ def assert_same_training(a: str, b: str) -> None:
         assert getattr(ours, name) == getattr(theirs, name), name
     for mine, other_epoch in zip(ours.history, theirs.history, strict=True):
         assert mine.train == other_epoch.train
-        # one process evaluates larger batches, so its float32 means add up in another order
-        assert mine.validation.loss == pytest.approx(other_epoch.validation.loss, rel=1e-4)
+        expected = other_epoch.validation.loss
+        if expected is not None:
+            # one process evaluates larger batches: its float32 means add up in another order
+            expected = pytest.approx(expected, rel=1e-4)
+        assert mine.validation.loss == expected
 
 
-@pytest.mark.representative("mnist-half_sr-fsdp2", "mnist-fp16_mixed-ddp", "*former-bf16_mixed-ddp")
+@pytest.mark.representative(
+    "mnist-half_sr-fsdp2", "mnist-fp16_mixed-ddp", "char_gpt-bf16_mixed-ddp"
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -98,7 +107,8 @@ def test_two_processes_train_as_one_with_two_micro_batches(
     if mode == "fp16_mixed":  # a scale that grows often overflows within a few steps
         words += ["loss_scale.growth_interval=3"]
     assert main([*words, "train.accumulate=2", "run.dir=one"]) == 0
-    ended = groups.run([*words, f"parallel={kind}", "run.dir=many"])
+    counted = {"FOOTPRINT": "real"}  # draws random numbers, and puts them back
+    ended = groups.run([*words, f"parallel={kind}", "run.dir=many"], environment=counted)
     assert ended.statuses == [0, 0], ended.errors
     if recipe == "mnist" or kind == "ddp":
         assert_same_training("many", "one")
@@ -131,7 +141,7 @@ def test_two_processes_train_as_one_with_the_whole_batch(
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("mode", ["bf16_sr", "half_sr", "fp16_mixed"])
 def test_replicas_stay_equal_bit_for_bit(groups: Groups, mode: str, processes: int) -> None:
-    words = [*MNIST, "train.max_steps=200", f"precision={mode}", "parallel=ddp"]
+    words = [*MNIST, "train.max_steps=40", f"precision={mode}", "parallel=ddp"]
     ended = groups.run(words, processes, {"DIGESTS": str(Path.cwd())})
     assert ended.statuses == [0] * processes, ended.errors
     digests = [Path(f"digest-{rank}").read_text(encoding="utf-8") for rank in range(processes)]

@@ -128,7 +128,7 @@ def flat(value: Any) -> list[float]:
 def test_recipes_train_and_score_as_in_one_process(
     groups: Groups, pieces: tuple[str, ...], kind: str
 ) -> None:
-    words = [recipe(*pieces), "speed=plain", "train.max_steps=20"]
+    words = [recipe(*pieces), "speed=plain", "train.max_steps=9"]
     assert main([*words, "train.accumulate=2", "run.dir=one"]) == 0
     ended = groups.run([*words, f"parallel={kind}", "run.dir=many"])
     assert ended.statuses == [0, 0], ended.errors
@@ -159,10 +159,11 @@ def test_a_set_smaller_than_the_processes_trains(groups: Groups) -> None:
 def test_the_record_is_the_first_processs(groups: Groups) -> None:
     words = [*LINEAR, "train.max_steps=20", "precision=bf16_mixed"]
     more = ["precision.reduce_dtype=bfloat16", "parallel=ddp", "run.dir=run"]
-    ended = groups.run([*words, *more])
+    ended = groups.run([*words, *more], environment={"FOOTPRINT": "real"})
     assert ended.statuses == [0, 0], ended.errors
     assert not ended.out[1]
     summary = read_summary(Path("run"))
+    assert summary.memory_bytes.peak
     row = summary.parallel
     assert (row.kind, row.world_size) == ("ddp", 2)
     assert row.slowest_ms is not None
@@ -260,7 +261,7 @@ def test_a_run_of_one_process_goes_on_in_two_and_back(groups: Groups) -> None:
 
 
 def test_a_study_trains_in_all_processes(groups: Groups) -> None:
-    words = ["sweep", *LINEAR, "parallel=ddp", "train.max_steps=12"]
+    words = ["sweep", *LINEAR, "parallel=ddp", "train.max_steps=4"]
     more = ["precision=bf16_mixed", "precision.reduce_dtype=float32,bfloat16", "seeds=2"]
     ended = groups.run([*words, *more, "run.dir=study"])
     assert ended.statuses == [0, 0], ended.errors

@@ -23,14 +23,19 @@ from tests.parallel.test_equal_runs import assert_same_training, losses
 from tests.run.test_resume import assert_equal, trained
 from tests.waiting import wait_for
 
+STEPS = 12
+PLAIN = [f"train.max_steps={STEPS}", "train.checkpoint_every_steps=2", "speed=plain"]
 WORDS = [
-    *("recipe=mnist", "data.source=generated", "data.train_limit=320", "data.eval_limit=64"),
-    *("train.max_steps=24", "train.batch_size=16", "train.checkpoint_every_steps=4"),
-    "speed=plain",
+    *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "data.train_limit=160"),
+    *("data.eval_limit=64", "train.batch_size=16", *PLAIN),
 ]
-"""Epochs of ten steps of 32 samples."""
+"""Epochs of five steps of 32 samples."""
+LINEAR = [
+    *("recipe=linear", "recipe.model.in_features=32", "recipe.model.out_features=8"),
+    *("recipe.model.samples=160", "train.batch_size=16", *PLAIN),
+]
+"""The same without images, which a process that torchrun starts would have to draw."""
 KILLS = 20
-END_WITHIN_S = 15
 
 
 def check_readable(folder: Path) -> None:
@@ -47,7 +52,7 @@ def assert_same_run(a: str, b: str) -> None:
     for name in ("rng", "processes", "sums", "last_scores"):
         assert_equal(one[name], other[name], name)
     steps = [x["step"] for x in read_lines(Path(a)) if x["kind"] == "step"]
-    assert steps == list(range(1, 25))
+    assert steps == list(range(1, STEPS + 1))
     assert read_summary(Path(a)).status == "completed"
     assert not [*Path(a).rglob(".*.tmp")]
 
@@ -73,14 +78,14 @@ def check_killed(ended: Ended, folder: str, rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(groups: Groups, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs that nothing happened to, by mode and kind."""
+    """Runs that nothing happened to, by recipe, mode and kind."""
     folder = tmp_path_factory.mktemp("whole")
 
-    def whole(mode: str, kind: str) -> str:
-        path = folder / f"{mode}-{kind}"
+    def whole(mode: str, kind: str, recipe: list[str] = WORDS) -> str:
+        path = folder / f"{recipe[0]}-{mode}-{kind}"
         if not path.exists():
-            words = [*WORDS, f"precision={mode}", f"parallel={kind}", f"run.dir={path}"]
-            assert groups.run(words).statuses == [0, 0]
+            words = [*recipe, f"precision={mode}", f"parallel={kind}"]
+            assert groups.run([*words, f"run.dir='{path}'"]).statuses == [0, 0]
         return str(path)
 
     return whole
@@ -95,8 +100,7 @@ def test_a_killed_process_ends_the_others_and_the_run_goes_on(
 ) -> None:
     words = [*WORDS, f"precision={mode}", f"parallel={kind}"]
     whole = whole_runs(mode, kind)
-    ended = killed(groups, words, "run", rank, 15)
-    assert ended.seconds < END_WITHIN_S + 10  # with its start
+    ended = killed(groups, words, "run", rank, 8)
     check_killed(ended, "run", rank)
     check_readable(Path("run"))
     ended = groups.run(["run.resume=run"])
@@ -113,7 +117,7 @@ def test_twenty_kills_lose_nothing(groups: Groups, whole_runs: Any) -> None:
         kind, rank = chance.choice(["ddp", "fsdp2"]), chance.randrange(2)
         words = [*WORDS, f"precision={mode}", f"parallel={kind}"]
         whole = whole_runs(mode, kind)
-        step, folder = chance.randint(1, 24), f"run-{number}"
+        step, folder = chance.randint(1, STEPS), f"run-{number}"
         ended = killed(groups, words, folder, rank, step)
         check_killed(ended, folder, rank)
         check_readable(Path(folder))
@@ -137,7 +141,7 @@ def test_kills_at_any_time_leave_a_run_that_goes_on(groups: Groups, whole_runs: 
         rank = chance.randrange(2)
         with contextlib.suppress(ProcessLookupError):  # the run was quicker
             os.kill(groups.pids[rank], signal.SIGKILL)
-        ended = groups.wait(60)
+        ended = groups.wait()
         assert "Traceback" not in "\n".join(ended.errors)
         if (Path(folder) / "config.yaml").exists():
             ended = groups.run([f"run.resume={folder}"])
@@ -155,8 +159,8 @@ def test_another_number_of_processes_resumes_the_run(
     groups: Groups, whole_runs: Any, processes: int, mode: str, kind: str
 ) -> None:
     words = [*WORDS, f"precision={mode}", f"parallel={kind}"]
-    assert groups.run([*words, "train.max_steps=12", "run.dir=run"]).statuses == [0, 0]
-    resume = ["run.resume=run", "train.max_steps=24"]
+    assert groups.run([*words, "train.max_steps=6", "run.dir=run"]).statuses == [0, 0]
+    resume = ["run.resume=run", f"train.max_steps={STEPS}"]
     if processes == 1:
         assert main(resume) == 0
     else:
@@ -165,7 +169,7 @@ def test_another_number_of_processes_resumes_the_run(
     summary = read_summary(Path("run"))
     assert summary.batch.effective == 32
     assert summary.parallel.world_size == processes
-    # sums in another order: 7 digits in float32, 3 in the 16-bit mode, magnified by 12 steps
+    # sums in another order: 7 digits in float32, 3 in the 16-bit mode, magnified by 6 steps
     tolerance = 1e-4 if mode == "fp32" else 5e-2
     whole = whole_runs(mode, kind)
     torch.testing.assert_close(losses("run"), losses(whole), rtol=tolerance, atol=0)
@@ -179,7 +183,6 @@ def test_a_fault_of_one_process_is_named(groups: Groups, kind: str) -> None:
         [*WORDS, f"parallel={kind}", "run.dir=run"], environment={"PLANTED": "raise 1 6"}
     )
     assert ended.statuses == [1, 1]
-    assert ended.seconds < END_WITHIN_S + 10
     assert len(ended.errors) == 1, ended.errors
     (line,) = ended.errors
     assert "process 1 of 2" in line
@@ -206,40 +209,81 @@ def test_a_loss_that_becomes_nan_everywhere_is_one_error(groups: Groups, kind: s
     assert read_summary(Path("run")).status == "failed"
 
 
-@pytest.mark.parametrize("how", ["interrupt", "terminate"])
-def test_a_stopped_run_goes_on_bit_for_bit(groups: Groups, whole_runs: Any, how: str) -> None:
-    whole = whole_runs("fp32", "ddp")
-    run = Torchrun(
-        [*WORDS, "precision=fp32", "parallel=ddp", "run.dir=run"],
-        environment={"PLANTED": "wait 1 6"},
-    )
-    wait_for(Path("reached").exists, run.process)
-    getattr(run, how)()
-    ended = run.wait(END_WITHIN_S)
+def check_stopped(ended: Ended) -> None:
     assert ended.status != 0
     assert "resume with: mprun" in ended.out[0]
     assert f"run.resume={Path('run')}" in ended.out[0]
     assert not said(ended)
     assert read_summary(Path("run")).status == "interrupted"
-    assert groups.run(["run.resume=run"]).statuses == [0, 0]
-    assert_same_run("run", whole)
 
 
-@pytest.mark.representative("named-ddp-1")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("folder", [["run.dir=run"], []], ids=["named", "dated"])
-def test_torchrun_restarts_a_run_that_goes_on_by_itself(
-    whole_runs: Any, folder: list[str], kind: str, rank: int
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_goes_on_bit_for_bit(
+    groups: Groups, whole_runs: Any, number: signal.Signals
 ) -> None:
-    whole = whole_runs("half_sr", kind)
+    words = [*WORDS, "precision=half_sr", "parallel=ddp", "run.dir=run"]
+    groups.start(words, environment={"PLANTED": "wait 1 6"})
+    wait_for(Path("reached").exists)
+    for pid in groups.pids:
+        os.kill(pid, number)
+    ended = groups.wait()
+    assert ended.status == 128 + number
+    check_stopped(ended)
+    assert groups.run(["run.resume=run"]).statuses == [0, 0]
+    assert_same_run("run", whole_runs("half_sr", "ddp"))
+
+
+@pytest.mark.representative("terminate")
+@pytest.mark.parametrize("how", ["interrupt", "terminate"])
+def test_a_run_goes_on_that_torchrun_stopped(groups: Groups, whole_runs: Any, how: str) -> None:
     run = Torchrun(
-        [*WORDS, "precision=half_sr", f"parallel={kind}", *folder],
-        options=["--max-restarts=2"],
-        environment={"PLANTED": f"kill {rank} 15"},
+        [*LINEAR, "precision=fp32", "parallel=ddp", "run.dir=run"],
+        environment={"PLANTED": "wait 1 6"},
     )
-    ended = run.wait()
-    assert ended.status == 0, ended.errors
+    wait_for(Path("reached").exists, run.process)
+    getattr(run, how)()
+    check_stopped(run.wait())
+    assert groups.run(["run.resume=run"]).statuses == [0, 0]
+    assert_same_run("run", whole_runs("fp32", "ddp", LINEAR))
+
+
+def check_restarted(folder: list[str], whole: str) -> None:
     found = "run" if folder else str(next(Path().rglob("summary.json")).parent)
     assert len([*Path().rglob("summary.json")]) == 1
     assert_same_run(found, whole)
+
+
+FOLDERS = pytest.mark.parametrize("folder", [["run.dir=run"], []], ids=["named", "dated"])
+
+
+@pytest.mark.representative("named-fsdp2-0", "dated-ddp-1")
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@FOLDERS
+def test_a_command_that_is_started_again_goes_on_by_itself(
+    groups: Groups, whole_runs: Any, folder: list[str], kind: str, rank: int
+) -> None:
+    """torchrun starts the same command again, and keeps its store."""
+    words = [*WORDS, "precision=half_sr", f"parallel={kind}", *folder]
+    ended = groups.run(words, environment={"PLANTED": f"kill {rank} 8"})
+    assert ended.statuses[rank] == -9
+    ended = groups.run(words, again=True)
+    assert ended.statuses == [0, 0], ended.errors
+    check_restarted(folder, whole_runs("half_sr", kind))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@FOLDERS
+def test_torchrun_restarts_a_run_that_goes_on_by_itself(
+    whole_runs: Any, folder: list[str], kind: str, rank: int
+) -> None:
+    run = Torchrun(
+        [*LINEAR, "precision=half_sr", f"parallel={kind}", *folder],
+        options=["--max-restarts=2"],
+        environment={"PLANTED": f"kill {rank} 8"},
+    )
+    ended = run.wait()
+    assert ended.status == 0, ended.errors
+    check_restarted(folder, whole_runs("half_sr", kind, LINEAR))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import time
+import itertools
 from typing import Any
 
 import pytest
@@ -179,13 +179,24 @@ def tensors(value: Any) -> list[Tensor]:
     return []
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "low", "masters"])
-def test_whole_states_come_back_in_parts(groups: Groups, kind: str) -> None:
-    results = groups.call(round_trip, kind)
+KINDS = ["adamw", "sgd", "low", "masters"]
+
+
+def round_trips() -> dict[str, Any]:
+    return {kind: round_trip(kind) for kind in KINDS}
+
+
+def test_whole_states_come_back_in_parts(groups: Groups) -> None:
+    both = groups.call(round_trips)
+    for kind in KINDS:
+        check_round_trip(kind, [found[kind] for found in both])
+
+
+def check_round_trip(kind: str, results: list[dict[str, Any]]) -> None:
     for found in results:
         for a, b in (("saved", "again"), ("went on", "loaded")):
             pairs = [*zip(tensors(found[a]), tensors(found[b]), strict=True)]
-            assert all(same_bits(x, y) for x, y in pairs), (a, b)
+            assert all(same_bits(x, y) for x, y in pairs), (kind, a, b)
         weights, optimizer = found["saved"]
         shapes = {name: p.shape for name, p in Language(width=9).named_parameters()}
         assert {name: p.shape for name, p in weights.items()} == shapes
@@ -196,22 +207,30 @@ def test_whole_states_come_back_in_parts(groups: Groups, kind: str) -> None:
         assert same_bits(x, y)
 
 
-def waits(late: int) -> float:
-    """Seconds that this process communicates in a pass that the process `late` begins late."""
+def exchanges() -> tuple[float, int]:
+    """The seconds that a pass communicates by a clock of a second a look, and its collectives."""
     layout, model, optimizer = built("adamw")
     train(layout, model, optimizer, range(1))
-    layout.ranks.total(0.0)
+    seconds, called = itertools.count(), []
     before = layout.ranks.waited_s
-    if layout.ranks.rank == late:
-        time.sleep(1.0)
-    model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
-    return layout.ranks.waited_s - before
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mprun.parallel.ranks.time.perf_counter", lambda: float(next(seconds)))
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            plain = getattr(dist, name)
+
+            def counted(*given: Any, plain: Any = plain) -> Any:
+                called.append(plain)
+                return plain(*given)
+
+            patched.setattr(dist, name, counted)
+        model(torch.arange(12).reshape(2, 6) % 11).sum().backward()
+    return layout.ranks.waited_s - before, len(called)
 
 
 def test_what_the_shards_wait_for_counts_as_communication(groups: Groups) -> None:
-    waited_s = groups.call(waits, 1)
-    assert waited_s[0] > 0.2
-    assert 0 < waited_s[1] < waited_s[0]
+    for waited_s, collectives in groups.call(exchanges):
+        assert waited_s == pytest.approx(collectives)
+        assert collectives >= 6  # each of three units is gathered, and its gradients are summed
 
 
 def rounded(processes: int) -> Tensor:

@@ -1,13 +1,8 @@
-"""A report draws all of its plots here; pages are made once."""
+"""Pages are made once."""
 
 import pytest
 
 from tests.report.pages import Pages
-
-
-@pytest.fixture(autouse=True)
-def one_plot() -> None:
-    """Not one alone."""
 
 
 @pytest.fixture(scope="session")

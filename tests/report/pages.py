@@ -6,18 +6,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from mprun.compare.comparison import Advice, Comparison, Skipped
 from mprun.report.html import page
-from mprun.report.plots import draw
+from mprun.report.plots import NAMES, canvas, draw
+from mprun.report.plots.canvas import Plot
 from tests.report.compared import comparison, hostile, of_losses
 
 LONG = "x" * 300
 """A name or a path without a place to break it."""
 
 
-def made(found: Comparison, plots: Sequence[str] | None = None) -> str:
+def without_png(*_: object) -> bytes:
+    return b""
+
+
+def drawn(found: Comparison, names: Sequence[str] = NAMES) -> list[Plot]:
+    """These plots for a page, which takes no PNG."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(canvas, "_file", without_png)
+        return draw(found, names)
+
+
+def made(found: Comparison, plots: Sequence[str] = NAMES) -> str:
     """The page, with these plots or all."""
-    return page(found, draw(found) if plots is None else draw(found, names=plots))
+    return page(found, drawn(found, plots))
 
 
 def with_advice(folder: Path) -> Comparison:
@@ -65,17 +79,28 @@ FURTHER: dict[str, Callable[[Path], Comparison]] = {
 """Kinds that are drawn with two of their plots."""
 
 
+WITH_PNG = ("ten",)
+"""Kinds whose PNG files tests look at, too."""
+
+
 class Pages(dict[str, str]):
     """Pages by kind, each made when it is first asked for."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
+        self._drawn: dict[str, tuple[Comparison, list[Plot]]] = {}
+
+    def drawn(self, kind: str) -> tuple[Comparison, list[Plot]]:
+        """What a page shows."""
+        if kind not in self._drawn:
+            found = KINDS[kind](self._folder / kind)
+            self._drawn[kind] = found, draw(found) if kind in WITH_PNG else drawn(found)
+        return self._drawn[kind]
 
     def __missing__(self, kind: str) -> str:
-        folder = self._folder / kind
         if kind in KINDS:
-            self[kind] = made(KINDS[kind](folder))
+            self[kind] = page(*self.drawn(kind))
         else:
-            self[kind] = made(FURTHER[kind](folder), ["difference", "memory"])
+            self[kind] = made(FURTHER[kind](self._folder / kind), ["difference", "memory"])
         return self[kind]

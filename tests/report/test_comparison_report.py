@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from mprun.console import print_table
 from mprun.errors import UsageError
 from mprun.report import answer, cells, exports
 from mprun.report.comparison_report import comparison_table, footer, write_report
+from mprun.report.plots import draw
 from tests.report.compared import HOSTILE, comparison, hostile, of_losses
 
 
@@ -352,7 +354,11 @@ def test_markdown_escapes_what_records_hold(tmp_path: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", line)) == 10
 
 
-def test_a_report_is_a_page_three_tables_and_the_plots(tmp_path: Path) -> None:
+def test_a_report_is_a_page_three_tables_and_the_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = functools.partial(draw, names=["difference", "step-time", "loss-scale"])
+    monkeypatch.setattr("mprun.report.plots.draw", some)
     found = comparison(3, tmp_path / "runs")
     folder = tmp_path / "new" / "report"
     (tmp_path / "new").mkdir()

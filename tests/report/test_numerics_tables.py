@@ -346,23 +346,31 @@ def test_scales_that_were_tried() -> None:
     assert {line.get_label() for line in panel.lines[1:]} == {"recommended", "best tried"}
 
 
-def test_files() -> None:
-    names = ["numerics.png", "numerics.svg", "loss_scale.png", "loss_scale.svg"]
-    assert save_plots(RESULT, "mnist", Path()) == names
-    for name in names:
-        begin = Path(name).read_bytes()[:5]
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the pictures."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert save_plots(RESULT, "mnist in fp16_mixed", folder) == FILES
+    return folder
+
+
+FILES = ["numerics.png", "numerics.svg", "loss_scale.png", "loss_scale.svg"]
+
+
+def test_files(saved: Path) -> None:
+    for name in FILES:
+        begin = (saved / name).read_bytes()[:5]
         assert begin == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
-    without = result(loss_scale={**CONTENT["loss_scale"], "tried_db": {}})
-    assert save_plots(without, "mnist", Path()) == names[:2]
+    without = result(rows=[], loss_scale={**CONTENT["loss_scale"], "tried_db": {}})
+    assert save_plots(without, "mnist", Path()) == FILES[:2]
 
 
-def test_pictures_have_a_title_and_a_caption() -> None:
-    save_plots(RESULT, "mnist in fp16_mixed", Path())
+def test_pictures_have_a_title_and_a_caption(saved: Path) -> None:
     for name, words in (
         ("numerics", ("Sizes of the numbers of mnist in fp16_mixed", "Dashed:", "131,072")),
         ("loss_scale", ("Loss scales of mnist in fp16_mixed", "Shaded:")),
     ):
-        root = ElementTree.fromstring(Path(f"{name}.svg").read_text(encoding="utf-8"))
+        root = ElementTree.fromstring((saved / f"{name}.svg").read_text(encoding="utf-8"))
         text = " ".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("text"))
         assert [word for word in words if word not in text] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -108,7 +109,9 @@ def test_they_are_shown_wherever_a_comparison_is(kind: str) -> None:
     found = study()
     text = {
         "terminal": lambda: "\n".join(footer(found)),
-        "page": lambda: page(found, draw(found)).replace("\u00a0", " ").replace("&#39;", "'"),
+        "page": lambda: html.unescape(page(found, draw(found, ["difference"]))).replace(
+            "\xa0", " "
+        ),
         "markdown": lambda: exports.markdown(found),
         "json": lambda: json.dumps(json.loads(exports.json_text(found))["published"]),
     }[kind]()

@@ -180,6 +180,11 @@ def without_norms(rows: list[Row]) -> list[Row]:
     return [(n, given[:1] if n == "native_layer_norm" else given, out) for n, given, out in rows]
 
 
+# Transformers' Trainer takes a second for each training: in every run, once for each kind of code.
+OTHERS = [f"{name}.py-*" for name in ("pytorch", "lightning", "accelerate", "fsdp2")]
+
+
+@pytest.mark.representative(*OTHERS, *(f"trainer.py-{m}" for m in ("bf16_mixed", "half_sr")))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.usefixtures("group")
@@ -206,6 +211,7 @@ SEARCHED: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.representative(*OTHERS, "trainer.py-ops-bf16_mixed")
 @pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
 @pytest.mark.parametrize("kind", SEARCHED)
 @pytest.mark.parametrize("file", FILES)
@@ -310,6 +316,7 @@ def test_what_a_snippet_cannot_do_is_a_comment(changes: dict[str, Any], note: st
     assert all(note in text for text in snippets(answer).values())
 
 
+@pytest.mark.representative(*OTHERS, "trainer.py-fp16_mixed-more0")
 @pytest.mark.parametrize(
     "more",
     [

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from mprun.precision import accelerated
 from tests.run.clock import Clock
 from tests.run.processes import Forking
-
-_accelerated = functools.cache(accelerated)
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +17,6 @@ def forking() -> Iterator[Forking]:
     server = Forking()
     yield server
     server.close()
-
-
-@pytest.fixture(autouse=True)
-def rated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remember which dtypes are fast here: that is measured in every run with 16 bits."""
-    monkeypatch.setattr("mprun.doctor.environment.accelerated", _accelerated)
 
 
 @pytest.fixture

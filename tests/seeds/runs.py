@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,17 @@ def compared(*names: str) -> tuple[str, str]:
         assert main(["compare", *names, "compare.dir=report"]) == 0
     page = (Path("report") / "report.html").read_text(encoding="utf-8")
     return " ".join(shown.getvalue().split()), " ".join(page.split())
+
+
+@cache
+def mnist_compared() -> tuple[str, str, str]:
+    """Of mnist in fp32 and bf16_mixed: the terminal's text, the page, and the file of figures."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for mode in ("fp32", "bf16_mixed"):
+            words = [f"precision={mode}", "data.validation_fraction=0.2", "train.epochs=5"]
+            run(*words, steps=25, name=f"outputs/{mode}")
+        shown, page = compared("outputs/fp32", "outputs/bf16_mixed")
+        return shown, page, Path("report/comparison.json").read_text(encoding="utf-8")
 
 
 def recipes_page() -> str:

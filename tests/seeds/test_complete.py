@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("one_traced_step")
+
 ROWS = {"A": 13, "B": 10, "C": 10, "D": 14}
 """How many rows there are of each system."""
 

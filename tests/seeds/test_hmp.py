@@ -19,6 +19,8 @@ from mprun.records.format_names import FORMAT_MODES
 from mprun.records.run_record import read_summary
 from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 
+pytestmark = pytest.mark.usefixtures("one_traced_step")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 A2 = """addmm, batch_norm, bmm, conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from mprun.precision import Clip, StaticLossScale
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
 from mprun.train.loop import Trainer
-from tests.seeds.runs import MNIST, compared, recipes_page, run, weights, written
+from tests.seeds.runs import MNIST, mnist_compared, recipes_page, run, weights, written
+
+pytestmark = pytest.mark.usefixtures("one_traced_step")
 
 
 def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
@@ -28,8 +32,9 @@ def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(
     assert {x.dtype for x in weights().values()} == {torch.float32}
 
 
-def test_c2_a_layer_has_a_policy_of_its_own_by_name() -> None:
-    words = ["precision=fp32", "precision.layers={2: bf16_true}"]
+def test_c2_layers_have_policies_of_their_own_by_name() -> None:
+    """Keras' guide keeps the last softmax in float32; here a ReLU has a policy, too."""
+    words = ["precision=fp32", "precision.layers={2: bf16_true, 3: fp16}"]
     run(*words)
     stored = {name: str(x.dtype) for name, x in weights().items()}
     assert stored == {
@@ -39,42 +44,65 @@ def test_c2_a_layer_has_a_policy_of_its_own_by_name() -> None:
     forward = {
         row["module"]: row["dtypes_out"]
         for row in rows
-        if row["phase"] == "forward" and row["op"] in ("linear", "addmm")
+        if row["phase"] == "forward" and row["op"] in ("linear", "addmm", "relu")
     }
-    assert forward["2"] == ["bfloat16"]
-    assert forward["0"] == forward["4"] == ["float32"]
+    low, high = ["float16"], ["float32"]
+    assert forward == {"0": high, "1": high, "2": ["bfloat16"], "3": low, "4": high}
 
 
-@pytest.mark.parametrize("mode", ["fp32", "half_sr"])
-def test_c2_a_layer_without_parameters_has_one_too(mode: str) -> None:
-    """Keras' guide keeps the last softmax in float32; here a ReLU is named."""
-    own = "fp16" if mode == "fp32" else "fp32"
-    words = [*MNIST, f"precision={mode}", f"precision.layers={{3: {own}}}"]
+def test_c2_a_layer_without_parameters_is_in_float32_in_a_16_bit_model() -> None:
+    words = [*MNIST, "precision=half_sr", "precision.layers={3: fp32}"]
     rows = written("trace", *words, file="trace.json")["rows"]
     relu = {
         row["module"]: row["dtypes_out"]
         for row in rows
         if row["phase"] == "forward" and row["op"] == "relu"
     }
-    low, high = ["float16"], ["float32"]
-    assert relu == ({"1": high, "3": low} if mode == "fp32" else {"1": low, "3": high})
+    assert relu == {"1": ["float16"], "3": ["float32"]}
 
 
-def test_c3_outputs_and_loss_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    plain = Mnist.loss
+@dataclass
+class Seen:
+    """What a run trains on."""
+
+    dtypes: set[tuple[torch.dtype, torch.dtype]]
+    """Of outputs and losses."""
+    begun: list[torch.Tensor]
+    """The parameters before the first step, in float32."""
+    targets: list[int]
+
+
+@cache
+def seen(mode: str) -> Seen:
+    """What a run in a mode trained on."""
+    found = Seen(set(), [], [])
+    plain_loss, plain_step = Mnist.loss, Trainer.optimizer_step
 
     def loss(
         self: Mnist, output: torch.Tensor, batch: tuple[torch.Tensor, torch.Tensor]
     ) -> torch.Tensor:
-        made = plain(self, output, batch)
-        seen.append((output.dtype, made.dtype))
+        made = plain_loss(self, output, batch)
+        found.dtypes.add((output.dtype, made.dtype))
         return made
 
-    monkeypatch.setattr(Mnist, "loss", loss)
-    for mode in ("bf16_mixed", "fp16_mixed", "bf16_true", "half_sr"):
+    def step(self: Trainer, batch):  # type: ignore[no-untyped-def]
+        targets = batch.parts[0].content[1]
+        if type(targets) is torch.Tensor:  # not the planned step on fake tensors
+            if not found.begun:
+                found.begun += [p.detach().float().clone() for p in self.parts.model.parameters()]
+            found.targets += targets.tolist()
+        return plain_step(self, batch)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Mnist, "loss", loss)
+        patched.setattr(Trainer, "optimizer_step", step)
         run(f"precision={mode}", name=mode)
-    assert set(seen) == {(torch.float32, torch.float32)}
+    return found
+
+
+def test_c3_outputs_and_loss_are_float32() -> None:
+    for mode in ("bf16_mixed", "fp16_mixed", "bf16_true", "half_sr"):
+        assert seen(mode).dtypes == {(torch.float32, torch.float32)}, mode
 
 
 def test_c4_scaling_and_unscaling_are_calls_of_their_own() -> None:
@@ -136,10 +164,7 @@ VALIDATION = (0.7214, 0.7849, 0.8795, 0.8682, 0.8813)
 
 
 def test_c6_the_published_run_stands_beside_the_measured_one() -> None:
-    words = ["data.validation_fraction=0.2", "train.epochs=5"]
-    run("precision=fp32", *words, steps=25, name="outputs/a")
-    run("precision=bf16_mixed", *words, steps=25, name="outputs/b")
-    shown, page = compared("outputs/a", "outputs/b")
+    shown, page, _ = mnist_compared()
     for text in (page, recipes_page()):
         for figure in (*TRAINING, *VALIDATION, 0.8749, 0.4217):
             assert f"{figure:.4f}" in text
@@ -147,33 +172,14 @@ def test_c6_the_published_run_stands_beside_the_measured_one() -> None:
     assert "0.8749" in shown
 
 
-def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    begun: dict[str, list[torch.Tensor]] = {}
-    targets: dict[str, list[int]] = {}
-    plain = Trainer.optimizer_step
-    mode = ""
-
-    def step(self: Trainer, batch):  # type: ignore[no-untyped-def]
-        real = (
-            type(batch.parts[0].content[1]) is torch.Tensor
-        )  # not the planned step on fake tensors
-        if real and mode not in begun:
-            begun[mode] = [p.detach().float().clone() for p in self.parts.model.parameters()]
-        if real:
-            targets.setdefault(mode, []).extend(batch.parts[0].content[1].tolist())
-        return plain(self, batch)
-
-    monkeypatch.setattr(Trainer, "optimizer_step", step)
-    for mode in ("fp32", "bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"):
-        run(f"precision={mode}", name=mode)
-    first = begun["fp32"]
-    for name, parameters in begun.items():
-        low = {"bf16_sr": torch.bfloat16, "half_sr": torch.float16}.get(name, torch.float32)
-        for mine, exact in zip(parameters, first, strict=True):
-            assert torch.equal(mine, exact.to(low).float()), name
-        assert targets[name] == targets["fp32"]
+def test_c7_the_same_seed_gives_each_mode_the_same_weights_and_samples() -> None:
+    first = seen("fp32")
+    assert len(first.targets) == 3 * 32
+    for mode in ("bf16_mixed", "fp16_mixed", "bf16_sr", "half_sr"):
+        low = {"bf16_sr": torch.bfloat16, "half_sr": torch.float16}.get(mode, torch.float32)
+        for mine, exact in zip(seen(mode).begun, first.begun, strict=True):
+            assert torch.equal(mine, exact.to(low).float()), mode
+        assert seen(mode).targets == first.targets
 
 
 def test_c8_warm_up_steps_are_left_out_of_the_step_time_and_counted() -> None:
@@ -196,9 +202,7 @@ def test_c9_the_number_of_units_can_be_set() -> None:
 
 
 def test_c10_the_published_claims_stand_beside_the_measured_speed() -> None:
-    run("precision=fp32", name="outputs/a")
-    run("precision=bf16_mixed", name="outputs/b")
     claims = ("more than 2 times", "up to 2 times", "60 % more", "significantly slower")
-    for text in (*compared("outputs/a", "outputs/b"), recipes_page()):
+    for text in (*mnist_compared()[:2], recipes_page()):
         for claim in (*claims, "no benefit for toy models", "HPU"):
             assert claim in text, claim

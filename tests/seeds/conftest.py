@@ -1,0 +1,12 @@
+"""Shared by the tests of the rows."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def one_traced_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes one step: the others are for the times, which no row looks at."""
+    monkeypatch.setattr("mprun.experiments.recipe_trace.WARMUP", 0)
+    monkeypatch.setattr("mprun.experiments.recipe_trace.REPEATS", 1)
