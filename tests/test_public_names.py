@@ -21,7 +21,7 @@ def test_importing_it_does_not_import_torch() -> None:
         "assert {'Precision', 'Recipe', 'numerics', 'optim', 'policy'} <= set(dir(mprun))\n"
         "assert 'torch' not in sys.modules and 'yaml' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_names_are_those_of_the_packages() -> None:
