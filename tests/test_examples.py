@@ -28,6 +28,8 @@ from docs.examples import (
 )
 from tests.example_outputs import OUTPUTS, output
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 EXAMPLES = list(examples())
 BLOCK = re.compile(r"^(.*)\n```(\w*)\n((?:.*\n)*?)```$", re.MULTILINE)
 """The line above it, its language, its lines."""

@@ -11,6 +11,8 @@ import torch
 
 from mprun.records.run_record import read_summary
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "your_loop.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 

@@ -26,6 +26,8 @@ from mprun.records.run_record import read_summary
 from tests.answers.models import CASES
 from tests.answers.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 MODES = ("bf16_mixed", "fp16_mixed")
 SEEDS_OF_A_STUDY = 2
 STUDIES = 5

@@ -13,6 +13,8 @@ from tests.answers.models import CASES
 from tests.answers.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
 from tests.answers.seeds import SEEDS
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 NO_PROOF = ("search_ops.steps=0", "search_ops.timed_steps=0", "run.dir=run")
 
 

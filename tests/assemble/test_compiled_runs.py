@@ -12,6 +12,8 @@ from mprun.kernels import why_not
 from mprun.records.run_record import read_summary
 from mprun.train import checkpoint
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason="needs a compiler")
 # Batches of 16 train, of 10 validate after each epoch of four steps.
 WORDS = ["recipe=tabular", "recipe.model.layers=1", "device=cpu", "train.batch_size=16"]

@@ -21,6 +21,8 @@ from tests.precision.convolutional import WORDS
 from tests.run.test_resume import trained
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 LINEAR = ["recipe=linear", "device=cpu", "recipe.model.in_features=64"]
 LINEAR += ["recipe.model.out_features=8"]
 SGD, RMSPROP, ADAMW = ([f"train.optimizer.name={name}"] for name in ("sgd", "rmsprop", "adamw"))

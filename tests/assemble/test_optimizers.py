@@ -26,6 +26,8 @@ from mprun.records.run_record import read_summary
 from mprun.train.checkpoint import path_in
 from mprun.train.loop import Limits, Parts, Trainer
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 TINY = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
 TINY += ["recipe.model.samples=8", "train.batch_size=8", "train.epochs=null", "device=cpu"]
 PLAIN = [*TINY, "speed=plain", "train.max_steps=4", "train.lr=0.05"]

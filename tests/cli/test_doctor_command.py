@@ -15,6 +15,8 @@ from mprun.experiments.examine import examine
 from mprun.records.doctor_record import Examination
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 QUICK = ["device=cpu", "doctor.budget_s=0.3"]
 
 

@@ -12,6 +12,8 @@ import pytest
 
 from mprun.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 LINEAR = ["recipe=linear", "precision=bf16_mixed", "run.dir=run"]
 COMMANDS = {
     "memory": ["memory", *LINEAR],

@@ -16,7 +16,7 @@ from tests.cli.processes import Forking
 from tests.schema import conforms
 from tests.waiting import is_filled, wait_for
 
-pytestmark = pytest.mark.usefixtures("quick_runs")
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
 
 QUICK = ["-m", "recipe=linear", "train.max_steps=3"]
 

@@ -14,6 +14,8 @@ from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.examples.recipes import EXAMPLES, recipe
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 SHORT = ["device=cpu", "train.max_steps=3", "run.dir=out"]
 SEARCH = ["search_ops.timed_steps=0", "search_ops.batches=1", "search_ops.warmup_steps=1"]
 

@@ -12,6 +12,8 @@ from mprun.cli.main import main
 from mprun.records.run_record import number, read_lines, read_summary
 from tests.examples.recipes import EXAMPLES, recipe
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 MOST_LINES = 60
 MODES = {
     "fp32": ("float32", "float32"),

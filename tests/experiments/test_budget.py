@@ -22,6 +22,8 @@ from mprun.experiments.budget import (
 from mprun.experiments.trials import Outcome, Trial, Trials
 from mprun.records.run_record import read_summary
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 
 class Clock:
     """Seconds that pass when a test says so."""

@@ -17,6 +17,8 @@ from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from tests.experiments.machine import BUDGET_S, examined
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 
 

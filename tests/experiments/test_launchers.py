@@ -40,6 +40,8 @@ from tests.experiments.crowd import (
 )
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 LINEAR = ["recipe=linear", "precision=fp32,bf16_mixed", "run.dir=s"]
 SHORT = ["sweep", *LINEAR, "train.max_steps=20", "seeds=3", "compare.report=false"]
 LONG = [

@@ -20,6 +20,8 @@ from mprun.records.doctor_record import OPS, Mode
 from mprun.records.format_names import FORMAT_MODES
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "precision"
 

@@ -37,6 +37,8 @@ from tests.experiments.crowd import (
 )
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 SWEEP = ["sweep", "recipe=waiting.py", "precision=fp32,bf16_mixed", "run.dir=s"]
 LONG = [
     *(*SWEEP, "train.max_steps=100", "train.checkpoint_every_steps=5", "seeds=2"),

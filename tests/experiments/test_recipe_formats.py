@@ -12,6 +12,8 @@ from mprun.experiments.recipe_formats import layer_shapes
 from mprun.experiments.recipe_roofline import plan_step
 from tests.experiments.machine import measure_nothing
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 QUICK = ["doctor.steps=0", "device=cpu"]
 
 

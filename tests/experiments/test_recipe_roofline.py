@@ -17,6 +17,8 @@ from tests.experiments import machine
 from tests.experiments.machine import measure_nothing
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 TINY = {
     "linear": ["train.batch_size=64"],
     "mnist": ["train.batch_size=64"],

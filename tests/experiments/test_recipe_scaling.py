@@ -19,6 +19,8 @@ from tests.experiments import machine
 from tests.experiments.machine import measure_nothing
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 NUMBERS = 784 * 256 + 256 + 256 * 256 + 256 + 256 * 10 + 10  # of mnist's model
 MNIST = ["recipe=mnist", "device=cpu", "train.batch_size=16"]
 QUICK = ["recipe=linear", "device=cpu", "doctor.steps=4"]

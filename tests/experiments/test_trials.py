@@ -21,6 +21,8 @@ from mprun.records.run_record import Scores, Summary, read_lines, read_summary
 from mprun.train.signals import StopSignals
 from tests.summaries import example
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 LINEAR = ("recipe=linear", "train.max_steps=4")
 
 

@@ -19,6 +19,8 @@ from mprun.integrations.observation import Observation
 from mprun.records.run_record import read_lines, read_summary
 from tests.run.clock import Clock
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 STEPS = 30
 
 

@@ -25,6 +25,8 @@ from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
 from mprun.records.format_names import FORMAT_MODES
 from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 WIDTH, OUTLIER = 64, "3"
 """The name of the layer behind the outliers."""
 

@@ -32,6 +32,8 @@ from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
 from mprun.numerics.memory_recorder import REDUCED_IN_PLACE
 from mprun.train.loop import Trainer
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 WEIGHTS = 1024 * 512 + 512
 PARAMETERS = WEIGHTS * 4

@@ -42,6 +42,8 @@ from mprun.records.trace_record import CastRecord, TraceRow
 from mprun.train.loop import Parts, Trainer
 from tests.precision.test_policy import policy
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 X = torch.rand(4, 4, generator=torch.Generator().manual_seed(0))

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -126,6 +127,9 @@ class Groups:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
+        # A thread reads, since no `select` sees a line that is already in the stream's buffer.
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._pass_on, daemon=True).start()
         self._store: dist.TCPStore | None = None
         self.pids: list[int] = []
 
@@ -223,16 +227,22 @@ class Groups:
         )
         return Ended(statuses, out, err)
 
-    def _read(self) -> list[int]:
+    def _pass_on(self) -> None:
         assert self._server.stdout is not None
-        ready, _, _ = select.select([self._server.stdout], [], [], PATIENCE_S)
-        if not ready:
-            raise TimeoutError
-        found: list[int] = json.loads(self._server.stdout.readline())
-        return found
+        for line in self._server.stdout:
+            self._answers.put(line)
+
+    def _read(self) -> list[int]:
+        try:
+            answer: list[int] = json.loads(self._answers.get(timeout=PATIENCE_S))
+        except queue.Empty:
+            raise TimeoutError from None
+        return answer
 
     def close(self) -> None:
-        self._server.communicate(timeout=PATIENCE_S)
+        assert self._server.stdin is not None
+        self._server.stdin.close()  # which ends it
+        self._server.wait(PATIENCE_S)
 
 
 class Torchrun:

@@ -43,6 +43,8 @@ from mprun.precision.gemms import GEMMS, HIGH, StepBits, linear, product
 from mprun.precision.policy import policy
 from tests.each import each
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 MODES = [*GEMMS]
 EIGHT_BITS = [mode for mode in MODES if mode != "nvfp4"]

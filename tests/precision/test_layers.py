@@ -47,6 +47,8 @@ from mprun.records.mode_names import OWN_ALIASES
 from tests.each import each
 from tests.precision.test_policy import policy
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 
 

@@ -40,6 +40,8 @@ from tests.precision.loops import (
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 every_case = each("case", CASES, ids=str)
 amp_modes = each("mode", AMP)
 STEPS = 6

@@ -12,6 +12,8 @@ from mprun.cli.main import main
 from mprun.precision.convert import convert
 from tests.each import each
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RECIPE = """

@@ -19,6 +19,8 @@ from mprun.precision.policy import NAMED, policy
 from mprun.records.format_names import FORMAT_MODES
 from tests.each import each
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 
 

@@ -20,6 +20,8 @@ from mprun.recipe import Classification
 from mprun.train.loop import Parts
 from tests.each import each
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CPU = torch.device("cpu")
 TRUE_HALF = {
     "fp16_true": torch.float16,

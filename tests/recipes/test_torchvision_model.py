@@ -17,6 +17,8 @@ from mprun.recipes.resnet import ResNet
 from mprun.recipes.torchvision_model import TorchvisionModel
 from mprun.records.run_record import read_lines, read_summary
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 COLOURS = {"blue": (20, 30, 200), "green": (30, 200, 20), "red": (200, 20, 30)}
 
 

@@ -20,6 +20,8 @@ from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.train.loop import Limits, Trainer
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 MODES = {
     "fp32": torch.float32,
     "bf16_mixed": torch.float32,

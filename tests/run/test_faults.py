@@ -23,6 +23,8 @@ from mprun.train import checkpoint
 from tests.run.processes import Forking
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 RUN = ["recipe=linear", "train.max_steps=20", "train.checkpoint_every_steps=5", "run.dir=run"]
 
 Stderr = Callable[[], str]

@@ -15,6 +15,8 @@ from mprun.train import guard_log
 from tests.run.test_resume import assert_equal, assert_same_run, trained
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 RECIPE = '''
 """Blocks with an outlier of known place: the input of one has a feature that is 1e5 times larger.
 

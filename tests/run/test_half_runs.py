@@ -21,6 +21,8 @@ from tests.run.test_resume import assert_equal, assert_same_run, trained
 from tests.schema import conforms
 from tests.summaries import check_partials
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 TRUE_HALF = {
     "fp16_true": ("float16", "nearest"),
     "bf16_true": ("bfloat16", "nearest"),

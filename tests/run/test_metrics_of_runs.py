@@ -15,6 +15,8 @@ from mprun.records.run_record import Summary, read_lines, read_summary
 from tests.run.test_resume import assert_same_run
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 CLASS = '''
 from dataclasses import dataclass
 

@@ -10,6 +10,8 @@ import pytest
 
 from mprun.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 CLASS = """
 from dataclasses import dataclass
 

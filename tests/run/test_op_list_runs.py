@@ -23,6 +23,8 @@ from tests.run.test_resume import (
 )
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 MNIST = [
     *("recipe=mnist", "recipe.model.units=32", "data.source=generated", "device=cpu"),
     *("data.train_limit=320", "data.eval_limit=64", "data.validation_fraction=0.1"),

@@ -15,6 +15,8 @@ from mprun.cli.main import main
 from mprun.records.run_record import read_summary
 from tests.run.processes import Forking
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 PARTS = {
     "head": """
 import torch

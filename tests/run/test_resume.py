@@ -25,6 +25,8 @@ from tests.run.processes import Forking
 from tests.schema import conforms
 from tests.waiting import is_filled, wait_for
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 MNIST = [
     "recipe=mnist",
     "recipe.model.units=32",

@@ -22,6 +22,8 @@ from tests.schema import conforms
 from tests.summaries import check_partials
 from tests.waiting import is_filled, wait_for
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 QUICK = ["recipe=linear", "train.max_steps=6", "run.dir=run"]
 
 

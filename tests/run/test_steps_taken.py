@@ -15,6 +15,8 @@ from mprun.run import check_steps_taken, page_fault_warning, skipped_warning
 from mprun.train import checkpoint
 from tests.summaries import example
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 SMALL = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
 FP16 = [*SMALL, "precision=fp16_mixed", "run.dir=run"]
 

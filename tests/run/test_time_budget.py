@@ -26,6 +26,8 @@ from mprun.train.metric_readback import HostReadback
 from tests.run.clock import Clock
 from tests.schema import conforms
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 SMALL = ["data.source=generated", "data.train_limit=256", "data.eval_limit=64"]
 VALIDATED = [*SMALL, "data.validation_fraction=0.25", "train.batch_size=32"]
 RECIPES = {
@@ -164,6 +166,7 @@ def test_slow_code_shows_in_its_category(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, category: str
 ) -> None:
     words = [*RECIPES["mnist"], "train.max_steps=8", "logger=tensorboard"]
+    monkeypatch.setattr("mprun.run.footprint", lambda *_: ({}, None))  # takes a step of its own
     place, name = SLOW[category]
     plain = getattr(place, name)
     if category == "evaluation":

@@ -30,7 +30,7 @@ from tests.seeds.runs import (
     written,
 )
 
-pytestmark = pytest.mark.usefixtures("one_traced_step")
+pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
 STEPS = 5
 BATCH = 32

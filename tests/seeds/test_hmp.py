@@ -19,7 +19,7 @@ from mprun.records.format_names import FORMAT_MODES
 from mprun.records.run_record import read_summary
 from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 
-pytestmark = pytest.mark.usefixtures("one_traced_step")
+pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

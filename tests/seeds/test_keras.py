@@ -20,7 +20,7 @@ from mprun.records.run_record import read_lines
 from mprun.train.loop import Trainer
 from tests.seeds.runs import MNIST, mnist_compared, recipes_page, run, weights, written
 
-pytestmark = pytest.mark.usefixtures("one_traced_step")
+pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
 
 def test_c1_the_two_dtypes_of_a_policy_are_recorded_and_printed(

@@ -36,7 +36,7 @@ from tests.seeds.runs import (
     written,
 )
 
-pytestmark = pytest.mark.usefixtures("one_traced_step")
+pytestmark = pytest.mark.usefixtures("one_traced_step", "quick_runs")
 
 FP16 = torch.float16
 

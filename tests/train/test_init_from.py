@@ -26,6 +26,8 @@ from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loop import StepResult, Trainer
 from mprun.train.weights_file import with_tied, without_prefix
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 LINEAR = ["recipe=linear", "recipe.model.in_features=8", "recipe.model.out_features=4"]
 MNIST = [
     "recipe=mnist",

@@ -21,6 +21,8 @@ from mprun.train.loggers.logged_run import run_tags
 from mprun.train.loggers.logger import LoggedRow
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 NONE = Scores(loss=None, accuracy=None)
 
 

@@ -25,6 +25,8 @@ from mprun.train.stopwatch import Stopwatch
 from tests.run.test_resume import assert_same_run
 from tests.summaries import example
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 TINY = ["recipe=linear", "recipe.model.in_features=4", "recipe.model.out_features=2"]
 NONE = Scores(loss=None, accuracy=None)
 

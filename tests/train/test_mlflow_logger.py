@@ -29,6 +29,8 @@ from tests.train.logged import (
     train,
 )
 
+pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
+
 pytest.importorskip("mlflow")
 
 

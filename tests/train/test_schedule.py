@@ -17,6 +17,8 @@ from mprun.config.compose import compose
 from mprun.records.run_record import read_lines
 from mprun.train.schedule import Schedule
 
+pytestmark = pytest.mark.usefixtures("quick_runs")
+
 LINEAR = ["recipe=linear", "recipe.model.in_features=4", "recipe.model.out_features=2"]
 LINEAR += ["recipe.model.samples=4", "train.batch_size=4", "train.epochs=null", "device=cpu"]
 LINEAR += ["train.lr=0.5", "speed=plain"]

@@ -42,6 +42,8 @@ from tests.precision.op_lists import (
 from tests.precision.test_policy import policy
 from tests.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("native_is_fast")
+
 aten = torch.ops.aten
 
 
