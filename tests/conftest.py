@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             raise pytest.UsageError(f"{function}: no case is {', '.join(names)}")
         if function not in normal and not any("[" in text for text in config.args):
             raise pytest.UsageError(f"{function}: every case is exhaustive")
+
+
+def pytest_collection_finish() -> None:
+    """Tests are no garbage until the end, so the collector need not visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_case(item: pytest.Function, case: str | int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
 from mprun.train.loop import Limits, Trainer
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+NEEDED = ("peft", "transformers")
+NOT_HERE = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(NOT_HERE), reason=f"not installed: {', '.join(NOT_HERE)}")
 
 STORED = {
     "fp32": torch.float32,
@@ -40,6 +42,9 @@ class Lora(Recipe):
     METRIC: ClassVar[tuple[str, str]] = ("loss", "min")
 
     def model(self) -> nn.Module:
+        import peft  # 5 s: not while tests are collected
+        import transformers
+
         config = transformers.LlamaConfig(
             vocab_size=32,
             hidden_size=16,

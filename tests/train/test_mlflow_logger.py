@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,10 @@ from tests.train.logged import (
     train,
 )
 
-pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
-
-pytest.importorskip("mlflow")
+pytestmark = [
+    pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed"),
+    pytest.mark.usefixtures("native_is_fast", "quick_runs"),
+]
 
 
 @pytest.fixture(scope="module")
