@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from omegaconf import OmegaConf
 
 from mprun.config import Config, compose
 from mprun.config.reference import GROUPS
@@ -21,6 +25,10 @@ from mprun.config.schema import (
     Scheduler,
 )
 from mprun.errors import UsageError
+from tests.each import each
+
+# By name: `mprun.config` exports a function of the module's name.
+compose_module = importlib.import_module("mprun.config.compose")
 
 CONF = Path(str(files("mprun.conf")))
 SHIPPED_RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
@@ -143,6 +151,32 @@ def test_the_users_value_beats_the_presets(order: int) -> None:
     config = composed(*words[::order])
     assert (config.train.lr, config.train.max_steps) == (0.5, 3)
     assert config.data.train_limit == 4096
+
+
+@each(
+    "words",
+    [
+        (),
+        ("recipe=linear", "precision=half_sr", "seed=3", "train.lr=0.1"),
+        ("train.max_steps=5", "preset=smoke", "recipe=fashion_mnist"),
+        ("recipe=linear", "recipe=mnist", "seed=1", "seed=2"),
+        ("op_lists=hmp", "op_lists.lower=[mm]", "+seed=3"),
+        ("precision.layers={a: fp32}", "precision.layers.b=fp16"),
+        ("recipe.model.units=64", "recipe.model={more: x}", "logger.tags.a=b"),
+        ("train.optimizer.name=sgd", "train.optimizer.args.momentum=0.9"),
+        ("batch=double", "loss_scale=static", "loss_scale.value=8", "run.dir=null"),
+    ],
+)
+def test_the_configuration_is_the_one_that_hydra_composes(words: tuple[str, ...]) -> None:
+    """Hydra chooses the options once per process; fields are set on a copy."""
+    compose([*words, "train.batch_size=7", "precision.layers={left: fp32}"])  # leaves no trace
+    with initialize_config_module(compose_module.CONF, version_base=compose_module.HYDRA_VERSION):
+        parsed = [compose_module.parse(text) for text in words]
+        texts = [compose_module.for_hydra(override) for override in parsed]
+        by_hydra = hydra_compose(compose_module.CONFIG_NAME, overrides=texts)
+        own = compose_module._compose(texts, parsed)
+    assert OmegaConf.to_container(own) == OmegaConf.to_container(by_hydra)
+    assert list(own) == list(by_hydra)
 
 
 def test_double_batch() -> None:
