@@ -37,6 +37,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save_data(recipe, image_splits(name, DataRequest(source="generated")), tmp_path)
 
 
+@pytest.mark.representative("fashion_mnist-fp32", "mnist-bf16_mixed", "linear-bf16_mixed")
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
 @pytest.mark.parametrize("recipe", CASES)
 def test_raw_loops_and_the_tutorials_way_train_each_recipe(recipe: str, precision: str) -> None:

@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[list[str], Callable[[], None]]] = {
 }
 
 
-@pytest.mark.representative("vae-numerics", "vae-search-ops", "strings_adagrad-sweep")
+@pytest.mark.representative("vae-search-ops", "strings_adagrad-sweep")
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_goes_through_every_command(name: str, command: str) -> None:

@@ -209,6 +209,7 @@ def test_a_last_batch_of_one_sample_says_what_helps(capsys: pytest.CaptureFixtur
 # ---- modes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_habanas_lists_train_it() -> None:
     words = ["recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
     words += ["train.max_steps=10", "train.batch_size=16", "data.eval_limit=16", "train.lr=0.05"]

@@ -184,7 +184,7 @@ def without_norms(rows: list[Row]) -> list[Row]:
 OTHERS = [f"{name}.py-*" for name in ("pytorch", "lightning", "accelerate", "fsdp2")]
 
 
-@pytest.mark.representative(*OTHERS, *(f"trainer.py-{m}" for m in ("bf16_mixed", "half_sr")))
+@pytest.mark.representative(*OTHERS, "trainer.py-bf16_mixed")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.usefixtures("group")

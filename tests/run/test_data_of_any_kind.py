@@ -178,7 +178,7 @@ def test_the_augmentation_does_not_change_what_the_model_draws() -> None:
 # ---- killed and resumed --------------------------------------------------------------------------
 
 
-@pytest.mark.representative("*num_workers=2)")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("train", [WORKERS, WORKERS.replace("num_workers=2", "num_workers=0")])
 def test_a_killed_run_is_resumed_bit_for_bit(train: str, forking: Forking) -> None:
     words = [recipe(train), *PLAIN, "train.epochs=2", "train.checkpoint_every_steps=2"]

@@ -425,6 +425,7 @@ def test_lists_cannot_change_when_a_run_goes_on(capsys: pytest.CaptureFixture[st
     assert main(["run.resume=run", "train.max_steps=4", "op_lists=hmp"]) == 0
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_over_lists_has_a_run_for_each() -> None:
     name = file("ops.txt", "linear")
     words = [*MNIST, "train.max_steps=2", "op_lists=hmp,native", f"op_lists.lower_file={name}"]

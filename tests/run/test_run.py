@@ -33,7 +33,7 @@ def run(*words: str) -> Summary:
 
 
 @pytest.mark.representative(
-    "fashion_mnist-fp32",
+    "mnist-fp32",
     "linear-bf16_mixed",
     "char_gpt-bf16_mixed",
     "tabular-bf16_mixed",
