@@ -20,10 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mprun.assemble import Plan, footprint
 from mprun.config.schema import RunConfig
 from mprun.report.plots import draw
+
+settings.register_profile("any load", deadline=None)  # else an example has 0.2 s
+settings.load_profile("any load")
 
 _measured: dict[str, tuple[dict[str, int], str | None]] = {}
 

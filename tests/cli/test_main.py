@@ -349,7 +349,6 @@ wrong_overrides = given(before=st.sampled_from([[], ["train"], LINEAR]), overrid
 drawn = settings(
     max_examples=25,
     derandomize=True,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 

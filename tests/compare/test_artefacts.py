@@ -139,7 +139,7 @@ def test_records_without_faults_or_price_are_judged_as_before() -> None:
 MS = st.floats(1.0, 100.0)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(MS, MS, st.floats(0, 60_000), st.floats(0, 60_000), st.floats(0, 60_000))
 def test_the_same_faults_on_both_sides_never_turn_a_verdict_round(
     base_ms: float, own_ms: float, base_faults: float, own_faults: float, added: float
@@ -152,7 +152,7 @@ def test_the_same_faults_on_both_sides_never_turn_a_verdict_round(
     assert word(before) * word(after) >= 0
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(MS, MS, st.floats(0, 60_000), st.floats(0, 60_000))
 def test_a_verdict_that_is_given_is_that_of_the_arithmetic(
     base_ms: float, own_ms: float, base_faults: float, own_faults: float

@@ -358,7 +358,7 @@ def test_every_sentence_of_many_studies_claims_what_its_interval_carries() -> No
 VALUES = st.floats(0.0, 1.0) | st.sampled_from([0.9, 0.905, 0.895, 0.9001])
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(VALUES, VALUES, st.floats(0.1, 10)), min_size=2, max_size=6))
 def test_whatever_the_figures_a_sentence_claims_what_its_interval_carries(
     rows: list[tuple[float, float, float]],

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -480,7 +480,6 @@ FIGURES = st.floats(-LARGEST, LARGEST, exclude_min=True, exclude_max=True)
 TIMES = st.none() | FIGURES
 
 
-@settings(deadline=None)
 @example([("fp32", 0, 0.5, 8e90, "completed"), ("tf32", 0, 0.5, 2e-233, "completed")], "accuracy")
 @given(
     st.lists(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.cli.compare_command import compared as compare_runs
@@ -242,7 +242,6 @@ DURATIONS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(DURATIONS, st.sampled_from(["seconds", "milliseconds"]), st.floats(0, 1))
 def test_runs_one_after_the_other_never_overlap_however_short(
     times: list[tuple[float, float, float]], timespec: str, first_s: float
@@ -258,7 +257,6 @@ def test_runs_one_after_the_other_never_overlap_however_short(
         assert other(runs).no_time_verdict == ""
 
 
-@settings(deadline=None)
 @given(st.floats(1.6, 100), st.floats(0, 0.9), st.floats(1.1, 100))
 def test_runs_at_once_overlap_once_the_record_can_tell(
     first_s: float, share: float, second_s: float

@@ -121,7 +121,6 @@ def test_sentences_are_broken_on_a_terminal_alone() -> None:
         assert len(lines) == count
 
 
-@settings(deadline=None)
 @given(st.text("ab \u65e5", max_size=60), st.integers(1, 20))
 def test_broken_lines_hold_every_word(text: str, width: int) -> None:
     lines = broken(text, width)
@@ -129,7 +128,6 @@ def test_broken_lines_hold_every_word(text: str, width: int) -> None:
     assert all(cell_len(line) <= width or " " not in line.strip(" ") for line in lines)
 
 
-@settings(deadline=None)
 @given(st.text("abc.\u65e5", max_size=40), st.integers(4, 30))
 def test_a_shortened_name_has_both_ends_and_fits(name: str, width: int) -> None:
     short = shortened(name, width)
@@ -144,7 +142,7 @@ FIGURE = st.decimals(-999, 9999, places=2, allow_nan=False).map(str)
 ROW = st.tuples(WORD, FIGURE, FIGURE, st.lists(WORD, max_size=6).map(" ".join), FIGURE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(ROW, min_size=1, max_size=6), st.integers(50, 160))
 def test_any_table_fits_and_its_figures_are_whole(
     rows: list[tuple[str, str, str, str, str]], width: int

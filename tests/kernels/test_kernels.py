@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -144,7 +144,6 @@ def test_sizes_that_fill_no_vector(dtype: torch.dtype, overflow: str, size: int)
 @needs_compiler
 @pytest.mark.usefixtures("compiled")
 @cases
-@settings(deadline=None)
 @given(
     pattern=st.integers(min_value=0, max_value=2**32 - 1),
     low=st.integers(min_value=0, max_value=2**32 - 1),

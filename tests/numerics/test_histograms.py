@@ -47,7 +47,7 @@ def from_patterns(patterns: list[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(signed, dtype=INTEGERS[dtype.itemsize]).view(dtype)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(DTYPES), st.data())
 def test_any_patterns_are_counted_as_numpy_does(dtype: torch.dtype, data: st.DataObject) -> None:
     top = 2 ** (8 * dtype.itemsize) - 1
@@ -103,7 +103,7 @@ def test_limits_belong_to_one_side() -> None:
     assert (seen.below(-25), seen.up_to(-25), seen.below(-24), seen.up_to(-24)) == (1, 2, 3, 4)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.floats(width=32), max_size=8), max_size=5))
 def test_histograms_add_up(parts: list[list[float]]) -> None:
     tensors = [torch.tensor(p, dtype=torch.float32) for p in parts]

@@ -44,7 +44,7 @@ def nearest(value: Fraction, dtype: torch.dtype) -> Fraction:
     return low if value - low < high - value else high
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(SIZES, SIZES, st.sampled_from([1.0, 2.0**-8, 2.0**-11, 2.0**-20]))
 def test_one_weight_by_fractions(weight: float, update: float, factor: float) -> None:
     update *= factor

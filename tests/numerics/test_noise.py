@@ -126,7 +126,7 @@ def test_noise_expected_of_overflow_and_of_nothing() -> None:
     assert expected_db(histogram(torch.tensor([1.0, torch.inf])), 1.0, FP16) == -math.inf
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=9))
 def test_no_values_break_it(values: list[float]) -> None:
     x = torch.tensor(values, dtype=torch.float32)

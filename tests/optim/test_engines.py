@@ -185,7 +185,7 @@ def test_neither_sizes_nor_threads_change_a_bit(
 
 
 @needs_c
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(MAKE)),
     dtype=st.sampled_from(LOW),

@@ -73,7 +73,7 @@ def test_codes_to_nearest_are_torchao_s(signed: bool) -> None:
     assert torch.equal(ours, quant_utils.quantize_8bit_with_qmap(scaled * flipped, values))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 1000), st.integers(-30, 30), st.integers(0, 2**31))
 def test_a_number_is_moved_to_a_neighbour_and_the_largest_not_at_all(
     count: int, exponent: int, seed: int

@@ -160,7 +160,7 @@ def test_nearest_is_a_float32_step_rounded_once(name: str, dtype: torch.dtype) -
     assert differing / (steps * p.numel()) < share
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     dtype=st.sampled_from(LOW),
     exponent=st.integers(-100, 100),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.precision.float16_range import Float16Range, float16_range
@@ -72,7 +72,6 @@ def test_every_bfloat16_value() -> None:
     assert found.subnormal == 2 * (11 * 128 - 1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32, allow_nan=False), max_size=50))
 def test_any_values(values: list[float]) -> None:
     tensor = torch.tensor(values, dtype=torch.float32)

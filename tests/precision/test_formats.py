@@ -150,7 +150,7 @@ def test_the_mean_of_stochastic_rounding_is_the_number(to: Format) -> None:
 
 
 @each("to", [*FORMATS, MXFP8, MXFP4], ids=named)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1))
 def test_numbers_of_the_format_stay(to: Format | BlockFormat, numbers: list[float]) -> None:
     x = torch.tensor(numbers, dtype=torch.float32)

@@ -50,7 +50,7 @@ def grad_scalers_walk(rule: DynamicRule, initial: float, overflows: list[bool]) 
     return found
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @example(initial=2.0**120, growth=4.0, backoff=0.5, interval=1, rate=0.02, seed=0)
 @example(initial=1e-30, growth=1.1, backoff=0.25, interval=3, rate=0.3, seed=1)
 @example(initial=1024.0, growth=2.0, backoff=0.9, interval=50, rate=0.0, seed=2)
@@ -72,7 +72,6 @@ def test_long_walks_equal_grad_scalers(
     assert walk(rule, initial, overflows) == grad_scalers_walk(rule, initial, overflows)
 
 
-@settings(deadline=None)
 @given(floor=st.sampled_from([2.0**-14, 1.0, 64.0]), steps=st.integers(1, 60))
 def test_the_scale_never_falls_below_its_floor_and_grows_from_there(
     floor: float, steps: int

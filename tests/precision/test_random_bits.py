@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
@@ -300,7 +300,6 @@ INDEX = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(words=st.lists(WORD, min_size=1, max_size=5), index=INDEX)
 @example(words=[0, 0, 0, 0], index=0)
 @example(words=[2**64 - 1] * 4, index=2**31 - 1)
@@ -340,7 +339,6 @@ def test_keys_as_tensors_give_the_words_of_keys_as_numbers() -> None:
 # ---- shards ----
 
 
-@settings(deadline=None)
 @given(
     start=st.integers(min_value=0, max_value=5000),
     count=st.integers(min_value=0, max_value=5000),

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -233,7 +233,6 @@ def test_crossing_from_float16_subnormals_to_normals(number: float, ups: int) ->
         assert int(steps.sum()) == ups
 
 
-@settings(deadline=None)
 @given(pattern=ANY_PATTERN, word=ANY_PATTERN)
 @example(pattern=0x477FF000, word=0xFFFFFFFF)
 @example(pattern=0x387FFFFF, word=0x00000000)
@@ -489,7 +488,6 @@ def test_split_keeps_nan_with_nothing_remaining(dtype: torch.dtype) -> None:
     assert merge(rounded, remainder).isnan().all()
 
 
-@settings(deadline=None)
 @given(pattern=ANY_PATTERN)
 @example(pattern=0x7F7FFFFF)
 @example(pattern=0xFF7FFFFF)

@@ -419,7 +419,7 @@ BOUNDS = Box(0, 0, 600, 300)
 POINTS = st.tuples(st.floats(40, 560), st.floats(20, 280))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(POINTS, min_size=1, max_size=10), st.data())
 def test_labels_overlap_neither_each_other_nor_the_edge(
     points: list[tuple[float, float]], data: st.DataObject

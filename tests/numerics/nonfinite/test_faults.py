@@ -315,7 +315,7 @@ def first_overflow(start: float, factors: list[float]) -> int | None:
     st.sampled_from([1e-4, 1.0, 100.0]),
     st.sampled_from([1e-3, 1.0, 1e3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_of_a_chain_of_products_the_first_overflow_is_named(
     factors: list[float], x: float, gradient: float
 ) -> None:

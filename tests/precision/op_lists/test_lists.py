@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.assemble.dtype_choices import choose_op_lists
@@ -160,7 +160,6 @@ def test_ten_thousand_lines_are_read_without_a_search_for_each(
     assert {u.entry.text for u in lists.unknown} == unknown
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["relu", "F.linear", "aten::mm.default", "", "#", " # x"])))
 def test_names_and_their_lines_survive_any_layout(lines: list[str]) -> None:
     for end in ("\n", "\r\n", "\r"):
@@ -173,7 +172,6 @@ def test_names_and_their_lines_survive_any_layout(lines: list[str]) -> None:
         assert entries == expected
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=60), st.sampled_from(["ops.txt", "ops.yaml", "ops.yml", "ops"]))
 def test_any_bytes_are_a_list_or_an_error_that_names_the_file(content: bytes, name: str) -> None:
     found = read(file(content, name))

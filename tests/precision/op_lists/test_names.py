@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
@@ -308,7 +308,6 @@ PARTS = st.sampled_from(
 TEXTS = st.text() | st.lists(PARTS, max_size=5).map("".join) | st.sampled_from(sorted(ALIASES))
 
 
-@settings(deadline=None)
 @given(TEXTS)
 def test_any_text_is_names_or_unknown(text: str) -> None:
     lists = own(lower=[text])
@@ -318,13 +317,11 @@ def test_any_text_is_names_or_unknown(text: str) -> None:
     assert all(u.entry.text == text for u in lists.unknown)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(known())), st.sampled_from(["F.", "torch.", "aten::", "Tensor.", ""]))
 def test_every_canonical_name_is_known_behind_every_prefix(name: str, prefix: str) -> None:
     assert spelled(prefix + name) == (name,)
 
 
-@settings(deadline=None)
 @given(
     *[st.lists(st.sampled_from([*sorted(ALIASES), *sorted(known())[::20]]), max_size=4)] * 3,
 )
