@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mprun.compare.artefacts import LEAST
+from mprun.compare.artefacts import LEAST, drift_share
 from mprun.compare.comparison import Comparison, Run, Variant
 from mprun.compare.evaluate import compare
 from mprun.compare.time_ratios import NOT_INTERLEAVED
@@ -185,6 +185,15 @@ def test_each_cause_withholds_the_verdict(
     assert causes(found.variants[1]) == [cause]
     assert word(found.variants[1]) == 0
     assert len(found.warnings) == 1
+
+
+@pytest.mark.parametrize("drift", [1.5, 1 / 1.5])
+def test_a_median_step_exceeds_the_fast_end_by_half_of_the_drift(drift: float) -> None:
+    """In logarithms, whether the run became slower or faster: a factor of the root of 1.5."""
+    run = run_of("fp32", 0, accuracy=0.95, step_ms=10.0, **seen(drift=drift))
+    share = drift_share(run.summary, run.summary)
+    assert share is not None
+    assert 1 / (1 - share) == pytest.approx(1.5**0.5)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from mprun.data import (
 )
 from mprun.errors import RunFailedError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
+from mprun.precision.loss_scale import STATIC_PATIENCE, StaticLossScale
 from mprun.recipe import Classification
 from mprun.records.run_record import Epoch
 from mprun.train.callbacks import Callback, StepLine
@@ -239,3 +241,20 @@ def test_the_same_seed_gives_the_same_weights() -> None:
     b.fit()
     for x, y in zip(a.parts.model.parameters(), b.parts.model.parameters(), strict=True):
         assert torch.equal(x, y)
+
+
+def test_skipped_steps_end_a_run_only_in_a_row() -> None:
+    """Each step that is taken begins the count anew, however many were skipped before."""
+    scale = StaticLossScale(1024.0, CPU)
+    precision = SimpleNamespace(loss_scale=scale, policy=SimpleNamespace(name="fp16_mixed"))
+    loop: Any = SimpleNamespace(parts=SimpleNamespace(precision=precision), _skipped_in_a_row=0)
+
+    def check(step: int, skipped: bool) -> None:
+        Trainer._check(loop, StepLine(step, 1, 1.0, 0.1, 1024.0, skipped, 1.0, 0.0, True))
+
+    for step in range(3 * STATIC_PATIENCE):
+        check(step, step % 3 < 2)
+    for step in range(STATIC_PATIENCE - 1):
+        check(step, True)
+    with pytest.raises(RunFailedError, match=f"at step 7 .*{STATIC_PATIENCE} steps in a row"):
+        check(7, True)
