@@ -1,7 +1,7 @@
 """Several processes of mprun at once, and a recipe whose steps wait for them.
 
 Starting a process takes seconds, most of them spent importing torch, so one process imports it and
-forks a child for each command. It remembers what Hydra composed, as the tests do.
+forks a child for each command.
 """
 
 from __future__ import annotations
