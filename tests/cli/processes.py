@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.server import Server
 
 FORKING = """
 import json, os, sys, traceback
@@ -42,26 +42,16 @@ class Forking:
     """Runs programs one after the other, each in the current folder and environment."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self._server = Server(FORKING, OMP_NUM_THREADS="1")
 
     def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """As `python -c code arguments`, with its output."""
         cwd = str(Path.cwd())
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(f"{json.dumps([code, arguments, cwd, dict(os.environ)])}\n")
-        self._server.stdin.flush()
-        status = int(self._server.stdout.readline())
+        status = int(self._server.ask([code, arguments, cwd, dict(os.environ)]))
         out, err = (
             Path(f"{cwd}.{name}.txt").read_text(encoding="utf-8") for name in ("out", "err")
         )
         return subprocess.CompletedProcess([*arguments], status, out, err)
 
     def close(self) -> None:
-        self._server.communicate(timeout=300)
+        self._server.close()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.server import Server
 
 FORKING = """
 import atexit, json, os, sys, tempfile
@@ -41,29 +37,16 @@ class Programs:
     """Runs Python code in processes that have imported `mprun.kernels` and used nothing of it."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+        self._server = Server(FORKING)
 
     def start(self, code: str, environment: dict[str, str], out: Path) -> int:
         """Begin a process with these further variables; all it prints goes to `out`. Its id."""
-        return self._ask("start", code, environment, str(out))
+        return int(self._server.ask(["start", code, environment, str(out)]))
 
     def wait(self, process: int) -> int:
         """Once it has ended: its status, or the negative number of the signal that killed it."""
-        return self._ask("wait", process)
+        return int(self._server.ask(["wait", process]))
 
     def close(self) -> None:
         """End the process that forks the others."""
-        self._server.communicate()
-
-    def _ask(self, *words: object) -> int:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(words) + "\n")
-        self._server.stdin.flush()
-        return int(self._server.stdout.readline())
+        self._server.close()

@@ -6,12 +6,10 @@ data, and forks a child for each run.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from tests.server import Server
 
 FORKING = """
 import json, os, resource, signal, sys, time
@@ -102,13 +100,7 @@ class Forking:
     """
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self._server = Server(FORKING, OMP_NUM_THREADS="1")
 
     def start(
         self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None
@@ -118,8 +110,7 @@ class Forking:
 
     def wait(self) -> int:
         """How the run ended: its status, or the negative number of the signal that killed it."""
-        (status,) = self._read()
-        return status
+        return int(self._server.next_line())
 
     def run(self, words: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> int:
         """Begin a run and wait for its end."""
@@ -129,18 +120,10 @@ class Forking:
     def together(self, words: list[str], cwd: Path, logs: Sequence[str]) -> list[int]:
         """Begin the same run at once for each of these names of logs, and wait for their ends."""
         self._start([(words, str(cwd), {"LOG": log}) for log in logs])
-        return self._read()
+        return [int(word) for word in self._server.next_line().split()]
 
     def _start(self, jobs: list[Job]) -> int:
-        assert self._server.stdin is not None
-        self._server.stdin.write(f"{json.dumps(jobs)}\n")
-        self._server.stdin.flush()
-        (pid,) = self._read()
-        return pid
-
-    def _read(self) -> list[int]:
-        assert self._server.stdout is not None
-        return [int(word) for word in self._server.stdout.readline().split()]
+        return int(self._server.ask(jobs))
 
     def close(self) -> None:
-        self._server.communicate(timeout=300)
+        self._server.close()

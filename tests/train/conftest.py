@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.server import Server
 
 FORKING = """
 import json, os, sys
@@ -47,25 +47,16 @@ class Fresh:
     """Imports a run's modules once, and copies that process for each run."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-c", FORKING],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._server = Server(FORKING)
 
     def imported(self, words: list[str], cwd: Path, is_whole: bool) -> set[str]:
         """The modules a process has imported after a whole run, or after its first step."""
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps([words, str(cwd), is_whole]) + "\n")
-        self._server.stdin.flush()
-        status, modules = json.loads(self._server.stdout.readline())
+        status, modules = json.loads(self._server.ask([words, str(cwd), is_whole]))
         assert status == 0, (cwd / "log.txt").read_text(encoding="utf-8")
         return set(modules)
 
     def close(self) -> None:
-        self._server.communicate()
+        self._server.close()
 
 
 @pytest.fixture(scope="session")
