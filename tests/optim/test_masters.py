@@ -186,6 +186,17 @@ def test_loss_scale_clipping_and_skipped_steps(early: bool) -> None:
     assert same(state, a.state_dict()["masters"])
 
 
+def test_gradients_are_unscaled_in_float32() -> None:
+    """float16's smallest number, divided by a loss scale of 4, is 0 in float16."""
+    model = nn.Linear(1, 1, bias=False).half()
+    nn.init.zeros_(model.weight)
+    optimizer = wrapped(model, torch.optim.SGD, {"lr": 1.0}, rounding="nearest")
+    model.weight.grad = torch.full_like(model.weight, 2.0**-24)
+    step_scaled(optimizer, torch.tensor(4.0), Clip())
+    (master,) = optimizer.state_dict()["masters"]
+    assert master.item() == -(2.0**-26)
+
+
 def test_float32_parameters_have_no_master_and_are_unscaled_too() -> None:
     model = network()
     model[2].float()

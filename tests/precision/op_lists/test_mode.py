@@ -455,6 +455,15 @@ def test_disable_casts_as_a_decorator(kind: str) -> None:
     assert product(a, a).dtype == FP32
 
 
+@each("kind", REGIONS)
+def test_a_region_inside_disabled_casts_casts_again(kind: str) -> None:
+    a = tensor(4, 4)
+    with REGIONS[kind](), disable_casts():
+        with REGIONS[kind]():
+            assert (a @ a).dtype == BF16
+        assert (a @ a).dtype == FP32
+
+
 def test_disable_casts_outside_of_any_region_changes_nothing() -> None:
     a = tensor(4, 4)
     with disable_casts():
