@@ -31,6 +31,10 @@ TINY = ["recipe=linear", "recipe.model.in_features=4", "recipe.model.out_feature
 NONE = Scores(loss=None, accuracy=None)
 
 
+def line(step: int, ms: float = 1.0, skipped: bool = False) -> StepLine:
+    return StepLine(step, step, 1.0, 1e-3, 1.0, skipped, ms, ms / 10, True, step % 7)
+
+
 class LongRun:
     """A record of epochs of one step each, without the training."""
 
@@ -49,10 +53,7 @@ class LongRun:
         for begin in range(first, first + steps, 100):
             numbers = range(begin, begin + 100)
             times = [1 + step * 0.37 % 1 for step in numbers]
-            lines = [
-                StepLine(step, step, 1.0, 1e-3, 1.0, False, ms, ms / 10, True, step % 7)
-                for step, ms in zip(numbers, times, strict=True)
-            ]
+            lines = list(map(line, numbers, times))
             scores = Scores(loss=1.0, accuracy=None)
             for callback in self.callbacks:
                 for step in numbers:
@@ -144,3 +145,11 @@ def make_old(run: Path) -> None:
         "history": epochs[:-1],  # the last epoch ends when the run does
     }
     torch.save(state, checkpoint.path_in(run))
+
+
+def test_skipped_steps_of_every_report_are_counted(tmp_path: Path) -> None:
+    run = LongRun()
+    run.summary.skipped_steps = 0
+    run.recorder.on_steps([line(1, skipped=True), line(2), line(3, skipped=True)])
+    run.recorder.on_steps([line(4), line(5, skipped=True)])
+    assert run.summary.skipped_steps == 3
