@@ -419,6 +419,89 @@ def on_scaler_step(callback: Callable[[Optimizer], None]) -> Iterator[None]:
         torch.amp.GradScaler.step = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, `callback` gets each loss before its backward pass, without a loss scale.
+
+    A scaled loss may be infinite where the loss is not, so what a `GradScaler` scales is the loss;
+    once one was used, the tensors that go backward no longer are.
+    """
+    backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
+    uses_scaler = False
+
+    def noted(losses: Any) -> None:
+        for loss in losses if isinstance(losses, list | tuple) else (losses,):
+            if isinstance(loss, Tensor):
+                callback(loss)
+
+    @functools.wraps(backward)
+    def going_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not uses_scaler:
+            noted(tensors)
+        return backward(tensors, *args, **kwargs)
+
+    @functools.wraps(scale)
+    def scaling(self: Any, outputs: Any) -> Any:
+        nonlocal uses_scaler
+        if self.is_enabled():
+            uses_scaler = True
+            noted(outputs)
+        return scale(self, outputs)
+
+    torch.autograd.backward = going_backward
+    torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_FLAGS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+@contextmanager
+def copied_without_hooks(model: nn.Module, package: str) -> Iterator[None]:
+    """Inside, copies and pickles of a model leave out the hooks that a package registered.
+
+    Args:
+        model: with its parts, whose hooks are left out.
+        package: the functions of its modules are its hooks.
+    """
+
+    def is_own(hook: object) -> bool:
+        return f"{getattr(hook, '__module__', '')}.".startswith(f"{package}.")
+
+    def without(state: Any) -> Any:
+        if isinstance(state, tuple):
+            return tuple(map(without, state))
+        if not isinstance(state, dict) or _HOOKS[0] not in state:
+            return state
+        rows = {name: state[name] for name in (*_HOOKS, *_HOOK_FLAGS) if name in state}
+        own = {key for row in rows.values() for key, hook in row.items() if is_own(hook)}
+        kept = {name: value for name, value in state.items() if name != "__reduce_ex__"}
+        for name, row in rows.items():
+            kept[name] = OrderedDict((key, x) for key, x in row.items() if key not in own)
+        return kept
+
+    def reduces(module: nn.Module) -> Callable[[Any], Any]:
+        return lambda protocol: without(type(module).__reduce_ex__(module, protocol))
+
+    modules = [module for module in model.modules() if "__reduce_ex__" not in vars(module)]
+    for module in modules:  # pickle and copy ask the object, before its class
+        vars(module)["__reduce_ex__"] = reduces(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            vars(module).pop("__reduce_ex__", None)
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether the tensor has a shape and no data (`FakeTensorMode`)."""
     return isinstance(tensor, fake_tensor.FakeTensor)

@@ -42,6 +42,7 @@ def comparison_notes(
         yield f"baseline: {base.label}, by default; compare.baseline=LABEL takes another"
     if split == "train":
         yield "the metric is of the training samples: new samples may give another result"
+        yield from _last_parts(summaries)
     yield from _incomplete(summaries, split)
     yield from _seeds(base, others, split)
     if tested > 1:
@@ -75,6 +76,16 @@ def _changed_recipes(summaries: Sequence[Summary]) -> Iterator[str]:
                 f"the file of recipe {readable(name)} was changed between the runs (SHA-256 "
                 f"{readable(kinds)}): a difference may be the recipe's, not the precision's"
             )
+
+
+def _last_parts(summaries: Sequence[Summary]) -> Iterator[str]:
+    """A sentence on which steps a training metric is of, in loops without validation."""
+    parts = {(s.train.last_steps, s.steps) for s in summaries if s.train.last_steps}
+    if len(parts) == 1:
+        [(last, steps)] = parts
+        yield f"the training metric is the mean of the last {last} of {steps} steps"
+    elif parts:
+        yield "the training metric is the mean of the last tenth of the steps, at least 20"
 
 
 REMEDIES = {

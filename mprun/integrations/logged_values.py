@@ -77,16 +77,22 @@ class Means:
     """Means of training values since the last validation."""
 
     def __init__(self) -> None:
-        self._values: dict[str, list[float]] = defaultdict(list)
+        self._values: dict[str, list[tuple[int, float]]] = defaultdict(list)
 
-    def add(self, values: Mapping[str, float]) -> None:
+    def add(self, step: int, values: Mapping[str, float]) -> None:
         """The values of one step."""
         for name, value in values.items():
-            self._values[name].append(value)
+            self._values[name].append((step, value))
 
-    def take(self) -> Scores:
-        """The means; counting begins again."""
-        means = {name: fmean(values) for name, values in self._values.items()}
+    def take(self, after: int = 0) -> Scores:
+        """The means over the steps after this one; counting begins again.
+
+        A value that was logged in none of these steps is the last one that was.
+        """
+        means = {}
+        for name, logged in self._values.items():
+            last = [value for step, value in logged if step > after]
+            means[name] = fmean(last or [logged[-1][1]])
         self._values.clear()
         return scores_of(means)
 

@@ -48,6 +48,10 @@ NO_STEP = (
 )
 
 
+LOSS = ("the loss",)
+"""What is not finite, by name."""
+
+
 @dataclass(frozen=True)
 class NonfiniteStep:
     """The first step with a NaN or an infinity."""
@@ -98,8 +102,8 @@ class Observation:
         self._record = ObservedRecord(out, self.summary, self._watch)
         self._waiting: list[ObservedStep] = []
         """Steps that are not written yet; the loop may still log values of the last one."""
-        self._unread: list[tuple[int, Tensor]] = []
-        """Steps whose gradients were checked on the device, and the answers."""
+        self._unread: list[tuple[int, Tensor, tuple[str, ...]]] = []
+        """Steps that were checked on the device, the answers, and of what; nothing: gradients."""
         self._current: ObservedStep | None = None
         self._steps = 0
         self._ended_at: float | None = None
@@ -186,23 +190,47 @@ class Observation:
             self._ended_at = None
             self._watch.switch("evaluation")
 
+    def on_loss(self, loss: Tensor) -> None:
+        if self._current is None or loss.numel() != 1 or not loss.is_floating_point():
+            return
+        loss = loss.detach()
+        if self._precision is not None:  # its loss scale may have made an infinity
+            loss = loss.nan_to_num(math.nan, 0.0, 0.0)
+        finite = math.isfinite(float(loss)) if loss.is_cpu else loss.isfinite()
+        self._current.finite.append(finite)
+
     def on_gradients(self, optimizer: Optimizer) -> None:
         step = self._current
         assert step is not None
         self._probes.on_gradients(step.step, optimizer)
         if self._on_nonfinite == "off" or self.nonfinite is not None:
             return
+        if self._check_loss(step):
+            return
         flag = getattr(optimizer, "found_inf", None)
         if flag is not None:  # a loss scale decides about this step
             return
-        if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
-            self._on_nonfinite_step(step.step, names)
-            return
         finite = all_finite(gradients(optimizer))
         if isinstance(finite, Tensor) and self._on_nonfinite == "report":
-            self._unread.append((step.step, finite))
+            self._unread.append((step.step, finite, ()))
         elif not finite:
             self._on_nonfinite_step(step.step)
+
+    def _check_loss(self, step: ObservedStep) -> bool:
+        """Whether an output of the model or the loss is not finite: reported and saved.
+
+        No loss scale helps a loss that is not finite itself.
+        """
+        if self._capture is not None and (names := tuple(self._capture.outputs_with_nan())):
+            self._on_nonfinite_step(step.step, names)
+            return True
+        if self._on_nonfinite == "save" or self._device.type == "cpu":
+            if not all(map(bool, step.finite)):
+                self._on_nonfinite_step(step.step, LOSS)
+                return True
+        else:  # read later, so that nothing waits for it
+            self._unread += [(step.step, x, LOSS) for x in step.finite if isinstance(x, Tensor)]
+        return False
 
     def on_updated(self, optimizer: Optimizer) -> None:
         self._probes.on_updated(optimizer)
@@ -212,6 +240,8 @@ class Observation:
         self._watch.switch("logging")
         step, self._current = self._current, None
         assert step is not None
+        if skipped and self._on_nonfinite != "off" and self.nonfinite is None:
+            self._check_loss(step)  # a scaler does not call an optimizer that it skips
         step.skipped, step.lr = skipped, float(self._optimizers[0].param_groups[0].get("lr", 0.0))
         self._waiting.append(step)
         self._probes.after(step.step)
@@ -257,6 +287,9 @@ class Observation:
         summary = self.summary
         if not summary.steps and summary.status == "completed":
             summary.status, summary.error, summary.failed_by = "failed", NO_STEP, "run"
+        if summary.status == "completed" and (failure := self._record.failure()):
+            summary.status, summary.error, summary.failed_by = "failed", failure, "run"
+            logger.warning(failure)
         self._read_precision()
         summary.memory_bytes = memory_row(self._probes.bytes_by_category())
         if self._device.type == "cuda":
@@ -292,13 +325,12 @@ class Observation:
         """Write the steps that have ended."""
         times: list[StepTime] = self._clock.take()
         self._record.steps(self._waiting, times)
-        self._check_losses()
-        self._waiting = []
-        self._written_at = time.perf_counter()
-        for step, finite in self._unread:
+        for number, finite, names in self._unread:
             if self.nonfinite is None and not finite:
-                self._on_nonfinite_step(step)
-        self._unread = []
+                self._on_nonfinite_step(number, names)
+        self._check_losses()
+        self._unread, self._waiting = [], []
+        self._written_at = time.perf_counter()
 
     def _check_losses(self) -> None:
         """Report the first logged loss that is not finite, with finite gradients."""

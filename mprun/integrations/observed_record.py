@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor
 
 from mprun.errors import UsageError
+from mprun.integrations.last_part import LastPart, last_steps
 from mprun.integrations.logged_values import Means, as_number, scores_of
 from mprun.records.epoch_lines import epoch_lines
 from mprun.records.files import write_atomic
@@ -49,6 +51,8 @@ class ObservedStep:
     timed: bool = True
     values: dict[str, Tensor | float] = field(default_factory=dict)
     """What the loop logged for it."""
+    finite: list[Tensor | bool] = field(default_factory=list)
+    """Whether each loss that went backward is finite."""
 
 
 class ObservedRecord:
@@ -76,7 +80,7 @@ class ObservedRecord:
         self._statistics = StepStatistics()
         self._conditions = ConditionsRecorder(summary)
         self._history = EpochHistory(summary.metric)
-        self._means = Means()
+        self._means, self._last_part = Means(), LastPart()
         self._broken = False
 
     def config(self, content: dict[str, Any]) -> None:
@@ -102,7 +106,9 @@ class ObservedRecord:
             values = {name: as_number(value) for name, value in step.values.items()}
             loss = values.get("loss")
             if not step.skipped:
-                self._means.add(values)
+                self._means.add(step.step, values)
+            known = loss if all(map(bool, step.finite)) else nan
+            self._last_part.add(step.step, known, step.skipped)
             if step.timed:
                 self._statistics.add(time.ms, step.data_time_ms, time.page_faults)
             lines.append(_step_line(step, time, len(self._history.epochs()) + 1))
@@ -118,18 +124,33 @@ class ObservedRecord:
             self._conditions.on_steps(lines)
             self._write(lambda: self._folder.lines(rows))
 
-    def validation(self, values: dict[str, float] | None) -> None:
-        """The model was validated after the last step; None ends an epoch without validation."""
+    def validation(self, values: dict[str, float]) -> None:
+        """The model was validated after the last step."""
         last = self._history.last
         epoch = Epoch(
             epoch=1 if last is None else last.epoch + 1,
             train=self._means.take(),
-            validation=scores_of(values or {}),
+            validation=scores_of(values),
         )
+        self._add(epoch)
+        self._summary.train = TrainScore(loss=epoch.train.loss)
+
+    def _without_validation(self) -> None:
+        """The training ended without a validation: its last part is what it is judged by."""
+        steps = self._summary.steps
+        last = last_steps(steps)
+        train = self._means.take(after=steps - last)
+        self._add(Epoch(epoch=1, train=train, validation=scores_of({})))
+        self._summary.train = TrainScore(loss=train.loss, last_steps=last)
+
+    def _add(self, epoch: Epoch) -> None:
         self._history.add(epoch)
         self._summary.epochs = epoch.epoch
-        self._summary.train = TrainScore(loss=epoch.train.loss)
         self._write(lambda: self._folder.lines(epoch_lines(epoch, self._summary.steps)))
+
+    def failure(self) -> str:
+        """Why the model does not train at the end; empty if it does."""
+        return self._last_part.failure()
 
     def test(self, values: dict[str, float]) -> None:
         """The model was tested."""
@@ -139,7 +160,7 @@ class ObservedRecord:
         """Write the last figures."""
         summary, statistics = self._summary, self._statistics
         if self._history.last is None:
-            self.validation(None)
+            self._without_validation()
         summary.wall_time_s, summary.time_budget_s = self._watch.read()
         summary.history = self._history.epochs()
         summary.metrics = metric_rows(self._history.last, summary.test)

@@ -19,7 +19,7 @@ def report_text(
     notes: Sequence[str] = (),
 ) -> str:
     """The figures, the audit, and what could not be looked at."""
-    lines = [*_figures(summary)]
+    lines = [*_failure(summary), *_figures(summary)]
     if nonfinite is not None:
         lines.append(f"not finite at step {nonfinite.step}: {', '.join(nonfinite.names)}")
         if nonfinite.file is not None:
@@ -27,6 +27,11 @@ def report_text(
     if audit is not None:
         lines += ["", "audit", *(f"  {line}" for line in str(audit).splitlines())]
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _failure(summary: Summary) -> Iterator[str]:
+    if summary.status == "failed":
+        yield f"FAILED: {summary.error}"
 
 
 def _figures(summary: Summary) -> Iterator[str]:

@@ -9,8 +9,11 @@ A step lasts from the first forward pass of the model to the end of the optimize
                           forward and backward inside `step()`, they are when the closure returns
     step post-hook        its update is done; a step ends when each optimizer has stepped
     GradScaler.step       where the scaler does not call the optimizer, that step is skipped
+    GradScaler.scale,     a loss goes backward: what the scaler scales, else what `backward` is
+    Tensor.backward       called on
 
 No hook changes a result; the only argument that one replaces is a closure, by one that calls it.
+Copies and pickles of the model are without the hooks.
 """
 
 from __future__ import annotations
@@ -21,10 +24,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun._torch import compiles_itself, in_backward, on_scaler_step
+from mprun._torch import (
+    compiles_itself,
+    copied_without_hooks,
+    in_backward,
+    on_loss,
+    on_scaler_step,
+)
 
 
 class StepEvents(Protocol):
@@ -35,6 +44,9 @@ class StepEvents(Protocol):
 
     def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: once for each micro-batch."""
+
+    def on_loss(self, loss: Tensor) -> None:
+        """A loss goes backward; `loss` is without a loss scale."""
 
     def on_other_call(self) -> None:
         """The model is called without training it: an evaluation."""
@@ -87,6 +99,8 @@ class StepHooks:
                 ):
                     stack.callback(handle.remove)
             stack.enter_context(on_scaler_step(self._on_scaler_step))
+            stack.enter_context(on_loss(self._on_loss))
+            stack.enter_context(copied_without_hooks(self._model, "mprun"))
             yield
 
     def begin_step(self) -> None:
@@ -145,6 +159,10 @@ class StepHooks:
         """A scaler is done with an optimizer, whether it called it or not."""
         if optimizer in self._optimizers and self._in_step and id(optimizer) not in self._stepped:
             self._end_update(optimizer, taken=False)
+
+    def _on_loss(self, loss: Tensor) -> None:
+        if self._in_step:
+            self._events.on_loss(loss)
 
     def _end_update(self, optimizer: Optimizer, taken: bool) -> None:
         self._stepped.add(id(optimizer))

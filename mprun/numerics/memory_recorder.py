@@ -7,7 +7,8 @@ the storages of live tensors gives exact figures, the same on every run, by the 
     gradients               what ends up in a parameter's `grad`
     optimizer_state         the optimizer's, once it exists
     activations             made in the forward pass: inputs, results stored for the backward pass,
-                            16-bit copies of weights that autocast makes
+                            16-bit copies of weights that autocast makes; not a data set in memory
+                            of which a batch is a view
     temporary               made in the backward pass or after it, and none of the above
 
 A storage keeps one category for its whole life: a tensor of the backward pass that later becomes a
@@ -221,18 +222,36 @@ class MemoryRecorder(OpWatcher, StepListener):
         later = self._went_backward or context.phase == "optimizer"
         category, owner = "temporary" if later else "activations", _owner_of(context)
         for x in tensors_of(result):
-            self._register(x, category, owner)
+            if not self._is_of_before(x, (args, kwargs)):
+                self._register(x, category, owner)
         if name == "_to_copy":
             self._note_cast(args[0], result)
         phase = "backward" if back else context.phase  # a recomputation is the backward pass's
         self._points.append(MemoryPoint(name, phase, owner))
         return result
 
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._classify_inputs(inputs)
+
     def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._classify_gradients()
 
     def on_update_end(self, optimizer: Optimizer) -> None:
         self._classify_state()
+
+    def _classify_inputs(self, inputs: Any) -> None:
+        """The batch; a part of a larger tensor, such as a whole data set, is none of the step's."""
+        for x in tensors_of(inputs):
+            whole = _parts(x) or x.untyped_storage().nbytes() == x.nbytes
+            if whole and storage_key(x) not in self._alive:
+                self._classify([x], "activations", INPUTS)
+
+    def _is_of_before(self, result: Tensor, arguments: Any) -> bool:
+        """Whether a result is a view of a tensor that no op of the step made."""
+        if _parts(result) or storage_key(result) in self._alive:
+            return False
+        key = storage_key(result)
+        return any(not _parts(x) and storage_key(x) == key for x in tensors_of(arguments))
 
     def _classify(self, tensors: Iterable[Tensor], category: str, owner: str) -> None:
         """Set category and owner of the tensors' storages; new storages are registered."""

@@ -61,11 +61,17 @@ class Figure:
 def figures(
     recipes: Collection[str], precisions: Collection[str], data: Collection[str]
 ) -> list[Figure]:
-    """The figures for these recipes and data sets, and those about a mode without a recipe."""
+    """The figures for these recipes, modes and data sets.
+
+    Those about a mode alone stand beside mprun's own recipes only, which were chosen for them: no
+    model of somebody else's is what they were measured with.
+    """
+    own = {f.recipe for f in FIGURES} - {None}
     return [
         f
         for f in FIGURES
-        if (f.recipe in recipes if f.recipe is not None else {*f.precisions} & {*precisions})
+        if ({f.recipe} if f.recipe is not None else own) & {*recipes}
+        and {*f.precisions} & {*precisions}
         and f.data in (None, *data)
     ]
 

@@ -293,6 +293,8 @@ class TrainScore:
     """Mean training loss of the last epoch."""
 
     loss: Number | None
+    last_steps: int | None = None
+    """It is of so many steps, the last ones: of a loop without epochs. None: of the epoch."""
 
 
 @dataclass(kw_only=True)

@@ -147,12 +147,14 @@ def test_no_bit_of_the_training_changes(name: str, memory: bool, tmp_path: Path)
 
 
 def test_hooks_and_patches_are_gone_afterwards(tmp_path: Path) -> None:
-    step = torch.amp.GradScaler.step
+    patched = (torch.amp.GradScaler.step, torch.amp.GradScaler.scale, torch.autograd.backward)
     model = model_of("tied")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mprun.observe(model, optimizer, tmp_path / "run", memory=True) as run:
         plain(model, optimizer, run)
-    assert torch.amp.GradScaler.step is step
+    now = (torch.amp.GradScaler.step, torch.amp.GradScaler.scale, torch.autograd.backward)
+    assert now == patched
+    assert not any("__reduce_ex__" in vars(m) for m in model.modules())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert not optimizer._optimizer_step_pre_hooks
@@ -176,7 +178,7 @@ def test_steps_losses_and_batches_are_those_of_the_loop(tmp_path: Path) -> None:
         optimizer.step()
         expected.append(loss.item())
     assert losses == expected
-    assert summary.train.loss == pytest.approx(sum(expected) / STEPS)
+    assert summary.train.loss == pytest.approx(sum(expected[-20:]) / 20)
     assert summary.page_faults_per_step is not None
     budget = summary.time_budget_s
     assert budget is not None
@@ -374,7 +376,7 @@ def test_a_nan_is_reported_once_with_its_step_and_name(
             optimizer.step()
     assert run.nonfinite is not None
     assert run.nonfinite.step == 17
-    assert run.nonfinite.names[0] == "the gradient of 1.weight"
+    assert run.nonfinite.names == ("the loss",)
     assert caplog.text.count("is not finite") == 1
     [event] = [x for x in read_lines(tmp_path / "run") if x["kind"] == "event"]
     assert (event["event"], event["step"]) == ("nonfinite", 17)
@@ -394,7 +396,7 @@ def test_a_loss_that_is_nan_with_finite_gradients_is_reported(tmp_path: Path) ->
             optimizer.step()
             run.log(loss=loss)
     assert run.nonfinite is not None
-    assert (run.nonfinite.step, run.nonfinite.names) == (2, ("the logged loss",))
+    assert (run.nonfinite.step, run.nonfinite.names) == (2, ("the loss",))
 
 
 def test_a_sum_that_overflows_is_no_alarm(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ ADDED = (
         "communication_share",
         "guard",
     ),
-    *("samples", "metrics"),
+    *("samples", "metrics", "last_steps"),
 )
 """Fields that records of earlier versions do not have."""
 
