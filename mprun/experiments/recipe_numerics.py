@@ -33,6 +33,7 @@ from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in
 from mprun.numerics.collect import GRADIENTS, Statistics
+from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.format_verdict import (
     FormatPasses,
@@ -54,7 +55,7 @@ from mprun.numerics.rounding_errors import (
 from mprun.numerics.updates import DTYPES
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
-from mprun.records.numerics_record import NumericsResult
+from mprun.records.numerics_record import Float32Loss, NumericsResult
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
 from mprun.train.signals import StopSignals
 
@@ -236,6 +237,7 @@ class _StepInspector:
         self._tried: dict[float, FormatPasses] = {}
         self._variances: dict[str, float] | None = None
         self._deviation = 0.0
+        self._float32: Float32Loss | None = None
 
     def before(self, batch: Batch) -> None:
         """The run takes its next step on this batch."""
@@ -248,6 +250,7 @@ class _StepInspector:
             loss,
             lambda: self._in_float64(batch),
             lambda most, seed: self._with_moved_weights(batch, most, seed),
+            lambda float64: self._is_same(batch, loss, float64),
         )
         self._measure_spread(batch)
         for name, dtype in DTYPES.items():
@@ -288,6 +291,7 @@ class _StepInspector:
             tried={scale: tried.errors(unjudged) for scale, tried in sorted(self._tried.items())},
             undetermined=self._rounding.undetermined,
             zero=self._rounding.zero,
+            float32=self._float32,
             reference=self._rounding.reference,
             unjudged_rows=self._unjudged_rows(),
             scale_kind=self._kind,
@@ -306,6 +310,18 @@ class _StepInspector:
         with self._true.watching():
             exact = self._exact_gradients(batch, in_float64)
         return self._exact_probe.loss, exact
+
+    def _is_same(self, batch: Batch, loss: float, float64: float) -> bool:
+        """Whether float64 computes the same as float32; if so, how inexact float32 is."""
+
+        def run(inside: Region) -> float:
+            self._exact_gradients(batch, inside)
+            return self._exact_probe.loss
+
+        found = float32_loss(loss, float64, run)
+        if found is not None and self._float32 is None and not is_good_enough(found):
+            self._float32 = found
+        return found is not None
 
     def _with_moved_weights(self, batch: Batch, most: float, seed: int) -> Mapping[str, Tensor]:
         return self._exact_gradients(

@@ -40,6 +40,7 @@ from mprun.numerics.updates import LostUpdates
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.records.deviation import Reference
 from mprun.records.numerics_record import (
+    Float32Loss,
     FormatResult,
     HeldValues,
     LossScaledRow,
@@ -85,6 +86,8 @@ class Measurements:
     """none, static or dynamic."""
     headroom: float = 2.0
     needed_db: float = NEEDED_DB
+    float32: Float32Loss | None = None
+    """A step in which float32 itself was not good enough."""
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:
@@ -195,6 +198,7 @@ class Measurements:
             undetermined=sorted(self.undetermined),
             zero_gradients=sorted(self.zero),
             reference=self.reference,
+            float32=self.float32,
         )
 
     def _in_fp16(self) -> str:

@@ -6,8 +6,9 @@ contiguous part per process.
 
 What is gathered in which dtype follows the policy. Stored parameters keep their dtype. Under
 autocast, the weights of linear layers and convolutions are gathered in the 16-bit dtype: autocast
-would cast them to it anyway. All other modules (norms, embeddings) are wrapped on their own and
-gathered in float32, since autocast computes with their weights as they are.
+would cast them to it anyway. All other modules (norms, embeddings, layers with products of 8 bits
+or fewer) are wrapped on their own and gathered in float32, since they compute with their weights as
+they are.
 
 The optimizer gets each process's part as an ordinary tensor. So every optimizer that computes
 element by element works, mprun's rounding ones too: they draw random bits by the element's index in
@@ -38,6 +39,7 @@ from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.parallel.reduction import BufferMean
 from mprun.parallel.timed_collectives import time_collectives
 from mprun.precision import Combine
+from mprun.precision.gemms import has_own_products
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, mark_shard
@@ -208,7 +210,7 @@ def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype
     """
     tied = _tied(model)
     cast = cast_modules(model) if policy.casting == "autocast" else []
-    low = {id(model.get_submodule(path)) for path in cast}
+    low = {id(m) for m in map(model.get_submodule, cast) if not has_own_products(m)}
     found: list[tuple[nn.Module, torch.dtype]] = []
     blocks = [m for _, m in blocks_of(model) if not tied & {*m.parameters()}]
     for unit in [*blocks, model]:

@@ -33,6 +33,7 @@ from mprun._torch import (
     dispatch_modes,
     in_recomputation,
     kernel_key,
+    schema_of,
     storage_key,
     tree_map,
 )
@@ -52,6 +53,7 @@ from mprun.precision.products import (
 from mprun.precision.random_bits import BLOCK as MOST
 from mprun.precision.random_bits import Key, key
 from mprun.precision.result_dtypes import (
+    COMMUNICATION,
     NORMS,
     UNTOUCHED,
     leaves,
@@ -276,8 +278,11 @@ def _facts(func: Any) -> _Facts:
     is_view = func.is_view or torch.Tag.inplace_view in func.tags
     name = func.name().removeprefix("aten::").partition(".")[0]
     may_open = name in OPENED or kernel_key(func, "cpu", False) is not None
-    untouched = func.overloadpacket in UNTOUCHED
-    facts = _Facts(func, is_view, untouched, may_open, written_arguments(func))
+    untouched, writes = func.overloadpacket in UNTOUCHED, written_arguments(func)
+    if func.namespace in COMMUNICATION:
+        untouched = True
+        writes = tuple(enumerate(x.name for x in schema_of(func).arguments))
+    facts = _Facts(func, is_view, untouched, may_open, writes)
     _KNOWN[id(func)] = facts
     return facts
 

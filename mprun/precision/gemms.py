@@ -452,10 +452,20 @@ def computing_with(model: nn.Module, gemms: Mapping[str, LinearGemms], seed: int
 
 def formats_of(module: nn.Module) -> list[BlockFormat]:
     """The formats of a layer's products, without those in its dtype."""
+    forward = _converted(module)
+    return [] if forward is None else [f for gemm in forward.gemms for f in gemm.formats]
+
+
+def has_own_products(module: nn.Module) -> bool:
+    """Whether `convert_gemms` converted a layer: it reads its weights as they are stored."""
+    return _converted(module) is not None
+
+
+def _converted(module: nn.Module) -> FormattedLinear | None:
     forward = vars(module).get("forward")
     while forward is not None and not isinstance(forward, FormattedLinear):
         forward = getattr(forward, "before", None)
-    return [] if forward is None else [f for gemm in forward.gemms for f in gemm.formats]
+    return forward
 
 
 def fits(layer: nn.Linear) -> bool:

@@ -34,6 +34,9 @@ EXACT = aten_packets(
 # Random numbers; rounding could move them beyond the end of their range.
 DRAWN = aten_packets("bernoulli_ normal_ rand rand_like randn randn_like uniform_")
 UNTOUCHED = EXACT | DRAWN
+# Namespaces of ops that send numbers to other processes, or arrange them for it. Their schemas do
+# not name what they write to, also after they returned.
+COMMUNICATION = ("c10d", "c10d_functional", "_c10d_functional", "fsdp")
 # Normalizations and their gradients: the first result is like the first argument, the others
 # (statistics, gradients of weights) are promoted. So float32 weights leave 16-bit numbers 16 bits.
 NORMS = aten_packets(

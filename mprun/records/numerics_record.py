@@ -26,6 +26,18 @@ class FormatResult:
 
 
 @dataclass(frozen=True)
+class Float32Loss:
+    """A loss in float32 that is not float64's, of the same ops."""
+
+    loss: float
+    float64: float
+    op: str
+    """The op that loses it; empty if it is not known."""
+    module: str
+    """Its module; empty for the model itself and outside of it."""
+
+
+@dataclass(frozen=True)
 class ModelVerdict:
     """Range or precision: which 16-bit format the model needs."""
 
@@ -43,6 +55,8 @@ class ModelVerdict:
     """Parameters whose float32 gradients are only rounding errors."""
     zero_gradients: list[str]
     reference: Reference
+    float32: Float32Loss | None = None
+    """Of a step in which float32 itself was not good enough; None without one."""
 
 
 @dataclass(frozen=True)

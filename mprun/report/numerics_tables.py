@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Reference
-from mprun.records.numerics_record import LossScaleResult, LostShares, NumericsResult, NumericsRow
+from mprun.records.numerics_record import (
+    Float32Loss,
+    LossScaleResult,
+    LostShares,
+    NumericsResult,
+    NumericsRow,
+)
 
 KINDS = {
     "weights": "weights",
@@ -130,6 +137,8 @@ GOOD_ENOUGH = {
 def answer_sentence(result: NumericsResult) -> str:
     """Which formats are good enough, and the loss scale of float16 if it is one of them."""
     word, scale = result.verdict.word, result.loss_scale
+    if result.verdict.float32 is not None:
+        return _float32_sentence(result.verdict.float32)
     answer = f"{GOOD_ENOUGH.get(word, word)}."
     if word not in ("either", "needs precision: fp16") or scale.needed is None:
         return answer
@@ -137,6 +146,18 @@ def answer_sentence(result: NumericsResult) -> str:
         return f"{answer} float16 needs no loss scale."
     which = "" if scale.recommended is None else f": {number(scale.recommended)} is recommended"
     return f"{answer} float16 needs a loss scale{which}."
+
+
+def _float32_sentence(found: Float32Loss) -> str:
+    answer = "float32 itself is not good enough here"
+    if math.isnan(found.float64) or math.isinf(found.float64):
+        answer = f"no format is good enough: the loss is {found.float64} in float64 too"
+    else:
+        answer += f": the loss is {found.loss:.6g}, in float64 {found.float64:.6g}"
+    if not found.op:
+        return f"{answer}."
+    where = f" in {found.module}" if found.module else ""
+    return f"{answer}; {found.op}{where} loses it."
 
 
 def sentences(result: NumericsResult) -> list[str]:

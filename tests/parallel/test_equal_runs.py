@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mprun.cli.main import main
+from mprun.precision.policy import NAMED
 from mprun.records.run_record import read_lines, read_summary
 from tests.parallel.processes import Groups
 from tests.run.test_resume import assert_equal, trained
@@ -114,6 +115,36 @@ def test_two_processes_train_as_one_with_two_micro_batches(
         assert_same_training("many", "one")
         return
     torch.testing.assert_close(losses("many"), losses("one"), rtol=OTHER_NORM[mode], atol=0)
+
+
+EXECUTIONS = {
+    **{mode: ["native", "emulated"] for mode in (*MODES, "bf16_true", "fp16_true")},
+    "fp32": ["native"],
+    **{mode: ["emulated"] for mode in ("tf32", "half_sr_full", "mxfp8", "nvfp4")},
+    **{f"fp8_{kind}": ["emulated"] for kind in ("tensorwise", "rowwise", "rowwise_hp")},
+}
+BITS_OF_THE_PLACE = {"half_sr_full": 1e-2, "nvfp4": 5e-2}
+"""Modes whose results are rounded stochastically, with random bits by the place in the step: the
+second process has other bits than a second micro-batch. The relative difference of losses that the
+noise of their formats makes in some steps."""
+
+
+@pytest.mark.representative("bf16_mixed-emulated-fsdp2", "fp8_tensorwise-emulated-fsdp2")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mode", "execution"), [(mode, x) for mode, every in EXECUTIONS.items() for x in every]
+)
+def test_every_mode_is_that_of_one_process(
+    groups: Groups, mode: str, execution: str, kind: str
+) -> None:
+    """Emulation sees the ops that gather and cut: they move numbers, and round none."""
+    assert {*EXECUTIONS} == {*NAMED}
+    words = [*MNIST, f"precision={mode}", f"execution={execution}", "train.max_steps=5"]
+    assert main([*words, "train.accumulate=2", "run.dir=one"]) == 0
+    ended = groups.run([*words, f"parallel={kind}", "run.dir=many"])
+    assert ended.statuses == [0, 0], ended.errors
+    limit = BITS_OF_THE_PLACE.get(mode, 0.0)
+    torch.testing.assert_close(losses("many"), losses("one"), rtol=limit, atol=0)
 
 
 @pytest.mark.representative("mnist-fsdp2")
