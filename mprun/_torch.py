@@ -406,25 +406,32 @@ def on_scaler_step(callback: Callable[[Optimizer], None]) -> Iterator[None]:
     """
     original = torch.amp.GradScaler.step
 
-    @functools.wraps(original)
     def step(self: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = original(self, optimizer, *args, **kwargs)
         callback(optimizer)
         return result
 
-    torch.amp.GradScaler.step = step  # type: ignore[method-assign]
+    with _replaced(torch.amp.GradScaler, "step", step):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, another function is the attribute `name` of a module or class."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(function))
     try:
         yield
     finally:
-        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
 @contextmanager
 def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, `callback` gets each loss before its backward pass, without a loss scale.
 
-    A scaled loss may be infinite where the loss is not, so what a `GradScaler` scales is the loss;
-    once one was used, the tensors that go backward no longer are.
+    The loss is the tensor that `backward` is called on. In a loop with a `GradScaler` that tensor
+    is scaled, and may be infinite where the loss is not: there it is what the scaler scales.
     """
     backward, scale = torch.autograd.backward, torch.amp.GradScaler.scale
     uses_scaler = False
@@ -434,13 +441,11 @@ def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
             if isinstance(loss, Tensor):
                 callback(loss)
 
-    @functools.wraps(backward)
     def going_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not uses_scaler:
             noted(tensors)
         return backward(tensors, *args, **kwargs)
 
-    @functools.wraps(scale)
     def scaling(self: Any, outputs: Any) -> Any:
         nonlocal uses_scaler
         if self.is_enabled():
@@ -448,13 +453,9 @@ def on_loss(callback: Callable[[Tensor], None]) -> Iterator[None]:
             noted(outputs)
         return scale(self, outputs)
 
-    torch.autograd.backward = going_backward
-    torch.amp.GradScaler.scale = scaling  # type: ignore[method-assign]
-    try:
+    replaced = _replaced(torch.autograd, "backward", going_backward)
+    with replaced, _replaced(torch.amp.GradScaler, "scale", scaling):
         yield
-    finally:
-        torch.autograd.backward = backward
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -534,11 +535,8 @@ def conversions_replace_parameters() -> Iterator[None]:
                     own[name] = done[id(old)]
         return self
 
-    nn.Module._apply = replaced  # type: ignore[method-assign]
-    try:
+    with _replaced(nn.Module, "_apply", replaced):
         yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -264,6 +264,25 @@ def load_hooks() -> None:
     assert calls == ["hook", "hook"]
 
 
+@interface("Module._forward_pre_hooks and its kin, which pickles of a module hold")
+def hooks_in_pickles() -> None:
+    layer = nn.Linear(1, 1)
+    layer.register_forward_hook(_hook, with_kwargs=True, always_call=True)
+    layer.register_forward_pre_hook(_hook, with_kwargs=True)
+    layer.register_full_backward_hook(_hook)
+    layer.register_full_backward_pre_hook(_hook)
+    held = {name for name, value in vars(layer).items() if "hooks" in name and value}
+    assert len(held) == 7
+    with _torch.copied_without_hooks(layer, __name__):
+        bare = copy.deepcopy(layer)
+    assert not any(vars(bare)[name] for name in held)
+    assert all(vars(copy.deepcopy(layer))[name] for name in held)
+
+
+def _hook(*args: object) -> None:
+    """A hook."""
+
+
 @interface("torch.nn.Module._apply")
 def conversions() -> None:
     before = nn.Module._apply
