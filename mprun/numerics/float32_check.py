@@ -13,8 +13,8 @@ one that is as inexact and made of exact numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,7 @@ def float32_loss(loss: float, float64: float, run: Pass) -> Float32Loss | None:
         run: repeats the pass.
     """
     try:
-        low_loss, low = _recorded(run, lambda model: ExitStack())
+        low_loss, low = _recorded(run, nullcontext)
         _, exact = _recorded(run, in_float64)
     except Exception:  # a model's own code may fail in float64 in any way
         return None
@@ -126,7 +126,7 @@ def _recorded(run: Pass, region: Region) -> tuple[float, ForwardResults]:
     results = ForwardResults()
 
     @contextmanager
-    def inside(model: nn.Module) -> Any:
+    def inside(model: nn.Module) -> Iterator[None]:
         with region(model), results.following(model), results:
             yield
 

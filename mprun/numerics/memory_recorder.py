@@ -20,8 +20,8 @@ to the module whose gradient was being computed.
 
 The step may run on real tensors, or on fake ones (`fake_tensors`), which have a shape, a dtype and
 a lifetime but no data. A step on fake tensors costs almost no time or memory, and works for a model
-larger than the machine. Not counted: memory inside kernels (oneDNN's and cuDNN's scratch), and what
-an allocator adds by rounding up.
+larger than the machine. Not counted: memory inside kernels (oneDNN's and cuDNN's scratch), sparse
+tensors, and what an allocator adds by rounding up.
 """
 
 from __future__ import annotations
@@ -240,18 +240,19 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._classify_state()
 
     def _classify_inputs(self, inputs: Any) -> None:
-        """The batch; a part of a larger tensor, such as a whole data set, is none of the step's."""
+        """The batch, or most of it (all tokens but the last); not a small part of a data set."""
         for x in tensors_of(inputs):
-            whole = _parts(x) or x.untyped_storage().nbytes() == x.nbytes
-            if whole and storage_key(x) not in self._alive:
+            if not _has_storage(x) or storage_key(x) in self._alive:
+                continue
+            if 2 * x.nbytes >= x.untyped_storage().nbytes():
                 self._classify([x], "activations", INPUTS)
 
     def _is_of_before(self, result: Tensor, arguments: Any) -> bool:
         """Whether a result is a view of a tensor that no op of the step made."""
-        if _parts(result) or storage_key(result) in self._alive:
+        if not _has_storage(result) or storage_key(result) in self._alive:
             return False
         key = storage_key(result)
-        return any(not _parts(x) and storage_key(x) == key for x in tensors_of(arguments))
+        return any(_has_storage(x) and storage_key(x) == key for x in tensors_of(arguments))
 
     def _classify(self, tensors: Iterable[Tensor], category: str, owner: str) -> None:
         """Set category and owner of the tensors' storages; new storages are registered."""
@@ -265,7 +266,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         if names := _parts(tensor):
             parts = [self._register(getattr(tensor, name), category, owner) for name in names]
             return [storage for part in parts for storage in part]
-        if self._devices and tensor.device not in self._devices:
+        if not _has_storage(tensor) or (self._devices and tensor.device not in self._devices):
             return ()
         storage = tensor.untyped_storage()
         key, nbytes, now = storage_key(tensor), storage.nbytes(), len(self._points)
@@ -282,7 +283,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         return (new,)
 
     def _note_cast(self, source: Tensor, result: Tensor) -> None:
-        copy = self._alive.get(storage_key(result))
+        copy = self._alive.get(storage_key(result)) if _has_storage(result) else None
         if copy is not None:
             copy.cast_of = self._alive.get(storage_key(source))
 
@@ -325,6 +326,11 @@ class MemoryRecorder(OpWatcher, StepListener):
             yield path, type(module).__name__
         for owner in (INPUTS, LOSS, OPTIMIZER):
             yield owner, ""
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether its numbers are in one storage: neither a wrapper nor sparse."""
+    return tensor.layout is torch.strided and not _parts(tensor)
 
 
 def _parts(tensor: Tensor) -> list[str]:

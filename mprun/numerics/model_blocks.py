@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import same_rounding
+from mprun.precision.gemms import has_own_products
 
 CASTS_WEIGHTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules whose weights autocast casts wherever they are used."""
@@ -62,12 +63,17 @@ def _parameters(modules: Sequence[nn.Module]) -> int:
 
 
 def cast_modules(model: nn.Module) -> list[str]:
-    """Paths of the modules whose parameters autocast casts, without those that share some."""
+    """Paths of the modules whose parameters autocast casts, without those that share some.
+
+    Layers whose products have formats of their own read their weights as they are stored.
+    """
     uses = Counter(p for m in model.modules() for p in m.parameters(recurse=False))
     return [
         path
         for path, module in model.named_modules()
-        if isinstance(module, CASTS_WEIGHTS) and all(uses[p] == 1 for p in module.parameters())
+        if isinstance(module, CASTS_WEIGHTS)
+        and not has_own_products(module)
+        and all(uses[p] == 1 for p in module.parameters())
     ]
 
 

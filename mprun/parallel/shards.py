@@ -39,7 +39,6 @@ from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.parallel.reduction import BufferMean
 from mprun.parallel.timed_collectives import time_collectives
 from mprun.precision import Combine
-from mprun.precision.gemms import has_own_products
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
 from mprun.precision.random_bits import NAME, mark_shard
@@ -210,7 +209,7 @@ def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype
     """
     tied = _tied(model)
     cast = cast_modules(model) if policy.casting == "autocast" else []
-    low = {id(m) for m in map(model.get_submodule, cast) if not has_own_products(m)}
+    low = {id(model.get_submodule(path)) for path in cast}
     found: list[tuple[nn.Module, torch.dtype]] = []
     blocks = [m for _, m in blocks_of(model) if not tied & {*m.parameters()}]
     for unit in [*blocks, model]:

@@ -149,23 +149,24 @@ def answer_sentence(result: NumericsResult) -> str:
 
 
 def _float32_sentence(found: Float32Loss) -> str:
-    answer = "float32 itself is not good enough here"
-    if math.isnan(found.float64) or math.isinf(found.float64):
-        answer = f"no format is good enough: the loss is {found.float64} in float64 too"
-    else:
+    """That float32 is not good enough, and where; or that no format is."""
+    answer, does = "float32 itself is not good enough here", "loses it"
+    if math.isfinite(found.float64):
         answer += f": the loss is {found.loss:.6g}, in float64 {found.float64:.6g}"
-    if not found.op:
-        return f"{answer}."
+    else:
+        answer = f"no format is good enough here: the loss is {found.float64} in float64 too"
+        does = "makes it"
     where = f" in {found.module}" if found.module else ""
-    return f"{answer}; {found.op}{where} loses it."
+    return f"{answer}; {found.op}{where} {does}." if found.op else f"{answer}."
 
 
 def sentences(result: NumericsResult) -> list[str]:
     """The answer, and the verdicts behind it."""
     verdict, scale = result.verdict, result.loss_scale
+    label = "range or precision" if verdict.float32 is None else "compared with float32"
     lines = [
         answer_sentence(result),
-        f"range or precision: {verdict.word} ({verdict.reason})",
+        f"{label}: {verdict.word} ({verdict.reason})",
     ]
     if verdict.made_by:
         lines.append(f"decided by: {_listed(verdict.made_by)}")

@@ -16,6 +16,7 @@ from mprun.optim import AdamW, MasterWeights, name_parameters
 from mprun.optim.masters import masters_of
 from mprun.parallel.ranks import GroupRanks
 from mprun.parallel.shards import ShardLayout, units
+from mprun.precision.gemms import GEMMS, convert_gemms
 from mprun.precision.policy import policy
 from tests.optim import same_bits
 from tests.parallel.processes import Groups
@@ -104,6 +105,15 @@ def test_layers_with_a_dtype_of_their_own_are_apart() -> None:
     for name, (_, dtype) in found.items():
         own = name.startswith(("blocks.1.norm", "head"))
         assert dtype == (FLOAT if own else HALF), name
+
+
+def test_layers_with_products_of_8_bits_are_gathered_as_they_are_stored() -> None:
+    """They round their weights themselves; in bfloat16 before, these would be rounded twice."""
+    model = Language(width=16)
+    convert_gemms(model, {"blocks.1.inner": GEMMS["fp8_rowwise"]})
+    found = gathered(model, "fp8_rowwise")
+    assert found["blocks.1.inner.weight"][1] == FLOAT
+    assert found["blocks.1.outer.weight"][1] == found["blocks.0.inner.weight"][1] == BRAIN
 
 
 def test_every_unit_is_of_one_dtype_and_the_model_is_the_last() -> None:

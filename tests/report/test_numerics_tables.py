@@ -202,6 +202,29 @@ def test_lost_updates_the_worst_parameters_first() -> None:
     assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
 
 
+@pytest.mark.parametrize(
+    ("float32", "first"),
+    [
+        (
+            {"loss": 38.4, "float64": 1.02, "op": "sub", "module": "norm"},
+            "float32 itself is not good enough here: the loss is 38.4, in float64 1.02; sub in "
+            "norm loses it.",
+        ),
+        (
+            {"loss": math.nan, "float64": math.nan, "op": "div", "module": ""},
+            "no format is good enough here: the loss is nan in float64 too; div makes it.",
+        ),
+        (
+            {"loss": math.nan, "float64": 2.5, "op": "", "module": ""},
+            "float32 itself is not good enough here: the loss is nan, in float64 2.5.",
+        ),
+    ],
+)
+def test_a_float32_that_is_wrong_is_the_answer(float32: dict[str, Any], first: str) -> None:
+    lines = sentences(result(verdict={**CONTENT["verdict"], "float32": float32}))
+    assert lines[:2] == [first, "compared with float32: either (because)"]
+
+
 def test_sentences() -> None:
     expected = [
         "float16 and bfloat16 are both good enough. float16 needs a loss scale: 131,072 is "
