@@ -727,6 +727,15 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def add_to_all(targets: list[Tensor], number: float | Tensor) -> None:
+    """Add a number, or a scalar on the targets' device, to each of one or more tensors.
+
+    A tensor as the scalar of PyTorch's function would be read on the host.
+    """
+    numbers: Any = [number] * len(targets) if isinstance(number, Tensor) else number
+    torch._foreach_add_(targets, numbers)
+
+
 def viewed(x: Tensor) -> Tensor:
     """The tensor that `x` is a view of; `x` itself where it is none."""
     return x if x._base is None else x._base

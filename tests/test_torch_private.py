@@ -203,6 +203,13 @@ def fields() -> None:
     _torch.copy_all([], [])
 
 
+def test_a_number_or_a_scalar_is_added_to_all() -> None:
+    targets = [torch.zeros(2), torch.ones(())]
+    _torch.add_to_all(targets, 2.0)
+    _torch.add_to_all(targets, torch.tensor(0.5))
+    assert [x.tolist() for x in targets] == [[2.5, 2.5], 3.5]
+
+
 @interface("torch.nn.modules: _BatchNorm, _InstanceNorm")
 def norms() -> None:
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -82,7 +82,8 @@ def as_native(plan: Plan) -> Plan:
     forward and backward pass, and rounded factors live no longer than their product.
     """
     policy = replace(plan.policy, partials_dtype="float32")
-    if (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none"):
+    is_native = (plan.execution, plan.policy, plan.fp32_fallback) == ("native", policy, "none")
+    if is_native and policy.gemms == "none":
         return plan
     plan = replace(plan, execution="native", policy=policy, fp32_fallback="none")
     if policy.gemms == "none":

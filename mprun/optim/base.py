@@ -19,14 +19,15 @@ for its `unscale_`. `scaled_step` also checks them for infinities and clips them
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
-from mprun._torch import EagerOptimizer, is_fake, load_hooks_run, zero_grad
+from mprun._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
 from mprun.optim import codes, engines
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
@@ -278,11 +279,13 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             for update in on_host:
                 update.state["step"].add_(one)
             for update in on_host:
-                self._run(update, factor, None)
-        for update in updates:
-            if not update.on_host and update.is_run:
-                update.state["step"] += 1 if skip is None else 1 - skip
-                self._run(update, factor, skip)
+                self._run(update, self._on_host(update, factor), None)
+        on_device = [update for update in updates if not update.on_host and update.is_run]
+        if on_device:
+            steps = [update.state["step"] for update in on_device]
+            add_to_all(steps, 1.0 if skip is None else 1 - skip)
+            for update, hyper in zip(on_device, self._on_device(on_device, factor), strict=True):
+                self._run(update, hyper, skip)
 
     def _updates(self) -> list[_Update]:
         """What the step updates; all of it is checked before any of it changes."""
@@ -299,7 +302,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                         raise ValueError(NO_SHARDS)
                     complete_state(state, p, storage, self.first, self.second)
                     engine = self._engine(p, storage)
-                    on_host = p.is_cpu and not is_fake(p)
+                    on_host = is_on_host(p)
                     updates.append(
                         _Update(p, group, number, start, state, storage, engine, on_host)
                     )
@@ -319,9 +322,9 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             group["overflow"] == "saturate",
         )
 
-    def _run(self, update: _Update, factor: Tensor | None, skip: Tensor | None) -> None:
+    def _run(self, update: _Update, hyper: Tensor, skip: Tensor | None) -> None:
         """Update a parameter and its state, whose step is counted already."""
-        p, group, number, start, state, storage, engine, on_host = update
+        p, group, number, start, state, storage, engine, _ = update
         first, second = self.first, second_name(self.second, storage)
         tensors = [
             p.detach(),
@@ -337,7 +340,6 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
         drawn = (
             keys((group["seed"], group["attempts"], number), SITES) if storage.draws else NO_KEYS
         )
-        hyper = self._hyper(group, state["step"], factor, on_host)
         operands = Operands(*flat)  # type: ignore[arg-type]
         engines.run(engine, storage, operands, hyper, drawn, skip, start)
         if engine == "c":  # written to behind autograd's back
@@ -356,21 +358,31 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             )
         return self.engine or engines.fastest(p.device, storage)
 
-    def _hyper(
-        self, group: dict[str, Any], step: Tensor, factor: Tensor | None, on_host: bool
-    ) -> Tensor:
-        """The formula's constants, computed in float64, as float32 [HYPERS] on the device."""
-        if on_host:
-            known = id(group), step.item()
-            if known not in self._hypers:
-                values = [1.0 if factor is None else factor.item(), *self.hyper(group, known[1])]
-                values += [0.0] * (HYPERS - len(values))
-                self._hypers[known] = torch.tensor(values, dtype=torch.float32)
-            return self._hypers[known]
-        wide = [1.0 if factor is None else factor, *self.hyper(group, step.double())]
-        wide += [0.0] * (HYPERS - len(wide))
-        scalars = [torch.as_tensor(x, dtype=torch.float64, device=step.device) for x in wide]
-        return torch.stack([x.reshape(()) for x in scalars]).float()
+    def _on_host(self, update: _Update, factor: Tensor | None) -> Tensor:
+        """The formula's constants, computed in float64, as float32 [HYPERS]."""
+        known = id(update.group), update.state["step"].item()
+        if known not in self._hypers:
+            values = [1.0 if factor is None else factor.item()]
+            values += self.hyper(update.group, known[1])
+            values += [0.0] * (HYPERS - len(values))
+            self._hypers[known] = torch.tensor(values, dtype=torch.float32)
+        return self._hypers[known]
+
+    def _on_device(self, updates: list[_Update], factor: Tensor | None) -> Iterator[Tensor]:
+        """Those of each update, without waiting for the device.
+
+        The steps of a group's parameters are one vector: the number of kernels does not grow with
+        that of the parameters. Python's numbers travel in kernels' arguments, where a copy of them
+        to the device would wait.
+        """
+        for _, alike in groupby(updates, lambda update: (id(update.group), update.p.device)):
+            same = list(alike)
+            steps = torch.stack([update.state["step"] for update in same]).double()
+            hypers = steps.new_zeros(len(same), HYPERS)
+            constants = [1.0 if factor is None else factor, *self.hyper(same[0].group, steps)]
+            for column, x in zip(hypers.unbind(1), constants, strict=False):
+                column.copy_(x) if isinstance(x, Tensor) else column.fill_(x)
+            yield from hypers.float()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from `state_dict`, this optimizer's or that of its namesake in `torch.optim`.
@@ -405,6 +417,11 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
                 if index in state_dict["state"]:
                     entries = state_dict["state"][index]
                     self.state[p] = loaded_entries(entries, p.device, ours="attempts" in saved)
+
+
+def is_on_host(p: Tensor) -> bool:
+    """Whether numbers beside `p` can be read without waiting for a device."""
+    return p.is_cpu and not is_fake(p)
 
 
 NO_SHARDS = (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mprun import kernels
+from mprun._torch import is_fake
 from mprun.optim import codes
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
@@ -172,7 +173,7 @@ def _eagerly(
     skip: Tensor | None,
     first: int,
 ) -> None:
-    key_words = _key_words(keys, hyper.device)
+    key_words = _key_words(keys, hyper)
     maps = codes.maps(hyper) if storage.coded else None
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
         part = operands.part(start, start + EAGER_BLOCK)
@@ -184,9 +185,12 @@ def _indices(x: Tensor, first: int) -> Tensor:
     return torch.arange(first, first + x.numel(), dtype=torch.int32, device=x.device)
 
 
-def _key_words(keys: tuple[Key, ...], device: torch.device, *more: int) -> Tensor:
-    words = [signed(w) for key in keys for w in key]
-    return torch.tensor([*words, *more], dtype=torch.int32, device=device)
+def _key_words(keys: tuple[Key, ...], beside: Tensor, *more: int) -> Tensor:
+    words = [*[signed(w) for key in keys for w in key], *more]
+    if not beside.is_cuda or is_fake(beside):
+        return torch.tensor(words, dtype=torch.int32, device=beside.device)
+    pinned = torch.tensor(words, dtype=torch.int32, pin_memory=True)
+    return pinned.to(beside.device, non_blocking=True)  # a copy of other memory would wait
 
 
 def _update(
@@ -283,7 +287,7 @@ def _by_inductor(
     first: int,
 ) -> None:
     o = operands
-    words = _key_words(keys, hyper.device, first)
+    words = _key_words(keys, hyper, first)
     maps = codes.maps(hyper) if storage.coded else None
     tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
     _compiled(storage, first > 0)(*tensors, hyper, words, skip, maps)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from mprun.optim.base import LowPrecisionOptimizer, StorageOptions
 
 if TYPE_CHECKING:
@@ -87,7 +89,8 @@ class SGD(LowPrecisionOptimizer):
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         # As in PyTorch, the first step adds the whole gradient to the momentum, and without
         # momentum nothing is dampened.
-        undamped = 1 - group["dampening"] * (step > 1) if group["momentum"] else 1.0
+        later = (step > 1).double() if isinstance(step, Tensor) else step > 1
+        undamped = 1 - group["dampening"] * later if group["momentum"] else 1.0
         return [group["weight_decay"], group["momentum"], float(group["lr"]), undamped]
 
 

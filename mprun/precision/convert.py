@@ -118,7 +118,8 @@ def _with_hooks_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
 
     Both share the hooks: the handle that `register_hook` gave removes them.
     """
-    vars(new).update(vars(old))
+    for name, value in vars(old).items():  # a fake one's own name its device: not those
+        vars(new).setdefault(name, value)
     if old._backward_hooks:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks:

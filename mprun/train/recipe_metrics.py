@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
+from mprun.nested import all_tensors, map_tensors
 from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
@@ -265,7 +266,8 @@ class MetricPass:
         if not self._updates:
             return {}
         states = {name: self._state(name) for name in self._metrics}
-        return {"metrics": {"updates": self._updates, "states": states}}
+        devices = {name: [x.device.type for x in all_tensors(states[name])] for name in states}
+        return {"metrics": {"updates": self._updates, "states": states, "devices": devices}}
 
     def _state(self, name: str) -> Any:
         if name in self.lost:
@@ -297,11 +299,28 @@ class MetricPass:
             if saved["states"].get(name) is None:
                 self.lost.add(name)
                 continue
-            load_state(entry.metric, saved["states"][name])
+            kinds = saved.get("devices", {}).get(name, ())
+            load_state(entry.metric, placed(saved["states"][name], kinds, self._device))
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)
             if tries:
                 computed(entry.metric)  # fails now if it is damaged, not at the epoch's end
+
+
+def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
+    """A metric's state with the tensors that were not on the CPU on `device`.
+
+    A checkpoint is read on the CPU, and only a module's own tensors could be moved afterwards.
+
+    Args:
+        state: nested; unchanged without `kinds`.
+        kinds: the device type of each of its tensors when it was saved.
+        device: the run's.
+    """
+    if not kinds:
+        return state
+    kind = iter(kinds)
+    return map_tensors(lambda x: x if next(kind) == "cpu" else x.to(device), state)
 
 
 class _HeldStep:

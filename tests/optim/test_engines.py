@@ -335,3 +335,33 @@ def test_a_step_whose_kernel_cannot_be_compiled_is_taken_by_pytorch(no_update: l
 def test_an_engine_that_was_named_is_not_replaced() -> None:
     with pytest.raises(kernels.NoCompilerError, match=r"cannot compile update\.c"):
         ran("adamw", "c", (BRAIN, BRAIN), {}, (17,))
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("skip", [None, 0.0, 1.0])
+def test_a_step_that_reads_no_number_gives_the_same_bits(
+    name: str, skip: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What GPUs run, here on the CPU: all constants of a step on the device, none read."""
+
+    def steps(reads: bool) -> LowPrecisionOptimizer:
+        monkeypatch.setattr("mprun.optim.base.is_on_host", lambda p: reads)
+        values = [wide(dtype, n, seed=n) for n in (3, 70_000) for dtype in LOW]
+        made = parameters(values)
+        groups = [{"params": made[:1]}, {"params": made[1:], "lr": 0.5, "weight_decay": 0.25}]
+        more = {"momentum": 0.9, "dampening": 0.3} if name == "sgd" else {}
+        optimizer = MAKE[name](groups, **more, seed=5, engine="eager")
+        for step in range(4):
+            for number, p in enumerate(made):
+                if number == step:  # one takes a step less: its corrections differ
+                    p.grad = None
+                    continue
+                give(p, wide(p.dtype, p.numel(), seed=100 * step + p.numel()))
+            taken = None if skip is None else torch.tensor(skip if step == 2 else 0.0)
+            optimizer.scaled_step(torch.tensor(8.0), overflow=taken)
+        return optimizer
+
+    for a, b in zip(steps(True).state.items(), steps(False).state.items(), strict=True):
+        assert same_bits(a[0], b[0])
+        assert a[1].keys() == b[1].keys()
+        assert all(same_bits(a[1][key], b[1][key]) for key in a[1])
