@@ -4,7 +4,8 @@ An op is faster than in float32 if the median speed-up is at least `LIMIT` and i
 lies above 1. It is slower if the median is at most 1 / `LIMIT` and the interval lies below 1. It is
 the same if the interval lies within a factor of `LIMIT` of 1, or if the median does and the
 interval excludes 1. Otherwise the result is not known, because the machine was too busy. An op that
-runs compute in float32 (`substituted`) has float32's speed, less two casts.
+runs compute in float32 (`substituted`) has float32's speed, less two casts. Products of 8 bits are
+not measured here.
 
 A step consists of these ops and of others, in shares that depend on the model. So the speed-up of a
 step is not computed from those of its ops; `mprun compare` measures it.
@@ -42,6 +43,11 @@ ADVICE: dict[SpeedVerdict, str] = {
     "not for speed": "for their effect on accuracy and memory, not for speed",
     "not known": "times vary too much, measure again",
 }
+PRODUCTS_OF_8_BITS = (
+    "native products of 8 bits, whose casts and scales are many small kernels: whether they pay "
+    "depends on the layers' sizes and on compiling (speed.compile=true); `mprun doctor recipe=...` "
+    "measures them layer by layer"
+)
 
 
 def conclusions(measured: Measured) -> list[Conclusion]:
@@ -49,10 +55,16 @@ def conclusions(measured: Measured) -> list[Conclusion]:
     natives, emulations = [], []
     for format_ in FORMATS:
         modes = [m for m in measured.modes if m.format == format_ != "float32"]
-        native = [m for m in modes if m.execution == "native"]
+        native = [m for m in modes if m.execution == "native" and not m.products_of_8_bits]
+        of_8_bits = [m.name for m in modes if m.products_of_8_bits]
         emulated = [m.name for m in modes if m.execution == "emulated"]
         if native:
             natives.append(_native(format_, native, largest(measured.rates, format_)))
+        if of_8_bits:
+            text = f"{', '.join(of_8_bits)}: {PRODUCTS_OF_8_BITS}"
+            natives.append(
+                Conclusion(format=format_, modes=of_8_bits, verdict="not known", text=text)
+            )
         if emulated:
             text = f"{', '.join(emulated)}: emulated here: for accuracy, not for speed"
             emulations.append(

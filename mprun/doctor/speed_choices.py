@@ -8,12 +8,13 @@ Results are equal up to float addition order.
 Measured on two AVX512-BF16 cores, PyTorch 2.15 (benchmarks/README.md has the figures): fused AdamW
 wins on every model; fused SGD and foreach RMSprop do not; channels-last wins for float32
 convolutions, and for bfloat16 unless the CPU has AMX, where it lost a tenth to a quarter. Compiling
-was slower than eager on the CPU. No CUDA row: none was measured.
+was slower than eager on the CPU. On CUDA (one H100) fused AdamW takes 2 to 6 % off a step, and 22 %
+where a loss scale decides about it, since the host then need not wait; channels-last won nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,8 +68,10 @@ def choose(
         amx: whether the CPU multiplies bfloat16 in tiles (`machine.has_amx`).
     """
     default = SpeedChoice("contiguous", "foreach" if device_type == "cuda" else "forloop")
-    if speed == "plain" or device_type != "cpu":
+    if speed == "plain":
         return default
+    if device_type != "cpu":
+        return replace(default, optimizer_impl="fused") if optimizer == "adamw" else default
     last = compute_dtype == "float32" or (compute_dtype == "bfloat16" and not amx)
     return SpeedChoice(
         "channels_last" if last else "contiguous",

@@ -68,4 +68,5 @@ def _rows(
             accelerated=accelerated.get(policy.compute_dtype) if native else None,
             substituted=[op for op, name in ATEN.items() if name in substituted],
             loss_scale=loss_scale_kind(config, ()),
+            products_of_8_bits=native and policy.gemms != "none",
         )

@@ -200,6 +200,7 @@ class _InspectingTrainer(Trainer):
         done, last = len(self._inspector.steps), self._steps[-1]
         self._report(f"inspecting step {number} of {last}", done, len(self._steps))
         self._inspector.before(batch)
+        self.parts.clock.start()  # the step begins now: the flush ended the clock's last one
         with self._inspector.of_run.watching():
             result = super().optimizer_step(batch)
         self._inspector.after(number, result)

@@ -146,6 +146,8 @@ class Mode:
     """Ops that a run computes in float32 and rounds (`speed=auto`)."""
     loss_scale: str
     """The kind of `loss_scale=auto`."""
+    products_of_8_bits: bool = False
+    """Its native matmuls have factors of 8 bits: their rate is not among the measured ones."""
 
 
 @dataclass(kw_only=True)

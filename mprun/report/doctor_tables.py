@@ -127,6 +127,8 @@ def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float
         return "1"
     if op in mode.substituted:
         return "in float32"
+    if op == "matmul" and mode.products_of_8_bits:
+        return "-"
     speedup = speedups.get((op, mode.format))
     return "-" if speedup is None else _figure(speedup)
 

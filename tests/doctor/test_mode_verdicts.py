@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.doctor.mode_verdicts import LIMIT, conclusions, judge, largest
 from mprun.records.doctor_record import OPS, OpName
+from mprun.report.doctor_tables import modes_table
 from tests.doctor import AVX2_ONLY, H100, WITH_AMX, WITH_BF16, measured, modes, rate, rates, ratio
 
 # ---- one op --------------------------------------------------------------------------------------
@@ -79,6 +82,18 @@ def test_what_a_format_is_good_for(
     found = measured(WITH_BF16, {"float16": speedups}, modes(substituted))
     (native,) = [c for c in conclusions(found) if c.modes == ["fp16_mixed"]]
     assert native.verdict == verdict
+
+
+def test_products_of_8_bits_do_not_have_the_rates_of_bfloat16() -> None:
+    of_8_bits = replace(modes()[2], name="fp8_rowwise", products_of_8_bits=True)
+    found = measured(WITH_BF16, {"bfloat16": (14.0, 10.0, 4.0)}, [*modes(), of_8_bits])
+    sixteen, eight = conclusions(found)[:2]
+    assert sixteen.modes == ["bf16_mixed", "bf16_true"]
+    assert (eight.modes, eight.verdict) == (["fp8_rowwise"], "not known")
+    assert "mprun doctor recipe=" in eight.text
+    lines = [" ".join(str(x).split()) for x in modes_table(found.modes, found.rates).lines(None)]
+    assert "bf16_mixed native 14.0 10.0 4.00 none" in lines
+    assert "fp8_rowwise native - 10.0 4.00 none" in lines
 
 
 def test_an_op_too_unsteady_to_judge_leaves_the_format_open() -> None:

@@ -26,10 +26,12 @@ from mprun.assemble import (
     step_memory,
     with_batch_size,
 )
+from mprun.assemble.planned_memory import same_step
 from mprun.config import compose
 from mprun.data import generated, sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
 from mprun.numerics.memory_recorder import REDUCED_IN_PLACE
+from mprun.precision.convert import convert
 from mprun.train.loop import Trainer
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -638,3 +640,25 @@ def test_a_model_without_data_takes_none() -> None:
         found = memory(step, model, optimizer, [x])
     assert found.categories["parameters"] == (10**11 + 10**5) * 4
     assert found.peak_bytes > 1.6e12
+
+
+def test_a_converted_fake_model_is_on_its_device() -> None:
+    """A fake parameter names its device in its attributes, which a conversion must not copy."""
+    with fake_tensors():
+        layer = nn.Linear(2, 3)
+        layer.weight.note = "kept"  # type: ignore[assignment]
+        convert(layer, torch.device("cuda"), torch.bfloat16)
+        assert {p.device.type for p in layer.parameters()} == {"cuda"}
+        assert layer.weight.note == "kept"
+
+
+def test_native_products_of_8_bits_are_counted_as_bfloat16_s() -> None:
+    """On a GPU they are torchao's, whose step does not run on fake tensors."""
+    words = ["recipe=mnist", "data.source=generated", "device=cpu"]
+    emulated, plain = (
+        make_plan(compose([*words, f"precision={mode}"]).config, ())
+        for mode in ("fp8_rowwise", "bf16_mixed")
+    )
+    native = replace(emulated, execution="native", fp32_fallback="none")
+    assert same_step(native, emulated)
+    assert same_step(native, plain)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from mprun.data import Batch, MicroBatch
 from mprun.errors import RunFailedError, UsageError
 from mprun.metrics import F1, Accuracy
+from mprun.nested import all_tensors
 from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
 from mprun.train.metric_state import UnsavableError, saved_state
-from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of
+from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of, placed
 from tests.train.test_loop import CPU
 from tests.train.trainers import Base, SavingLog, samples, trainer_of
 
@@ -489,3 +490,11 @@ def test_a_class_without_a_judge_has_the_accuracy_if_it_counts_it_else_the_loss(
     judges = [kind.METRIC for kind in (Plain, Counts, Own, Below, Classification)]
     loss, accuracy = ("loss", "min"), ("accuracy", "max")
     assert judges == [loss, accuracy, loss, loss, accuracy]
+
+
+def test_a_resumed_metric_s_tensors_are_on_the_device_they_were_on() -> None:
+    state = {"total": torch.ones(2), "parts": [torch.ones(1), torch.zeros(1)], "batches": 3}
+    put = placed(state, ["cpu", "cuda", "cpu"], torch.device("meta"))
+    assert [x.device.type for x in all_tensors(put)] == ["cpu", "meta", "cpu"]
+    assert put["batches"] == 3
+    assert placed(state, (), torch.device("meta")) is state  # of an older checkpoint
