@@ -293,6 +293,7 @@ class _StepInspector:
             undetermined=self._rounding.undetermined,
             zero=self._rounding.zero,
             float32=self._float32,
+            float32_gradients=self._rounding.of_float32,
             reference=self._rounding.reference,
             unjudged_rows=self._unjudged_rows(),
             scale_kind=self._kind,

@@ -40,6 +40,7 @@ from mprun.numerics.updates import LostUpdates
 from mprun.precision.formats import BF16, FP16, Format
 from mprun.records.deviation import Reference
 from mprun.records.numerics_record import (
+    Float32Gradients,
     Float32Loss,
     FormatResult,
     HeldValues,
@@ -88,6 +89,8 @@ class Measurements:
     needed_db: float = NEEDED_DB
     float32: Float32Loss | None = None
     """A step in which float32 itself was not good enough."""
+    float32_gradients: Float32Gradients | None = None
+    """Those of all steps, where float32 itself was not good enough."""
 
     @cached_property
     def advice(self) -> ScaleAdvice | None:
@@ -199,6 +202,7 @@ class Measurements:
             zero_gradients=sorted(self.zero),
             reference=self.reference,
             float32=self.float32,
+            float32_gradients=self.float32_gradients,
         )
 
     def _in_fp16(self) -> str:

@@ -15,6 +15,9 @@ is far from both.
 
 If a model cannot be computed in float64, its weights are moved by about one part in a million
 instead, three times: meaningful float32 gradients change by as little.
+
+Where all gradients together are that inexact, it is no matter of single parameters: float32 itself
+is not good enough for the model.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from torch import Tensor
 from mprun.errors import first_line
 from mprun.numerics.sqnr import sums_db
 from mprun.records.deviation import Reference
+from mprun.records.numerics_record import Float32Gradients
 
 LIMIT_DB = 20.0
 """Signal over error below which float32 does not determine a gradient."""
@@ -102,6 +106,14 @@ class RoundingErrors:
                 (self._float32, power(gradient.double())),
             ):
                 sums[name] = sums.get(name, 0.0) + value
+
+    @property
+    def of_float32(self) -> Float32Gradients | None:
+        """How inexact all gradients of float32 are together, where that is more than `LIMIT_DB`."""
+        db = sums_db(sum(self._signal.values()), sum(self._error.values()))
+        if self.reference is not FLOAT64 or not db < LIMIT_DB:
+            return None
+        return Float32Gradients(db, max(self._error, key=self._error.__getitem__))
 
     @property
     def zero(self) -> tuple[str, ...]:

@@ -38,6 +38,16 @@ class Float32Loss:
 
 
 @dataclass(frozen=True)
+class Float32Gradients:
+    """All gradients of float32, beside float64's of the same model."""
+
+    db: float
+    """The SQNR of all together."""
+    worst: str
+    """The parameter with the most of the error."""
+
+
+@dataclass(frozen=True)
 class ModelVerdict:
     """Range or precision: which 16-bit format the model needs."""
 
@@ -57,6 +67,8 @@ class ModelVerdict:
     reference: Reference
     float32: Float32Loss | None = None
     """Of a step in which float32 itself was not good enough; None without one."""
+    float32_gradients: Float32Gradients | None = None
+    """Where float32's gradients are not good enough, over all steps; None where they are."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ USUAL = ("bf16", "e4m3_scaled")
 
 
 def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
-    """The `top` rows that float16 changes most; verdicts other than "either" come first.
+    """The `top` rows that decide most: first what decides, then the noise of the format alone.
+
+    A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
+    a row alone changes them less as a rule.
 
     Args:
         result: the statistics.
@@ -39,23 +42,31 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         further: names in `sqnr_db` of formats that get a column, too.
     """
     judged = [row for row in result.rows if row.verdict is not None]
-    rows = sorted(judged, key=lambda row: (row.verdict == "either", fp16_db(row)))
+    passes = [_passes_db(result, row) for row in judged]
+    keys = [
+        (row.verdict == "either", min(in_passes.values(), default=math.inf), fp16_db(row))
+        for row, in_passes in zip(judged, passes, strict=True)
+    ]
+    rows = [judged[n] for n in sorted(range(len(judged)), key=keys.__getitem__)]
     scale = result.loss_scale.in_use
     values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
     table = FittedTable(
-        f"effect of the formats on the numbers: {min(top, len(rows))} of {len(rows)} rows, the "
-        f"worst first (shares: float16, {values})",
+        f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
+        "gradients of whole passes in the format; then its rounding of the numbers alone; "
+        f"shares: float16, {values})",
         text_column("kind"),
         text_column("of"),
-        figure_column("zero", 1),
-        figure_column("lose bits", 5),
-        figure_column("to 0", 6),
-        figure_column("inf", 4),
+        figure_column("fp16 pass dB", 10),
+        figure_column("bf16 pass dB", 10),
+        text_column("verdict", narrow=12),
         figure_column("fp16 dB", 8),
         figure_column("bf16 dB", 7),
         figure_column("e4m3 dB", 3),
         *(figure_column(f"{name} dB", 2) for name in further),
-        text_column("verdict", narrow=12),
+        figure_column("zero", 1),
+        figure_column("lose bits", 5),
+        figure_column("to 0", 6),
+        figure_column("inf", 4),
         elsewhere=ELSEWHERE,
     )
     for row in rows[:top]:
@@ -65,14 +76,22 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
         shares = (counts.zero / total, in_run.below_normal, in_run.becoming_zero)
         low = (row.sqnr_db.get(name, float("inf")) for name in (*USUAL, *further))
+        in_passes = _passes_db(result, row)
         table.add_row(
             KINDS[row.kind],
             row.name,
-            *(share_text(share) for share in (*shares, in_run.above_largest)),
-            *(f"{db:.0f}" for db in (fp16_db(row), *low)),
+            *(f"{in_passes[n]:.0f}" if n in in_passes else "-" for n in ("fp16", "bf16")),
             row.verdict or "",
+            *(f"{db:.0f}" for db in (fp16_db(row), *low)),
+            *(share_text(share) for share in (*shares, in_run.above_largest)),
         )
     return table
+
+
+def _passes_db(result: NumericsResult, row: NumericsRow) -> dict[str, float]:
+    """Format to the SQNR of a parameter's gradient in whole passes; empty for other rows."""
+    is_gradient = row.kind == "weight_gradients"
+    return result.verdict.parameters_db.get(row.name, {}) if is_gradient else {}
 
 
 def fp16_db(row: NumericsRow) -> float:
@@ -139,6 +158,14 @@ def answer_sentence(result: NumericsResult) -> str:
     word, scale = result.verdict.word, result.loss_scale
     if result.verdict.float32 is not None:
         return _float32_sentence(result.verdict.float32)
+    if (found := result.verdict.float32_gradients) is not None:
+        differ = "all of them is rounding errors"
+        if found.db > 0:
+            differ = f"they differ from float64's by {10 ** (-found.db / 20):.0%}"
+        return (
+            f"float32 itself is not good enough for the gradients: {differ}, most of it in "
+            f"{found.worst}."
+        )
     answer = f"{GOOD_ENOUGH.get(word, word)}."
     if word not in ("either", "needs precision: fp16") or scale.needed is None:
         return answer
@@ -163,7 +190,8 @@ def _float32_sentence(found: Float32Loss) -> str:
 def sentences(result: NumericsResult) -> list[str]:
     """The answer, and the verdicts behind it."""
     verdict, scale = result.verdict, result.loss_scale
-    label = "range or precision" if verdict.float32 is None else "compared with float32"
+    is_exact = verdict.float32 is None and verdict.float32_gradients is None
+    label = "range or precision" if is_exact else "compared with float32"
     lines = [
         answer_sentence(result),
         f"{label}: {verdict.word} ({verdict.reason})",

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +143,68 @@ def test_random_numbers_that_are_not_followed_prove_nothing() -> None:
 )
 def test_the_tolerance_is_that_of_16_bit_formats(loss: float, float64: float, enough: bool) -> None:
     assert is_good_enough(Float32Loss(loss, float64, "", "")) == enough
+
+
+GRADIENTS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.layer(x) + {offset}
+        return h - h.mean(-1, keepdim=True)
+
+def model():
+    return Model()
+
+def data():
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    return {{"train": (x, torch.zeros(64)), "validation": (x, torch.zeros(64))}}
+
+def loss(output, batch):
+    return 10 + output.square().mean()
+"""
+
+
+@pytest.mark.parametrize(("offset", "enough"), [(0, True), (6e6, False)])
+def test_gradients_that_float32_loses_under_a_right_loss(
+    offset: float, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 6e6 numbers of float32 are 0.5 apart, like the outputs; the 10 hides it in the loss."""
+    monkeypatch.chdir(tmp_path)
+    source = GRADIENTS.format(offset=offset)
+    Path("centred.py").write_text(source, encoding="utf-8")
+    words = ["recipe=centred.py", "train.batch_size=16", "numerics.steps=1", "run.dir=out"]
+    assert main(["numerics", *words]) == 0
+    verdict = json.loads(next(Path("out").rglob("numerics.json")).read_text())["verdict"]
+    assert verdict["float32"] is None
+    found = verdict["float32_gradients"]
+    assert (found is None) == enough
+    if found is not None:
+        assert found["db"] < 20
+        assert found["worst"] == "layer.weight"
+        assert true_db(source) < 20  # a model of doubles, which mprun has no part in
+    else:
+        assert true_db(source) > 60
+
+
+def true_db(source: str) -> float:
+    """The SQNR of float32's gradients of the recipe's first batch beside a model of doubles."""
+    names: dict[str, Any] = {}
+    exec(source, names)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = names["model"]().to(dtype)
+        x = names["data"]()["train"][0][:16].to(dtype)
+        names["loss"](model(x), None).backward()
+        gradients.append(torch.cat([p.grad.double().flatten() for p in model.parameters()]))
+    low, exact = gradients
+    return 20 * math.log10(float(exact.norm() / (low - exact).norm()))
 
 
 RECIPE = """

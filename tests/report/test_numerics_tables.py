@@ -179,7 +179,22 @@ def test_rows_are_shown_the_worst_first_and_those_without_verdict_not() -> None:
     assert "25.0%" in body[0]  # five of twenty zero
     assert "3.12%" in body[0]  # to 0 with the loss scale in use
     assert "needs range: bf16" in body[0]
-    assert body[1].split()[5:] == ["0", "40", "55", "31", "either"]
+    assert body[1].split()[2:8] == ["-", "-", "either", "40", "55", "31"]
+
+
+def test_what_decided_stands_first_and_its_worst_row_too() -> None:
+    """Gradients whose own rounding is harmless, in passes that are not."""
+    rows = [
+        {**row, "kind": "weight_gradients", "name": f"p{n}", "verdict": "needs fp32"}
+        for n, row in enumerate(CONTENT["rows"][:2])
+    ]
+    passes = {"p0": {"fp16": 71.0, "bf16": 12.0}, "p1": {"fp16": 71.0, "bf16": 3.0}}
+    found = result(rows=rows, verdict={**CONTENT["verdict"], "parameters_db": passes})
+    lines = shown(rows_table(found, top=9))
+    heading = " ".join(lines[: lines.index(next(x for x in lines if "──" in x))])
+    assert heading.index("fp16 pass") < heading.index("verdict") < heading.index("zero")
+    body = [line.split()[2:6] for line in lines if line.startswith("wt. grad")]
+    assert body == [["p1", "71", "3", "needs"], ["p0", "71", "12", "needs"]]
 
 
 def test_only_the_first_rows_are_shown() -> None:
@@ -200,6 +215,16 @@ def test_lost_updates_the_worst_parameters_first() -> None:
     assert cells(lines, "large")[-1] == "0"
     assert not any("small" in line for line in lines)
     assert cells(shown(lost_table(RESULT, top=2)), "small")[3:5] == ["-", "12.5%"]
+
+
+def test_float32_gradients_that_are_wrong_are_the_answer() -> None:
+    for db, text in ((14.0, "they differ from float64's by 20%"), (-3.0, "all of them is")):
+        wrong = {**CONTENT["verdict"], "float32_gradients": {"db": db, "worst": "a.weight"}}
+        first, second = sentences(result(verdict=wrong))[:2]
+        assert first.startswith("float32 itself is not good enough for the gradients: ")
+        assert text in first
+        assert first.endswith("most of it in a.weight.")
+        assert second == "compared with float32: either (because)"
 
 
 @pytest.mark.parametrize(

@@ -183,5 +183,5 @@ def test_a_row_is_a_line_in_a_pipe() -> None:
         numerics_tables.rows_table(of_numerics(), 99), 20, is_terminal=False
     ).splitlines()
     assert len(lines) == 4 + 2 * len(LAYERS)
-    assert lines[2].split()[:4] == ["kind", "of", "zero", "lose"]
+    assert lines[2].split()[:5] == ["kind", "of", "fp16", "pass", "dB"]
     assert all(any(name in line for line in lines) for name in LAYERS)
