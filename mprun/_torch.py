@@ -269,16 +269,19 @@ def dispatch_modes() -> list[TorchDispatchMode]:
 def kernel_key(op: OpOverload, device_type: str, backend: bool) -> Any:
     """The dispatch key of an op's kernel that consists of other ops; None without one.
 
+    A composite kernel does not count where the device has one of its own (`silu_backward`).
+
     Args:
         device_type: cpu or cuda, whose kernel is meant.
         backend: whether a kernel below autograd counts, which an op has besides composite ones.
     """
-    keys = ["CompositeImplicitAutograd"]
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    own = device_type.upper()
+    keys = [] if has(op.name(), own) else ["CompositeImplicitAutograd"]
     if backend:
-        keys += [device_type.upper(), "CompositeExplicitAutograd"]
-        keys += ["CompositeExplicitAutogradNonFunctional"]
+        keys += [own, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"]
     for key in keys:
-        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+        if has(op.name(), key):
             return getattr(torch._C.DispatchKey, key)
     return None
 

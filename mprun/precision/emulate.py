@@ -19,7 +19,7 @@ refused like in PyTorch's kernels (`result_dtypes.py`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from mprun._torch import (
     tree_map,
 )
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
+from mprun.precision.fused import FUSED, FusedKernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
     CONVOLUTION_BACKWARD,
@@ -178,12 +179,13 @@ class Emulated16(Arithmetic):
     def region(self) -> Iterator[None]:
         if self._step is None:
             self.copies.invalidate()
-        # Fused attention would hide its results from the mode, and so would one in float32.
+        # Attention's chain of ops is computed in float32, as natively. Partials are those of ops.
         cuda: Any = torch.backends.cuda
         before = cuda.fp16_bf16_reduction_math_sdp_allowed()
-        cuda.allow_fp16_bf16_reduction_math_sdp(True)
+        cuda.allow_fp16_bf16_reduction_math_sdp(self._partials)
+        kernels = nullcontext() if self._partials else FusedKernels(self.round)
         try:
-            with unfused(), _EmulationMode(self, self._partials):
+            with unfused(), kernels, _EmulationMode(self, self._partials):
                 yield
         finally:
             cuda.allow_fp16_bf16_reduction_math_sdp(before)
@@ -268,6 +270,8 @@ class _Facts(NamedTuple):
     may_open: bool
     writes: tuple[tuple[int, str], ...]
     """Arguments it may write to: position and name."""
+    fused: Callable[..., Any] | None
+    """What computes it as its kernel does; None where the kernel in float32 does."""
 
 
 _KNOWN: dict[int, _Facts] = {}
@@ -282,7 +286,7 @@ def _facts(func: Any) -> _Facts:
     if func.namespace in COMMUNICATION:
         untouched = True
         writes = tuple(enumerate(x.name for x in schema_of(func).arguments))
-    facts = _Facts(func, is_view, untouched, may_open, writes)
+    facts = _Facts(func, is_view, untouched, may_open, writes, FUSED.get(func))
     _KNOWN[id(func)] = facts
     return facts
 
@@ -323,6 +327,9 @@ class _EmulationMode(DispatchMode):
         if facts.may_open and (kernel := opened(func, args, OPENED)) is not None:
             with self:
                 return kernel(*args, **kwargs)
+        if facts.fused is not None and args[0].dtype in LOW:
+            self._occurred.add(func)
+            return facts.fused(self._round, *args, **kwargs)
         target = result_dtype(func, args, kwargs)
         if target is None:
             return func(*args, **kwargs)

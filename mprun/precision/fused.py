@@ -1,0 +1,289 @@
+"""Fused kernels under emulation: one op each, with the inner dtype of the real kernel.
+
+A fused kernel keeps its inner results in float32 and rounds what it stores. An emulation that
+rounds after each op inside of it is up to twice as wrong as the hardware. So these ops are
+computed here as their kernels do it:
+
+    attention   scores and softmax in float32. Probabilities, and in the backward pass the
+                gradients of the scores, are rounded to 16 bits, because a 16-bit product reads
+                them; outputs are rounded once (PyTorch, `aten/src/ATen/native/cpu/
+                FlashAttentionKernel.cpp`; Dao, "FlashAttention-2", 2023, algorithms 1 and 2, on
+                tensor cores likewise). Where no fused kernel takes the call (dropout, a mask with
+                a gradient), PyTorch computes the chain of ops in float32, and so does this.
+    lstm        oneDNN's layer for bfloat16 on CPUs (`aten/src/ATen/native/mkldnn/RNN.cpp`): a step
+                in float32; its hidden and cell state are rounded for the next step, and gates and
+                their gradients for the backward pass. In other cases PyTorch computes a chain of
+                ops on a CPU: in float16, for packed sequences and projections, for GRU and RNN.
+
+Norms, softmax and losses are single ops already, whose kernels compute in float32.
+
+With float16 partials nothing is fused: their sums are those of ops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from mprun._torch import aten_packets, no_dispatch
+
+Round = Callable[[Tensor, torch.dtype], Tensor]
+"""Rounds a float32 tensor to a 16-bit dtype."""
+
+WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
+"""The second calls the first, where a mode no longer sees it."""
+ON_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+class FusedKernels(TorchFunctionMode):
+    """Lets attention on a CPU be one op, and a layer of an LSTM in bfloat16 too.
+
+    Args:
+        round_: rounds float32 numbers.
+    """
+
+    def __init__(self, round_: Round) -> None:
+        super().__init__()
+        self._round = round_
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in WITH_ATTENTION and (args[0] if args else kwargs["query"]).is_cpu:
+            with sdpa_kernel(ON_CPU):
+                return func(*args, **kwargs)
+        if name == "lstm" and not kwargs and has_kernel(*args):
+            with torch.autocast("cpu", enabled=False):
+                return lstm(self._round, *args)
+        return func(*args, **kwargs)
+
+
+def has_kernel(x: Tensor, states: Any, parameters: Any, *options: Any) -> bool:
+    """Whether oneDNN has a kernel for this call of `torch.lstm`."""
+    if isinstance(states, Tensor) or x.device.type != "cpu":  # a packed sequence's batch sizes
+        return False
+    has_biases, layers, _dropout, _train, bidirectional, _batch_first = options
+    per_layer = (4 if has_biases else 2) * (2 if bidirectional else 1)
+    if len(parameters) != per_layer * layers:  # projections
+        return False
+    if torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return {y.dtype for y in (x, *states, *parameters)} == {torch.bfloat16}
+
+
+def lstm(
+    round_: Round,
+    x: Tensor,
+    states: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch.lstm`, each layer and direction as one op. Arguments and results are as its own."""
+    x, hidden, cells, *parameters = (y.bfloat16() for y in (x, *states, *parameters))
+    x = x.transpose(0, 1) if batch_first else x
+    count, directions = 4 if has_biases else 2, 2 if bidirectional else 1
+    last_hidden, last_cells = [], []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            own = parameters[number * count : (number + 1) * count]
+            steps = x.flip(0) if direction else x
+            output, cell = LstmLayer.apply(round_, steps, hidden[number], cells[number], *own)
+            last_hidden.append(output[-1])
+            last_cells.append(cell)
+            outputs.append(output.flip(0) if direction else output)
+        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and train and layer < layers - 1:
+            x = torch.nn.functional.dropout(x, dropout)
+    x = x.transpose(0, 1) if batch_first else x
+    return x, torch.stack(last_hidden), torch.stack(last_cells)
+
+
+class LstmLayer(torch.autograd.Function):
+    """A layer of an LSTM in one direction (Hochreiter and Schmidhuber, 1997, with forget gates)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        round_: Round,
+        x: Tensor,
+        hidden: Tensor,
+        cell: Tensor,
+        of_inputs: Tensor,
+        of_hidden: Tensor,
+        *biases: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Bfloat16 [steps, batch, inputs], first states [batch, size], weights [4 size, ...]."""
+        dtype = x.dtype
+        with no_dispatch():
+            wide = x.float() @ of_inputs.float().t()
+            for bias in biases:
+                wide += bias.float()
+            recurrent, h, c = of_hidden.float().t(), hidden.float(), cell.float()
+            all_gates, all_cells, outputs = [], [cell], []
+            for step in range(len(x)):
+                i, f, g, o = (wide[step] + h @ recurrent).chunk(4, -1)
+                i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+                c = f * c + i * g
+                low = round_(o * c.tanh(), dtype)
+                all_gates.append(torch.cat((i, f, g, o), -1))
+                all_cells.append(round_(c, dtype))
+                outputs.append(low)
+                h, c = low.float(), all_cells[-1].float()
+            output, gates = torch.stack(outputs), round_(torch.stack(all_gates), dtype)
+        ctx.save_for_backward(x, hidden, of_inputs, of_hidden, output, gates, *all_cells)
+        ctx.round, ctx.biases = round_, len(biases)
+        return output, all_cells[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_output: Tensor, of_last: Tensor) -> Any:
+        x, hidden, of_inputs, of_hidden, output, gates, *cells = ctx.saved_tensors
+        dtype, round_ = x.dtype, ctx.round
+        with no_dispatch():
+            recurrent = of_hidden.float()
+            of_h, of_c = torch.zeros_like(hidden, dtype=torch.float32), of_last.float()
+            all_changes = []
+            for step in reversed(range(len(x))):
+                i, f, g, o = gates[step].float().chunk(4, -1)
+                of_h = of_h + of_output[step].float()
+                squashed = cells[step + 1].float().tanh()
+                of_c = of_c + of_h * o * (1 - squashed * squashed)
+                changes = (
+                    of_c * g * i * (1 - i),
+                    of_c * cells[step].float() * f * (1 - f),
+                    of_c * i * (1 - g * g),
+                    of_h * squashed * o * (1 - o),
+                )
+                low = round_(torch.cat(changes, -1), dtype)
+                all_changes.append(low)
+                of_h, of_c = low.float() @ recurrent, of_c * f
+            changed = torch.stack(all_changes[::-1]).float()
+            flat = changed.flatten(0, 1)
+            before = torch.cat((hidden.unsqueeze(0), output[:-1])).float().flatten(0, 1)
+            results = (
+                changed @ of_inputs.float(),
+                of_h,
+                of_c,
+                flat.t() @ x.float().flatten(0, 1),
+                flat.t() @ before,
+                *[flat.sum(0)] * ctx.biases,
+            )
+            return None, *(round_(result, dtype) for result in results)
+
+
+def attention(
+    round_: Round,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`_scaled_dot_product_flash_attention_for_cpu`: the output, and each row's log of the sum.
+
+    Args:
+        round_: rounds to the inputs' dtype.
+        query: 16 bits, [batch, heads, queries, size]; keys and values have as many heads or, in
+            groups, fewer.
+        key, value, dropout_p, is_causal, attn_mask, scale: as of
+            `torch.nn.functional.scaled_dot_product_attention`; the dropout is 0.
+    """
+    dtype = query.dtype
+    scores = _scores(query, key, is_causal, attn_mask, scale)
+    largest = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+    exponents = (scores - largest).exp_()
+    total = exponents.sum(-1, keepdim=True)
+    low = round_(exponents, dtype).float()
+    output = low @ _heads(value, query)
+    output = torch.where(total > 0, output / total, 0.0)
+    # As the kernel's, [batch, queries, heads, size] in memory.
+    output = output.transpose(1, 2).contiguous().transpose(1, 2)
+    return round_(output, dtype), (largest + total.log()).squeeze(-1)
+
+
+def attention_backward(
+    round_: Round,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward op: the gradients of query, key and value."""
+    dtype = query.dtype
+    keys, values = _heads(key, query), _heads(value, query)
+    scores = _scores(query, key, is_causal, attn_mask, scale)
+    lse = logsumexp.unsqueeze(-1)
+    probabilities = torch.where(lse.isfinite(), (scores - lse).exp_(), 0.0)
+    wide = gradient.float()
+    of_values = round_(probabilities, dtype).float().transpose(-1, -2) @ wide
+    of_probabilities = wide @ values.transpose(-1, -2)
+    shared = (wide * output.float()).sum(-1, keepdim=True)
+    of_scores = round_(probabilities * (of_probabilities - shared), dtype).float()
+    factor = _scale(query, scale)
+    of_query = (of_scores @ keys) * factor
+    of_keys = (of_scores.transpose(-1, -2) @ query.float()) * factor
+    results = (of_query, _grouped(of_keys, key), _grouped(of_values, value))
+    return tuple(round_(x.contiguous(), dtype) for x in results)  # type: ignore[return-value]
+
+
+def _scale(query: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+
+
+def _heads(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values in float32, repeated for the queries of their group."""
+    groups = query.shape[1] // x.shape[1]
+    return x.float() if groups == 1 else x.float().repeat_interleave(groups, 1)
+
+
+def _grouped(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of repeated keys or values, summed over each group."""
+    groups = gradient.shape[1] // x.shape[1]
+    return gradient if groups == 1 else gradient.unflatten(1, (x.shape[1], groups)).sum(2)
+
+
+def _scores(
+    query: Tensor, key: Tensor, is_causal: bool, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    scores = query.float() @ _heads(key, query).transpose(-1, -2)
+    scores = scores * _scale(query, scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores
+
+
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"
+FUSED: dict[Any, Callable[..., Any]] = {
+    next(iter(aten_packets(_NAME))).default: attention,
+    next(iter(aten_packets(f"{_NAME}_backward"))).default: attention_backward,
+}
+"""Ops to what computes them; the first argument is the rounding."""
