@@ -132,8 +132,9 @@ class LstmLayer(torch.autograd.Function):
         dtype = x.dtype
         with no_dispatch():
             wide = x.float() @ of_inputs.float().t()
-            for bias in biases:
-                wide += bias.float()
+            if biases:  # PyTorch hands oneDNN their sum, in 16 bits
+                first, second = biases
+                wide += round_(first.float() + second.float(), dtype).float()
             recurrent, h, c = of_hidden.float().t(), hidden.float(), cell.float()
             all_gates, all_cells, outputs = [], [cell], []
             for step in range(len(x)):
