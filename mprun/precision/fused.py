@@ -39,6 +39,8 @@ Round = Callable[[Tensor, torch.dtype], Tensor]
 
 WITH_ATTENTION = ("scaled_dot_product_attention", "multi_head_attention_forward")
 """The second calls the first, where a mode no longer sees it."""
+ARGUMENTS = 9
+"""Of `torch.lstm`, as `nn.LSTM` calls it."""
 ON_CPU = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
@@ -58,10 +60,11 @@ class FusedKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in WITH_ATTENTION and (args[0] if args else kwargs["query"]).is_cpu:
+        query = args[0] if args else kwargs.get("query")
+        if name in WITH_ATTENTION and isinstance(query, Tensor) and query.is_cpu:
             with sdpa_kernel(ON_CPU):
                 return func(*args, **kwargs)
-        if name == "lstm" and not kwargs and has_kernel(*args):
+        if name == "lstm" and len(args) == ARGUMENTS and has_kernel(*args):
             with torch.autocast("cpu", enabled=False):
                 return lstm(self._round, *args)
         return func(*args, **kwargs)
