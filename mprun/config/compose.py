@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -324,13 +324,38 @@ def _own_recipe(value: object) -> str:
 
 
 def _check_own_option(path: Path) -> None:
-    """Raise `UsageError` unless a user's file is YAML; Hydra reads it without limits."""
+    """Raise `UsageError` unless a user's file is YAML, and sets nothing of Hydra's own.
+
+    Hydra reads it without limits, and what it says of its own keys is about another program.
+    """
     try:
-        read_yaml(path)
+        text, content = read_yaml(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except NotYamlError as error:
         raise UsageError(f"{path} is not a valid configuration ({error})") from None
+    package = re.search(r"^# @package (hydra\S*)", text, re.MULTILINE)
+    named = package[1] if package else next(_of_hydra(content), None)
+    if named is not None:
+        raise UsageError(
+            f"{path} sets {named}, which is Hydra's own; legal there: fields of mprun (run.dir for "
+            "a run's folder, launcher for a study's processes; mprun --help lists all)"
+        )
+
+
+def _of_hydra(content: object) -> Iterator[str]:
+    """The keys and options of a file that are Hydra's own."""
+    if not isinstance(content, Mapping):
+        return
+    for key, value in content.items():
+        if str(key).partition(".")[0] == "hydra" or str(key).startswith(("hydra/", "/hydra")):
+            yield str(key)
+        if key == "defaults" and isinstance(value, list):
+            for entry in value:
+                text = next(iter(entry)) if isinstance(entry, Mapping) and entry else entry
+                name = str(text).removeprefix("override ").strip().lstrip("/")
+                if name.partition("@")[0].partition("/")[0] == "hydra":
+                    yield name
 
 
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:
