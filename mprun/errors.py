@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,7 +50,11 @@ class ConditionMetError(MprunError):
     status = EXIT_CONDITION
 
 
-class StoppedError(BaseException):
+class EndError(BaseException):
+    """Ends what runs, on demand of the user or the system; it passes every `except Exception`."""
+
+
+class StoppedError(EndError):
     """A signal ended a run, and with it the sweep or study; `status` is the exit status."""
 
     def __init__(self, status: int) -> None:
@@ -73,9 +78,46 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+MOST_TEXT = 2**16
+"""Characters of an error's text that are read: its first and last halves."""
+LONGEST_LINE = 500
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, the middle of a very long one cut out.
+
+    The user's own class may fail to give one.
+    """
+    try:
+        text = str(error)
+    except (KeyboardInterrupt, EndError):
+        raise
+    except BaseException as failure:  # whatever user code raises
+        return f"its text cannot be shown: __str__ raised {type(failure).__name__}"
+    half = MOST_TEXT // 2
+    return text if len(text) <= MOST_TEXT else f"{text[:half]} ... {text[-half:]}"
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).strip() or "no message").splitlines()[0]
+    """The first line of an error's text, not longer than a line may be."""
+    line = (text_of(error).strip() or "no message").splitlines()[0]
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... (cut)"
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an error and of its causes, without the middle of very long texts."""
+    half = MOST_TEXT // 2
+    parts = traceback.format_exception(error)
+    cut = [x if len(x) <= MOST_TEXT else f"{x[:half]}\n... cut ...\n{x[-half:]}" for x in parts]
+    return "".join(cut)
+
+
+def is_from_code(error: BaseException) -> bool:
+    """Whether an error is that of code, the user's or ours, and no demand to end the process.
+
+    Code may raise classes that are no `Exception` (`GeneratorExit`, its own).
+    """
+    return not isinstance(error, (KeyboardInterrupt, SystemExit, EndError))
 
 
 # ---- the place in the user's code ----------------------------------------------------------------

@@ -29,12 +29,16 @@ from mprun.cli.sweep_command import sweep_command
 from mprun.cli.trace_command import trace_command
 from mprun.cli.train_command import train_command
 from mprun.errors import (
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     MprunError,
     StoppedError,
     UsageError,
+    first_line,
     hint,
+    is_from_code,
+    place_of,
     printable,
 )
 from mprun.train.stopwatch import process_start
@@ -105,6 +109,14 @@ def _status(args: list[str], started_at: float) -> int:
         return EXIT_INTERRUPTED
     except StoppedError as stopped:
         return stopped.status
+    except BaseException as error:
+        if isinstance(error, Exception) or not is_from_code(error):
+            raise
+        place = place_of(error)
+        where = f" ({place})" if place else ""
+        text = f"{type(error).__name__}: {first_line(error)}{where}"
+        print(f"mprun: {printable(text)}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _dispatch(args: list[str], started_at: float) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.console import print_line, stdout_console, warn
-from mprun.errors import RunFailedError
+from mprun.errors import RunFailedError, traceback_text
 from mprun.records.files import write_atomic
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def traceback_in(folder: Path) -> Iterator[None]:
     except RunFailedError as error:
         if error.__cause__ is None:
             raise
-        text = "".join(traceback.format_exception(error.__cause__))
+        text = traceback_text(error.__cause__)
         try:
             write_atomic(folder / FILE, text.encode(errors="replace"))
         except OSError:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mprun.errors import MachineFailedError, first_line
+from mprun.errors import MachineFailedError, first_line, text_of
 from mprun.parallel.layouts import Layout, ReplicaLayout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 
@@ -165,7 +165,7 @@ class GroupMeeting(Meeting):
 
     def _leave(self, error: BaseException) -> None:
         """A part failed here: if it failed everywhere, all go on, else the connections end."""
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error) if text_of(error).strip() else type(error).__name__
         self._notes.set(f"failed/{self._rank}", first)
         self._notes.set(f"end/{self._number}/{self._rank}", "1")
         if self._noted([f"end/{self._number}/{rank}" for rank in range(self._size)], GRACE_S):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mprun.errors import MachineFailedError
+from mprun.errors import MachineFailedError, text_of
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class GroupRanks(Ranks):
 
 def lost(error: BaseException) -> PeerLostError | None:
     """What an error of torch.distributed says if another process is gone; else None."""
-    text = " ".join(str(error).lower().split())
+    text = " ".join(text_of(error).lower().split())
     if isinstance(error, PeerLostError):
         return error
     if not isinstance(error, RuntimeError) or not any(word in text for word in LOST):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import traceback
 from collections.abc import Iterator
 from typing import Literal
 
-from mprun.errors import MachineFailedError, MprunError, RunFailedError
+from mprun.errors import (
+    MachineFailedError,
+    MprunError,
+    RunFailedError,
+    is_from_code,
+    traceback_text,
+)
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary
 from mprun.train.checkpoint import CheckpointMisfitError
@@ -35,8 +40,12 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         _record(summary, folder, str(error), "machine" if is_machine else "run")
         if error.__cause__ is None or type(error) is not RunFailedError:
             raise
-        raise RunFailedError(f"{error} {_write_traceback(folder)}") from None
-    except (Exception, SystemExit) as error:  # a model may call sys.exit()
+        raise RunFailedError(f"{error} {_write_traceback(error, folder)}") from None
+    except BaseException as error:
+        if not (
+            is_from_code(error) or isinstance(error, SystemExit)
+        ):  # a model may call sys.exit()
+            raise
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)
         elif is_out_of_memory(error):
@@ -48,7 +57,7 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
         else:
             reason = described(error, summary.precision)
             _record(summary, folder, reason, "run")
-            text = f"the run failed: {reason} {_write_traceback(folder)}"
+            text = f"the run failed: {reason} {_write_traceback(error, folder)}"
             raise RunFailedError(text) from None
         _record(summary, folder, reason, "machine")
         raise MachineFailedError(text) from None
@@ -73,10 +82,10 @@ def _disk_full(error: OSError, summary: Summary, folder: RunFolder) -> tuple[str
     )
 
 
-def _write_traceback(folder: RunFolder) -> str:
-    """Write the traceback of the current exception; returns a text with its path."""
+def _write_traceback(error: BaseException, folder: RunFolder) -> str:
+    """Write the traceback of an exception; returns a text with its path."""
     try:
-        path = folder.traceback(traceback.format_exc())
+        path = folder.traceback(traceback_text(error))
     except OSError:
         return "(its traceback could not be written)"
     return f"(the traceback is in {path})"

@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+from mprun.errors import EndError
+
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))
 
 
-class SignalReceivedError(BaseException):
+class SignalReceivedError(EndError):
     """A signal ends the run now; like KeyboardInterrupt, it passes every `except Exception`."""
 
 

@@ -16,7 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from mprun.errors import MprunError, Place, UsageError, definition, first_line, is_users, place_of
+from mprun.errors import (
+    MprunError,
+    Place,
+    UsageError,
+    definition,
+    first_line,
+    is_from_code,
+    is_users,
+    place_of,
+    text_of,
+)
 from mprun.recipe import Recipe
 from mprun.train.loss_terms import shown
 from mprun.train.remedies import remedy
@@ -41,7 +51,7 @@ class Raised(NamedTuple):
 
 def raised_by(error: BaseException) -> Raised:
     """The error itself, or the one of a worker process that it passes on."""
-    text = str(error)
+    text = text_of(error)
     caught = _CAUGHT.match(text)
     if caught is None:
         place = place_of(error) or _refusing(error)
@@ -84,7 +94,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and "can't allocate memory" in text_of(error)
 
 
 @contextmanager
@@ -102,8 +112,8 @@ def explained(what: str, only_users: bool = False) -> Iterator[None]:
         yield
     except MprunError:
         raise
-    except Exception as error:
-        if only_users and place_of(error) is None:
+    except BaseException as error:
+        if not is_from_code(error) or (only_users and place_of(error) is None):
             raise
         raise UsageError(f"{what}: {described(error)}") from error
 
