@@ -78,7 +78,7 @@ self._step, self._last, self.site = step, step, 0 => self._step, self._last = st
 tf32-bias precision/tf32.py The gradient of a convolution's bias is a sum of rounded numbers.
 _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result => result
 dampening optim/optimizers.py The first step of SGD is dampened.
-group["dampening"] * (step > 1) => group["dampening"] * (step > 0)
+isinstance(step, Tensor) else step > 1 => isinstance(step, Tensor) else step > 0
 infinite-decay optim/formulas.py An infinite weight becomes NaN.
 decay = torch.where(torch.isfinite(w), w * h[5], 0.0) => decay = w * h[5]
 root-zero optim/codes.py Small roots of second moments become 0, and are divided by.
@@ -92,7 +92,7 @@ p.grad.float() * factor => (p.grad * factor).float()
 norm-narrow optim/step_gradients.py The norm of float16 gradients overflows.
 torch.linalg.vector_norm(g, dtype=torch.float32) => torch.linalg.vector_norm(g)
 group-options optim/base.py All groups of parameters take the options of the first one.
-known = id(group), step.item() => known = 0, step.item()
+known = id(update.group), update.state["step"] => known = 0, update.state["step"]
 bonferroni compare/statistics.py Every p-value is multiplied by the number of tests.
 p_values[index] * (len(p_values) - rank) => p_values[index] * len(p_values)
 two-sided compare/verdicts.py The interval that decides on equivalence has the wrong level.

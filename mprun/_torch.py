@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import currentframe
@@ -779,3 +779,21 @@ def end_workers(batches: object) -> None:
     traceback of an error is one.
     """
     getattr(batches, "_shutdown_workers", lambda: None)()
+
+
+def started(loader: Iterable[Any]) -> Iterator[Any]:
+    """`iter(loader)`; where a worker process does not start, those before it are ended.
+
+    PyTorch's own ending of a half-made iterator fails, and leaves a traceback on the terminal.
+    """
+    try:
+        return iter(loader)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None:
+            made: Any = trace.tb_frame.f_locals.get("self")
+            if hasattr(made, "_shutdown_workers") and not hasattr(made, "_workers_status"):
+                made._workers_status = [True] * len(made._workers)
+                end_workers(made)
+            trace = trace.tb_next
+        raise

@@ -24,7 +24,7 @@ from mprun.cli.numerics_command import numerics_command
 from mprun.cli.processes import in_all_processes
 from mprun.cli.replay_command import replay_command
 from mprun.cli.search_ops_command import search_ops_command
-from mprun.cli.standard_streams import patient_streams, reserve_descriptors
+from mprun.cli.standard_streams import patient_streams
 from mprun.cli.sweep_command import sweep_command
 from mprun.cli.trace_command import trace_command
 from mprun.cli.train_command import train_command
@@ -41,6 +41,8 @@ from mprun.errors import (
     place_of,
     printable,
 )
+from mprun.records.files import reserve_descriptors
+from mprun.records.owner import leave_if_forked, own_records
 from mprun.train.stopwatch import process_start
 
 
@@ -90,10 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_process = arguments is None
     if is_process:
         reserve_descriptors()
+    own_records()
     args = list(sys.argv[1:] if arguments is None else arguments)
     with patient_streams() as output:
         started_at = process_start() if is_process else time.perf_counter()
         status = in_all_processes(lambda: _status(args, started_at))
+        leave_if_forked()
     return output.status(status)
 
 

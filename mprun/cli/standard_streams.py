@@ -98,16 +98,3 @@ def patient_streams() -> Iterator[PatientOutput]:
         patient.flush()
         errors.flush()
         sys.stdout, sys.stderr = out, err
-
-
-def reserve_descriptors() -> None:
-    """Open what the process got closed of standard input, output and error, as nothing.
-
-    Otherwise the next file that is opened gets the free number, and whatever writes to standard
-    output writes into that file.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one

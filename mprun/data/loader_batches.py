@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mprun._torch import end_workers
+from mprun._torch import end_workers, started
 from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled
 from mprun.data.cutting import first_samples
 from mprun.data.loader_sets import LoadedSet, Reading
@@ -194,7 +194,7 @@ class LoaderBatches:
             epoch = EpochSeed(EVALUATION_SEED, 0)
         loader = self.data.loader(self._reading, generator, epoch.number)
         with seeded(epoch.seed):
-            source = iter(loader)
+            source = started(loader)
         try:
             # One more is asked for than there are: then a sampler draws its last numbers, as in a
             # raw loop.

@@ -53,6 +53,19 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomic(path, f"{text}\n".encode())
 
 
+def reserve_descriptors() -> None:
+    """Open what the process got closed of standard input, output and error, as nothing.
+
+    Otherwise the next file that is opened gets the free number, and whatever writes to standard
+    output writes into that file. User code may close them at any time.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number, which is this one
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`: a temporary file beside it, synced, then renamed.
 
@@ -76,6 +89,7 @@ def _draft(path: Path, data: bytes) -> Path:
     Raises:
         OSError: as `write_atomic`.
     """
+    reserve_descriptors()
     draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
     file = draft.open("xb")
     try:

@@ -21,10 +21,12 @@ from mprun.records.files import (
     jsonable,
     refuse_links,
     remove_leftovers,
+    reserve_descriptors,
     write_atomic,
     write_json,
 )
 from mprun.records.logger_record import FILE as LOGGER
+from mprun.records.owner import leave_if_forked
 from mprun.records.run_record import METRICS, Summary, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -68,6 +70,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, keep: Callable[[dict[str, Any]], bool] | None = None) -> None:
+        leave_if_forked()
+        reserve_descriptors()
         self.path = path
         self._lock = FileLock(path / "checkpoints" / ".lock", timeout=0)
         self._metrics: TextIO | None = None
@@ -118,6 +122,7 @@ class RunFolder:
     def lines(self, lines: list[dict[str, Any]]) -> None:
         """Append lines to metrics.jsonl; they are on disk when this returns."""
         assert self._metrics is not None
+        leave_if_forked()
         self._metrics.write(_as_text(lines))
         self._metrics.flush()
 
@@ -133,6 +138,7 @@ class RunFolder:
 
     def restore(self, summary: Summary) -> None:
         """Replace summary.json by one that was there before."""
+        leave_if_forked()
         write_json(self.path / "summary.json", asdict(summary))
 
     def fp_exceptions(self, content: dict[str, Any]) -> None:

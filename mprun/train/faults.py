@@ -42,9 +42,8 @@ def explain_faults(summary: Summary, folder: RunFolder) -> Iterator[None]:
             raise
         raise RunFailedError(f"{error} {_write_traceback(error, folder)}") from None
     except BaseException as error:
-        if not (
-            is_from_code(error) or isinstance(error, SystemExit)
-        ):  # a model may call sys.exit()
+        exits = isinstance(error, SystemExit)  # a model may call sys.exit()
+        if not (exits or is_from_code(error)):
             raise
         if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
             reason, text = _disk_full(error, summary, folder)

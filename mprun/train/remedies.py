@@ -86,6 +86,11 @@ _KNOWN: tuple[tuple[str, str | Callable[[str], str]], ...] = (
         "a batch of one sample has no deviation to normalise by: take a train.batch_size of 2 or "
         "more that does not leave one sample for an epoch's last batch, or larger images",
     ),
+    (
+        r"^DataLoader worker \(pid.*\) (exited unexpectedly|is killed)",
+        "a process that reads data ended itself or was killed, as for want of memory or of shared "
+        "memory (/dev/shm): take fewer data.workers; data.workers=0 shows an error of its code",
+    ),
     (r"stack expects each tensor to be equal size", _FORMS),
     (r"each element in list of batch should be of equal size", _FORMS),
     (r"default_collate: batch must contain", _FORMS),

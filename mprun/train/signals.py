@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from mprun.errors import EndError
+from mprun.records.owner import leave_if_forked
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))
@@ -79,7 +80,8 @@ class StopSignals:
             self._deferred -= 1
 
     def requested(self) -> bool:
-        """Whether a signal was received."""
+        """Whether a signal was received; it is asked after each step, and forked children leave."""
+        leave_if_forked()
         return self.received is not None
 
     def check(self) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mprun.records.reader import open_regular
+
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
 """Names of the weights in a folder that Hugging Face's libraries wrote."""
@@ -54,7 +56,7 @@ def load_safetensors(file: Path) -> dict[str, Tensor]:
         ) from None
     state: dict[str, Tensor] = {}
     for part in _parts(file):
-        part.open("rb").close()
+        open_regular(part).close()
         try:
             state |= load_file(part)
         except (SafetensorError, ValueError, KeyError, RuntimeError) as error:

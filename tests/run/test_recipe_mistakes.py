@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import re
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ import pytest
 
 from mprun.assemble import file_recipe
 from mprun.cli.main import main
-from mprun.records.run_record import read_summary
+from mprun.errors import first_line, text_of, traceback_text
+from mprun.records.run_record import read_lines, read_summary
 from tests.run.processes import Forking
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -183,6 +186,31 @@ IN_RUNS: dict[str, tuple[dict[str, str], str, list[str]]] = {
          "    return (torch.ones(8, 8).double() @ output).mean()  # HERE\n"},
         "in loss",
         ["same dtype", "x.float()"],
+    ),
+    "no Exception": (
+        {
+            "model": "class Own(BaseException): pass\n"
+            + net("def forward(self, x):\n    raise Own('mine')  # HERE")
+        },
+        "in Net.forward",
+        ["Own: mine"],
+    ),
+    "GeneratorExit": (
+        {"loss": "def loss(output, batch):\n    raise GeneratorExit('bye')  # HERE\n"},
+        "in loss",
+        ["GeneratorExit: bye"],
+    ),
+    "no text": (
+        {"loss": "class Bad(Exception):\n    def __str__(self): return 1 / 0\n"
+         "    __repr__ = __str__\n"
+         "def loss(output, batch):\n    raise Bad()  # HERE\n"},
+        "in loss",
+        ["Bad: its text cannot be shown: __str__ raised ZeroDivisionError"],
+    ),
+    "long text": (
+        {"loss": "def loss(output, batch):\n    raise ValueError('x' * 10_000_000)  # HERE\n"},
+        "in loss",
+        ["ValueError: xxx", "xxx ... (cut)"],
     ),
 }  # fmt: skip
 
@@ -387,3 +415,107 @@ def test_studies_show_it_for_each_run(command: str, capfd: pytest.CaptureFixture
     place = f"ValueError: so not (mine.py:{text.splitlines().index(loss.splitlines()[1]) + 1}, in"
     assert place in " ".join((captured.out + captured.err).split())
     assert Path("r/fp32-seed0/traceback.txt").exists()
+
+
+@pytest.mark.parametrize("part", ["model", "data"])
+def test_what_is_no_exception_ends_a_plan_in_one_line(
+    part: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = f"def {part}():\n    raise GeneratorExit('bye')  # HERE\n"
+    status, line, mark = ended(capfd, **{part: body})
+    assert status == 2
+    assert f"GeneratorExit: bye (mine.py:{mark}, in {part})" in line
+    assert not Path("r").exists()
+
+
+def test_texts_of_records_are_bounded() -> None:
+    error = ValueError("x" * 10**7)
+    assert len(text_of(error)) < 2**17
+    assert len(first_line(error)) < 600
+    assert len(traceback_text(error)) < 2**18
+    assert text_of(ValueError("short")) == first_line(ValueError("short")) == "short"
+
+
+KILLED = """
+class Points(Dataset):
+    def __len__(self): return 16
+    def __getitem__(self, i):
+        if torch.utils.data.get_worker_info() is not None:
+            import os
+            os._exit(3)
+        return torch.zeros(4), torch.zeros(1)
+def data():
+    return {"train": Points(), "validation": None}
+"""
+
+
+def test_a_worker_that_ends_itself_is_one_line_with_the_likely_reasons(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    status, line, _ = ended(capfd, "data.workers=1", data=KILLED)
+    assert status == 1
+    assert "exited unexpectedly; a process that reads data ended itself or was killed" in line
+    assert "data.workers=0 shows" in line
+    assert not multiprocessing.active_children()
+
+
+SPAWNED = """
+class Late:
+    count = 0
+    def __call__(self, worker): pass
+    def __getstate__(self):
+        Late.count += 1
+        if Late.count > 1:
+            raise TypeError("cannot be sent")
+        return {}
+def data():
+    x = torch.utils.data.TensorDataset(torch.zeros(16, 4), torch.zeros(16, 1))
+    loader = DataLoader(x, 8, num_workers=2, multiprocessing_context="spawn", worker_init_fn=Late())
+    return {"train": loader, "validation": None}
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")
+def test_workers_are_ended_where_another_one_does_not_start(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    status, line, _ = ended(capfd, data=SPAWNED)
+    gc.collect()  # the half-made iterator
+    assert status == 1
+    assert "TypeError: cannot be sent" in line
+    assert not multiprocessing.active_children()
+    assert "Exception ignored" not in capfd.readouterr().err
+
+
+IN_CHILDREN = {
+    "fork in model": {"model": "def model():\n    import os\n    os.fork()\n"
+                      "    return nn.Linear(4, 1)\n"},
+    "fork in forward": {
+        "model": "DONE = []\n" + net(
+            "def forward(self, x):\n    import os\n    if not DONE:\n"
+            "        DONE.append(1)\n        os.fork()\n    return self.layer(x)"
+        )
+    },
+    "closed": {
+        "model": net("def forward(self, x):\n    import os\n    for n in (1, 2):\n        try:\n"
+                     "            os.close(n)\n        except OSError: pass\n"
+                     "    return self.layer(x)")
+    },
+    "closed before": {"model": "def model():\n    import os\n    for n in (1, 2):\n        try:\n"
+                      "            os.close(n)\n        except OSError: pass\n"
+                      "    return nn.Linear(4, 1)\n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IN_CHILDREN)
+def test_the_record_is_that_of_one_process_with_open_streams(case: str, forking: Forking) -> None:
+    Path("mine.py").write_text("".join((PARTS | IN_CHILDREN[case]).values()), encoding="utf-8")
+    status = forking.run(["recipe=mine.py", *RUN], Path.cwd())
+    assert status == (1 if case.startswith("closed") else 0)  # what is printed is incomplete
+    summary = read_summary(Path("r"))
+    assert (summary.status, summary.steps) == ("completed", 2)
+    steps = [line["step"] for line in read_lines(Path("r")) if "lr" in line]
+    assert steps == [1, 2]
+    log = Path("log.txt").read_text(encoding="utf-8")
+    assert "Traceback" not in log
+    assert "another mprun" not in log

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -254,6 +255,8 @@ def test_divided_safetensors_are_a_source(capsys: pytest.CaptureFixture[str]) ->
         assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), state)
     Path("hub/bias.safetensors").unlink()
     assert "cannot be read (No such file" in refused(capsys, *LINEAR, "train.init_from=hub")
+    os.mkfifo("hub/bias.safetensors")  # to open it would wait for a writer
+    assert "it is not a regular file" in refused(capsys, *LINEAR, "train.init_from=hub")
     for content in ('{"weight_map": {"a": "../x.safetensors"}}', "{}", "[", '{"weight_map": {}}'):
         index.write_text(content)
         line = refused(capsys, *LINEAR, "train.init_from=hub")
