@@ -264,8 +264,10 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     def look(case: str) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(tmp_path_factory.mktemp("model"))
-            Path("mine.py").write_text(RECIPE.format(case=case, size=SAMPLES), encoding="utf-8")
-            words = ["recipe=mine.py", "device=cpu", "run.dir=run"]
+            Path("case_model.py").write_text(
+                RECIPE.format(case=case, size=SAMPLES), encoding="utf-8"
+            )
+            words = ["recipe=case_model.py", "device=cpu", "run.dir=run"]
             words += [
                 "numerics.steps=1",
                 "numerics.warmup=0",

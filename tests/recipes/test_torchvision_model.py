@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -219,13 +220,13 @@ def test_habanas_lists_train_it() -> None:
     assert read_summary(Path("run")).effective.compute_dtype == "bfloat16"
 
 
-def test_habanas_lists_cast_convolutions_and_not_the_loss(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_habanas_lists_cast_convolutions_and_not_the_loss() -> None:
     words = ["trace", "recipe=resnet", "op_lists=hmp_resnet50", "data.source=generated"]
-    assert main([*words, "train.batch_size=2"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    found = {row[1]: row[2:5] for row in rows if row[:1] in (["forward"], ["backward"])}
-    assert found["conv2d"] == ["bf16", "listed", "lower"]
-    assert found["batch_norm"] == ["bf16", "fp32", "first"], "statistics stay in float32"
-    assert found["nll_loss_backward"][0] == "fp32"
+    assert main([*words, "train.batch_size=2", "run.dir=run"]) == 0
+    rows = json.loads(Path("run/trace.json").read_text(encoding="utf-8"))["rows"]
+    found = {row["op"]: (row["rule"], {*row["dtypes_out"]}) for row in rows}
+    read = {row["op"]: {*row["dtypes_in"]} for row in rows}
+    assert found["conv2d"] == ("listed lower", {"bfloat16"})
+    assert found["batch_norm"][0] == "first input"
+    assert read["batch_norm"] == {"bfloat16", "float32"}, "statistics stay in float32"
+    assert found["nll_loss_backward"][1] == {"float32"}
