@@ -344,18 +344,15 @@ def _check_own_option(path: Path) -> None:
 
 
 def _of_hydra(content: object) -> Iterator[str]:
-    """The keys and options of a file that are Hydra's own."""
+    """The keys of a file, and the options in its defaults, that are Hydra's own."""
     if not isinstance(content, Mapping):
         return
-    for key, value in content.items():
-        if str(key).partition(".")[0] == "hydra" or str(key).startswith(("hydra/", "/hydra")):
-            yield str(key)
-        if key == "defaults" and isinstance(value, list):
-            for entry in value:
-                text = next(iter(entry)) if isinstance(entry, Mapping) and entry else entry
-                name = str(text).removeprefix("override ").strip().lstrip("/")
-                if name.partition("@")[0].partition("/")[0] == "hydra":
-                    yield name
+    names = [str(key) for key in content]
+    defaults = content.get("defaults")
+    for entry in defaults if isinstance(defaults, list) else ():
+        named = next(iter(entry), "") if isinstance(entry, Mapping) else entry
+        names.append(str(named).removeprefix("override ").strip())
+    yield from (x.lstrip("/") for x in names if re.match(r"/?hydra(\W|$)", x))
 
 
 def _compose(overrides: list[str], parsed: list[Override]) -> DictConfig:

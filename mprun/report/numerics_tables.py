@@ -42,12 +42,12 @@ def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) ->
         further: names in `sqnr_db` of formats that get a column, too.
     """
     judged = [row for row in result.rows if row.verdict is not None]
-    passes = [_passes_db(result, row) for row in judged]
-    keys = [
-        (row.verdict == "either", min(in_passes.values(), default=math.inf), fp16_db(row))
-        for row, in_passes in zip(judged, passes, strict=True)
-    ]
-    rows = [judged[n] for n in sorted(range(len(judged)), key=keys.__getitem__)]
+
+    def decides(row: NumericsRow) -> tuple[bool, float, float]:
+        in_passes = _passes_db(result, row).values()
+        return row.verdict == "either", min(in_passes, default=math.inf), fp16_db(row)
+
+    rows = sorted(judged, key=decides)
     scale = result.loss_scale.in_use
     values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
     table = FittedTable(
@@ -159,12 +159,12 @@ def answer_sentence(result: NumericsResult) -> str:
     if result.verdict.float32 is not None:
         return _float32_sentence(result.verdict.float32)
     if (found := result.verdict.float32_gradients) is not None:
-        differ = "all of them is rounding errors"
+        differ = "they are nothing but rounding errors"
         if found.db > 0:
             differ = f"they differ from float64's by {10 ** (-found.db / 20):.0%}"
         return (
-            f"float32 itself is not good enough for the gradients: {differ}, most of it in "
-            f"{found.worst}."
+            f"float32 itself is not good enough for the gradients: {differ}; most of the error is "
+            f"in {found.worst}."
         )
     answer = f"{GOOD_ENOUGH.get(word, word)}."
     if word not in ("either", "needs precision: fp16") or scale.needed is None:

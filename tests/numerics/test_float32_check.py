@@ -145,7 +145,7 @@ def test_the_tolerance_is_that_of_16_bit_formats(loss: float, float64: float, en
     assert is_good_enough(Float32Loss(loss, float64, "", "")) == enough
 
 
-GRADIENTS = """
+RECIPE = """
 import torch
 from torch import nn
 
@@ -156,7 +156,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         h = self.layer(x) + {offset}
-        return h - h.mean(-1, keepdim=True)
+        return {output}
 
 def model():
     return Model()
@@ -166,8 +166,10 @@ def data():
     return {{"train": (x, torch.zeros(64)), "validation": (x, torch.zeros(64))}}
 
 def loss(output, batch):
-    return 10 + output.square().mean()
+    return {loss}
 """
+VARIANCE = {"output": "(h * h).mean(-1) - h.mean(-1) ** 2", "loss": "output.abs().mean()"}
+CENTRED = {"output": "h - h.mean(-1, keepdim=True)", "loss": "10 + output.square().mean()"}
 
 
 @pytest.mark.parametrize(("offset", "enough"), [(0, True), (6e6, False)])
@@ -176,7 +178,7 @@ def test_gradients_that_float32_loses_under_a_right_loss(
 ) -> None:
     """At 6e6 numbers of float32 are 0.5 apart, like the outputs; the 10 hides it in the loss."""
     monkeypatch.chdir(tmp_path)
-    source = GRADIENTS.format(offset=offset)
+    source = RECIPE.format(offset=offset, **CENTRED)
     Path("centred.py").write_text(source, encoding="utf-8")
     words = ["recipe=centred.py", "train.batch_size=16", "numerics.steps=1", "run.dir=out"]
     assert main(["numerics", *words]) == 0
@@ -207,31 +209,6 @@ def true_db(source: str) -> float:
     return 20 * math.log10(float(exact.norm() / (low - exact).norm()))
 
 
-RECIPE = """
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x):
-        h = self.layer(x) + {offset}
-        return (h * h).mean(-1) - h.mean(-1) ** 2
-
-def model():
-    return Model()
-
-def data():
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    return {{"train": (x, torch.zeros(64)), "validation": (x, torch.zeros(64))}}
-
-def loss(output, batch):
-    return output.abs().mean()
-"""
-
-
 @pytest.mark.parametrize(("offset", "enough"), [(0, True), (3000, False)])
 def test_the_answer_of_the_command(
     offset: int,
@@ -241,7 +218,7 @@ def test_the_answer_of_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("var.py").write_text(RECIPE.format(offset=offset), encoding="utf-8")
+    Path("var.py").write_text(RECIPE.format(offset=offset, **VARIANCE), encoding="utf-8")
     words = ["recipe=var.py", "train.batch_size=16", "numerics.steps=1", "run.dir=out"]
     assert main(["numerics", *words]) == 0
     output = capsys.readouterr().out
