@@ -92,8 +92,8 @@ MOST_RATIO, MOST_US = 1.03, 20.0
 """Of the interval's upper end; or of what mprun adds to a step."""
 
 
-def raw_optimizer(plan: Plan, model: nn.Module) -> Optimizer:
-    """PyTorch's, with the values of the configuration and no other choice."""
+def raw_optimizer(plan: Plan, model: nn.Module, **more: Any) -> Optimizer:
+    """PyTorch's, with the values of the configuration and no other choice than `more`."""
     config = plan.config.train.optimizer
     options: dict[str, Any] = {"lr": plan.lr, "weight_decay": config.weight_decay}
     if config.name.name == "adamw":
@@ -102,7 +102,7 @@ def raw_optimizer(plan: Plan, model: nn.Module) -> Optimizer:
         options["momentum"] = config.momentum
     if config.name.name == "rmsprop":
         options |= {"alpha": config.alpha, "eps": config.eps}
-    return CLASSES[config.name](model.parameters(), **options)
+    return CLASSES[config.name](model.parameters(), **options, **more)
 
 
 def _rows(index: Tensor, x: Tensor) -> Tensor:

@@ -306,11 +306,12 @@ def check_parallel(config: Config, recipe: Recipe, policy: Policy) -> None:
             "between the backward pass and the step, so what they come from is not known; legal: "
             "off, or parallel=ddp"
         )
-    if parallel.name is ParallelKind.fsdp2 and policy.accum_dtype != policy.param_dtype:
+    if policy.accum_dtype != policy.param_dtype:
         raise UsageError(
-            f"precision.accum_dtype={policy.accum_dtype} with parallel=fsdp2: FSDP2 keeps "
-            f"gradients in the parameters' dtype, {policy.param_dtype}; legal: that, or "
-            "parallel=ddp"
+            f"precision.accum_dtype={policy.accum_dtype} with parallel={parallel.name.name}: "
+            "PyTorch's DDP and FSDP2 keep gradients in the parameters' dtype, "
+            f"{policy.param_dtype}; legal: that (precision.reduce_dtype is the dtype of the sum "
+            "over processes)"
         )
     for name, metric in metrics_of(recipe).items():
         if not callable(getattr(metric.metric, "merge_state", None)):

@@ -22,6 +22,8 @@ def in_all_processes(command: Callable[[], int]) -> int:
     launch = launch_of()
     if launch.world_size == 1:
         return command()
+    # torch reads it once: DDP's and gloo's hints to programmers go to standard error
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mprun.parallel.meeting import meeting_of
 
     try:

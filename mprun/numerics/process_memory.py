@@ -2,9 +2,10 @@
 
 Each process computes the same ops on its own batch, so activations and buffers are the same.
 
-DDP: every process holds the whole model. After the backward pass, gradients are summed in buckets:
-flat copies of all of them in the reduction's dtype. Where that is not their own, a bucket is first
-converted, which takes its bytes again.
+DDP: every process holds the whole model. Gradients lie in buckets, which stay from step to step; a
+gradient is temporary between the op that makes it and its copy into the bucket. Where they are
+summed in another dtype than their own, a bucket is converted as soon as it is complete, and the
+converted numbers are kept to the end of the backward pass (at most: until they are sent).
 
 FSDP2: parameters, gradients and optimizer state are cut along dimension 0 into chunks of
 ceil(rows / processes) rows. A unit is a block of the model (`model_blocks.py`), or all else:
@@ -31,14 +32,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
 
 from mprun.numerics.step_memory import LiveStorage, MemoryPoint
 
-BUCKET_BYTES = 25 * 2**20
-"""A bucket is not larger, except for a larger gradient by itself."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
+"""A bucket of DistributedDataParallel is complete with so many bytes; the first is a small one."""
 ROOT = ""
 """The unit of everything outside of blocks."""
 
@@ -65,7 +67,7 @@ class OneProcess:
 
 @dataclass(frozen=True)
 class ReplicatedModel:
-    """DDP: each process has the whole model, and sums all gradients after the backward pass."""
+    """DDP: each process has the whole model, and gradients are summed during the backward pass."""
 
     reduce_itemsize: int
     """Bytes of a number in the reduction."""
@@ -73,14 +75,32 @@ class ReplicatedModel:
     def storages(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
     ) -> Sequence[LiveStorage]:
-        """The same, and the buckets."""
-        steps = _BlockVisits(points)
-        gradients = [h for h in steps.in_step(storages) if h.category == "gradients"]
-        sizes = [_numel(h) * self.reduce_itemsize for h in gradients]
-        nbytes = sum(sizes)
-        if any(_itemsize(h.dtype) != self.reduce_itemsize for h in gradients):
-            nbytes += min(nbytes, max(BUCKET_BYTES, *sizes))
-        return [*storages, _flat(nbytes, steps.end, steps.end + 1, ROOT)]
+        """The same, with gradients in buckets."""
+        visits = _BlockVisits(points)
+        last = {p.owner: n for n, p in enumerate(points) if p.phase == "backward"}
+        gradients = [h for h in visits.in_step(storages) if h.category == "gradients"]
+        copied_at = [max(h.born, last.get(h.owner, h.born)) for h in gradients]
+        copies = [
+            replace(h, category="temporary", died=at + 1)
+            for h, at in zip(gradients, copied_at, strict=True)
+        ]
+        others = [h for h in storages if h.category != "gradients"]
+        kept = [replace(h, born=0, died=None) for h in gradients]
+        return [*others, *copies, *kept, *self._converted(gradients, copied_at, visits.end)]
+
+    def _converted(
+        self, gradients: Sequence[LiveStorage], copied_at: Sequence[int], end: int
+    ) -> Iterator[LiveStorage]:
+        """Buckets in the dtype of the sum; they fill in the order of the backward pass."""
+        limit, filled, nbytes, at = FIRST_BUCKET_BYTES, 0, 0, 0
+        for h, at in sorted(zip(gradients, copied_at, strict=True), key=itemgetter(1)):
+            filled += h.nbytes
+            if _itemsize(h.dtype) != self.reduce_itemsize:
+                nbytes += _numel(h) * self.reduce_itemsize
+            if filled >= limit:
+                yield _flat(nbytes, at, end + 1, ROOT)
+                limit, filled, nbytes = BUCKET_BYTES, 0, 0
+        yield _flat(nbytes, at, end + 1, ROOT)
 
 
 @dataclass(frozen=True)

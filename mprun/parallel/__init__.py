@@ -6,8 +6,9 @@ part, and gradients are summed. So a run of N processes takes the steps of one p
 global batch.
 
     ranks        numbers and objects that the processes exchange; a no-op for one process
-    layouts      what a process holds of the model: all of it (ddp), or a shard (fsdp2)
-    reduction    gradients and buffers of whole copies, summed in a chosen dtype
+    layouts      what a process holds of the model; one process: all of it
+    replicas     ddp: whole copies by DistributedDataParallel, gradients summed in a chosen dtype
+    buffer_mean  the mean of the copies' buffers
     shards       FSDP2's shards: wrapping, local tensors for the optimizer, whole states
     split        the part of each batch that a process trains on
     meeting      how the processes of a command meet, get their jobs, and learn that one is lost

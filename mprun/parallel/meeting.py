@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from mprun.errors import MachineFailedError, first_line, text_of
-from mprun.parallel.layouts import Layout, ReplicaLayout
+from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
 
 PATIENCE = timedelta(minutes=30)
@@ -221,6 +221,8 @@ class GroupMeeting(Meeting):
             from mprun.parallel.shards import ShardLayout  # imports a second of PyTorch
 
             return ShardLayout(GroupRanks(device), device)
+        from mprun.parallel.replicas import ReplicaLayout
+
         return ReplicaLayout(GroupRanks(device))
 
     def keep_folder(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ A process that ends breaks its connections, and the others' next exchange fails 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -67,6 +67,10 @@ class Ranks:
     def sum_tensors(self, tensors: list[Tensor]) -> None:
         """Add up each tensor over processes, in place."""
 
+    def begin_sums(self, tensors: list[Tensor]) -> Callable[[], None]:
+        """Begin to add up each tensor over processes, in place; what is returned waits for it."""
+        return lambda: None
+
     def largest(self, tensor: Tensor) -> Tensor:
         """The largest of a tensor's values over processes, element by element."""
         return tensor
@@ -120,11 +124,19 @@ class GroupRanks(Ranks):
         return values[0]
 
     def sum_tensors(self, tensors: list[Tensor]) -> None:
+        self.begin_sums(tensors)()
+
+    def begin_sums(self, tensors: list[Tensor]) -> Callable[[], None]:
         with self.communicating():
             works = [dist.all_reduce(x, async_op=True) for x in tensors]
-            for work in works:
-                assert work is not None
-                work.wait()
+
+        def wait() -> None:
+            with self.communicating():
+                for work in works:
+                    assert work is not None
+                    work.wait()
+
+        return wait
 
     def largest(self, tensor: Tensor) -> Tensor:
         result = tensor.clone()

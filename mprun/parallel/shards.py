@@ -34,9 +34,9 @@ from torch.optim import Optimizer
 from mprun._torch import own_parameters
 from mprun.errors import RunFailedError
 from mprun.numerics.model_blocks import blocks_of, cast_modules
-from mprun.parallel.layouts import GroupLayout
+from mprun.parallel.buffer_mean import BufferMean
+from mprun.parallel.layouts import Compute, GroupLayout
 from mprun.parallel.ranks import GroupRanks, Ranks
-from mprun.parallel.reduction import BufferMean
 from mprun.parallel.timed_collectives import time_collectives
 from mprun.precision import Combine
 from mprun.precision.policy import Policy, torch_dtype
@@ -78,6 +78,7 @@ class ShardLayout(GroupLayout):
     def arrange(self, model: nn.Module, policy: Policy) -> None:
         names = {name: getattr(p, NAME, name) for name, p in model.named_parameters()}
         self._buffers = BufferMean(model, self.ranks)
+        self._took_part = False
         for module, dtype in units(model, policy):
             rule = MixedPrecisionPolicy(
                 param_dtype=dtype,
@@ -121,12 +122,20 @@ class ShardLayout(GroupLayout):
             for own, name, p in places:
                 own[name] = p
 
-    def end_backward(self, took_part: bool) -> None:
+    def compute(self, compute: Compute, size: int, is_last: bool) -> tuple[Tensor, Any]:
+        result = compute()
+        self._took_part |= size > 0
+        if is_last:
+            self._buffers.begin(self._took_part)
+        return result
+
+    def end_backward(self) -> None:
         for own, whole in self._own.items():
             gradient: Any = whole.grad
             own.grad = None if gradient is None else gradient.to_local()
             whole.grad = None
-        self._buffers(took_part)
+        self._buffers.finish()
+        self._took_part = False
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
         return {name: _whole(value) for name, value in model.state_dict().items()}

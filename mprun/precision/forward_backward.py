@@ -23,6 +23,7 @@ def forward_backward(
     batch: Any,
     share: float = 1.0,
     before_backward: Callable[[Tensor], None] | None = None,
+    run: Callable[[Callable[[], tuple[Tensor, Any]]], tuple[Tensor, Any]] = lambda f: f(),
 ) -> tuple[Tensor, Any]:
     """Run a model and add the gradients of its loss to the parameters' `grad`.
 
@@ -34,12 +35,17 @@ def forward_backward(
         batch: the second argument of `loss`.
         share: the loss is multiplied by this: the micro-batch's share of the step.
         before_backward: called with the unscaled loss; an exception in it skips the backward pass.
+        run: runs the forward pass; several processes prepare for its backward pass there.
 
     Returns:
         The loss times `share`, unscaled and detached, and the output.
     """
-    output = precision.forward(forward, inputs)
-    value = precision.loss(loss, output, batch, share=share)
+
+    def forward_pass() -> tuple[Tensor, Any]:
+        output = precision.forward(forward, inputs)
+        return precision.loss(loss, output, batch, share=share), output
+
+    value, output = run(forward_pass)
     if before_backward is not None:
         before_backward(value)
     precision.backward(value)

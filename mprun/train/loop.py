@@ -40,12 +40,10 @@ from mprun.train.process_states import (
 )
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
 from mprun.train.schedule import Schedule
+from mprun.train.step_sums import step_sums
 from mprun.train.stopwatch import Stopwatch
 from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
 from mprun.train.time_limit import TimeLimit
-
-FLUSH_EVERY_S = 0.25
-"""Losses are read and lines are written at least this often, if steps are shorter."""
 
 
 class StopRequestedError(Exception):
@@ -142,7 +140,8 @@ class Trainer:
         self._stop = stop
         self._checkpoint_every = checkpoint_every_steps or sys.maxsize
         self._pending: list[_Pending] = []
-        self._flushed_at = self._spent_before_s = 0.0
+        self._step_sums = step_sums(self._ranks)
+        self._spent_before_s = 0.0
         self._sums = Sums()
         self._loss = LossTerms(parts.recipe)
         self._metric_pass = MetricPass({}, parts.train.device)
@@ -150,7 +149,7 @@ class Trainer:
         self._last_scores = NO_SCORES
         self._skipped_in_a_row = 0
         self._saved_step: int | None = None
-        self._stops = self._is_late = False
+        self._is_asked_to_stop = self._stops = False
         self._in_epoch = False
         self._read_whole_epoch = False
         self._batches_done = 0
@@ -187,7 +186,8 @@ class Trainer:
             StopRequestedError: `stop` returned true; all steps so far were reported and saved.
             RunFailedError: the loss became NaN or infinite, or the loss scale cannot work.
         """
-        self._flushed_at = time.perf_counter()
+        self._step_sums.restart()
+        self._is_asked_to_stop = self._stops = False
         try:
             self._plan_time()
             while self._in_epoch or not self._finished():
@@ -198,8 +198,9 @@ class Trainer:
             self._save()
             raise
         except Exception:
-            with contextlib.suppress(Exception):  # the fault may have left nothing to read
-                self._flush()
+            if self._step_sums.is_alone:
+                with contextlib.suppress(Exception):  # the fault may have left nothing to read
+                    self._flush()
             raise
         self._flush()
         self._save_once()
@@ -355,30 +356,21 @@ class Trainer:
         batch, correct = batch.owned, None
         if self._counts_correct:
             correct = count_correct(parts.recipe, outputs, batch)
-        self._agree(result.parts)
-        loss, correct, terms = parts.layout.sums(result.loss, correct, result.parts)
-        parts.readback.put(Scalars(loss, correct, scale, result.skipped, terms))
+        own = Scalars(result.loss, correct, scale, result.skipped, result.parts)
+        parts.readback.put(own)
         self._metric_pass.add(outputs, batch, result.skipped)
         waited_ms = (ready_at - asked_at) * 1e3
         pending = _Pending(self.step, self.epoch, batch.size, batch.whole_weight, lr, waited_ms)
         self._pending.append(pending)
         self._between_steps()
 
-    def _agree(self, terms: dict[str, Tensor]) -> None:
-        """All processes stop, read their losses and learn names of the loss's parts together."""
-        late_s, layout = time.perf_counter() - self._flushed_at, self.parts.layout
-        self._stops, self._is_late, is_new = self._ranks.agree(
-            self._stop(), late_s > FLUSH_EVERY_S, layout.has_new(terms)
-        )
-        if is_new:
-            layout.learn(terms)
-
     def _between_steps(self) -> None:
-        stop, late = self._stops, self._is_late
         save = self.step % self._checkpoint_every == 0
-        if late or stop or save or self.parts.readback.full:
+        self._is_asked_to_stop |= self._stop()
+        is_due = self._step_sums.is_due(self._is_asked_to_stop)
+        if is_due or save or self.parts.readback.full:
             self._flush()
-        if stop:
+        if self._stops:
             raise StopRequestedError
         if save:
             self._save_once()
@@ -391,7 +383,7 @@ class Trainer:
         parts.precision.begin_step(self.step + 1)
         forward, weight = partial(parts.recipe.forward, parts.model), batch.whole_weight
         with parts.precision.step_region():
-            for part in batch.parts:
+            for number, part in enumerate(batch.parts, 1):
                 loss, output = forward_backward(
                     parts.precision,
                     forward,
@@ -399,12 +391,17 @@ class Trainer:
                     part.inputs,
                     part.content,
                     share=part.weight / weight,
+                    run=partial(
+                        parts.layout.compute,
+                        size=part.size,
+                        is_last=number == len(batch.parts),
+                    ),
                 )
                 for name, term in self._loss.take_parts().items():
                     terms[name] = terms.get(name, 0) + term * (part.weight / weight)
                 losses.append(loss)
                 outputs.append(map_tensors(Tensor.detach, output))
-        parts.layout.end_backward(took_part=batch.parts[0].size > 0)
+        parts.layout.end_backward()
         skipped = parts.precision.step(parts.optimizer)
         parts.precision.update()
         parts.scheduler.step(skipped)
@@ -412,13 +409,18 @@ class Trainer:
         return StepResult(loss, outputs, skipped, terms)
 
     def _flush(self) -> None:
-        """Read pending metrics off the device and emit them; raise if training is hopeless."""
+        """Read pending metrics off the device and emit them; raise if training is hopeless.
+
+        All processes do it at the same step.
+        """
         self._watch.switch("metrics")
         pending, self._pending = self._pending, []
-        self._flushed_at = time.perf_counter()
+        metrics, self._stops = self._step_sums.over_processes(
+            self.parts.readback.take(), self._is_asked_to_stop
+        )
         if not pending:
             return
-        metrics, times = self.parts.readback.take(), self.parts.clock.take()
+        times = self.parts.clock.take()
         lines, closed = [], []
         for p, step_metrics, step_time in zip(pending, metrics, times, strict=True):
             assert step_metrics.loss is not None

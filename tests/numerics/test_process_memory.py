@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -185,6 +186,56 @@ def test_the_peak_of_a_gpt_is_that_of_fsdp2(processes: int, samples: int) -> Non
     assert ours.peak_bytes == peak_of_fsdp2(processes, ids, MixedPrecisionPolicy(), False, make)
 
 
+# ---- DistributedDataParallel itself --------------------------------------------------------------
+
+
+def peak_of_ddp(x: Tensor, dtype: torch.dtype) -> int:
+    model = Net()
+    replica = DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=True
+    )
+    live, sent = LiveBytes(), list[Tensor]()
+
+    def hook(bucket: Any) -> Any:
+        sent.append(bucket.buffer().to(dtype))  # until the sum is there
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # the type of `bucket`, as text, would be refused
+    replica.register_comm_hook(None, lambda state, bucket: hook(bucket))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        replica(x).square().mean().backward()
+        sent.clear()
+        optimizer.step()
+
+    step()
+    for parameter in model.parameters():
+        for tensor in (parameter, parameter.grad, *optimizer.state[parameter].values()):
+            live.add(tensor)
+    live.add(x)
+    with live:
+        step()
+    return live.peak
+
+
+SCALARS = 256
+"""Bytes of the loss, its copies and the map of parameters in use, which are not counted."""
+
+
+@pytest.mark.parametrize("samples", [4, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("processes", [2], indirect=True)
+def test_the_peak_is_that_of_ddp(processes: int, samples: int, dtype: torch.dtype) -> None:
+    ours = counted(ReplicatedModel(dtype.itemsize), samples)
+    assert ours.peak_bytes == pytest.approx(
+        peak_of_ddp(torch.ones(samples, 10), dtype), abs=SCALARS
+    )
+
+
 # ---- by hand -------------------------------------------------------------------------------------
 
 NUMBERS = {
@@ -241,22 +292,27 @@ def beyond(alone: StepMemory, ours: StepMemory) -> list[int]:
     return [a - b for a, b in pairs]
 
 
-@pytest.mark.parametrize(("itemsize", "copies"), [(4, 1), (2, 2)])
-def test_ddp_adds_a_copy_of_all_gradients(itemsize: int, copies: int) -> None:
-    """They fit in one bucket; in another dtype than their own they are converted first."""
-    alone, ours = counted(OneProcess(), 8), counted(ReplicatedModel(itemsize), 8)
+def test_ddp_keeps_gradients_and_converts_them() -> None:
+    """They fit in one bucket, which is complete after the backward pass's last gradient."""
+    alone = counted(OneProcess(), 8)
     last = max(n for n, point in enumerate(alone.points) if point.phase == "backward")
-    more = beyond(alone, ours)
-    assert {n: size for n, size in enumerate(more) if size} == {last: copies * itemsize * cut(1)}
-    same = ("parameters", "gradients", "optimizer_state", "activations", "buffers")
-    assert all(ours.timeline[key] == alone.timeline[key] for key in same)
+    same, half = (counted(ReplicatedModel(itemsize), 8) for itemsize in (4, 2))
+    assert same.timeline["gradients"] == (4 * cut(1),) * len(same.points)
+    more = zip(half.timeline["temporary"], same.timeline["temporary"], strict=True)
+    converted = {n: a - b for n, (a, b) in enumerate(more) if a != b}
+    assert converted == {last - 1: 2 * cut(1), last: 2 * cut(1)}  # made, and then a view
+    others = ("parameters", "optimizer_state", "activations", "buffers")
+    assert all(half.timeline[key] == alone.timeline[key] for key in others)
 
 
-def test_a_conversion_takes_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone, whole = counted(OneProcess(), 8), 2 * cut(1)
-    for most, converted in ((whole // 2, whole // 2), (10, 2 * 2 * WIDTH * WIDTH)):
-        monkeypatch.setattr(process_memory, "BUCKET_BYTES", most)
-        assert max(beyond(alone, counted(ReplicatedModel(2), 8))) == whole + converted
+def test_a_complete_bucket_is_converted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_memory, "FIRST_BUCKET_BYTES", 4 * 7)  # the last bias alone
+    same, half = (counted(ReplicatedModel(itemsize), 8) for itemsize in (4, 2))
+    more = zip(half.timeline["temporary"], same.timeline["temporary"], strict=True)
+    sizes = [a - b for a, b in more if a != b]
+    assert sizes[-1] == 2 * cut(1)
+    assert 0 < sizes[0] < 100 * WIDTH
+    assert sorted(sizes) == sizes
 
 
 # ---- blocks --------------------------------------------------------------------------------------

@@ -125,7 +125,12 @@ class Groups:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": path,
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # as mprun sets it before it imports torch
+            },
         )
         # A thread reads, since no `select` sees a line that is already in the stream's buffer.
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -196,9 +196,12 @@ def test_one_process_sends_nothing_and_says_so(capsys: pytest.CaptureFixture[str
     [
         (LINEAR, "torchrun started 2 processes, and parallel=none trains in one"),
         ([*LINEAR, "parallel=ddp", "parallel.world_size=4"], "torchrun decides it"),
-        (
-            [*LINEAR, "parallel=fsdp2", "precision=half_sr", "precision.accum_dtype=float32"],
-            "FSDP2 keeps gradients in the parameters' dtype, float16",
+        *(
+            (
+                [*LINEAR, f"parallel={kind}", "precision=half_sr", "precision.accum_dtype=float32"],
+                "DDP and FSDP2 keep gradients in the parameters' dtype, float16",
+            )
+            for kind in ("ddp", "fsdp2")
         ),
         (
             [*LINEAR, "parallel=fsdp2", "debug.fp_exceptions=log"],

@@ -155,7 +155,7 @@ def train(layout: ShardLayout, model: nn.Module, optimizer: Optimizer, steps: ra
         tokens = torch.arange(12).reshape(2, 6).add(step) % 11
         optimizer.zero_grad()
         model(tokens).float().square().mean().mul(0.5).backward()
-        layout.end_backward(True)
+        layout.end_backward()
         optimizer.step()
 
 
@@ -260,7 +260,7 @@ def rounded(processes: int) -> Tensor:
         optimizer = AdamW(held, lr=2.0**-9, seed=3, weight_decay=0.0)
     # the model's gradient is the sum over processes of an equal part each
     (model(torch.eye(256, dtype=BRAIN)).sum() / processes).backward()
-    layout.end_backward(True)
+    layout.end_backward()
     optimizer.step()
     return layout.model_state(model)["0.weight"]
 
