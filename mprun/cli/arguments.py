@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mprun.errors import UsageError, hint
 
@@ -19,6 +19,34 @@ class Arguments(argparse.Namespace):
     """A further folder of configs."""
     multirun: bool = False
     show_config: bool = False
+    cfg: str | None = None
+    """Hydra's `--cfg`: what to print instead of running."""
+    info: str | None = None
+    package: str | None = None
+    resolve: bool = False
+
+
+INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+HYDRAS = {
+    ("--config-path", "-cp"): "write --config-dir FOLDER: mprun's own files stay, and those of the "
+    "folder are added",
+    ("--config-name", "-cn"): "mprun has one primary configuration; put NAME.yaml, with the first "
+    "line '# @package _global_', into FOLDER/preset/, and write --config-dir FOLDER preset=NAME",
+    ("--experimental-rerun",): "write run.resume=FOLDER",
+    ("--hydra-help",): "write mprun --help; --info shows Hydra's plugins and search path",
+    ("--shell-completion", "-sc"): "write mprun --completion bash, zsh or fish",
+}
+"""Options of Hydra's programs that mprun has in another form."""
+
+
+class _Instead(argparse.Action):
+    """An option of Hydra's programs: refused, with what to write instead."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
+        super().__init__(option_strings, dest, nargs="?")
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        raise argparse.ArgumentError(None, f"{option_string}: {HYDRAS[tuple(self.option_strings)]}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,12 +64,19 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
     parser.add_argument("overrides", nargs="*")
     legal = ["--help"]
     if command not in ("capture", "compare", "data", "diff", "doctor", "new-recipe"):
-        parser.add_argument("--config-dir", type=_folder)
+        parser.add_argument("--config-dir", "-cd", type=_folder)
+        for names in HYDRAS:
+            parser.add_argument(*names, action=_Instead)
         legal = ["--config-dir", *legal]
     if command == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")
-        legal += ["--multirun", "--show-config", "--version", "--completion"]
+        parser.add_argument("-c", "--cfg", choices=("job", "hydra", "all"))
+        parser.add_argument("-i", "--info", choices=INFOS, nargs="?", const="all")
+        parser.add_argument("-p", "--package")
+        parser.add_argument("--resolve", action="store_true")
+        legal += ["--multirun", "--show-config", "--cfg", "--info", "--package", "--resolve"]
+        legal += ["--version", "--completion"]
     known, unknown = parser.parse_known_intermixed_args(args, Arguments())
     if unknown:
         raise UsageError(

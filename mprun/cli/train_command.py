@@ -34,20 +34,37 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         started_at: the `time.perf_counter` at which the user began to wait; None for now.
     """
     from mprun.config import compose
+    from mprun.config.hydra_views import with_run_dir
 
     watch = Stopwatch(started_at)
     known = parse_arguments("train", args)
     if known.multirun and known.show_config:
         raise UsageError("--show-config shows the configuration of one run; leave out -m")
+    if _showed(known):
+        return EXIT_OK
     if known.multirun:
         return _sweep(known)
-    composed = compose(_restarted(known.overrides), known.config_dir)
+    overrides = with_run_dir(_restarted(known.overrides), known.config_dir)
+    composed = compose(overrides, known.config_dir)
     if known.show_config:
         from omegaconf import OmegaConf
 
         print(OmegaConf.to_yaml(composed.resolved), end="")
         return EXIT_OK
     return _run(composed, watch)
+
+
+def _showed(known: Arguments) -> bool:
+    """Whether the command only shows what Hydra's `--cfg` or `--info` does."""
+    from mprun.config.hydra_views import show_config, show_info
+
+    if known.package is not None and known.cfg is None:
+        raise UsageError("--package is a part of what --cfg shows; write --cfg job --package NAME")
+    if known.cfg is not None:
+        show_config(known.cfg, known.overrides, known.config_dir, known.package, known.resolve)
+    elif known.info is not None:
+        show_info(known.info, known.overrides, known.config_dir, known.multirun)
+    return known.cfg is not None or known.info is not None
 
 
 def _restarted(overrides: Sequence[str]) -> Sequence[str]:
@@ -123,12 +140,17 @@ def _show_sweep(folder: Path) -> int:
     from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
-    runs = [p for p in folder.iterdir() if p.is_dir() and p.name not in TRACKER_FOLDERS]
-    for run in sorted(runs, key=lambda p: (len(p.name), p.name)):
+    runs = {
+        path.parent for path in folder.rglob("summary.json")
+    }  # hydra.sweep.subdir may nest them
+    begun = {p for p in folder.iterdir() if p.is_dir() and p.name not in TRACKER_FOLDERS}
+    runs |= {p for p in begun if not any(p in (run, *run.parents) for run in runs)}
+    for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):
+        name = str(run.relative_to(folder))
         try:
-            summaries[run.name] = read_summary(run)
+            summaries[name] = read_summary(run)
         except MprunError:
-            summaries[run.name] = None  # the run ended before it had a record
+            summaries[name] = None  # the run ended before it had a record
     print_table(stdout_console(), sweep_table(folder, summaries))
     done = all(s is not None and s.status == "completed" for s in summaries.values())
     return EXIT_OK if done else EXIT_FAILED

@@ -92,12 +92,12 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
     Raises:
         UsageError: anything wrong with the overrides or the files, in one line.
     """
-    _register_schema()
+    register_schema()
     extra = search_path(config_dir)
     with initialize_config_module(CONF, version_base=HYDRA_VERSION):
         parsed = [parse(text) for text in overrides]
         for override in parsed:
-            _check_override(override, config_dir)
+            check_override(override, config_dir)
         resume = next((o.value() for o in parsed if o.key_or_group == "run.resume"), None)
         if resume is None:
             raw = _compose([*map(for_hydra, parsed), *extra], parsed)
@@ -112,7 +112,8 @@ def compose(overrides: Sequence[str], config_dir: Path | None = None) -> Compose
 
 
 @cache
-def _register_schema() -> None:
+def register_schema() -> None:
+    """Tell Hydra the types of the configuration, and further names of modes."""
     store = ConfigStore.instance()
     store.store(name=SCHEMA_NAME, node=Config)
     for name, mode in ALIASES.items():  # for `override /precision:` in a preset
@@ -246,8 +247,23 @@ def _with_own_mode(override: Override) -> str | None:
     return None if mode is None else f"precision={mode}"
 
 
-def _check_override(override: Override, config_dir: Path | None) -> None:
+def is_of_hydra(override: Override) -> bool:
+    """Whether it sets something of Hydra's own."""
+    return str(override.key_or_group).startswith(("hydra.", "hydra/"))
+
+
+def check_override(override: Override, config_dir: Path | None) -> None:
+    """Check that an override names a field, or a group and an option of it.
+
+    Raises:
+        UsageError: it does not, with what is legal.
+    """
     text, key = override.input_line, override.key_or_group
+    if is_of_hydra(override):
+        raise UsageError(
+            f"'{text}': mprun -m reads Hydra's own settings; legal in a single run: hydra.run.dir, "
+            "which is run.dir, and --cfg and --info"
+        )
     if override.is_delete():
         raise UsageError(f"'{text}': nothing can be deleted; set a field to null, a group to none")
     if override.package is not None:

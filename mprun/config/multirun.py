@@ -1,16 +1,22 @@
 """Sweeps: one run for every combination of the values listed in the overrides, by Hydra's multirun.
 
 Every combination is composed and checked before the first run starts. Hydra's launchers decide
-where runs execute (`hydra/launcher=joblib` runs several at once). After a failed run the others
-continue.
+where runs execute (`hydra/launcher=joblib` runs several at once), `hydra.sweep.dir` and
+`hydra.sweep.subdir` where their folders are. After a failed run the others continue.
+
+Another sweeper than Hydra's own (`hydra/sweeper=optuna`) searches: it chooses values by the results
+of runs before. A run returns its metric on validation data, else on training data; NaN if it
+failed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -18,6 +24,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -28,6 +35,7 @@ from mprun.config.compose import (
     Composed,
     compose,
     for_hydra,
+    is_of_hydra,
     one_line,
     parse,
     search_path,
@@ -36,12 +44,13 @@ from mprun.config.compose import (
 from mprun.config.plain_text import quoted
 from mprun.config.reference import GROUPS
 from mprun.errors import UsageError
+from mprun.records.run_record import number, read_summary
 
 Job = Callable[[Composed, Path], int]
 NewFolder = Callable[[], AbstractContextManager[Path]]
 
 QUIET = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
-NAMED_BY_SWEEP = ("run.dir", "run.resume", "hydra.sweep.dir", "hydra.sweep.subdir")
+NAMED_BY_SWEEP = {"run.dir": "hydra.sweep.dir", "run.resume": "run.resume without -m"}
 
 
 def sweep(
@@ -62,27 +71,57 @@ def sweep(
     """
     parsed = [parse(text) for text in overrides]
     for override in parsed:
-        if override.key_or_group in NAMED_BY_SWEEP:
+        if instead := NAMED_BY_SWEEP.get(override.key_or_group):
             raise UsageError(
-                f"{override.key_or_group} with -m: a sweep sets the folders of its runs itself"
+                f"{override.key_or_group} with -m: a sweep has many runs; write {instead}"
             )
-    ours = [o for o in parsed if not o.key_or_group.startswith(("hydra.", "hydra/"))]
-    for_launcher = [str(o.input_line) for o in parsed if o not in ours]
-    for combination in combinations(ours):
+    ours = [o for o in parsed if not is_of_hydra(o)]
+    hydras = [o for o in parsed if is_of_hydra(o)]
+    for_launcher = [str(o.input_line) for o in hydras]
+    searches = any(o.key_or_group == "hydra/sweeper" and o.value() != "basic" for o in hydras)
+    if searches:  # what it chooses is known later
+        compose([str(o.input_line) for o in ours if not o.is_sweep_override()], config_dir)
+    for combination in () if searches else combinations(ours):
         compose(combination, config_dir)
     extra = search_path(config_dir)
-    with new_folder() as folder, initialize_config_module(CONF, version_base=HYDRA_VERSION):
-        # Hydra's own name, the time to the second, is not unique: sweeps may start together.
-        own = [*QUIET, f"hydra.sweep.dir={quoted(folder)}"]
-        for_sweep = [*map(_expanded, ours), *own, *for_launcher, *extra]
+    named = next((o for o in hydras if o.key_or_group == "hydra.sweep.dir"), None)
+    with ExitStack() as stack:
+        stack.enter_context(initialize_config_module(CONF, version_base=HYDRA_VERSION))
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
+        texts = [str(o.input_line) for o in ours] if searches else [*map(_expanded, ours)]
         try:
-            hydra.multirun(CONFIG_NAME, _Task(job), for_sweep, with_log_configuration=False)
+            if named is None:
+                # Hydra's own name, the time to the second, is not unique: sweeps start together
+                folder = stack.enter_context(new_folder())
+                own = [*QUIET, f"hydra.sweep.dir={quoted(folder)}"]
+            else:
+                own = [*QUIET]
+                folder = _sweep_folder(hydra, [*own, *for_launcher, *extra])
+            for_sweep = [*texts, *own, *for_launcher, *extra]
+            task = _Task(job, searches)
+            hydra.multirun(CONFIG_NAME, task, for_sweep, with_log_configuration=False)
         except (HydraException, OmegaConfBaseException) as error:
             raise UsageError(f"Hydra refuses the sweep: {one_line(error)}") from None
         except OSError as error:  # Hydra writes multirun.yaml there
-            raise UsageError(f"{folder} cannot be written ({error.strerror})") from None
+            reason = error.strerror or one_line(error)
+            raise UsageError(f"the sweep's folder cannot be written ({reason})") from None
+    return folder
+
+
+def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
+    """What Hydra makes of `hydra.sweep.dir`, which may have patterns such as the time.
+
+    Raises:
+        FileExistsError: it has files already.
+    """
+    composed = hydra.compose_config(
+        CONFIG_NAME, overrides, RunMode.MULTIRUN, with_log_configuration=False
+    )
+    folder = Path(str(composed.hydra.sweep.dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise FileExistsError(0, f"{folder} has files in it; choose another hydra.sweep.dir")
     return folder
 
 
@@ -121,12 +160,26 @@ class _Task:
 
     __name__ = "mprun"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, searches: bool) -> None:
+        self._job, self._searches = job, searches
 
-    def __call__(self, raw: DictConfig) -> int:
+    def __call__(self, raw: DictConfig) -> float:
         settings = HydraConfig.get()
         folder = Path(settings.runtime.output_dir)
         raw.run.dir = str(folder)
         given = [parse(text) for text in settings.overrides.task]
-        return self._job(to_composed(raw, given), folder)
+        status = self._job(to_composed(raw, given), folder)
+        return _objective(folder, status) if self._searches else status
+
+
+def _objective(folder: Path, status: int) -> float:
+    """A run's metric on validation data, else on training data; NaN if it failed."""
+    if status:
+        return math.nan
+    summary = read_summary(folder)
+    last = summary.history[-1:]
+    for scores in [scores for epoch in last for scores in (epoch.validation, epoch.train)]:
+        value = scores.value(summary.metric.name)
+        if value is not None:
+            return number(value)
+    return math.nan

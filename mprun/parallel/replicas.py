@@ -10,7 +10,7 @@ All processes get the same bits: the sum of an element is computed in one place 
 others. An infinity or NaN of one process is in every process's sum, so all of them find the same
 overflow, skip the same steps and move the loss scale alike.
 
-DistributedDataParallel wraps a module. Here it wraps a forward pass and its loss (`_Pass`), not the
+DistributedDataParallel wraps a module. Here it wraps a forward pass and its loss (`_LossModule`), not the
 model: a recipe's `forward` may call any method of its model, and the loss may read parameters. The
 model itself, its names and its state stay as they are.
 
@@ -50,7 +50,7 @@ class _Depends(torch.autograd.Function):
         return gradient, *(None for _ in range(ctx.count))
 
 
-class _Pass(nn.Module):
+class _LossModule(nn.Module):
     """A forward pass and its loss as a module: its parameters are those that are trained."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,7 +84,7 @@ class ReplicaLayout(GroupLayout):
         """Buckets, what is sent of each, and what waits for its sum."""
         self._devices: Any = [p.device for p in model.parameters() if p.is_cuda][:1]
         self._buffers = BufferMean(model, self.ranks)
-        both = _Pass(model)
+        both = _LossModule(model)
         self._trained = [*both.trained]
         self._replicas = DistributedDataParallel(both, gradient_as_bucket_view=True)
         # the type of `bucket`, as text, would be refused

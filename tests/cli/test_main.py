@@ -99,8 +99,8 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("seed.x=1", ["no field 'seed.x'", "did you mean 'seed'?"]),
     ("+foo=1", ["'+foo=1'", "no field 'foo'"]),
     ("++foo.bar=1", ["'++foo.bar=1'", "no field 'foo.bar'"]),
-    ("hydra.run.dir=x", ["no field 'hydra.run.dir'", "did you mean 'run.dir'?"]),
-    ("hydra/launcher=x", ["no field 'hydra/launcher'"]),
+    ("hydra.job.name=x", ["'hydra.job.name=x'", "legal in a single run: hydra.run.dir"]),
+    ("hydra/launcher=x", ["mprun -m reads Hydra's own settings"]),
     ("train=null", ["train has fields; set one of them: train.epochs, "]),
     ("train={}", ["train has fields"]),
     (
@@ -211,12 +211,12 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     # Options
     (
         "--foo",
-        ["no option '--foo'", "legal: --config-dir, --help, --multirun, --show-config, --version"],
+        ["no option '--foo'", "legal: --config-dir, --help, --multirun, --show-config, --cfg"],
     ),
     ("--show-confg", ["no option '--show-confg'", "did you mean '--show-config'?"]),
     ("-x", ["no option '-x'"]),
-    ("--config-dir", ["--config-dir: expected one argument"]),
-    ("--config-dir=", ["--config-dir: expected a folder"]),
+    ("--config-dir", ["--config-dir/-cd: expected one argument"]),
+    ("--config-dir=", ["--config-dir/-cd: expected a folder"]),
     ("--config-dir=nope", ["--config-dir nope cannot be read: No such file or directory"]),
 ]
 

@@ -78,7 +78,6 @@ def test_a_run_that_cannot_begin_leaves_the_others_whole(
         (["train.lrr=1,2"], "there is no field 'train.lrr'"),
         (["run.dir=x"], "run.dir with -m"),
         (["run.resume=x"], "run.resume with -m"),
-        (["hydra.sweep.dir=x"], "hydra.sweep.dir with -m"),
         (["seed=interval(0,1)"], "an interval"),
         (["hydra/launcher=nope"], "Hydra refuses the sweep: "),
         (["hydra.nope=1"], "Hydra refuses the sweep: "),

@@ -1,0 +1,167 @@
+"""What Hydra's users write works as Hydra documents it, or one line says what to write instead."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from mprun.cli.main import main
+from mprun.config import compose
+from mprun.records.run_record import read_summary
+
+LINEAR = ["recipe=linear", "train.max_steps=3"]
+
+
+def test_cfg_job_is_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "+train.lr=0.5", "++seed=3", "--cfg", "job", "--resolve"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    composed = compose([*LINEAR, "train.lr=0.5", "seed=3"]).resolved
+    assert shown["train"] == composed["train"]
+    assert shown["seed"] == 3
+    assert "hydra" not in shown
+    assert not list(Path().iterdir())
+
+
+def test_cfg_without_resolve_keeps_interpolations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "train.lr=${oc.env:RATE,0.5}", "--cfg=job", "--package=train"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# @package train\n")
+    assert OmegaConf.create(out)._get_node("lr")._value() == "${oc.env:RATE,0.5}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["hydra", "all"])
+def test_cfg_shows_hydra_s_own(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "hydra.job.chdir=true", "-c", kind]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["hydra"]["job"]["chdir"] is True
+    assert ("train" in shown) == (kind == "all")
+
+
+@pytest.mark.parametrize(
+    ("what", "has"),
+    [
+        ("searchpath", "pkg://mprun.conf"),
+        ("defaults", "recipe/linear"),
+        ("defaults-tree", "<root>"),
+        ("config", "Config search path"),
+        ("plugins", "ConfigSource"),
+        (None, "Hydra"),
+    ],
+)
+def test_info(what: str | None, has: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LINEAR, "--info", *([what] if what else [])]) == 0
+    assert has in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "has"),
+    [
+        (["--cfg", "job", "--package", "trian"], "no such part of it; legal: recipe, precision"),
+        (["--package", "train"], "write --cfg job --package NAME"),
+        (["--cfg", "nope"], "choose from"),
+        (["--info", "nope"], "choose from"),
+        (["--cfg", "job", "train.lrr=1"], "there is no field 'train.lrr'"),
+        (["--cfg", "hydra", "hydra.nope=1"], "Hydra refuses it"),
+        (["-cn", "mine"], "preset=NAME"),
+        (["--config-name=mine"], "preset=NAME"),
+        (["-cp", "folder"], "write --config-dir FOLDER"),
+        (["--config-path", "folder"], "write --config-dir FOLDER"),
+        (["--experimental-rerun", "x"], "write run.resume=FOLDER"),
+        (["--hydra-help"], "write mprun --help"),
+        (["-sc", "install=bash"], "mprun --completion"),
+        (["hydra.verbose=true"], "mprun -m reads Hydra's own settings"),
+        (["hydra/launcher=joblib"], "mprun -m reads Hydra's own settings"),
+        (["~precision"], "a group to none"),
+        (["precision@two=fp32"], "write precision=..."),
+    ],
+)
+def test_what_mprun_does_otherwise_is_one_line(
+    words: list[str], has: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LINEAR, *words]) == 2
+    error = capsys.readouterr().err
+    assert has in error
+    assert error.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_hydra_run_dir_is_the_run_s_folder_with_hydra_s_patterns() -> None:
+    given = [*LINEAR, "seed=5", "hydra.run.dir=runs/${oc.env:USERS}/${hydra.job.override_dirname}"]
+    os.environ["USERS"] = "ann"
+    try:
+        assert main(given) == 0
+    finally:
+        del os.environ["USERS"]
+    (summary,) = Path("runs/ann").rglob("summary.json")
+    assert read_summary(summary.parent).seed == 5
+    assert summary.parent.name == "recipe=linear,seed=5,train.max_steps=3"
+
+
+def test_a_sweep_s_folders_are_named_by_hydra(capsys: pytest.CaptureFixture[str]) -> None:
+    named = ["hydra.sweep.dir=all/${now:%Y}", "hydra.sweep.subdir=s/${hydra.job.override_dirname}"]
+    assert main(["-m", *LINEAR, "seed=0,1", *named]) == 0
+    found = sorted(Path("all").rglob("summary.json"))
+    assert [read_summary(path.parent).seed for path in found] == [0, 1]
+    assert all(path.parent.parent.name == "s" for path in found)
+    assert "completed" in capsys.readouterr().out.partition("sweep in all")[2]
+    assert main(["-m", *LINEAR, "seed=0,1", *named]) == 2
+    assert "choose another hydra.sweep.dir" in capsys.readouterr().err
+
+
+SWEEPER = """
+from hydra.plugins.sweeper import Sweeper
+from hydra.core.plugins import Plugins
+from hydra.core.config_store import ConfigStore
+import json, pathlib
+
+class Halving(Sweeper):
+    '''Tries a learning rate, then half of it or double, by the metric of the runs.'''
+    def __init__(self): pass
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+    def sweep(self, arguments):
+        given = [a for a in arguments if "interval" not in a]
+        results = {}
+        for n, lr in enumerate((1.0, 0.1, -1.0)):
+            (done,) = self.launcher.launch([[*given, f"train.lr={lr}"]], initial_job_idx=n)
+            try:
+                results[lr] = done.return_value
+            except Exception as error:
+                results[lr] = type(error).__name__
+        pathlib.Path("results.json").write_text(json.dumps(results))
+
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="halving", node={"_target_": f"{__name__}.Halving"})
+"""
+
+
+def test_another_sweeper_gets_each_run_s_metric(tmp_path: Path) -> None:
+    plugin = tmp_path / "plugins" / "hydra_plugins" / "halving" / "halving.py"
+    plugin.parent.mkdir(parents=True)
+    (plugin.parent / "__init__.py").touch()
+    plugin.write_text(SWEEPER, encoding="utf-8")
+    words = ["-m", *LINEAR, "train.lr=interval(0.1,1)", "hydra/sweeper=halving"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "mprun", *words],
+        env={**os.environ, "PYTHONPATH": str(plugin.parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr  # the last one's learning rate is refused
+    results = json.loads(Path("results.json").read_text(encoding="utf-8"))
+    runs = sorted(Path("outputs").glob("*/*/[01]"))
+    losses = [read_summary(run).train.loss for run in runs]
+    assert [results["1.0"], results["0.1"]] == losses
+    assert all(math.isfinite(float(loss)) for loss in losses if loss is not None)
+    assert losses[0] != losses[1]
+    assert results["-1.0"] == "UsageError"
