@@ -10,9 +10,9 @@ All processes get the same bits: the sum of an element is computed in one place 
 others. An infinity or NaN of one process is in every process's sum, so all of them find the same
 overflow, skip the same steps and move the loss scale alike.
 
-DistributedDataParallel wraps a module. Here it wraps a forward pass and its loss (`_LossModule`), not the
-model: a recipe's `forward` may call any method of its model, and the loss may read parameters. The
-model itself, its names and its state stay as they are.
+DistributedDataParallel wraps a module. Here it wraps a forward pass and its loss (`_LossModule`),
+not the model: a recipe's `forward` may call any method of its model, and the loss may read
+parameters. The model itself, its names and its state stay as they are.
 
 A pass may leave out a part of the model. As in one process, a parameter that no process used has no
 gradient. DistributedDataParallel can find such parameters (`find_unused_parameters`), but sends one
