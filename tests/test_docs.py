@@ -35,6 +35,7 @@ ELSEWHERE = (
     "preset=advised",
     "--help",
     "new-recipe",
+    "mprun export ",
     "my.py",
 )
 """What makes a line need files that only exist in the example."""
@@ -141,7 +142,8 @@ def check_overrides(line: str) -> None:
     command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]
     if command.name in ("compare", "data"):  # the rest are paths and names of sets
         args = [x for x in args if x.startswith(f"{command.name}.")]
-    _, overrides = take([x for x in args if x != "-m"], *command.settings)
+    own = [x for x in args if x != "-m" and not x.lstrip("+").startswith(("hydra/", "hydra."))]
+    _, overrides = take(own, *command.settings)
     *_, last = combinations(
         [parse(x) for x in with_every_mode(overrides)]
     )  # a sweep leaves out those that cannot be

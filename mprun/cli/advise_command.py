@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from mprun.cli.study_commands import (
     budget_note,
     for_choice,
+    launcher_of,
     log_report,
     print_out,
     request_of,
@@ -53,11 +54,11 @@ def advise_command(args: Sequence[str]) -> int:
         without_run,
         without_trial,
     )
-    from mprun.experiments.launched_study import check_launcher
+    from mprun.experiments.hydra_launch import check_launcher
     from mprun.experiments.study_worker import Screening
     from mprun.report.answer import advice_lines
 
-    launcher, own = request.settings.launcher, request.settings.advise
+    launcher, own = launcher_of(request), request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
     decides_by_time = objective.name == "time"
     check_launcher(launcher, "advise.objective=time" if decides_by_time else "")

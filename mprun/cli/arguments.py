@@ -63,7 +63,7 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
     parser = _Parser(prog=f"mprun {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     legal = ["--help"]
-    if command not in ("capture", "compare", "data", "diff", "doctor", "new-recipe"):
+    if command not in ("capture", "compare", "data", "diff", "doctor", "export", "new-recipe"):
         parser.add_argument("--config-dir", "-cd", type=_folder)
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)

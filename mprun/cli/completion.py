@@ -20,12 +20,13 @@ from mprun.errors import UsageError, hint
 SHELLS = ("bash", "zsh", "fish")
 OPTIONS = (
     *("--config-dir", "--help", "--multirun", "-m"),
-    *("--show-config", "--version", "--completion"),
+    *("--show-config", "--cfg", "--info", "--package", "--resolve", "--version", "--completion"),
 )
 WITHOUT_RUN = {
     "compare": (),
     "capture": (),
     "diff": (),
+    "export": ("run.trust=true",),
     "data": (*ACTIONS, *NAMES, "data.root="),
     "new-recipe": (),
 }

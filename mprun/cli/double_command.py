@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.study_commands import (
     for_choice,
+    launcher_of,
     log_report,
     print_out,
     request_of,
@@ -37,7 +38,7 @@ def double_command(args: Sequence[str]) -> int:
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
-    ran, status = run_study(study, request.settings.launcher)
+    ran, status = run_study(study, launcher_of(request))
     if status is not None:
         return status
     settings = for_choice(request, study, ran.outcomes)

@@ -18,6 +18,7 @@ from mprun.cli.data_command import data_command
 from mprun.cli.diff_command import diff_command
 from mprun.cli.doctor_command import doctor_command
 from mprun.cli.double_command import double_command
+from mprun.cli.export_command import export_command
 from mprun.cli.memory_command import memory_command
 from mprun.cli.new_recipe_command import new_recipe_command
 from mprun.cli.numerics_command import numerics_command
@@ -81,6 +82,7 @@ COMMANDS = (
     Command("diff", diff_command),
     Command("capture", capture_command),
     Command("replay", replay_command),
+    Command("export", export_command),
     Command("data", data_command),
     Command("new-recipe", new_recipe_command),
 )

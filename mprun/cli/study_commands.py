@@ -13,8 +13,9 @@ from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
-    from mprun.config.settings import CompareSettings, LauncherSettings
+    from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
+    from mprun.experiments.hydra_launch import StudyLauncher
     from mprun.experiments.study import Study
     from mprun.experiments.study_loop import StudyResult
     from mprun.experiments.study_worker import Screening
@@ -29,6 +30,13 @@ def request_of(
 
     known = parse_arguments(command, args)
     return study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
+
+
+def launcher_of(request: StudyRequest) -> StudyLauncher:
+    """Which of Hydra's launchers runs the study."""
+    from mprun.experiments.hydra_launch import StudyLauncher
+
+    return StudyLauncher(request.settings.launcher, request.hydra)
 
 
 def study_of(
@@ -55,7 +63,7 @@ def study_of(
 
 def run_study(
     study: Study,
-    launcher: LauncherSettings,
+    launcher: StudyLauncher,
     budget: Budget | None = None,
     screening: Screening | None = None,
 ) -> tuple[StudyResult, int | None]:
@@ -67,7 +75,7 @@ def run_study(
         budget: its time; None for no limit.
         screening: how variants are dropped; None if none is.
     """
-    from mprun.experiments.launched_study import run_launched
+    from mprun.experiments.hydra_launch import run_launched
     from mprun.experiments.study_loop import StudyResult
     from mprun.experiments.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError

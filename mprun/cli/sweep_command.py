@@ -5,7 +5,7 @@
     mprun sweep recipe=mnist sweep.budget_min=30    (what fits into half an hour)
     mprun sweep run.resume=outputs/DATE/TIME
     mprun sweep recipe=mnist seeds=10 launcher=joblib launcher.processes=4
-    mprun sweep recipe=mnist launcher=submitit launcher.options.slurm_partition=gpu
+    mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
 
 Any number of processes may work on one study: each takes the next open run. The same command with
 the same run.dir, or run.resume, in another terminal or on another machine helps. Runs that share a
@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from mprun.cli.study_commands import (
     budget_note,
+    launcher_of,
     log_report,
     request_of,
     run_study,
@@ -38,15 +39,16 @@ def sweep_command(args: Sequence[str]) -> int:
     request = request_of("sweep", args, "sweep", "launcher")
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
     from mprun.cli.compare_command import check, compared, report
-    from mprun.experiments.launched_study import check_launcher
+    from mprun.experiments.hydra_launch import check_launcher
     from mprun.experiments.study import new_sweep
 
-    check_launcher(request.settings.launcher)
+    launcher = launcher_of(request)
+    check_launcher(launcher)
     errors = stderr_console()
     study = study_of(
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
-    ran, status = run_study(study, request.settings.launcher, budget)
+    ran, status = run_study(study, launcher, budget)
     if status is not None:
         return status
     settings = request.settings.compare

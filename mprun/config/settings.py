@@ -127,11 +127,6 @@ class LauncherSettings:
     options: dict[str, Any] = field(default_factory=dict)
     """Of submitit, its parameters: {slurm_partition: gpu, timeout_min: 60, gpus_per_node: 1}."""
 
-    @property
-    def count(self) -> int:
-        """How many processes are started; 1 is this process."""
-        return 1 if self.name is Launcher.local else (self.processes or PROCESSES)
-
     def check(self) -> None:
         """Refuse fields that the launcher does not have.
 

@@ -33,6 +33,8 @@ class StudyRequest:
     """`run.resume`."""
     trust: bool = False
     """`run.trust`."""
+    hydra: tuple[str, ...] = ()
+    """Overrides of Hydra's launcher."""
 
     @property
     def seeds(self) -> range:
@@ -63,7 +65,7 @@ def study_request(
     settings, rest = take(overrides, "compare", "seeds", "first_seed", *sections)
     _refuse(overrides, refused, f"mprun {command} sets this itself")
     folders: dict[str, str] = {}
-    of_runs, trust = [], False
+    of_runs, trust, hydra = [], False, []
     for text in rest:
         override = parse(text)
         key, value = override.key_or_group, override.value()
@@ -71,6 +73,8 @@ def study_request(
             folders |= _folder(override)
         elif key == "run.trust":
             trust = _truth(text, value)
+        elif key.startswith(("hydra/launcher", "hydra.launcher.")) and "launcher" in sections:
+            hydra.append(text)
         elif key in PATHS and isinstance(value, str):
             of_runs.append(f"{key}={quoted(Path(value).absolute())}")
         else:
@@ -90,6 +94,7 @@ def study_request(
         folders.get("run.dir"),
         None if resume is None else Path(resume),
         trust,
+        tuple(hydra),
     )
 
 

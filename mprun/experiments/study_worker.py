@@ -1,4 +1,4 @@
-"""What each process of a launcher does: it helps with a study until no trial is open."""
+"""What each job of a launcher does: it helps with a study until no trial is open."""
 
 from __future__ import annotations
 
@@ -74,8 +74,6 @@ class StudyWork:
     """PyTorch's threads; None leaves them as they are."""
     is_shown: bool
     """Whether progress is printed."""
-    is_detached: bool
-    """Whether signals of the terminal do not reach the process: the launcher passes them on."""
     is_own_process: bool
     """Whether it has a process of its own, not that of the command."""
 
@@ -86,9 +84,6 @@ def help_with_study(work: StudyWork) -> list[str]:
     SIGTERM ends it with a checkpoint, and SIGUSR2 too, which submitit sends before a job's time is
     over.
     """
-    if work.is_detached and hasattr(os, "setsid"):
-        with contextlib.suppress(OSError):  # it leads a session already
-            os.setsid()
     if work.threads is not None:
         torch.set_num_threads(work.threads)
     stop = BudgetSignals(Budget(work.budget, work.budget_min))

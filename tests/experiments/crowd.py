@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 FORKING = """
 import json, os, sys
-import torch, mprun.run, mprun.cli.compare_command, mprun.experiments.launched_study
+import torch, mprun.run, mprun.cli.compare_command, mprun.experiments.hydra_launch
 from mprun.cli.main import main
 
 torch.set_num_threads(1)

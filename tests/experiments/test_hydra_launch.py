@@ -1,8 +1,7 @@
-"""`launcher=joblib` and `launcher=submitit`: processes that help with a study, with real runs."""
+"""Studies in several processes that Hydra's launchers start: joblib, submitit, with real runs."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import signal
@@ -11,33 +10,21 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
 from mprun.cli.main import main
 from mprun.config.settings import Executor, Launcher, LauncherSettings
 from mprun.config.study_request import study_request
-from mprun.experiments import launchers
-from mprun.experiments.launchers import (
-    is_on_this_machine,
-    is_side_by_side,
-    start_workers,
-    threads_each,
-)
+from mprun.experiments import hydra_launch
+from mprun.experiments.hydra_launch import StudyLauncher
 from mprun.experiments.study import new_study
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.study_worker import StudyWork, help_with_study
 from mprun.records.run_record import Summary, read_summary
-from tests.experiments.crowd import (
-    Crowd,
-    a_crowd,
-    is_alive,
-    running_trials,
-    starts,
-    write_recipe,
-)
+from tests.experiments.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "quick_runs")
@@ -50,8 +37,9 @@ LONG = [
 ]
 RESUME = ["sweep", "run.resume=s", "compare.report=false"]
 JOBLIB = ["launcher=joblib", "launcher.processes=2"]
-LOCAL = ["launcher=submitit", "launcher.executor=local", "launcher.processes=2"]
-DEBUG = ["launcher=submitit", "launcher.executor=debug", "launcher.processes=2"]
+HYDRA = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+LOCAL = ["hydra/launcher=submitit_local", "launcher.processes=2"]
+DEBUG = ["launcher=submitit", "launcher.executor=debug"]
 
 
 @pytest.fixture
@@ -69,54 +57,86 @@ def statuses() -> Counter[tuple[str, int]]:
     return Counter((run.status, run.steps) for run in summaries())
 
 
-def test_a_killed_process_ends_no_other_and_ctrl_c_stops_all_with_checkpoints(
+def test_a_killed_job_and_a_stopped_command_lose_nothing(
     crowd: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """joblib ends all of its processes with one; this process then carries on by itself."""
     parent = crowd.start([*LONG, *JOBLIB], "log.txt")
     under_way = running_trials("s", 2)
     killed, other = under_way
-    checkpoint = Path("s", under_way[other], "checkpoints", "last.pt")
     os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: not is_alive(killed))
-    before = checkpoint.stat().st_ino
-    wait_for(lambda: checkpoint.stat().st_ino != before)  # it continues
+    wait_for(lambda: not is_alive(other))
+    wait_for(lambda: any(parent in pids for pids in starts("s").values()))
     os.kill(parent, signal.SIGINT)
     assert crowd.statuses() == {parent: 130}
-    assert not is_alive(other)
     log = Path("log.txt").read_text(encoding="utf-8")
-    assert "2 processes, 1 thread each" in log
+    assert "launcher=joblib: 2 jobs, 1 thread each" in log
+    assert "warning: a job ended: TerminatedWorkerError" in log
     assert "stopped by Ctrl-C; resume with: mprun sweep run.resume=s" in log
-    stopped = summaries()
-    assert {run.backend.threads for run in stopped} == {1}
-    assert {run.status for run in stopped} - {"completed"} == {"running", "interrupted"}
+    assert {run.backend.threads for run in summaries()} == {1}
 
     Path("go").touch()
     assert main(RESUME) == 0
     assert "4 of 4 runs" in capsys.readouterr().out
     assert statuses() == {("completed", 100): 4}
-    begun = starts("s")
-    assert begun[under_way[killed]] == [killed, os.getpid()]
-    assert begun[under_way[other]][0] == other
-    assert not list(Path("s").glob("*.abandoned-*"))  # all had checkpoints
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_ends_the_jobs_and_the_study_is_resumed(
+    crowd: Crowd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = crowd.start([*LONG, *JOBLIB], "log.txt")
+    under_way = running_trials("s", 2)
+    os.kill(parent, signal.SIGINT)
+    assert crowd.statuses() == {parent: 130}
+    wait_for(lambda: not any(map(is_alive, under_way)))
+    Path("go").touch()
+    assert main(RESUME) == 0
+    assert statuses() == {("completed", 100): 4}
 
 
 def check_once(output: str) -> None:
     """What a study of six runs has left and printed."""
     assert statuses() == {("completed", 20): 6}
     assert [len(pids) for pids in starts("s").values()] == [1] * 6
-    assert "2 processes" in output
     assert "6 of 6 runs" in output
     assert output.count("linear: 2 variants") == 1  # one comparison
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("words", [JOBLIB, LOCAL], ids=["joblib", "local"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(JOBLIB, marks=pytest.mark.exhaustive),
+        HYDRA,
+        pytest.param(LOCAL, marks=pytest.mark.exhaustive),
+    ],
+    ids=["joblib", "hydra", "local"],
+)
 def test_a_launcher_carries_out_a_study_once(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*SHORT, *words]) == 0
-    check_once(capsys.readouterr().out)
+    output = capsys.readouterr().out
+    check_once(output)
+    assert ": 2 jobs" in output
     assert os.getpid() not in {pid for pids in starts("s").values() for pid in pids}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("words", [HYDRA, LOCAL], ids=["joblib", "local"])
+def test_forty_runs_killed_and_resumed_are_whole(
+    words: list[str], crowd: Crowd, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = ["sweep", *LINEAR, "train.max_steps=20", "seeds=20", "compare.report=false"]
+    parent = crowd.start([*study, *words], "log.txt")
+    wait_for(lambda: sum(len(pids) for pids in starts("s").values()) > 8)
+    os.kill(parent, signal.SIGKILL)
+    assert crowd.statuses() == {parent: -signal.SIGKILL}
+    assert main([*RESUME, *words]) == 0
+    assert "40 of 40 runs" in capsys.readouterr().out
+    assert statuses() == {("completed", 20): 40}
+    assert len(list(Path("s").glob("*-seed*"))) == 40
 
 
 @pytest.mark.parametrize(
@@ -133,25 +153,11 @@ def test_advice_by_memory_screens_in_every_process(
     assert len(starts("s")) < 8
 
 
-@pytest.mark.exhaustive
-def test_processes_of_a_command_that_was_killed_end_the_study_and_then_themselves(
-    crowd: Crowd,
-) -> None:
-    parent = crowd.start([*LONG, *JOBLIB], "log.txt")
-    workers = list(running_trials("s", 2))
-    os.kill(parent, signal.SIGKILL)
-    assert crowd.statuses() == {parent: -signal.SIGKILL}
-    Path("go").touch()
-    wait_for(lambda: not any(map(is_alive, workers)))
-    assert statuses() == {("completed", 100): 4}
-    assert {pid for pids in starts("s").values() for pid in pids} == set(workers)
-
-
-# ---- a process, without the others ---------------------------------------------------------------
+# ---- a job, without the others -------------------------------------------------------------------
 
 
 def work_on(study: str) -> StudyWork:
-    """What a process that submitit started is told."""
+    """What a job of submitit is told."""
     return StudyWork(
         command="sweep",
         folder=Path(study).resolve(),
@@ -161,7 +167,6 @@ def work_on(study: str) -> StudyWork:
         budget_min=None,
         threads=None,
         is_shown=False,
-        is_detached=False,
         is_own_process=True,
     )
 
@@ -187,62 +192,12 @@ def test_a_job_whose_time_is_almost_over_leaves_its_run_to_others_with_a_checkpo
     assert not list(Path("s").glob("*.abandoned-*"))
 
 
-@pytest.mark.parametrize("is_alive", [True, False])
-def test_a_process_ends_after_the_study_if_its_command_was_killed(
-    is_alive: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parents = [7, 7 if is_alive else 1]
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
-    monkeypatch.setattr(os, "kill", lambda *args: sent.append(args))
-    monkeypatch.setattr(launchers, "help_with_study", lambda work: ["an error"])
-    assert launchers._help_and_leave(work_on("s")) == ["an error"]
-    assert sent == ([] if is_alive else [(os.getpid(), signal.SIGKILL)])
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        LauncherSettings(Launcher.joblib, 2),
-        LauncherSettings(Launcher.submitit, 2, Executor.local),
-    ],
-    ids=lambda settings: settings.name.name,
-)
-def test_workers_are_stopped_and_say_what_went_wrong(
-    settings: LauncherSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In place of a study's work they wait until they are stopped, without importing torch."""
-    folder = Path.cwd()
-
-    def wait(work: object) -> list[str]:
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        (folder / f"pid-{os.getpid()}").touch()
-        signal.sigwait([signal.SIGTERM])
-        return ["it was stopped"]
-
-    monkeypatch.setattr(launchers, "_help_and_leave", wait)
-    monkeypatch.setattr(launchers, "help_with_study", wait)
-    work = SimpleNamespace(folder=Path("s"))
-    workers = start_workers(settings, work)  # type: ignore[arg-type]
-    expected = ["it was stopped"] * 2
-    wait_for(lambda: len(list(Path().glob("pid-*"))) == 2)
-    assert workers.running() == 2
-    if settings.name is Launcher.joblib:
-        pids = [int(path.name.removeprefix("pid-")) for path in Path().glob("pid-*")]
-        os.kill(pids[0], signal.SIGKILL)
-        wait_for(lambda: workers.running() == 1)
-        expected[0] = "a process ended: TerminatedWorkerError"
-    workers.stop()
-    wait_for(lambda: workers.running() == 0)
-    said = sorted(error.partition(": A worker")[0] for error in workers.errors())
-    assert said == expected
-    workers.close()
-
-
 # ---- a job array ---------------------------------------------------------------------------------
 
 SBATCH = """#!{python}
 import os, pickle, re, subprocess, sys
+from hydra.core.utils import JobReturn, JobStatus
+result = JobReturn(status=JobStatus.COMPLETED, _return_value=["a job told this"])
 text = open(sys.argv[-1]).read()
 array = re.search(r"--array=(\\d+)-(\\d+)", text)
 first, last = map(int, array.groups())
@@ -251,8 +206,10 @@ with open(os.environ["SLURM_LOG"], "a") as log:
 for task in range(first, last + 1):
     if "SLURM_IS_IDLE" in os.environ:  # a job that does nothing has these results
         logs = os.path.dirname(re.search(r"--output=(.*)", text).group(1))
+        logs = logs.replace("%A_%a", f"499_{{task}}").replace("%j", f"499_{{task}}")
+        os.makedirs(logs, exist_ok=True)
         with open(f"{{logs}}/499_{{task}}_0_result.pkl", "wb") as file:
-            pickle.dump(("success", ["a job told this"]), file)
+            pickle.dump(("success", result), file)
         continue
     own = dict(os.environ, SLURM_JOB_ID=str(500 + task), SLURM_ARRAY_JOB_ID="499",
                SLURM_ARRAY_TASK_ID=str(task), SLURM_JOB_NUM_NODES="1", SLURM_NTASKS="1",
@@ -292,7 +249,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OF_SLURM = [
     *("launcher=submitit", "launcher.processes=2"),
-    "launcher.options={slurm_partition: gpu, timeout_min: 30}",
+    "launcher.options={slurm_partition: gpu, timeout_min: 30, slurm_exclusive: true}",
 ]
 
 
@@ -300,6 +257,7 @@ def check_array(sbatch: str) -> None:
     assert "#SBATCH --array=0-1" in sbatch
     assert "#SBATCH --partition=gpu" in sbatch
     assert "#SBATCH --time=30" in sbatch
+    assert "#SBATCH --exclusive" in sbatch
 
 
 def test_a_study_is_carried_out_once_and_what_jobs_on_slurm_leave_open_is_named(
@@ -341,9 +299,13 @@ def test_on_slurm_the_processes_are_a_job_array(
         (["launcher=joblib", "launcher.executor=slurm"], "add launcher=submitit"),
         (["launcher=joblib", "launcher.options={a: 1}"], "launcher.options={'a': 1} has no effect"),
         (["launcher=joblib", "launcher.proceses=1"], "did you mean 'launcher.processes'?"),
-        (["launcher=submitit", "launcher.options={speed: 1}"], "Parameter 'speed' need"),
-        (["launcher=submitit", "launcher.options.timeout_min=a"], "submitit refuses"),
-        (["launcher=submitit", "launcher.executor=slurm"], 'Could not detect "srun"'),
+        (["launcher=submitit", "launcher.options={speed: 1}"], "'hydra.launcher.speed'"),
+        (["launcher=submitit", "launcher.options.timeout_min=a"], "Hydra refuses its fields"),
+        (["launcher=submitit", "launcher.executor=slurm"], "there is no srun"),
+        (["hydra/launcher=nope"], "launcher=nope: Hydra has no such launcher"),
+        (["hydra/launcher=joblib", "hydra.launcher.n_jops=2"], "'hydra.launcher.n_jops'"),
+        (["hydra/launcher=joblib", "launcher=joblib"], "with fields of launcher"),
+        (["hydra.job.name=x"], "legal in a single run: hydra.run.dir"),
     ],
 )
 def test_a_mistake_is_one_line_before_there_is_a_folder(
@@ -357,25 +319,17 @@ def test_a_mistake_is_one_line_before_there_is_a_folder(
     assert not Path("s").exists()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "extra", "module"),
-    [("joblib", "joblib", "joblib.externals.loky"), ("submitit", "slurm", "submitit")],
-)
-def test_a_missing_package_is_named_with_its_extra(
+@pytest.mark.parametrize(("launcher", "extra"), [("joblib", "joblib"), ("submitit", "slurm")])
+def test_a_missing_plugin_is_named_with_its_extra(
     launcher: str,
     extra: str,
-    module: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    load = importlib.import_module
-
-    def without(name: str) -> Any:
-        if name == module:
-            raise ImportError(name)
-        return load(name)
-
-    monkeypatch.setattr(importlib, "import_module", without)
+    store = ConfigStore.instance()
+    groups: Any = store.repo["hydra"]["launcher"]
+    for name in [name for name in groups if launcher in name]:
+        monkeypatch.delitem(groups, name)
     assert main([*SHORT, f"launcher={launcher}"]) == 2
     assert f"pip install 'mprun[{extra}]'" in capsys.readouterr().err
     assert not Path("s").exists()
@@ -391,36 +345,44 @@ def test_advice_on_time_is_refused_where_trials_would_slow_each_other(
 
 
 @pytest.mark.parametrize(
-    ("name", "executor", "count", "here", "beside"),
+    ("name", "executor", "count", "hydra", "here", "beside"),
     [
-        ("local", "auto", None, True, False),
-        ("joblib", "auto", 1, True, False),
-        ("joblib", "auto", 2, True, True),
-        ("submitit", "auto", 2, True, True),  # there is no Slurm
-        ("submitit", "debug", 2, True, False),
-        ("submitit", "slurm", 2, False, False),
+        ("local", "auto", None, "", True, False),
+        ("joblib", "auto", 1, "", True, False),
+        ("joblib", "auto", 2, "", True, True),
+        ("submitit", "auto", 2, "", True, True),  # there is no Slurm
+        ("submitit", "debug", 2, "", True, False),
+        ("submitit", "slurm", 2, "", False, False),
+        ("local", "auto", None, "hydra/launcher=submitit_slurm", False, False),
+        ("local", "auto", None, "hydra/launcher=ray", True, True),
+        ("local", "auto", None, "hydra/launcher=ray_aws", False, False),
     ],
 )
-def test_where_processes_are(
+def test_where_jobs_are(
     name: str,
     executor: str,
     count: int | None,
+    hydra: str,
     here: bool,
     beside: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "")
     settings = LauncherSettings(Launcher[name], count, Executor[executor])
-    assert (is_on_this_machine(settings), is_side_by_side(settings)) == (here, beside)
+    launcher = StudyLauncher(settings, (hydra,) if hydra else ())
+    assert (launcher.is_on_this_machine, launcher.is_side_by_side) == (here, beside)
 
 
 def test_threads_share_the_cores_unless_the_environment_says_how_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launchers, "usable_cores", lambda: 8)
-    monkeypatch.setattr(launchers.torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(hydra_launch, "usable_cores", lambda: 8)
+    monkeypatch.setattr(hydra_launch.torch, "get_num_threads", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    counts = {n: threads_each(LauncherSettings(Launcher.joblib, n)) for n in (1, 2, 3, 8, 100)}
+    counts = {
+        n: StudyLauncher(LauncherSettings(Launcher.joblib, n)).threads_each
+        for n in (1, 2, 3, 8, 100)
+    }
     assert counts == {1: None, 2: 4, 3: 2, 8: 1, 100: 1}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_each(LauncherSettings(Launcher.joblib, 2)) is None
+    assert StudyLauncher(LauncherSettings(Launcher.joblib, 2)).threads_each is None

@@ -1,0 +1,274 @@
+"""A study in several processes, which one of Hydra's launchers starts.
+
+    mprun sweep recipe=mnist seeds=5 hydra/launcher=joblib hydra.launcher.n_jobs=4
+    mprun sweep recipe=mnist hydra/launcher=submitit_slurm hydra.launcher.partition=gpu
+
+`launcher=joblib|submitit` and its fields are short for that. Each job helps with the study until no
+trial is open (`study_worker.py`), so it does not matter which job takes which trial, or how many
+jobs start. Signals, logs and limits are the launcher's: a job that it ends leaves a checkpoint or
+the one before, and the study is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mprun.compare.formatting import counted
+from mprun.config.hydra_launcher import (
+    check_hydra_launcher,
+    launch,
+    launcher_fields,
+    launcher_override,
+)
+from mprun.config.settings import PROCESSES, Executor, Launcher, LauncherSettings
+from mprun.doctor.environment import usable_cores
+from mprun.errors import StoppedError, UsageError, first_line
+from mprun.experiments.budget import Budget, BudgetSignals
+from mprun.experiments.study import Study
+from mprun.experiments.study_loop import StudyResult
+from mprun.experiments.study_progress import StudyProgress
+from mprun.experiments.study_worker import Screening, StudyWork, help_with_study
+from mprun.experiments.trials import Outcome, Trial
+from mprun.parallel.launch import launch_of
+from mprun.records.files import refuse_links
+from mprun.train.signals import SignalReceivedError
+
+FOLLOW_S = 1.0
+"""Seconds between two looks at the records."""
+JOBS_ENDED = "jobs that ended early"
+LOGS = ".launcher"
+"""The folder of the launcher's files in a study's."""
+LONGEST_MIN = 7 * 24 * 60
+"""`timeout_min` of submitit's jobs on this machine, where nothing else limits them."""
+ELSEWHERE = ("slurm", "aws")
+"""Parts of the names of launchers whose jobs are on other machines."""
+
+
+@dataclass(frozen=True)
+class StudyLauncher:
+    """Which of Hydra's launchers runs a study, and how."""
+
+    settings: LauncherSettings
+    hydra: tuple[str, ...] = ()
+    """The user's overrides of Hydra: `hydra/launcher=NAME`, `hydra.launcher.KEY=VALUE`."""
+
+    @property
+    def name(self) -> str:
+        """The launcher's name in Hydra; empty: no further process is started."""
+        given = [x.partition("=")[2] for x in self.hydra if x.startswith("hydra/launcher=")]
+        if given:
+            return given[-1]
+        if self.settings.name is Launcher.local:
+            return ""
+        if self.settings.name is Launcher.joblib:
+            return "joblib"
+        executor = self.settings.executor
+        if executor is Executor.debug:
+            return "basic"  # the jobs one after the other, in this process
+        is_slurm = executor is Executor.slurm or (
+            executor is Executor.auto and shutil.which("srun") is not None
+        )
+        return "submitit_slurm" if is_slurm else "submitit_local"
+
+    @property
+    def count(self) -> int:
+        """How many jobs are started; 1 without a launcher."""
+        own = [x.partition("=")[2] for x in self.hydra if x.startswith("hydra.launcher.n_jobs=")]
+        parallel = int(own[-1]) if own and own[-1].isdecimal() else 0
+        if self.name in ("", "basic"):
+            return 1
+        return self.settings.processes or parallel or PROCESSES
+
+    @property
+    def overrides(self) -> list[str]:
+        """What Hydra is told."""
+        defaults: dict[str, Any] = {}
+        if self.name == "joblib":
+            defaults["n_jobs"] = self.count
+        elif self.name == "submitit_local":
+            defaults = {"timeout_min": LONGEST_MIN, "gpus_per_node": torch.cuda.device_count()}
+        elif self.name == "submitit_slurm":
+            defaults["name"] = "mprun"
+        options = {
+            key.removeprefix("slurm_").removeprefix("local_"): value
+            for key, value in self.settings.options.items()
+        }
+        fields = defaults | options
+        if self.name == "submitit_slurm":  # sbatch has more than the plugin has names for
+            more = fields.keys() - {*launcher_fields(self.name)}
+            fields |= {f"additional_parameters.{key}": fields.pop(key) for key in more}
+        own = [launcher_override(key, value) for key, value in fields.items()]
+        given = [text for text in self.hydra if not text.startswith("hydra/launcher=")]
+        return [f"hydra/launcher={self.name}", *own, *given]
+
+    @property
+    def is_on_this_machine(self) -> bool:
+        """Whether the jobs run here."""
+        return not any(part in self.name for part in ELSEWHERE)
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """Whether trials run on this machine at the same time, so that their times mean nothing."""
+        return self.is_on_this_machine and self.count > 1
+
+    @property
+    def threads_each(self) -> int | None:
+        """PyTorch's threads in each job; None where the environment or the launcher decides."""
+        if not self.is_side_by_side or "OMP_NUM_THREADS" in os.environ:
+            return None
+        return max(1, min(torch.get_num_threads(), usable_cores() // self.count))
+
+
+def check_launcher(launcher: StudyLauncher, needs_times: str = "") -> None:
+    """Refuse a launcher that cannot do what is asked.
+
+    Args:
+        launcher: the study's.
+        needs_times: the override that makes the command decide by times; empty if it does not.
+
+    Raises:
+        UsageError: a field without effect, a plugin that is not installed, or trials side by side
+            on this machine although their times decide.
+    """
+    settings = launcher.settings
+    if not launcher.hydra:
+        settings.check()
+    elif settings != LauncherSettings(processes=settings.processes):
+        raise UsageError(
+            f"{launcher.hydra[0]} with fields of launcher: legal beside it are hydra.launcher.* "
+            "and launcher.processes"
+        )
+    if not launcher.name:
+        return
+    if (started := launch_of().world_size) > 1:
+        raise UsageError(
+            f"launcher={launcher.name}: torchrun started {started} processes, which train "
+            "together; legal: launcher=local under torchrun, or the launcher without torchrun"
+        )
+    check_hydra_launcher(launcher.name, launcher.overrides)
+    if launcher.name == "submitit_slurm" and shutil.which("srun") is None:
+        raise UsageError("launcher=submitit_slurm: there is no srun, so this is no Slurm cluster")
+    if needs_times and launcher.is_side_by_side:
+        raise UsageError(
+            f"launcher={launcher.name}: {needs_times} compares times, and {launcher.count} "
+            "processes on one machine slow each other; legal: launcher=local, launcher=submitit "
+            "with a machine for each job, or advise.objective=memory"
+        )
+
+
+def run_launched(
+    study: Study,
+    launcher: StudyLauncher,
+    stop: BudgetSignals,
+    progress: StudyProgress,
+    screening: Screening | None,
+) -> StudyResult:
+    """Carry out a study with the jobs of a launcher.
+
+    Trials that they leave open are carried out by this process, if they were on this machine.
+
+    Raises:
+        UsageError: as `check_launcher` and `Study.run`.
+        SignalReceivedError: a signal ended it.
+    """
+    drop = None if screening is None else screening.drop(study)
+    if not launcher.name:
+        return study.run(stop, progress, drop)
+    work = _work(study, launcher, stop.budget, screening)
+    threads = "" if work.threads is None else f", {counted(work.threads, 'thread')} each"
+    progress.line(f"launcher={launcher.name}: {counted(launcher.count, 'job')}{threads}")
+    ended: dict[Trial, Outcome] = {}
+    with _followed(study, progress, ended):
+        errors = _launch(launcher, work)
+    for error in dict.fromkeys(errors):
+        progress.line(f"warning: {error}")
+    if launcher.is_on_this_machine:
+        return study.run(stop, progress, drop)
+    outcomes = list(ended.values())
+    not_run = _not_run(study, ended, {} if drop is None else drop(outcomes))
+    return StudyResult(outcomes, not_run, stop.budget.text or JOBS_ENDED)
+
+
+def _work(
+    study: Study, launcher: StudyLauncher, budget: Budget, screening: Screening | None
+) -> StudyWork:
+    return StudyWork(
+        command=study.plan.command,
+        folder=study.folder.resolve(),
+        trust=study.trusted,
+        screening=screening,
+        budget=budget.setting,
+        budget_min=budget.minutes_left,
+        threads=launcher.threads_each,
+        is_shown=launcher.name.startswith("submitit"),  # in the job's log
+        is_own_process=launcher.name != "basic",
+    )
+
+
+def _launch(launcher: StudyLauncher, work: StudyWork) -> list[str]:
+    """Start the jobs and wait for them; what went wrong in them.
+
+    Raises:
+        SignalReceivedError: a signal ended it.
+    """
+    refuse_links(work.folder, [LOGS])
+    # A new folder: submitit unpickles the results in it.
+    logs = work.folder / LOGS / secrets.token_hex(8)
+    job = partial(help_with_study, work)
+    try:
+        ended = launch(launcher.name, launcher.overrides, logs, job, launcher.count)
+    except (SignalReceivedError, StoppedError, UsageError):
+        raise
+    except Exception as error:
+        return [f"a job ended: {_line(error)}"]
+    errors: list[str] = []
+    for value in ended:
+        if isinstance(value, SignalReceivedError | StoppedError):  # of a job in this process
+            raise value
+        errors += [_line(value)] if isinstance(value, BaseException) else value
+    return errors
+
+
+def _line(error: BaseException) -> str:
+    """An error of a package as one line, without a full stop."""
+    return f"{type(error).__name__}: {first_line(error)}".rstrip(".")
+
+
+@contextlib.contextmanager
+def _followed(study: Study, progress: StudyProgress, ended: dict[Trial, Outcome]) -> Iterator[None]:
+    """Inside, trials that jobs have ended are shown, and added to `ended`."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(FOLLOW_S):
+            ended.update(study.newly_ended(ended, progress))
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    ended.update(study.newly_ended(ended, progress))
+
+
+def _not_run(
+    study: Study, ended: Collection[Trial], dropped: Collection[str]
+) -> dict[str, list[int]]:
+    """Variant to the seeds of trials that have not ended."""
+    missing: dict[str, list[int]] = {}
+    for trial in study.trials:
+        if trial not in ended and trial.variant not in dropped:
+            missing.setdefault(trial.variant, []).append(trial.seed)
+    return missing

@@ -1,0 +1,109 @@
+"""`mprun export`: the weights of a run, bit for bit, as other programs read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mprun.cli.main import main
+from mprun.train import checkpoint
+
+LINEAR = ["recipe=linear", "train.max_steps=3", "run.dir=run", "precision=bf16_true"]
+HUGGING = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+def model():
+    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config)
+
+def data():
+    tokens = torch.arange(64).reshape(8, 8) % 11
+    return {"train": {"input_ids": tokens, "labels": tokens}}
+"""
+
+
+def saved() -> dict[str, Tensor]:
+    state = checkpoint.load(Path("run"))
+    assert state is not None
+    weights: dict[str, Tensor] = state["trainer"]["model"]
+    return weights
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    kinds = all(a[k].dtype == b[k].dtype for k in a)
+    return a.keys() == b.keys() and kinds and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_safetensors_and_state_dicts_have_the_checkpoint_s_bits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(LINEAR) == 0
+    capsys.readouterr()
+    assert main(["export", "run", "model.safetensors"]) == 0
+    out = capsys.readouterr().out
+    assert "(bfloat16), linear in bf16_true after 3 steps" in out
+    assert same(load_file("model.safetensors"), dict(saved()))
+    with safe_open("model.safetensors", "pt") as file:  # type: ignore[no-untyped-call]
+        assert file.metadata()["precision"] == "bf16_true"
+    assert main(["export", "run", "model.pt"]) == 0
+    assert same(torch.load("model.pt", weights_only=True), dict(saved()))
+    words = ["recipe=linear", "train.max_steps=1", "train.init_from=model.safetensors"]
+    assert main([*words, "run.dir=next"]) == 0
+
+
+def test_a_folder_is_written_by_the_model_with_tied_weights(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    Path("tiny_gpt2.py").write_text(HUGGING, encoding="utf-8")
+    words = ["recipe=tiny_gpt2.py", "train.max_steps=2", "train.batch_size=4", "run.dir=run"]
+    assert main([*words, "precision=bf16_mixed"]) == 0
+    assert main(["export", "run", "hub"]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained("hub")
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in saved().items())
+    assert main(["export", "run", "tied.safetensors"]) == 0  # lm_head is the embedding
+    tied = load_file("tied.safetensors")
+    assert len(tied) == len(saved()) - 1
+    assert all(torch.equal(tied[name], saved()[name]) for name in tied)
+    assert main([*words[:-1], "run.dir=next", "train.init_from=tied.safetensors"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "takes a run and a file, not 0 names"),
+        (["run"], "write mprun export RUN FILE"),
+        (["nope", "x.pt"], "nope is no folder of a run"),
+        (["run", "x.onnx"], "legal is NAME.safetensors"),
+        (["run", "there.pt"], "exists already"),
+        (["run", "folder"], "Linear has no save_pretrained"),
+        (["empty", "x.pt"], "summary.json"),
+        (["run", "no/such/x.pt"], "cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(LINEAR) == 0
+    capsys.readouterr()
+    Path("there.pt").touch()
+    Path("empty").mkdir()
+    assert main(["export", *words]) == 2
+    error = capsys.readouterr().err
+    assert text in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_a_checkpoint_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(LINEAR) == 0
+    checkpoint.path_in(Path("run")).unlink()
+    assert main(["export", "run", "x.pt"]) == 2
+    assert "has no checkpoint" in capsys.readouterr().err
