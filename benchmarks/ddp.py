@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.alternate import HEAPS, compared
-from benchmarks.raw_loop import of_full_batches, raw_optimizer
+from benchmarks.alternate import HEAPS
+from benchmarks.raw_loop import in_turns, of_full_batches, raw_optimizer
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.parts import batch_form
@@ -46,7 +46,6 @@ from mprun.nested import map_tensors, to_dtype
 from mprun.parallel.launch import launch_of
 from mprun.parallel.meeting import meeting_of
 from mprun.precision import backend_flags
-from mprun.train.loop import Limits, StopRequestedError, Trainer
 
 CASES = {
     "mnist 128": (("recipe=mnist", "train.batch_size=128"), 20),
@@ -125,21 +124,7 @@ def child(case: str, blocks: int) -> None:
         with backend_flags(plan.policy):
             raw = raw_blocks(plan, steps, launch.rank, launch.world_size)
             parts = build_parts(plan, layout=meeting.layout("ddp", torch.device("cpu")))
-            raw_s, own_s, done, began = list[float](), list[float](), 0, 0.0
-
-            def between_steps() -> bool:
-                nonlocal done, began
-                done += 1
-                if done % steps == 0:
-                    own_s.append((time.perf_counter() - began) / steps)
-                    raw_s.append(next(raw))
-                    began = time.perf_counter()
-                return len(raw_s) > blocks
-
-            trainer = Trainer(parts, Limits(None, None, None), stop=between_steps)
-            with contextlib.suppress(StopRequestedError):
-                trainer.fit()
-            row = compared(raw_s[1:], own_s[1:])._asdict()
+            row = in_turns(parts, raw, steps, blocks)._asdict()
             row["all_reduce_ms"] = all_reduce_ms()
             row["parameters"] = sum(p.numel() for p in parts.model.parameters())
         if launch.is_first:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.alternate import BLOCKS, HEAPS, compared, heap_environment
+from benchmarks.alternate import BLOCKS, HEAPS, Ratio, compared, heap_environment
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.optimizer import CLASSES
@@ -47,7 +47,7 @@ from mprun.optim.engines import fastest
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.train.loop import Limits, StopRequestedError, Trainer
+from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
 
 
 @dataclass(frozen=True)
@@ -182,13 +182,13 @@ def planned(case: Case, precision: str) -> Plan:
     return plan
 
 
-def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
-    """Alternate blocks of both loops; ratio of medians with its interval.
+def in_turns(parts: Parts, raw: Iterator[float], steps: int, blocks: int) -> Ratio:
+    """Alternate blocks of mprun's loop and of a raw one; ratio of medians with its interval.
 
     The raw loop takes its turns between two steps of mprun's, which is entered once: to begin and
     end a training for each block would count as steps.
     """
-    raw, raw_s, own_s = raw_blocks(plan, steps), list[float](), list[float]()
+    raw_s, own_s = list[float](), list[float]()
     done, began = 0, 0.0
 
     def between_steps() -> bool:
@@ -200,11 +200,16 @@ def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
             began = time.perf_counter()
         return len(raw_s) > blocks
 
-    parts = build_parts(of_full_batches(plan))
     trainer = Trainer(parts, Limits(None, None, None), stop=between_steps)
     with contextlib.suppress(StopRequestedError):
         trainer.fit()
-    comparison = compared(raw_s[1:], own_s[1:])
+    return compared(raw_s[1:], own_s[1:])
+
+
+def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
+    """Alternate blocks of both loops of a plan."""
+    parts = build_parts(of_full_batches(plan))
+    comparison = in_turns(parts, raw_blocks(plan, steps), steps, blocks)
     return {
         "raw_ms": comparison.base_ms,
         "mprun_ms": comparison.other_ms,

@@ -140,9 +140,8 @@ def _show_sweep(folder: Path) -> int:
     from mprun.report.tables import sweep_table
 
     summaries: dict[str, Summary | None] = {}
-    runs = {
-        path.parent for path in folder.rglob("summary.json")
-    }  # hydra.sweep.subdir may nest them
+    # hydra.sweep.subdir may nest them
+    runs = {path.parent for path in folder.rglob("summary.json")}
     begun = {p for p in folder.iterdir() if p.is_dir() and p.name not in TRACKER_FOLDERS}
     runs |= {p for p in begun if not any(p in (run, *run.parents) for run in runs)}
     for run in sorted(runs, key=lambda p: (len(str(p)), str(p))):

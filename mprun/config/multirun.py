@@ -113,7 +113,7 @@ def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
     """What Hydra makes of `hydra.sweep.dir`, which may have patterns such as the time.
 
     Raises:
-        FileExistsError: it has files already.
+        UsageError: it has files already.
     """
     composed = hydra.compose_config(
         CONFIG_NAME, overrides, RunMode.MULTIRUN, with_log_configuration=False
@@ -121,7 +121,7 @@ def _sweep_folder(hydra: Any, overrides: list[str]) -> Path:
     folder = Path(str(composed.hydra.sweep.dir))
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise FileExistsError(0, f"{folder} has files in it; choose another hydra.sweep.dir")
+        raise UsageError(f"{folder} has files in it already; choose another hydra.sweep.dir")
     return folder
 
 

@@ -531,6 +531,7 @@ def warnings_of(capsys: pytest.CaptureFixture[str], mode: str, source: str) -> s
     return said(capsys, *words)[1]
 
 
+@pytest.mark.usefixtures("native_is_fast")  # an emulated mode has a warning of its own
 @pytest.mark.representative(
     "bf16_mixed-fp16_mixed-True", "bf16_mixed-fp32-False", "fp32-fp16_mixed-False"
 )
