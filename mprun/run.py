@@ -35,6 +35,8 @@ from mprun.train.checkpoint import (
     Checkpointer,
     CheckpointMisfitError,
     Stateful,
+    fetched,
+    path_in,
     restoring,
     run_facts,
 )
@@ -143,7 +145,7 @@ def _train(
     """Assemble the run, train, test and check it."""
     train, meeting = plan.config.train, here()
     layout = meeting.layout(plan.config.parallel.name.name, plan.device)
-    meeting.announce(Job(plan.config, plan.choices, saved, plan.untrusted))
+    meeting.announce(Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve()))
     meeting.keep_folder(folder.path)
     with stop.deferred():
         try:
@@ -169,7 +171,7 @@ def _train(
         "guard": guard_log,
     }
     facts = {"choices": plan.choices, **run_facts(summary)}
-    checkpointer = Checkpointer(folder.path, states, facts)
+    checkpointer = Checkpointer(folder.path, layout, states, facts, saved)
     log = ExceptionLog(exceptions, summary.fp_exceptions, folder, recorder, messages.report)
     check = AccumulationCheck(summary.effective, arithmetic, plan.device, messages.warn)
     conditions = ConditionsRecorder(summary)
@@ -180,7 +182,8 @@ def _train(
     trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
     if saved is not None:
         with restoring(folder.path), meeting.together():
-            _restore(trainer, saved["trainer"], "trainer")
+            check_form(trainer.state_dict(), saved["trainer"], "trainer")
+            trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
             check_moments(parts.optimizer)
             _restore(recorder, saved["journal"], "journal")
             _restore(exceptions, saved.get("exceptions", {}), "exceptions")
@@ -229,6 +232,8 @@ class Job(NamedTuple):
     """The checkpoint of the run to resume."""
     untrusted: Path | None
     """A folder whose code is not run."""
+    folder: Path
+    """The run's."""
 
 
 def follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
@@ -258,14 +263,15 @@ def _follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
             parts, exceptions = build_run(plan, lambda line: None, layout)
         with meeting.together():
             _raise_if_stopped(layout, stop)
-        every = plan.config.train.checkpoint_every_steps
-        trainer = Trainer(parts, plan.limits, [], stop.requested, every, Stopwatch())
+        every, watch = plan.config.train.checkpoint_every_steps, Stopwatch()
+        checkpointer = Checkpointer(job.folder, layout, {}, {})
+        trainer = Trainer(parts, plan.limits, [checkpointer], stop.requested, every, watch)
         if job.saved is not None:
             with meeting.together():
                 trainer.state_dict()  # the first process compares its own with the checkpoint
-                trainer.load_state_dict(job.saved["trainer"])
+                trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
                 exceptions.load_state_dict(job.saved.get("exceptions", {}))
-        with meeting.together():
+        with _ending([checkpointer], watch), meeting.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
             if not any(layout.ranks.agree(False)):

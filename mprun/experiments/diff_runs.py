@@ -28,6 +28,7 @@ from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
 from mprun.records.capture_record import SCHEMA_VERSION, CaptureRecord
 from mprun.records.reader import read_json
+from mprun.train import checkpoint
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
@@ -66,7 +67,7 @@ def load_run(path: Path) -> LoadedRun:
     model, _ = build_model(plan, precision)
     state = saved["trainer"]
     try:
-        model.load_state_dict(state["model"])
+        model.load_state_dict(checkpoint.weights(saved, checkpoint.path_in(path)))
     except (RuntimeError, KeyError, TypeError) as error:
         reason = described(error)
         raise UsageError(f"{path}: its checkpoint does not fit its recipe: {reason}") from None

@@ -8,8 +8,10 @@ holds a shard: `parallel/shards.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,6 +22,17 @@ from mprun.errors import RunFailedError
 from mprun.parallel.ranks import Ranks
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import Policy
+
+
+class Outline(NamedTuple):
+    """A state without its shards."""
+
+    state: Any
+    """The state; a tensor without values, on the device meta, stands for each shard."""
+    tied: dict[str, str] | None = None
+    """Names of shards that are others under another name, to those others' names; None if the state
+    has no shards."""
+
 
 Compute = Callable[[], tuple[Tensor, Any]]
 """Runs a forward pass: its loss and its output."""
@@ -62,20 +75,46 @@ class Layout:
         return batch
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
-        """The whole model's state, as one process has it."""
+        """The model's state; what the processes have cut is a `DTensor`, of the whole shape."""
         return model.state_dict()
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load a whole model's state."""
+        """Load a model's state, with whole tensors or those of `fetch`."""
         model.load_state_dict(state)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state, as one process has it."""
+        """The optimizer's state, cut as the model's."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Load a whole optimizer's state."""
+        """Load an optimizer's state, with whole tensors or those of `fetch`."""
         optimizer.load_state_dict(state)
+
+    def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
+        """Begin to write what the processes have cut, each its part.
+
+        Args:
+            state: `model_state` and `optimizer_state` are in it.
+            folder: a new folder, the same one for all processes.
+
+        Returns:
+            What is left for one file, and what is done when all parts are written; its error is
+            that of any process.
+        """
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Outline(state), done
+
+    def fetch(self, outline: Outline, folder: Path) -> Any:
+        """Read the shards of a state, so that it can be loaded.
+
+        Raises:
+            OSError: a file cannot be read.
+            DamagedShardsError: a shard is missing, or has another shape or dtype.
+        """
+        from mprun.parallel.shard_files import read_whole
+
+        return read_whole(outline, folder)
 
 
 class GroupLayout(Layout):

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -220,10 +221,15 @@ class GroupMeeting(Meeting):
         if kind == "fsdp2":
             from mprun.parallel.shards import ShardLayout  # imports a second of PyTorch
 
-            return ShardLayout(GroupRanks(device), device)
+            return ShardLayout(GroupRanks(device), device, lambda: self._file_group)
         from mprun.parallel.replicas import ReplicaLayout
 
         return ReplicaLayout(GroupRanks(device))
+
+    @cached_property
+    def _file_group(self) -> Any:
+        """The processes again, to write checkpoints beside training; all ask for it at once."""
+        return dist.new_group(timeout=PATIENCE, backend="gloo")
 
     def keep_folder(self, folder: Path) -> None:
         self._kept.set("folder", str(folder.resolve()))

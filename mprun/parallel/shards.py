@@ -15,27 +15,33 @@ element by element works, mprun's rounding ones too: they draw random bits by th
 the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
 those of all parts (`ShardCombine`).
 
-Checkpoints hold whole tensors: any number of processes resumes from them, and one process too.
+Checkpoints hold each process's parts (`shard_files.py`): any number of processes resumes from them,
+and one process too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import empty as empty_parts
 from torch.optim import Optimizer
 
 from mprun._torch import own_parameters
 from mprun.errors import RunFailedError
 from mprun.numerics.model_blocks import blocks_of, cast_modules
+from mprun.parallel import shard_files
 from mprun.parallel.buffer_mean import BufferMean
-from mprun.parallel.layouts import Compute, GroupLayout
+from mprun.parallel.layouts import Compute, GroupLayout, Outline
 from mprun.parallel.ranks import GroupRanks, Ranks
 from mprun.parallel.timed_collectives import time_collectives
 from mprun.precision import Combine
@@ -63,12 +69,24 @@ class ShardCombine(Combine):
 
 
 class ShardLayout(GroupLayout):
-    """A part of every parameter in each process."""
+    """A part of every parameter in each process.
+
+    Args:
+        ranks: the processes.
+        device: what they compute on.
+        file_group: connects them, when all call it, to write checkpoints beside training.
+    """
 
     kind = "fsdp2"
 
-    def __init__(self, ranks: GroupRanks, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: GroupRanks,
+        device: torch.device,
+        file_group: Callable[[], ProcessGroup | None] = lambda: None,
+    ) -> None:
         super().__init__(ranks)
+        self._file_group = file_group
         self.combine = ShardCombine(ranks)
         self._group = ranks
         self._mesh = init_device_mesh(device.type, (ranks.size,))
@@ -138,7 +156,7 @@ class ShardLayout(GroupLayout):
         self._took_part = False
 
     def model_state(self, model: nn.Module) -> Mapping[str, Any]:
-        return {name: _whole(value) for name, value in model.state_dict().items()}
+        return model.state_dict(keep_vars=True)  # a tied parameter is one object
 
     def load_model(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         own = model.state_dict()
@@ -152,15 +170,29 @@ class ShardLayout(GroupLayout):
                 target.copy_(self._cut(whole, value) if isinstance(value, DTensor) else whole)
 
     def _cut(self, whole: Tensor, p: Tensor) -> Tensor:
+        if isinstance(whole, DTensor):
+            return whole.to_local()
         first, end = self._rows(p)
         return whole[first:end]
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        whole: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._gathered)
-        return whole
+        state: dict[str, Any] = self._converted(optimizer, optimizer.state_dict(), self._placed)
+        return state
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
+
+    def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
+        rest, shards = shard_files.outline(state)
+        return rest, shard_files.write(shards, folder, self._file_group())
+
+    def fetch(self, outline: Outline, folder: Path) -> Any:
+        def empty(whole: Tensor) -> DTensor:
+            return empty_parts(
+                whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=[Shard(0)]
+            )
+
+        return shard_files.read_parts(outline, folder, empty)
 
     def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
         """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
@@ -181,7 +213,7 @@ class ShardLayout(GroupLayout):
             ]
         return converted
 
-    def _gathered(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
+    def _placed(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or not entry.dim():
             return entry
         if entry.shape != own.shape:
@@ -190,7 +222,7 @@ class ShardLayout(GroupLayout):
                 f"optimizer keeps a state of {list(entry.shape)} for it; legal: an optimizer that "
                 "computes element by element, such as AdamW, or parallel=ddp"
             )
-        placed = DTensor.from_local(
+        return DTensor.from_local(
             entry,
             self._mesh,
             whole.placements,
@@ -198,16 +230,11 @@ class ShardLayout(GroupLayout):
             shape=whole.shape,
             stride=whole.stride(),
         )
-        return _whole(placed)
 
     def _taken(self, entry: Any, own: nn.Parameter, whole: DTensor) -> Any:
         if not isinstance(entry, Tensor) or entry.shape != whole.shape:
             return entry
         return self._cut(entry, whole).clone()
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def units(model: nn.Module, policy: Policy) -> list[tuple[nn.Module, torch.dtype]]:

@@ -71,6 +71,16 @@ class SavedJournal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedShards:
+    """Where the tensors are that the processes have cut."""
+
+    folder: Annotated[str, msgspec.Meta(pattern=r"^shards-[0-9]+$")]
+    """Beside the checkpoint's file."""
+    tied: dict[str, str]
+    """Other names of a shard, to the name in the files."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SavedRun:
     """What of a checkpoint decides how the run is assembled."""
 
@@ -78,3 +88,4 @@ class SavedRun:
     choices: SavedChoices
     trainer: SavedPosition
     journal: SavedJournal
+    shards: SavedShards | None = None

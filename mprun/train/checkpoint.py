@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run between two steps, in one file.
+"""Checkpoints: the state of a run between two steps, in one file; shards lie in a folder beside it.
 
 A file is written whole or not at all (a temporary file, synced, then renamed). Reading someone
 else's checkpoint runs no code: see `torch_file.py`. Its content is checked in two steps: what
@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from mprun.errors import MprunError, UsageError, first_line
+from mprun.parallel.layouts import Layout, Outline
 from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
 from mprun.records.reader import converted
-from mprun.records.run_record import Summary
+from mprun.records.run_record import Status, Summary
 from mprun.train.callbacks import Callback
 from mprun.train.torch_file import load_torch_file
 
 FORMAT_VERSION = 1
 NAME = "last.pt"
+SHARDS = "shards-"
+"""The beginning of the name of a folder of shards; the step follows."""
+TENSORS = ("model", "optimizer")
+"""The parts of the loop's state that processes may have cut."""
 PARTS = ("choices", "trainer", "journal")
 """The keys that a resumed run needs. `journal` is the recorder's state."""
 
@@ -39,15 +48,11 @@ def path_in(run: Path) -> Path:
     return run / "checkpoints" / NAME
 
 
-def save(run: Path, state: dict[str, Any]) -> None:
-    """Write `state` (tensors and plain values) as the last checkpoint of `run`.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written; an earlier file stays.
-    """
+def serialized(state: dict[str, Any]) -> bytes:
+    """The content of a checkpoint's file: tensors and plain values."""
     buffer = io.BytesIO()
     torch.save({"format_version": FORMAT_VERSION, **state}, buffer)
-    write_atomic(path_in(run), buffer.getvalue())
+    return buffer.getvalue()
 
 
 def load(run: Path) -> dict[str, Any] | None:
@@ -72,6 +77,43 @@ def load(run: Path) -> dict[str, Any] | None:
             f"{known.journal.steps}"
         )
     return state
+
+
+def fetched(
+    saved: Mapping[str, Any], file: Path, layout: Layout, keys: Sequence[str] = TENSORS
+) -> dict[str, Any]:
+    """The loop's state in a checkpoint, with the shards that lie beside its file.
+
+    Args:
+        saved: the checkpoint.
+        file: where it was read.
+        layout: what this process holds of the model, and so reads.
+        keys: which parts of the state are read.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: a shard is missing, or has another shape or dtype.
+    """
+    state, shards = saved["trainer"], saved.get("shards")
+    if shards is None:
+        return dict(state)
+    name = shards["folder"]
+    if not re.fullmatch(rf"{SHARDS}\d+", name) or (file.parent / name).is_symlink():
+        raise ValueError(f"{name} is no folder of shards")
+    outline = Outline({key: state[key] for key in keys}, shards["tied"])
+    return {**state, **layout.fetch(outline, file.parent / name)}
+
+
+def weights(saved: Mapping[str, Any], file: Path) -> Any:
+    """The model's state in a checkpoint, on the CPU; None if it has none.
+
+    Raises:
+        UsageError: its shards cannot be read.
+    """
+    try:
+        return fetched(saved, file, Layout(), ["model"]).get("model")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_checkpoint(file, error) from None
 
 
 def checked(content: Any, path: Path) -> dict[str, Any]:
@@ -132,20 +174,89 @@ class Stateful(Protocol):
 
 
 class Checkpointer(Callback):
-    """Saves a checkpoint whenever the loop emits its state.
+    """Saves a checkpoint whenever the loop emits its state; every process has one.
+
+    What the processes have cut is written while training goes on. The file that makes it the run's
+    checkpoint is written last, by the first process.
 
     Args:
         run: the run's folder.
+        layout: what this process holds of the model.
         parts: objects that are saved beside the loop, by key.
         facts: plain values about the run, by key.
+        saved: the checkpoint that the run is resumed from, or None.
     """
 
-    def __init__(self, run: Path, parts: Mapping[str, Stateful], facts: Mapping[str, Any]) -> None:
-        self._run, self._parts, self._facts = run, parts, facts
+    def __init__(
+        self,
+        run: Path,
+        layout: Layout,
+        parts: Mapping[str, Stateful],
+        facts: Mapping[str, Any],
+        saved: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._run, self._layout, self._parts, self._facts = run, layout, parts, facts
+        self._ended: Future[None] | None = None
+        self._kept = saved["shards"]["folder"] if saved and saved.get("shards") else None
+        self._remove_others()
 
     def on_checkpoint(self, state: dict[str, Any]) -> None:
-        parts = {name: part.state_dict() for name, part in self._parts.items()}
-        save(self._run, {"trainer": state, **parts, **self._facts})
+        self._finish()
+        folder = path_in(self._run).with_name(f"{SHARDS}{state['step']}")
+        rest, written = self._layout.write_shards({key: state[key] for key in TENSORS}, folder)
+        data = None
+        if self._layout.ranks.is_first:
+            parts = {name: part.state_dict() for name, part in self._parts.items()}
+            content = {"trainer": {**state, **rest.state}, **parts, **self._facts}
+            if rest.tied is not None:
+                content["shards"] = {"folder": folder.name, "tied": rest.tied}
+            data = serialized(content)
+        self._ended = Future()
+        written.add_done_callback(partial(self._end, self._ended, data, folder.name))
+        if self._ended.done():
+            self._finish()
+
+    def on_end(self, status: Status) -> None:
+        if status != "failed":
+            self._finish()
+            return
+        with contextlib.suppress(Exception):  # the run has failed, and says why
+            self._finish()
+
+    def _finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            OSError: a process could not write.
+            PeerLostError: another process is gone.
+        """
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended.result()
+
+    def _end(
+        self, ended: Future[None], data: bytes | None, folder: str, written: Future[None]
+    ) -> None:
+        """All shards are written: make the checkpoint the last one, and remove the one before."""
+        try:
+            written.result()
+            if data is not None:
+                write_atomic(path_in(self._run), data)
+            self._kept = folder
+        except BaseException as error:
+            self._remove_others()
+            ended.set_exception(error)
+        else:
+            self._remove_others()
+            ended.set_result(None)
+
+    def _remove_others(self) -> None:
+        """Remove the shards of earlier checkpoints, and of one that was never complete."""
+        if not self._layout.ranks.is_first:
+            return
+        for path in path_in(self._run).parent.glob(f"{SHARDS}*"):
+            if path.name != self._kept:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def run_facts(summary: Summary) -> dict[str, Any]:

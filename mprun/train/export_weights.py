@@ -40,7 +40,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
             f"{run} has no checkpoint ({checkpoint.path_in(run)} is missing); a run writes one at "
             "its end, or earlier with train.checkpoint_every_steps"
         )
-    state: Any = saved["trainer"].get("model")
+    state = checkpoint.weights(saved, checkpoint.path_in(run))
     known = isinstance(state, Mapping) and len(state) > 0
     if not known or not all(isinstance(x, Tensor) for x in state.values()):
         raise UsageError(f"{checkpoint.path_in(run)} contains no weights by name")

@@ -177,7 +177,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
         return state, _dtypes(state), None
     saved = checkpoint.checked(content, file)
     trainer, effective = saved["trainer"], saved.get("effective")
-    state = _state(trainer.get("model") if isinstance(trainer, dict) else None, path)
+    weights = checkpoint.weights(saved, file) if isinstance(trainer, dict) else None
+    state = _state(weights, path)
     row = effective if isinstance(effective, dict) else {}
     trained_in = {str(row[key]) for key in ("param_dtype", "compute_dtype") if key in row}
     return state, _dtypes(state) | trained_in, saved.get("recipe")

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mprun.cli.main import main
 from mprun.data import Batch
+from mprun.parallel.layouts import Layout
 from mprun.precision import Clip
 from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 from mprun.records.run_record import Summary, read_lines, read_summary
@@ -47,9 +48,8 @@ MODES = {
 
 def trained(run: Path) -> dict[str, Any]:
     """The trainer's part of the last checkpoint."""
-    state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
-    found: dict[str, Any] = state["trainer"]
-    return found
+    file = run / "checkpoints" / "last.pt"
+    return checkpoint.fetched(torch.load(file, weights_only=True), file, Layout())
 
 
 def assert_equal(a: Any, b: Any, path: str = "$") -> None:
