@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -130,8 +131,6 @@ def read_parts(outline: Outline, folder: Path, empty: Callable[[Tensor], Tensor]
         OSError: a file cannot be read.
         DamagedShardsError: a shard is missing, or has another shape or dtype.
     """
-    from safetensors import SafetensorError
-
     state, tied = outline.state, outline.tied or {}
     wanted: dict[str, Tensor] = {}
     _mapped(lambda name, x: _note(wanted, tied.get(name, name), x), state)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from mprun.errors import UsageError, first_line
@@ -103,13 +104,6 @@ def write_pretrained(model: nn.Module, state: Mapping[str, Tensor], folder: Path
 
 
 def _safetensors(state: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
-    try:
-        from safetensors.torch import save
-    except ImportError:
-        raise UsageError(
-            f"NAME{SUFFIX} needs the package safetensors; pip install 'mprun[safetensors]', or "
-            "write NAME.pt"
-        ) from None
     places: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():  # the first name of a tied parameter
         storage = tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)

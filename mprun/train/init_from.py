@@ -35,7 +35,6 @@ from mprun.train.user_code import explained, model_of
 from mprun.train.weights_file import (
     IN_FOLDER,
     DamagedSafetensorsError,
-    MissingPackageError,
     is_safetensors,
     load_safetensors,
     nested,
@@ -163,8 +162,6 @@ def _read(path: Path) -> tuple[dict[str, Tensor], frozenset[str], str | None]:
         raise UsageError(
             f"train.init_from={path}: {file} cannot be read ({error.strerror}); {LEGAL}"
         ) from None
-    except MissingPackageError as error:
-        raise UsageError(f"train.init_from={path}: {error}") from None
     except (DamagedArchiveError, DamagedSafetensorsError) as error:
         raise UsageError(f"train.init_from={path}: {file} is damaged: {error}; {LEGAL}") from None
     except Exception:  # unpickling a damaged file raises almost anything

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mprun.records.reader import open_regular
@@ -24,10 +26,6 @@ NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which training programs keep the weights in a dictionary."""
 PREFIXES = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before the names of a model."""
-
-
-class MissingPackageError(Exception):
-    """A file needs a package that is not installed; the text says which."""
 
 
 class DamagedSafetensorsError(ValueError):
@@ -44,16 +42,8 @@ def load_safetensors(file: Path) -> dict[str, Tensor]:
 
     Raises:
         OSError: it cannot be read.
-        MissingPackageError: the package safetensors is not installed.
         DamagedSafetensorsError: it is no such file.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ImportError:
-        raise MissingPackageError(
-            f"{file.name} needs the package safetensors; pip install 'mprun[safetensors]'"
-        ) from None
     state: dict[str, Tensor] = {}
     for part in _parts(file):
         open_regular(part).close()

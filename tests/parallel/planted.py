@@ -2,6 +2,8 @@
 
 PLANTED="kill 1 5"   SIGKILL before process 1 takes step 5, in the first start alone
 PLANTED="raise 1 5"  an exception there, and NaN a loss that is NaN
+PLANTED="full 1 5"   from there on process 1 has no room to write its shards
+PLANTED="cut 1 5"    SIGKILL when it then writes them
 PLANTED="wait 1 5"   process 1 makes the file `reached`, then waits for a signal
 DIGESTS=FOLDER       each process writes SHA-256 of its parameters and moments after training
 FOOTPRINT=real       the memory of a step is counted as usual: otherwise it is not, which saves time
@@ -9,6 +11,7 @@ FOOTPRINT=real       the memory of a step is counted as usual: otherwise it is n
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import mprun.run
 from mprun.cli.main import main
@@ -64,6 +68,20 @@ def _kill(late: int) -> None:
 
 def _raise(late: int) -> None:
     raise ZeroDivisionError("planted fault")
+
+
+def _full(late: int) -> None:
+    def write(*given: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
+
+
+def _cut(late: int) -> None:
+    def write(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    HuggingFaceStorageWriter.write_data = write  # type: ignore[method-assign]
 
 
 _heard: list[int] = []

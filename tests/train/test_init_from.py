@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -21,6 +21,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.data import Batch
 from mprun.precision import Policy
+from mprun.records.files import write_atomic
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
@@ -232,10 +233,9 @@ def linear_state(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_safetensors_are_a_source(dtype: torch.dtype) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     state = linear_state(dtype)
     Path("hub").mkdir()
-    safetensors.save_file(state, "hub/model.safetensors")
+    save_file(state, "hub/model.safetensors")
     wanted = {key: x.float() for key, x in state.items()}
     for source in ("hub/model.safetensors", "hub"):
         assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), wanted)
@@ -244,12 +244,11 @@ def test_safetensors_are_a_source(dtype: torch.dtype) -> None:
 
 
 def test_divided_safetensors_are_a_source(capsys: pytest.CaptureFixture[str]) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
     state = linear_state()
     index = Path("hub/model.safetensors.index.json")
     index.parent.mkdir()
     for key, tensor in state.items():
-        safetensors.save_file({key: tensor}, f"hub/{key}.safetensors")
+        save_file({key: tensor}, f"hub/{key}.safetensors")
     index.write_text(json.dumps({"weight_map": {key: f"{key}.safetensors" for key in state}}))
     for source in ("hub", str(index)):
         assert_same_bits(first_weights(*LINEAR, f"train.init_from={source}"), state)
@@ -264,22 +263,12 @@ def test_divided_safetensors_are_a_source(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_damaged_safetensors(capsys: pytest.CaptureFixture[str]) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(linear_state(), "whole.safetensors")
+    save_file(linear_state(), "whole.safetensors")
     content = Path("whole.safetensors").read_bytes()
     for damaged in (b"", content[:-5], b"\xff" * 64, content[8:]):
         Path("x.safetensors").write_bytes(damaged)
         line = refused(capsys, *LINEAR, "train.init_from=x.safetensors")
         assert "x.safetensors is damaged: " in line
-
-
-def test_safetensors_without_the_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("x.safetensors").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    line = refused(capsys, *LINEAR, "train.init_from=x.safetensors")
-    assert line.endswith("needs the package safetensors; pip install 'mprun[safetensors]'")
 
 
 @pytest.mark.parametrize("key", ["state_dict", "model", "model_state_dict"])
@@ -578,7 +567,7 @@ def test_planted_weights_are_counted(
     for weight in state["trainer"]["model"].values():
         weight.fill_(0.5)
     state["trainer"]["model"]["2.weight"][0, :6] = torch.tensor([1e5, 1e-9, -1e-9, 1e-5, 3e-6, 0])
-    checkpoint.save(path, state)
+    write_atomic(checkpoint.path_in(path), checkpoint.serialized(state))
     words = [*MNIST, "precision=fp16_mixed", "train.init_from=source"]
     (found,) = make_plan(compose(words).config, {}).warnings
     assert found.removeprefix(WARNING.removeprefix("warning: ")) == (
