@@ -333,7 +333,7 @@ def unscale_and_check(optimizer: Optimizer, scale: Tensor) -> Tensor:
         elif p.grad is not None:
             gradients.append(p.grad)
     if gradients:
-        inverse = scale.double().reciprocal().float()
+        inverse = scale.reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
     return overflow
 

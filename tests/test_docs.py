@@ -142,7 +142,8 @@ def check_overrides(line: str) -> None:
     command = by_name[args.pop(0)] if args[0] in by_name else by_name["train"]
     if command.name in ("compare", "data"):  # the rest are paths and names of sets
         args = [x for x in args if x.startswith(f"{command.name}.")]
-    own = [x for x in args if x != "-m" and not x.lstrip("+").startswith(("hydra/", "hydra."))]
+    words = ("-m", "check")
+    own = [x for x in args if x not in words and not x.lstrip("+").startswith(("hydra/", "hydra."))]
     _, overrides = take(own, *command.settings)
     *_, last = combinations(
         [parse(x) for x in with_every_mode(overrides)]

@@ -6,16 +6,21 @@ from collections.abc import Collection
 
 import torch
 
+from mprun import devices
 from mprun.errors import UsageError
 from mprun.precision import Policy, execution
 
 
 def choose_device(wanted: str) -> torch.device:
-    """The device; `auto` is CUDA if there is a CUDA device."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise UsageError("device=cuda: PyTorch finds no CUDA device here; legal: auto, cpu")
-    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+    """The device; `auto` is the accelerator if there is one.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    try:
+        return devices.find(wanted)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def choose_execution(

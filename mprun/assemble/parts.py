@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun import devices
 from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.optimizer import build_optimizer
 from mprun.assemble.plan import Plan
@@ -145,7 +146,7 @@ def build_batches(
         in_memory: Batches = TensorBatches(placed, whole, form, device, micro, split)
         return in_memory, TensorOrder(len(data), seed, shuffle)
     generator = torch.Generator()
-    reading = Reading(micro, shuffle, plan.config.data.workers, device.type == "cuda")
+    reading = Reading(micro, shuffle, plan.config.data.workers, devices.backend(device).pins)
     batches = LoaderBatches(data, reading, generator, form, device, size // micro, split)
     return batches, LoaderOrder(generator, seed)
 

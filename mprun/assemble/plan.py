@@ -174,7 +174,7 @@ def make_plan(
     recipe = recipe_of(config, untrusted)
     policy = build_policy(config)
     earlier, resumed = dict(choices or {}), bool(choices) if resumed is None else resumed
-    device = choose_device(earlier.get("device", config.device.name))
+    device = choose_device(earlier.get("device", config.device))
     layers = choose_layers(config, recipe, policy)
     policy = with_formats(policy, recipe, layers)
     wanted = earlier.get("execution", config.execution.name)

@@ -25,7 +25,7 @@ from enum import Enum
 
 import torch
 
-from mprun import __version__
+from mprun import __version__, devices
 from mprun.assemble.parts import build_parts, compile_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.planned_memory import has_room_for_another
@@ -146,8 +146,7 @@ class Stepper:
         began = time.perf_counter()
         batch = next(iter(self._parts.train.epoch(None)))
         self._trainer.optimizer_step(batch.trained)
-        if self._parts.train.device.type == "cuda":
-            torch.cuda.synchronize()
+        devices.synchronize(self._parts.train.device)
         return (time.perf_counter() - began) * 1e3
 
 

@@ -1,14 +1,19 @@
 """`mprun doctor`: what this machine runs natively, how fast, and what follows for each mode.
 
-    mprun doctor [device=auto|cpu|cuda] [doctor.budget_s=5] [doctor.json=true]
+    mprun doctor [device=auto|cpu|cuda|xpu|mps|hpu] [doctor.budget_s=5] [doctor.json=true]
     mprun doctor recipe=mnist precision=bf16_mixed [doctor.steps=40]
     mprun doctor recipe=mnist doctor.world_size=8 [doctor.parallel=fsdp2]
+    mprun doctor check [recipe=mnist] [device=cuda]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
 else (`mprun.records.doctor_record` has its fields).
 
 With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
 these rates beside the measured one (`mprun.doctor.roofline`).
+
+`check` compares the device's kernels with float64 on the CPU, in float32, bfloat16 and float16,
+forward and backward: common layers, and the recipe's model. It names those that give NaN or a wrong
+result, and then exits with status 3. A first run on an accelerator does so by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from mprun.console import (
     stdout_console,
     warn,
 )
-from mprun.errors import EXIT_OK, UsageError, hint
+from mprun.errors import EXIT_CONDITION, EXIT_OK, UsageError, hint
 
 if TYPE_CHECKING:
     from mprun.config.settings import DoctorSettings
@@ -40,6 +45,9 @@ if TYPE_CHECKING:
     from mprun.records.scaling_record import ScalingEstimate
 
 
+CHECK = "check"
+
+
 def doctor_command(args: Sequence[str]) -> int:
     """Run `mprun doctor`; the exit status."""
     from mprun.config.settings import of_several_processes, take
@@ -47,6 +55,8 @@ def doctor_command(args: Sequence[str]) -> int:
     overrides = parse_arguments("doctor", args).overrides
     settings, rest = take(overrides, "doctor")
     doctor = settings.doctor
+    if CHECK in rest:
+        return _check([text for text in rest if text != CHECK], doctor.json)
     if doctor.world_size == 1:
         warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
     device, planned = _subject(rest)
@@ -61,13 +71,34 @@ def doctor_command(args: Sequence[str]) -> int:
     print_line(stderr_console(), f"measuring for about {doctor.budget_s:g} s ...")
     with JobProgress(stderr_console()) as progress:
         examination = _examined(device, planned, doctor, progress.begin)
-    console = stdout_console()
     for part in _parts(examination):
-        if isinstance(part, str):
-            print_text(console, part)
-        else:
-            print_table(console, part)
+        print_part(part)
     return EXIT_OK
+
+
+def _check(overrides: Sequence[str], as_json: bool) -> int:
+    """Carry out `mprun doctor check`; the exit status."""
+    from mprun.experiments.device_check import check_by_name
+    from mprun.report.kernel_check_tables import check_parts
+
+    name, planned = _subject(overrides)
+    with JobProgress(stderr_console()) as progress:
+        check = check_by_name(name, planned, report_nothing if as_json else progress.begin)
+    if as_json:
+        print(json.dumps(asdict(check), indent=1, allow_nan=False))
+    else:
+        for part in check_parts(check):
+            print_part(part)
+    return EXIT_CONDITION if check.faults or not check.ops else EXIT_OK
+
+
+def print_part(part: FittedTable | str) -> None:
+    """Print a table or a sentence."""
+    console = stdout_console()
+    if isinstance(part, str):
+        print_text(console, part)
+    else:
+        print_table(console, part)
 
 
 def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
@@ -89,7 +120,7 @@ def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
                 f"mprun doctor does not take '{text}' without recipe=NAME{hint(key, legal)}; "
                 f"legal: {', '.join(legal)}"
             )
-    return compose(overrides).config.device.name, None
+    return compose(overrides).config.device, None
 
 
 def _examined(

@@ -76,12 +76,8 @@ class Overflow(Enum):
     saturate = "saturate"
 
 
-class Device(Enum):
-    """Where a run computes. `auto` takes CUDA if there is a CUDA device."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu")
+"""The kinds that `mprun.devices` knows."""
 
 
 class Execution(Enum):
@@ -480,7 +476,7 @@ class Config:
     """The record."""
     seed: int = 0
     """Seed of the initial weights and of the order of samples; the same in every mode."""
-    device: Device = Device.auto
-    """auto, cpu or cuda."""
+    device: str = "auto"
+    """auto (the accelerator if there is one), cpu, cuda, xpu, mps, hpu; one of several: cuda:1."""
     execution: Execution = Execution.auto
     """auto, native or emulated."""

@@ -18,6 +18,7 @@ from omegaconf import MISSING
 
 from mprun.config.logger_checks import check_logger_fields, unused_logger_fields
 from mprun.config.schema import (
+    DEVICES,
     Casting,
     Config,
     DataFallback,
@@ -36,7 +37,7 @@ from mprun.config.schema import (
     RoundingScope,
     Scheduler,
 )
-from mprun.errors import UsageError
+from mprun.errors import UsageError, hint
 from mprun.records.layer_values import FLOAT16_LAYERS, LAYERS_STORED_LOW, product_formats
 
 
@@ -169,10 +170,20 @@ def check(config: Config) -> None:
             raise UsageError(
                 f"{key}={get(config, key)!r}: legal is a name without control characters"
             )
+    _check_device(config.device)
     for key, kind in PATHS.items():
         value = get(config, key)
         if value is not None and (not value.strip() or "\0" in value):
             raise UsageError(f"{key}={value!r}: legal is the name of {kind}, or null")
+
+
+def _check_device(device: str) -> None:
+    kind, colon, number = device.partition(":")
+    if kind not in ("auto", *DEVICES) or (colon and not number.isdecimal()):
+        raise UsageError(
+            f"device={device}{hint(kind, ('auto', *DEVICES))}; legal: auto, {', '.join(DEVICES)}, "
+            "and one of several as cuda:1"
+        )
 
 
 def _check_op_lists(config: Config) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import all_tensors, map_tensors
@@ -421,9 +422,9 @@ def rows(value: Any, start: int, size: int) -> Any:
 
 def place(data: TensorSet, device: torch.device) -> TensorSet:
     """`data`, on `device` if it takes at most half of the free memory there."""
-    if device.type != "cuda" or data.device == device:
+    free = devices.free_bytes(device)
+    if free is None or data.device == device:
         return data
-    free, _ = torch.cuda.mem_get_info(device)
     return data.to(device) if data.nbytes <= free // 2 else data
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun._torch import end_workers, started
 from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled
 from mprun.data.cutting import first_samples
@@ -212,8 +213,8 @@ class LoaderBatches:
 
     def _micro_batch(self, content: Any) -> MicroBatch:
         self._check(content)
-        size, on_cuda = batch_size(content), self.device.type == "cuda"
-        content = map_tensors(lambda x: x.to(self.device, non_blocking=on_cuda), content)
+        size, pinned = batch_size(content), devices.backend(self.device).pins
+        content = map_tensors(lambda x: x.to(self.device, non_blocking=pinned), content)
         content = self._form.prepared(content)
         return self._form.micro_batch(content, self._form.convert(content), size)
 

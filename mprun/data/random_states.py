@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mprun import devices
+
 NUMPY_SEEDS = 2**32
 
 
@@ -43,11 +45,10 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """All random numbers, also those of CUDA devices, are as before at the end."""
+    """All random numbers, also those of accelerators, are as before at the end."""
     host = saved_states()
-    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
-        with torch.random.fork_rng(devices):
+        with devices.random_numbers_kept(devices.in_use()):
             yield
     finally:
         restore_states(host)

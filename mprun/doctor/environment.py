@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import mprun
+from mprun import devices
 from mprun.doctor.heap import page_fault_us
 from mprun.precision import accelerated
 from mprun.records.run_record import Hardware
@@ -60,7 +61,7 @@ def hardware(device: torch.device, dtypes: list[str]) -> Hardware:
     """The machine; `accelerated` measures whether each of `dtypes` is faster than float32."""
     return Hardware(
         device=device.type,
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+        name=cpu_name() if device.type == "cpu" else devices.name(device),
         cores=usable_cores(),
         memory_bytes=memory_bytes(device),
         accelerated={name: accelerated(getattr(torch, name), device) for name in dtypes},
@@ -91,8 +92,8 @@ def usable_cores() -> int:
 
 def memory_bytes(device: torch.device) -> int | None:
     """The device's memory; None if the system does not report it."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type != "cpu":
+        return devices.total_bytes(device)
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -98,7 +98,7 @@ def measure_rates(
     Raises:
         torch.OutOfMemoryError: the tensors do not fit.
     """
-    small, large = SIZES[device.type]
+    small, large = SIZES.get(device.type, SIZES["cuda"])
     formats = formats_of(device)
     cases = [Case(op, f) for op in small.ops() for f in formats]
     rates = _measure(cases, device, budget_s * SMALL, report)
@@ -109,7 +109,7 @@ def measure_rates(
     fitting = which_fit(expected_s, budget_s * LARGE)
     rates += _measure(fitting, device, budget_s * LARGE, report)
     report("copying")
-    return rates, measure_copy(device, COPY_BYTES[device.type])
+    return rates, measure_copy(device, COPY_BYTES.get(device.type, COPY_BYTES["cuda"]))
 
 
 def which_fit(expected_s: Mapping[Case, float], share_s: float) -> list[Case]:

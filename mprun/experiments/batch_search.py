@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from mprun import devices
 from mprun.assemble import DataCache, Plan, make_plan
 from mprun.config import compose
 from mprun.console import ReportPart, report_nothing
@@ -172,21 +173,21 @@ def search_batch(
     def fits(batch: int, steps: int) -> bool:
         report(f"batch {batch}, the {len(lines) + 1}. that is tried")
         candidate = planned(f"train.batch_size={batch}")
-        torch.cuda.reset_peak_memory_stats(candidate.device)
+        devices.reset_peak(candidate.device)
         trains = _trains(candidate, steps)
-        peak = torch.cuda.max_memory_allocated(candidate.device) / 2**20
+        peak = (devices.peak_bytes(candidate.device) or 0) / 2**20
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.accelerator.empty_cache()
         outcome = f"peak {peak:.0f} MiB" if trains else "out of memory"
         lines.append(f"batch {batch}, {steps} steps: {outcome}")
         return trains
 
     first = planned()
-    if first.device.type != "cuda":
+    if not devices.backend(first.device).memory:
         raise UsageError(
-            "double.until_oom=true needs device=cuda: on a CPU the system swaps or kills the "
-            "process before PyTorch can report that memory is out; mprun memory counts the memory "
-            "of a batch without running it"
+            "double.until_oom=true needs an accelerator that counts its memory: on a CPU the "
+            "system swaps or kills the process before PyTorch can report that memory is out; mprun "
+            "memory counts the memory of a batch without running it"
         )
     most = first.splits.train.samples or sys.maxsize
     return largest_that_trains(fits, first.batch.micro, most, margin), lines

@@ -96,7 +96,10 @@ class StudyLauncher:
         if self.name == "joblib":
             defaults["n_jobs"] = self.count
         elif self.name == "submitit_local":
-            defaults = {"timeout_min": LONGEST_MIN, "gpus_per_node": torch.cuda.device_count()}
+            defaults = {
+                "timeout_min": LONGEST_MIN,
+                "gpus_per_node": torch.accelerator.device_count(),
+            }
         elif self.name == "submitit_slurm":
             defaults["name"] = "mprun"
         options = {

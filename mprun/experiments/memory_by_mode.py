@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from mprun.assemble import Plan, load_shapes, make_plan, same_step, step_memory, with_batch_size
 from mprun.assemble.initial_summary import variant_label
 from mprun.assemble.optimizer import optimizer_name
@@ -245,12 +243,6 @@ def _published(
 OF_A_MODE = ("precision", "op_lists", "loss_scale", "execution")
 """First parts of keys that belong to one mode; the mode to compare with does not get them."""
 
-NO_CUDA = (
-    "device=cuda: PyTorch finds no CUDA device here, and autograd needs one even on fake tensors; "
-    "legal here: device=cpu, which plans the same tensors with the CPU's choice of optimizer "
-    "kernels and op lists"
-)
-
 
 @dataclass(frozen=True)
 class PlannedMode:
@@ -350,8 +342,6 @@ class _Attempts:
 
 def _planned(composed: Composed, extra: str) -> PlannedMode:
     config = composed.config
-    if config.device.name == "cuda" and not torch.cuda.is_available():
-        raise UsageError(NO_CUDA)
     config = replace(config, train=replace(config.train, init_from=None))
     planned = make_plan(config, composed.given, load=load_shapes)
     return PlannedMode(composed, planned, f"{variant_label(planned)} {extra}".rstrip())

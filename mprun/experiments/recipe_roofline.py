@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from mprun import devices
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
 from mprun.assemble.planned_memory import as_native, fake_step
@@ -176,8 +177,7 @@ def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> MeasuredStep:
 
 def _op_times(plan: Plan, parts: Parts, step: Callable[[], object]) -> dict[GroupName, float]:
     def synchronize() -> None:
-        if plan.device.type == "cuda":
-            torch.cuda.synchronize(plan.device)
+        devices.synchronize(plan.device)
 
     rows = [
         group_ms(count_costs(step, parts.model, parts.optimizer, synchronize, warmup=0))

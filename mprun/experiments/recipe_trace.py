@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.resources import files
 from statistics import median
 from typing import Any
@@ -11,6 +12,7 @@ import msgspec
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from mprun import devices
 from mprun.assemble.dtype_choices import entries
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
@@ -92,7 +94,7 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     """
     calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
     ops: list[RecordedOp] = []
-    recorder = OpRecorder(ops.append, calls.current, _waiting(plan.device))
+    recorder = OpRecorder(ops.append, calls.current, partial(devices.synchronize, plan.device))
     precision = build_precision(
         plan, _caster(plan, calls), _arithmetic(build_arithmetic(plan), recorder)
     )
@@ -142,15 +144,8 @@ def _arithmetic(inner: Arithmetic, recorder: OpRecorder) -> Arithmetic:
 
 def _timed(trainer: Trainer, batch: Batch, device: torch.device) -> float:
     """Seconds of one step."""
-    wait = _waiting(device)
-    wait()
+    devices.synchronize(device)
     began = time.perf_counter()
     trainer.optimizer_step(batch)
-    wait()
+    devices.synchronize(device)
     return time.perf_counter() - began
-
-
-def _waiting(device: torch.device):  # type: ignore[no-untyped-def]
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None

@@ -69,7 +69,7 @@ def read_step(path: Path) -> SavedStep:
 def parts_of_recipe(config: Config, saved: SavedStep) -> ReplayParts:
     """Model and loss of a recipe; the loss needs a batch that the loop gave."""
     recipe = recipe_of(config)
-    device = None if str(config.device) == "auto" else choose_device(str(config.device))
+    device = None if config.device == "auto" else choose_device(config.device)
     if not saved.batches:
         note = (
             "the loop gave no batch (run.note_batch(batch)), so the recipe's loss was not run: the "

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun import devices
 from mprun.errors import first_line
 from mprun.integrations.gradient_check import all_finite, gradients, gradients_by_name
 from mprun.integrations.gradient_check import nonfinite_names as names_of
@@ -292,9 +292,7 @@ class Observation:
             logger.warning(failure)
         self._read_precision()
         summary.memory_bytes = memory_row(self._probes.bytes_by_category())
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            summary.memory_bytes.allocator_peak = peak
+        summary.memory_bytes.allocator_peak = devices.peak_bytes(self._device)
         if self.audit is not None:
             summary.warnings += [f"{f.kind} {f.module}: {f.text}" for f in self.audit.findings]
         self._record.close()

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun import devices
 from mprun.errors import first_line
 from mprun.numerics.float64 import in_float64
 from mprun.precision import (
@@ -196,8 +197,7 @@ class Passes:
         return float(loss)
 
     def _wait(self) -> None:
-        if self.parameters[0].device.type == "cuda":
-            torch.cuda.synchronize(self.parameters[0].device)
+        devices.synchronize(self.parameters[0].device)
 
 
 def _check_finite(loss: Tensor) -> None:
@@ -221,8 +221,7 @@ def ready(model: nn.Module, seed: int = 0) -> Iterator[None]:
         for m in model.modules()
         for name, b in m.named_buffers(recurse=False)
     ]
-    cuda = [p.device for p, _ in gradients if p.device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda[:1]):
+    with devices.random_numbers_kept([p.device for p, _ in gradients[:1]]):
         torch.manual_seed(seed)
         try:
             for module in training:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun import devices
 from mprun.precision.rounding import merge, split
 from mprun.precision.split_masters import merged
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
@@ -91,8 +92,7 @@ def exact_updates(optimizer: Optimizer) -> dict[nn.Parameter, ExactUpdate]:
 
 def own_random_numbers(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Random numbers drawn inside do not change the sequence outside."""
-    devices = {x.device.index for x in tensors if x.device.type == "cuda"}
-    return torch.random.fork_rng(devices=sorted(d for d in devices if d is not None))
+    return devices.random_numbers_kept({x.device for x in tensors if x.device.type != "meta"})
 
 
 def exact_weights(p: Tensor, optimizer: Optimizer) -> Tensor:

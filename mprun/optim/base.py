@@ -27,6 +27,7 @@ from typing import Any, ClassVar, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
 from mprun.optim import codes, engines
 from mprun.optim.engines import ENGINES, Operands
@@ -221,7 +222,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             with torch.enable_grad():
                 loss = closure()
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        self._step(None if scale is None else scale.double().reciprocal().float(), skip)
+        self._step(None if scale is None else scale.reciprocal().float(), skip)
         return loss
 
     @torch.no_grad()
@@ -377,7 +378,7 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
         """
         for _, alike in groupby(updates, lambda update: (id(update.group), update.p.device)):
             same = list(alike)
-            steps = torch.stack([update.state["step"] for update in same]).double()
+            steps = devices.wide(torch.stack([update.state["step"] for update in same]))
             hypers = steps.new_zeros(len(same), HYPERS)
             constants = [1.0 if factor is None else factor, *self.hyper(same[0].group, steps)]
             for column, x in zip(hypers.unbind(1), constants, strict=False):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun import kernels
+from mprun import devices, kernels
 from mprun._torch import is_fake
 from mprun.optim import codes
 from mprun.optim.formulas import FORMULAS, Storage, root
@@ -187,7 +187,7 @@ def _indices(x: Tensor, first: int) -> Tensor:
 
 def _key_words(keys: tuple[Key, ...], beside: Tensor, *more: int) -> Tensor:
     words = [*[signed(w) for key in keys for w in key], *more]
-    if not beside.is_cuda or is_fake(beside):
+    if not devices.backend(beside.device).pins or is_fake(beside):
         return torch.tensor(words, dtype=torch.int32, device=beside.device)
     pinned = torch.tensor(words, dtype=torch.int32, pin_memory=True)
     return pinned.to(beside.device, non_blocking=True)  # a copy of other memory would wait

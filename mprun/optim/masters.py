@@ -209,7 +209,7 @@ class MasterWeights(EagerOptimizer, MasteredOptimizer):
     def masters_with_gradients(self) -> Iterator[Masters]:
         self._push()
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        factor = None if scale is None else scale.double().reciprocal().float()
+        factor = None if scale is None else scale.reciprocal().float()
         own: list[tuple[nn.Parameter, Tensor]] = []
         try:
             for p, held in self._pairs():

@@ -89,7 +89,7 @@ class SGD(LowPrecisionOptimizer):
     def hyper(self, group: dict[str, Any], step: Any) -> list[Any]:
         # As in PyTorch, the first step adds the whole gradient to the momentum, and without
         # momentum nothing is dampened.
-        later = (step > 1).double() if isinstance(step, Tensor) else step > 1
+        later = (step > 1).to(step.dtype) if isinstance(step, Tensor) else step > 1
         undamped = 1 - group["dampening"] * later if group["momentum"] else 1.0
         return [group["weight_decay"], group["momentum"], float(group["lr"]), undamped]
 

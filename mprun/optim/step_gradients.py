@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun.precision.combine import Combine
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -32,12 +33,12 @@ def clipping_scale(
     device: torch.device,
     combine: Combine,
 ) -> Tensor:
-    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more (float64).
+    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more.
 
     Norms are summed in float32: in float16 the squares of a few hundred overflow.
     """
-    total = combine.total_norm(_norm(gradients, device)).double()
-    divisor = torch.ones_like(total) if scale is None else scale.double()
+    total = devices.wide(combine.total_norm(_norm(gradients, device)))
+    divisor = torch.ones_like(total) if scale is None else devices.wide(scale)
     wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
     return wide
 

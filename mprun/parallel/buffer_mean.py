@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mprun import devices
 from mprun.parallel.ranks import Ranks
 
 
@@ -32,7 +33,7 @@ class BufferMean:
         """
         if not self._buffers:
             return
-        flat = torch.cat([b.detach().reshape(-1).double() for b in self._buffers])
+        flat = torch.cat([devices.wide(b.detach().reshape(-1)) for b in self._buffers])
         flat = torch.cat([flat, flat.new_ones(1)])
         self._sums = flat if took_part else torch.zeros_like(flat)
         self._wait = self._ranks.begin_sums([self._sums])

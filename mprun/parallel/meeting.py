@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mprun import devices
 from mprun.errors import MachineFailedError, first_line, text_of
 from mprun.parallel.layouts import Layout
 from mprun.parallel.ranks import GroupRanks, PeerLostError, lost
@@ -96,10 +97,11 @@ class GroupMeeting(Meeting):
         self.is_first = rank == 0
         self._number = self._jobs = 0
         self._is_busy = False
-        backend = "gloo"
-        if local_rank < torch.cuda.device_count():
-            torch.cuda.set_device(local_rank)
-            backend = "cpu:gloo,cuda:nccl"
+        backend, here = "gloo", devices.accelerator()
+        if here is not None and local_rank < torch.accelerator.device_count():
+            torch.accelerator.set_device_index(local_rank)
+            if (own_group := devices.backend(here).group) is not None:
+                backend = f"cpu:gloo,{here.type}:{own_group}"
         store = _store(rank)
         self._kept = dist.PrefixStore("mprun", store)  # type: ignore[attr-defined]
         # torchrun's store outlives the processes: those of an earlier start left addresses in it

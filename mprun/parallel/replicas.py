@@ -82,7 +82,7 @@ class ReplicaLayout(GroupLayout):
         self._took_part = False
         self._sums: list[tuple[Tensor, Tensor, Callable[[], None]]] = []
         """Buckets, what is sent of each, and what waits for its sum."""
-        self._devices: Any = [p.device for p in model.parameters() if p.is_cuda][:1]
+        self._devices: Any = [p.device for p in model.parameters() if p.device.type != "cpu"][:1]
         self._buffers = BufferMean(model, self.ranks)
         both = _LossModule(model)
         self._trained = [*both.trained]

@@ -96,9 +96,9 @@ def sum_of_ones(op: Any, dtype: torch.dtype, device: torch.device) -> float:
     least = float(TERMS)
     for shapes, rest in _convolutions(op):
         ones = [torch.ones(s, dtype=dtype, device=device) for s in shapes]
-        exact = _tensors(op(*(x.double() for x in ones), *rest))
+        exact = _tensors(op(*(x.cpu().double() for x in ones), *rest))
         for sums, expected in zip(_tensors(op(*ones, *rest)), exact, strict=True):
-            long = sums[expected == TERMS]
+            long = sums.cpu()[expected == TERMS]
             least = min(least, _least(long)) if long.numel() else least
     return least
 
@@ -111,7 +111,7 @@ def _matmul_operands(op: Any, dtype: torch.dtype, device: torch.device) -> list[
 
 
 def _least(sums: Tensor) -> float:
-    return sums.double().min().item()
+    return sums.cpu().double().min().item()
 
 
 def _tensors(result: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:

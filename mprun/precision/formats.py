@@ -53,6 +53,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun.precision.random_bits import shift_right
 
 MANTISSA_BITS, SMALLEST_NORMAL = 23, -126
@@ -299,7 +300,7 @@ def _scaled(x: Tensor, to: BlockFormat, bits: Tensor | None) -> Tensor:
     largest = x.abs().amax(-1, keepdim=True)
     if to.scale in ("float32", "power_of_two"):
         bad = ~torch.isfinite(largest)
-        factor = (to.element.largest / largest.double().clamp_min(SMALLEST_SCALED)).float()
+        factor = (to.element.largest / devices.wide(largest).clamp_min(SMALLEST_SCALED)).float()
         if to.scale == "power_of_two":
             factor = (factor.view(torch.int32) & 0x7F800000).view(torch.float32)
         return torch.where(bad, math.nan, quantise(x * factor, to.element, bits=bits) / factor)

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun import devices
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.update import Clip, Unscaled, step_scaled, step_unscaled
 
@@ -191,8 +192,9 @@ def next_state(
     Products are taken in float64 and rounded once, as GradScaler's kernel does.
     """
     skipped = overflow > 0
-    lowered = (scale.double() * rule.backoff).float().clamp_min(rule.floor)
-    raised = (scale.double() * rule.growth).float()
+    wide = devices.wide(scale)
+    lowered = (wide * rule.backoff).float().clamp_min(rule.floor)
+    raised = (wide * rule.growth).float()
     grows = tracker + 1 >= rule.interval
     taken = torch.where(grows & torch.isfinite(raised), raised, scale)
     scale = torch.where(skipped, lowered, taken)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from mprun import devices
 from mprun.precision.arithmetic import Arithmetic
 from mprun.precision.execution import arithmetic_for, choose_execution, choose_fp32_fallback
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
@@ -38,23 +39,12 @@ def policy_of(given: Policy | str) -> Policy:
 
 
 def device_of(given: torch.device | str | None) -> torch.device:
-    """The device; None is CUDA if there is a CUDA device, else the CPU.
+    """The device; None is the accelerator if there is one, else the CPU.
 
     Raises:
-        ValueError: it is neither CPU nor CUDA, or there is no CUDA device.
+        ValueError: this machine has no such device.
     """
-    available = torch.cuda.is_available()
-    if given is None:
-        return torch.device("cuda" if available else "cpu")
-    try:
-        device = torch.device(given)
-    except RuntimeError:  # its text is a long list of devices that mprun does not support
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={str(given)!r}; legal: None, 'cpu', 'cuda', 'cuda:N'")
-    if device.type == "cuda" and not available:
-        raise ValueError(f"device={str(given)!r}: PyTorch finds no CUDA device here; legal: 'cpu'")
-    return device
+    return devices.find("auto" if given is None else str(given))
 
 
 def with_op_lists(

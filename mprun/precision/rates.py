@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun.precision.switches import switches
 
 SAMPLE_S = 1e-3
@@ -107,8 +108,8 @@ class Timer:
     def time_s(self) -> float:
         """The time of one call, the mean over `repeats`."""
         with switches(self.tf32):
-            timed = _device_s if self.device.type == "cuda" else _host_s
-            return timed(self.call, self.repeats) / self.repeats
+            timed = _device_s if devices.backend(self.device).events else _host_s
+            return timed(self.call, self.repeats, self.device) / self.repeats
 
 
 def timer(
@@ -130,8 +131,8 @@ def timer(
     Raises:
         torch.OutOfMemoryError: they do not fit the device.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    drawn = (torch.randn(s, generator=generator, device=device).to(dtype) for s in op.shapes)
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(s, generator=generator).to(device, dtype) for s in op.shapes)
     inputs = [x.contiguous(memory_format=images) if x.dim() == 4 else x for x in drawn]
     return warm(lambda: op.function(*inputs), device, tf32)
 
@@ -181,7 +182,7 @@ def accelerated(
     """
     if dtype == torch.float32:
         return True
-    op = matmul(side or SIDE[device.type])
+    op = matmul(side or SIDE.get(device.type, SIDE["cuda"]))
     # Several threads beside another process slow down tenfold, one dtype or the other by chance.
     with in_threads(1):
         pair = [timer(op, torch.float32, device), timer(op, dtype, device)]
@@ -223,18 +224,19 @@ def in_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _host_s(call: Callable[[], object], repeats: int) -> float:
+def _host_s(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    devices.synchronize(device)
     start = time.perf_counter()
     for _ in range(repeats):
         call()
+    devices.synchronize(device)
     return time.perf_counter() - start
 
 
-def _device_s(call: Callable[[], object], repeats: int) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+def _device_s(call: Callable[[], object], repeats: int, device: torch.device) -> float:
+    begin = devices.event(device)
     for _ in range(repeats):
         call()
-    end.record()
+    end = devices.event(device)
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3

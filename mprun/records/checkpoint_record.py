@@ -19,7 +19,7 @@ Fallback = Literal["none", "backward", "all"]
 class SavedChoices:
     """The automatic choices of the run's machine, which a resumed run repeats."""
 
-    device: Literal["cpu", "cuda"] | None = None
+    device: str | None = None
     execution: Literal["native", "emulated"] | None = None
     memory_format: Literal["contiguous", "channels_last"]
     optimizer_impl: Literal[

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from mprun.errors import MprunError, UsageError, first_line
+from mprun.nested import map_tensors
 from mprun.parallel.layouts import Layout, Outline
 from mprun.records.checkpoint_record import SavedRun
 from mprun.records.files import write_atomic
@@ -49,9 +50,10 @@ def path_in(run: Path) -> Path:
 
 
 def serialized(state: dict[str, Any]) -> bytes:
-    """The content of a checkpoint's file: tensors and plain values."""
+    """The content of a checkpoint's file: tensors, on the CPU, and plain values."""
     buffer = io.BytesIO()
-    torch.save({"format_version": FORMAT_VERSION, **state}, buffer)
+    on_host = map_tensors(lambda x: x if x.is_meta else x.cpu(), state)
+    torch.save({"format_version": FORMAT_VERSION, **on_host}, buffer)
     return buffer.getvalue()
 
 

@@ -3,9 +3,10 @@
 A step's time is from "batch ready" to "parameters updated". The wait for the batch is measured
 apart; metrics, logging and checkpoints are in neither. Steps on a partial last batch are not timed.
 
-On CUDA a step's kernels still run when the call that launched them returns. Waiting for them at
-each step would slow the run. So an event is recorded at the end of each step, and the step's time
-is the difference of successive events, which is read later and includes the wait for the batch.
+On an accelerator a step's kernels still run when the call that launched them returns. Waiting for
+them at each step would slow the run. So an event is recorded at the end of each step, and the
+step's time is the difference of successive events, which is read later and includes the wait for
+the batch. Where a device has no events, each step is waited for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mprun import devices
 from mprun.doctor.heap import page_faults
 
 
@@ -82,19 +84,36 @@ class HostClock:
         pass
 
 
-class CudaClock:
-    """For CUDA: differences of successive step-end events, without a synchronization per step."""
+class WaitingClock(HostClock):
+    """For a device without events: the host waits for each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def start(self) -> None:
+        devices.synchronize(self._device)
+        super().start()
+
+    def stop(self) -> None:
+        devices.synchronize(self._device)
+        super().stop()
+
+
+class EventClock:
+    """Differences of successive step-end events, without a synchronization per step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._pairs: list[tuple[Any, Any]] = []
         self._previous: Any = None
 
     def start(self) -> None:
         if self._previous is None:
-            self._previous = self._event()
+            self._previous = devices.event(self._device)
 
     def stop(self) -> None:
-        end = self._event()
+        end = devices.event(self._device)
         self._pairs.append((self._previous, end))
         self._previous = end
 
@@ -107,13 +126,9 @@ class CudaClock:
     def pause(self) -> None:
         self._previous = None
 
-    @staticmethod
-    def _event() -> Any:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
 
 def clock_for(device: torch.device) -> Clock:
     """The clock that fits a device."""
-    return CudaClock() if device.type == "cuda" else HostClock()
+    if device.type == "cpu":
+        return HostClock()
+    return EventClock(device) if devices.backend(device).events else WaitingClock(device)

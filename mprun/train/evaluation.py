@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from mprun import devices
 from mprun.data import Batch, Batches
 from mprun.parallel.ranks import Ranks
 from mprun.precision import Precision
@@ -136,9 +137,8 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
     A forward pass in evaluation mode seldom changes them, but a model's own code may.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with devices.random_numbers_kept([device]):
             yield
     finally:
         with torch.no_grad():

@@ -2,9 +2,10 @@
 
 On the CPU a scalar is read at once, since it is computed when the step returns. To keep thousands
 of tiny tensors alive between large ones would make the allocator return memory and fault it in
-again at every step (measured: 30 to 50 page faults a step on `linear`). On CUDA, reading a scalar
-makes the host wait for the step. So scalars are copied into a buffer on the device and read
-together, a fraction of a second late.
+again at every step (measured: 30 to 50 page faults a step on `linear`). On an accelerator, reading
+a scalar makes the host wait for the step. So scalars are copied into a buffer on the device and
+read together, a fraction of a second late. Where each step is waited for anyway, they are read at
+once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from mprun import devices
 
 
 class StepMetrics(NamedTuple):
@@ -75,7 +78,7 @@ def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetric
 
 
 class HostReadback:
-    """For the CPU: read at once."""
+    """Read at once."""
 
     full = False
 
@@ -92,7 +95,7 @@ class HostReadback:
 
 
 class DeviceReadback:
-    """For CUDA: collected on the device, read together.
+    """For an accelerator: collected on the device, read together.
 
     Args:
         device: where the scalars are.
@@ -133,4 +136,5 @@ class DeviceReadback:
 
 def readback_for(device: torch.device) -> MetricReadback:
     """The readback for a device."""
-    return DeviceReadback(device) if device.type == "cuda" else HostReadback()
+    known = devices.backend(device)
+    return DeviceReadback(device) if known.events and known.float64 else HostReadback()

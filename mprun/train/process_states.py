@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mprun import devices
 from mprun.data.random_states import restore_states, saved_states, seed_all
 from mprun.parallel.ranks import Ranks
 from mprun.train.step_statistics import Distribution, warmup_steps
@@ -16,7 +17,7 @@ def saved_random_numbers(ranks: Ranks) -> dict[str, Any]:
     own = {
         "rng": torch.get_rng_state(),
         "host_rng": saved_states(),
-        "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "device_rng": devices.random_states(devices.in_use()),
     }
     if ranks.size == 1:
         return own
@@ -41,8 +42,7 @@ def restore_random_numbers(state: dict[str, Any], ranks: Ranks) -> None:
     torch.set_rng_state(own["rng"])
     if "host_rng" in own:  # older checkpoints have none
         restore_states(own["host_rng"])
-    if own["cuda_rng"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(own["cuda_rng"])
+    devices.restore_random_states(own.get("device_rng", {}))
 
 
 def seed_process(seed: int, ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun import devices
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
@@ -164,15 +165,15 @@ class MetricPass:
     def add(self, outputs: Sequence[Any], batch: Batch, skipped: Tensor | None = None) -> None:
         """Add a batch, unless its step was skipped.
 
-        On CUDA, what a step that may be skipped adds is held until the next one is queued, so that
-        the host seldom waits for the flag and the device never for the host.
+        On an accelerator, what a step that may be skipped adds is held until the next one is
+        queued, so that the host seldom waits for the flag and the device never for the host.
         """
         if not self._metrics:
             return
         contents = [part.content for part in batch.parts]
         if skipped is None:
             self._update(outputs, contents)
-        elif self._device.type != "cuda":
+        elif not devices.backend(self._device).events:
             if not skipped.item():
                 self._update(outputs, contents)
         else:
@@ -324,14 +325,13 @@ def placed(state: Any, kinds: Sequence[str], device: torch.device) -> Any:
 
 
 class _HeldStep:
-    """A step on CUDA of which the host does not know yet whether it was skipped."""
+    """A step on an accelerator of which the host does not know yet whether it was skipped."""
 
     def __init__(self, outputs: Sequence[Any], contents: Sequence[Any], skipped: Tensor) -> None:
         self.outputs, self.contents = outputs, contents
         self._flag = torch.empty((), dtype=skipped.dtype, pin_memory=True)
         self._flag.copy_(skipped.detach().reshape(()), non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+        self._copied = devices.event(skipped.device)
 
     def was_skipped(self) -> bool:
         """Waits for the step, not for those queued after it."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from mprun import devices
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.epoch_lines import epoch_lines, read_epochs
 from mprun.records.run_folder import RunFolder
@@ -142,9 +143,7 @@ class Recorder(Callback):
         summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()
         summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            summary.memory_bytes.allocator_peak = peak
+        summary.memory_bytes.allocator_peak = devices.peak_bytes(self._device)
 
     def _substitutions(self) -> list[Substitution]:
         """Substitutions that occurred, in this process or before the run was resumed."""

@@ -22,7 +22,7 @@ from mprun.config.reference import (
     options,
     sections,
 )
-from mprun.config.schema import Config, Device, Scheduler
+from mprun.config.schema import Config, Execution, Scheduler
 
 CONF = Path(str(files("mprun.conf")))
 
@@ -72,7 +72,7 @@ def test_leaves_and_sections_are_what_a_config_holds() -> None:
         ("train.optimizer.eps", "a number", "1e-08"),
         ("preset.loss_must_fall", "true or false", "false"),
         ("data.root", "a text, or null", "null"),
-        ("device", "one of auto, cpu, cuda", "auto"),
+        ("execution", "one of auto, native, emulated", "auto"),
         ("recipe.model", "a mapping {name: value, ...}", "{}"),
     ],
 )
@@ -88,7 +88,7 @@ def test_every_type_has_words() -> None:
 
 
 def test_choices_are_what_a_user_types() -> None:
-    assert leaves()["device"].choices == ["auto", "cpu", "cuda"] == enum_names(Device)
+    assert leaves()["execution"].choices == ["auto", "native", "emulated"] == enum_names(Execution)
     assert leaves()["train.scheduler"].choices == enum_names(Scheduler)
     assert leaves()["seed"].choices == []
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mprun import devices
 from mprun._torch import no_dispatch, op_name, schema_of, tree_map
 from mprun.nested import tensors_in
 from mprun.numerics.nonfinite.tensor_stats import ValueRange
@@ -137,22 +139,47 @@ def written_arguments(
             yield name, value
 
 
+def _able(device: torch.device, dtype: torch.dtype) -> torch.device:
+    """The device, or the CPU where it does not have the dtype."""
+    able = dtype != torch.float64 or devices.backend(device).float64
+    return device if able else devices.CPU
+
+
 def in_float64(
     call: OpCall, value: Callable[[Tensor], Tensor | None] = lambda x: None
 ) -> list[Tensor] | None:
-    """The results of an op computed in float64, in the order of `call.outputs()`.
+    """The results of an op computed in float64, as of `recomputed`.
 
-    None where that is not possible: the op draws random numbers, is very large, has no kernel for
-    float64, or overwrote inputs of which no copy exists.
+    They are on its device, or on the CPU where the device has no float64.
 
     Args:
         call: the op, which has run.
         value: returns float64 numbers to use in place of a tensor's own, or None.
     """
+    return recomputed(call, torch.float64, None, value)
+
+
+def recomputed(
+    call: OpCall,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    value: Callable[[Tensor], Tensor | None] = lambda x: None,
+) -> list[Tensor] | None:
+    """The results of an op computed in another dtype, in the order of `call.outputs()`.
+
+    None where that is not possible: the op draws random numbers, is very large, has no kernel for
+    the dtype, or overwrote inputs of which no copy exists.
+
+    Args:
+        call: the op, which has run.
+        dtype: takes the place of every floating dtype.
+        device: where; None: where the tensors are. A mode that watches ops sees those that copy
+            the tensors there.
+        value: returns numbers to use in place of a tensor's own, or None.
+    """
     spec = op_spec(call.func)
-    if spec.random:
-        return None
-    if sum(x.numel() for x in tensors_of((call.args, call.kwargs))) > LARGEST:
+    size = sum(x.numel() for x in tensors_of((call.args, call.kwargs)))
+    if spec.random or size > LARGEST:
         return None
     written = written_arguments(call.func, call.args, call.kwargs)
     targets = {id(x) for x in tensors_in(v for _, v in written)}
@@ -165,19 +192,26 @@ def in_float64(
             if id(x) not in wide:
                 given = value(x)
                 source = call.saved.get(id(x), x) if given is None else given
-                source = source.double() if x.is_floating_point() else source
+                to = dtype if x.is_floating_point() else x.dtype
+                source = source.to(device or _able(source.device, to)).to(to)
                 wide[id(x)] = source.clone() if id(x) in targets else source
             return wide[id(x)]
-        return torch.float64 if isinstance(x, torch.dtype) and x.is_floating_point else x
+        if isinstance(x, torch.device):
+            return device or _able(x, dtype)
+        return dtype if isinstance(x, torch.dtype) and x.is_floating_point else x
 
     # softmax's order to make float32 of float16 has no kernel for float64
     names = (a.name for a in schema_of(call.func).arguments)
     named = zip(names, call.args, strict=False)
     given_args = tuple(False if name == "half_to_float" else x for name, x in named)
-    with no_dispatch(), torch.no_grad():
+    # a device's own way to the host may need dispatch
+    while_copying = no_dispatch() if device is None else nullcontext()
+    with torch.no_grad():
         try:
-            args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
-            result = call.func(*args, **kwargs)
+            with while_copying:
+                args, kwargs = tree_map(widened, (given_args, dict(call.kwargs)))
+            with no_dispatch():
+                result = call.func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, MemoryError):  # no kernel, or no room for it
             return None
     return [x for _, _, x in OpCall(call.func, tuple(args), kwargs, result).outputs()]

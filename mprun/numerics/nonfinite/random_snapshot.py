@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mprun import devices
+
 
 class RandomSnapshot(NamedTuple):
     """The states at one moment."""
 
     cpu: Tensor
     """uint8, as of `torch.get_rng_state`."""
-    cuda: dict[str, Tensor]
-    """Device (`cuda:0`) to its state."""
+    devices: dict[str, Tensor]
+    """An accelerator (`cuda:0`) to its state."""
     python: tuple[Any, ...]
     numpy: Any
     """None where NumPy's was not in use."""
@@ -36,30 +38,28 @@ class RandomSnapshot(NamedTuple):
             cached = int(self.numpy["has_gauss"]), float(self.numpy["gauss"])
             numpy = [str(kind), state["key"].tolist(), int(state["pos"]), *cached]
         python = [version, list(words), gauss]
-        return {"cpu": self.cpu, "cuda": self.cuda, "python": python, "numpy": numpy}
+        return {"cpu": self.cpu, "devices": self.devices, "python": python, "numpy": numpy}
 
 
-def random_snapshot(devices: Iterable[torch.device]) -> RandomSnapshot:
-    """The states now; of CUDA those of `devices`."""
+def random_snapshot(of: Iterable[torch.device]) -> RandomSnapshot:
+    """The states now; of accelerators those of `of`."""
     numpy = sys.modules.get("numpy.random")
     return RandomSnapshot(
         torch.get_rng_state(),
-        {str(d): torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"},
+        devices.random_states(of),
         random.getstate(),
         None if numpy is None else numpy.get_state(legacy=False),  # in half the time of a tuple
     )
 
 
 def restore_random(saved: dict[str, Any]) -> None:
-    """Set the generators to states that `as_plain` gave; CUDA's where there is such a device.
+    """Set the generators to states that `as_plain` gave; an accelerator's where there is one.
 
     Raises:
         Exception: of any kind, where the states are none.
     """
     torch.set_rng_state(saved["cpu"])
-    for device, state in saved["cuda"].items():
-        if torch.cuda.is_available() and torch.device(device).index < torch.cuda.device_count():
-            torch.cuda.set_rng_state(state, device)
+    devices.restore_random_states(saved["devices"])
     version, words, gauss = saved["python"]
     random.setstate((version, tuple(words), gauss))
     if saved["numpy"] is not None:

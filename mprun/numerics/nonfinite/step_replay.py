@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from mprun import devices
 from mprun._torch import in_backward, outside_of_modes
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
@@ -371,10 +372,10 @@ def _differences(saved: SavedStep, device: torch.device) -> Iterator[str]:
 
 
 def _available(name: str) -> torch.device:
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
-        return device
-    return torch.device("cpu")
+    try:
+        return devices.find(name)
+    except ValueError:
+        return devices.CPU
 
 
 def _refuse_unsaved(value: Any, what: str) -> None:

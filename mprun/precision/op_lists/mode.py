@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from mprun import devices
 from mprun._torch import (
     function_modes,
     in_backward,
@@ -147,16 +148,14 @@ def disable_casts() -> Iterator[None]:
         return
     mode = _current()
     off = nullcontext() if mode is None else _off(mode)
-    with off, _autocast_off("cpu"), _autocast_off("cuda"):
+    with ExitStack() as stack:
+        stack.enter_context(off)
+        for kind in devices.BACKENDS:
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
 def anything_casts() -> bool:
     """Whether the calling thread is in a region of op lists or of autocast."""
-    by_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return by_autocast or _current() is not None
-
-
-def _autocast_off(device_type: str) -> AbstractContextManager[object]:
-    on = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if on else nullcontext()
+    return _current() is not None or any(map(torch.is_autocast_enabled, devices.BACKENDS))

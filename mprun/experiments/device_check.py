@@ -1,0 +1,155 @@
+"""The check of a device: its kernels against float64 on the CPU, once for each PyTorch.
+
+A run on an accelerator reads what an earlier check found (`doctor/kernel_checks.py`), and makes one
+where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from mprun.assemble.machine_choices import choose_device
+from mprun.assemble.parts import build_batches, build_model
+from mprun.assemble.precision_parts import build_precision
+from mprun.console import ReportPart, report_nothing
+from mprun.doctor import environment
+from mprun.doctor.kernel_checks import keep_check, kept_check
+from mprun.experiments.planned_run import PlannedRun
+from mprun.nested import map_tensors
+from mprun.numerics.common_layers import LAYERS, Layer
+from mprun.numerics.kernel_check import DTYPES, check_layer
+from mprun.precision.policy import dtype_name
+from mprun.precision.switches import switches
+from mprun.records.kernel_check_record import KernelCheck, KernelFault, MissingKernel
+from mprun.train.loss_terms import LossTerms
+from mprun.train.user_code import described
+
+MOST_SAMPLES = 16
+
+
+def check_by_name(
+    device: str, planned: PlannedRun | None, report: ReportPart = report_nothing
+) -> KernelCheck:
+    """Check a device by its name, or that of a planned run, and keep the result.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    where = choose_device(device) if planned is None else planned.plan.device
+    check = check_device(where, planned, report)
+    if planned is None:
+        keep_check(where, check)
+    return check
+
+
+def check_device(
+    device: torch.device,
+    planned: PlannedRun | None = None,
+    report: ReportPart = report_nothing,
+    layers: Iterable[Layer] = LAYERS,
+) -> KernelCheck:
+    """Check the common layers, and the model of a recipe if there is one.
+
+    Args:
+        device: where.
+        planned: a run of the recipe.
+        report: is called before each part.
+        layers: what is checked.
+    """
+    names: list[str] = []
+    faults: list[KernelFault] = []
+    missing: list[MissingKernel] = []
+    compared = 0
+    with torch.random.fork_rng(devices=[]), switches(tf32=False):
+        torch.manual_seed(0)
+        for name, model, step_of in _steps(device, planned, layers):
+            report(f"checking {name}")
+            names.append(name)
+            for dtype in DTYPES:
+                watcher, lacking = check_layer(name, model, step_of(dtype), dtype)
+                compared += watcher.compared
+                faults += watcher.faults
+                missing += lacking
+    return KernelCheck(
+        device=str(device),
+        hardware=environment.hardware(device, []).name,
+        torch=str(torch.__version__),
+        dtypes=[dtype_name(x) for x in DTYPES],
+        layers=names,
+        ops=compared,
+        faults=list(dict.fromkeys(faults)),
+        missing=missing,
+    )
+
+
+StepOf = Callable[[torch.dtype], Callable[[], object]]
+
+
+def _steps(
+    device: torch.device, planned: PlannedRun | None, layers: Iterable[Layer]
+) -> Iterator[tuple[str, nn.Module, StepOf]]:
+    """What is checked: its name, the module, and a step in a dtype."""
+    for layer in layers:
+        module = layer.module().to(device)
+        inputs = tuple(x.to(device) for x in layer.inputs())
+        yield layer.name, module, partial(_layer_step, module, inputs)
+    if planned is not None:
+        yield from _recipe_steps(planned)
+
+
+def _layer_step(
+    module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype
+) -> Callable[[], object]:
+    def step() -> None:
+        module.to(dtype)
+        given = [x.to(dtype).requires_grad_() if x.is_floating_point() else x for x in inputs]
+        output: Tensor = module(*given)
+        output.backward(torch.ones_like(output) / output.numel() ** 0.5)
+
+    return step
+
+
+def _recipe_steps(planned: PlannedRun) -> Iterator[tuple[str, nn.Module, StepOf]]:
+    """The recipe's model and loss on its first samples, as autocast computes them."""
+    plan = planned.plan
+    model, _ = build_model(plan, build_precision(plan))
+    size = min(plan.config.train.batch_size or MOST_SAMPLES, MOST_SAMPLES)
+    batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
+    with contextlib.closing(iter(batches)) as stream:
+        (part, *_) = next(stream).parts
+    loss = LossTerms(plan.recipe)
+
+    def step_in(dtype: torch.dtype) -> Callable[[], object]:
+        def step() -> None:
+            low = dtype != torch.float32
+            with torch.autocast(plan.device.type, dtype if low else None, enabled=low):
+                output = plan.recipe.forward(model, part.inputs)
+            wide = map_tensors(lambda x: x.float() if x.is_floating_point() else x, output)
+            loss(wide, part.content).backward()
+
+        return step
+
+    yield plan.config.recipe.name, model, step_in
+
+
+def checked_before(device: torch.device, report: ReportPart = report_nothing) -> list[str]:
+    """A warning if kernels of an accelerator are wrong; the first run on it checks them.
+
+    A device that the check itself cannot run on is left to the run. The CPU is checked by
+    `mprun doctor check` alone.
+    """
+    if device.type == "cpu":
+        return []
+    check = kept_check(device)
+    if check is None:
+        try:
+            check = check_device(device, report=report)
+        except Exception as error:  # whatever a new backend raises: the run will show it
+            return [f"the kernels of {device} could not be checked: {described(error)}"]
+        keep_check(device, check)
+    return [check.answer] if check.faults else []

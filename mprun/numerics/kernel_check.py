@@ -1,0 +1,138 @@
+"""Whether the kernels of a device compute what they should, before anything is trained with them.
+
+Kernels that give NaN or a wrong number in one dtype on one device do occur: in new backends, on old
+GPUs whose bfloat16 is emulated, with a library's update. A training run does not show them as what
+they are, but as a loss that falls less.
+
+So each op of some layers, forward and backward, is held against the same op in float64 on the CPU,
+with the inputs that it had. The error that its dtype explains is that of the op computed in float32
+on the CPU and rounded once to the dtype. A kernel is reported if
+
+    its result is NaN or infinite where the exact one is not, or
+    its error is both FACTOR times the explained one and STEPS units of the dtype,
+
+errors being root mean squares relative to the exact result. FACTOR leaves room for another order of
+a sum, and STEPS for results near zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun import devices
+from mprun._torch import no_dispatch
+from mprun.nested import tensors_in
+from mprun.numerics.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
+from mprun.numerics.op_watcher import OpWatcher, RunOp
+from mprun.precision.policy import dtype_name
+from mprun.records.kernel_check_record import KernelFault, MissingKernel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FACTOR = 32.0
+STEPS = 4.0
+
+
+class KernelWatcher(OpWatcher):
+    """Compares the ops that run while it is entered; enter `following(model)` first.
+
+    Args:
+        layer: the name under which faults are reported; a module's path follows it.
+    """
+
+    def __init__(self, layer: str) -> None:
+        super().__init__()
+        self._layer = layer
+        self.faults: list[KernelFault] = []
+        self.compared = 0
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        spec = op_spec(func)
+        looked_at = spec.makes_numbers and not spec.listwise and not spec.random
+        saved: dict[int, Tensor] = {}
+        if looked_at and spec.reads_written:
+            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
+            with self.muted(), torch.no_grad():
+                saved = {id(x): x.clone() for x in targets}
+        result = run()
+        if looked_at:
+            with self.muted(), torch.no_grad():
+                self._compare(OpCall(func, args, kwargs, result, saved=saved))
+        return result
+
+    def _compare(self, call: OpCall) -> None:
+        exact = recomputed(call, torch.float64, devices.CPU)
+        usual = recomputed(call, torch.float32, devices.CPU)
+        if exact is None or usual is None:
+            return
+        context = self.tracker.context()
+        layer = ".".join(x for x in (self._layer, context.module) if x)
+        for (_, _, x), true, rounded in zip(call.outputs(), exact, usual, strict=False):
+            if not x.is_floating_point() or x.shape != true.shape or x.dtype not in DTYPES:
+                continue
+            self.compared += 1
+            if found := judged(x, true, rounded):
+                self.faults.append(
+                    KernelFault(layer, context.phase, call.name, dtype_name(x.dtype), *found)
+                )
+
+
+def judged(x: Tensor, exact: Tensor, usual: Tensor) -> tuple[Any, float | None, float] | None:
+    """What is wrong with a result: the problem, its error and the usual one; None if nothing is.
+
+    Args:
+        x: the result, on its device.
+        exact: in float64, on the CPU.
+        usual: in float32, on the CPU.
+    """
+    host = x.detach().cpu()
+    with no_dispatch(), torch.no_grad():
+        rounded = usual.to(x.dtype).double()
+        counted = exact.isfinite() & rounded.isfinite()  # what leaves the dtype's range is infinite
+        if not bool(counted.any()):
+            return None
+        true = torch.where(counted, exact, 0.0)
+        scale = float(true.square().mean().sqrt())
+        usually = _rms(rounded - true, counted, scale)
+        if not bool(host.isfinite()[counted].all()):
+            return "nan", None, usually
+        error = _rms(host.double() - true, counted, scale)
+    steps = STEPS * torch.finfo(x.dtype).eps
+    return ("wrong", error, usually) if error > max(FACTOR * usually, steps) else None
+
+
+def _rms(error: Tensor, counted: Tensor, scale: float) -> float:
+    size = float(torch.where(counted, error, 0.0).square().mean().sqrt())
+    return size / scale if scale else 0.0 if size == 0.0 else size
+
+
+def check_layer(
+    layer: str,
+    model: nn.Module,
+    step: Callable[[], object],
+    dtype: torch.dtype,
+) -> tuple[KernelWatcher, list[MissingKernel]]:
+    """Compare the ops of a step, and note what PyTorch has no kernel for.
+
+    Args:
+        layer: its name.
+        model: the module that the step runs.
+        step: runs it forward and backward.
+        dtype: what it computes in.
+    """
+    watcher, missing = KernelWatcher(layer), list[MissingKernel]()
+    # one thread for all: a backend may not hand dispatch modes on to the one that goes backward
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    with watcher.following(model), watcher, one_thread:
+        try:
+            step()
+        except (RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())[:120]
+            missing.append(MissingKernel(layer, dtype_name(dtype), reason))
+    with suppress(RuntimeError):
+        model.zero_grad(set_to_none=True)
+    return watcher, missing
