@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.alternate import BLOCKS, HEAPS, Ratio, compared, heap_environment
+from mprun import devices
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.assemble.learning_rate import build_schedule
 from mprun.assemble.optimizer import CLASSES
@@ -113,23 +114,26 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
     """Seconds per step of a raw loop, block after block."""
     recipe, data, form = plan.recipe, plan.splits.train, batch_form(plan)
     assert isinstance(data, TensorSet)
-    model = build_parts(plan).model
-    optimizer, clip_norm = raw_optimizer(plan, model), plan.config.train.clip_norm
+    model, device = build_parts(plan).model, plan.device
+    kernels = {name: True for name in ("foreach", "fused") if plan.speed.optimizer_impl == name}
+    optimizer, clip_norm = raw_optimizer(plan, model, **kernels), plan.config.train.clip_norm
     schedule = build_schedule(plan.config.train, recipe, optimizer, plan.planned_steps)
     autocast = plan.policy.casting == "autocast"
     dtype = torch_dtype(plan.policy.compute_dtype) if autocast else torch.bfloat16
-    scaler = torch.amp.GradScaler("cpu", enabled=plan.policy.name == "fp16_mixed")
+    scaler = torch.amp.GradScaler(device.type, enabled=plan.policy.name == "fp16_mixed")
     size, shuffle = plan.batch.effective, plan.splits.shuffle
     order = torch.Generator().manual_seed(plan.config.seed)
 
+    samples = map_tensors(lambda x: x.to(device), data.content)
+
     def batches() -> Iterator[Any]:
         while not shuffle:  # one batch of all samples
-            yield data.content
+            yield samples
         while True:
-            permutation = torch.randperm(len(data), generator=order)
+            permutation = torch.randperm(len(data), generator=order).to(device)
             for index in permutation.split(size):
                 if len(index) == size:
-                    yield map_tensors(partial(_rows, index), data.content)
+                    yield map_tensors(partial(_rows, index), samples)
 
     source = batches()
     while True:
@@ -137,7 +141,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
         for _ in range(steps):
             content = form.prepared(next(source))
             optimizer.zero_grad()
-            with torch.autocast("cpu", dtype, enabled=autocast):
+            with torch.autocast(device.type, dtype, enabled=autocast):
                 output = recipe.forward(model, form.convert(content))
             loss = recipe.loss(to_dtype(output, torch.float32), content)
             scaler.scale(loss).backward()
@@ -147,6 +151,7 @@ def raw_blocks(plan: Plan, steps: int) -> Iterator[float]:
             scaler.step(optimizer)
             scaler.update()
             schedule.step(None)
+        devices.synchronize(device)
         yield (time.perf_counter() - start) / steps
 
 
@@ -173,12 +178,14 @@ def mprun_blocks(plan: Plan, steps: int) -> Iterator[float]:
         yield (time.perf_counter() - start) / steps
 
 
-def planned(case: Case, precision: str) -> Plan:
+def planned(case: Case, precision: str, device: str = "cpu") -> Plan:
     """The plan of a case, without the choices of `speed=auto` that change a raw loop too."""
-    given = [*case.overrides, f"precision={precision}", "speed=plain", "device=cpu"]
+    given = [*case.overrides, f"precision={precision}", "speed=plain", f"device={device}"]
     plan = make_plan(compose([*given, "data.fallback=generated"]).config, ())
     if plan.speed.optimizer_impl == "eager":
         plan = replace(plan, speed=replace(plan.speed, optimizer_impl=fastest(plan.device)))
+    if plan.speed.optimizer_impl == "foreach" and plan.config.train.optimizer.name.name == "adamw":
+        plan = replace(plan, speed=replace(plan.speed, optimizer_impl="fused"))
     return plan
 
 
@@ -195,6 +202,7 @@ def in_turns(parts: Parts, raw: Iterator[float], steps: int, blocks: int) -> Rat
         nonlocal done, began
         done += 1
         if done % steps == 0:
+            devices.synchronize(parts.train.device)
             own_s.append((time.perf_counter() - began) / steps)
             raw_s.append(next(raw))
             began = time.perf_counter()

@@ -15,6 +15,7 @@ from importlib.resources import files
 from mprun.cli.data_command import ACTIONS, NAMES
 from mprun.config import settings
 from mprun.config.reference import GROUPS, Field, leaves, options
+from mprun.config.schema import DEVICES
 from mprun.errors import UsageError, hint
 
 SHELLS = ("bash", "zsh", "fish")
@@ -94,6 +95,8 @@ def _names(sections: Mapping[str, Sequence[str]]) -> _Names:
 def _values(field: Field) -> tuple[str, ...]:
     if field.key in MODES:
         return tuple(options("precision"))
+    if field.key == "device":  # a text, since it may have a number: cuda:1
+        return ("auto", *DEVICES)
     return ("true", "false") if field.type is bool else tuple(field.choices)
 
 

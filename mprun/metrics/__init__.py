@@ -9,10 +9,11 @@ of an epoch or of a data set:
     METRIC = ("f1", "max")
 
 Any object with these two methods is a metric. For one whose `update` takes something else, give a
-pair `(metric, select)`: `select(output, batch)` returns the arguments of `update`. So metrics of
-torchmetrics are taken as they are:
+pair `(metric, select)`: `select(output, batch)` returns the arguments of `update`. Metrics of
+torchmetrics get the scores and the targets, and a `MetricCollection` is as many metrics, under its
+names:
 
-    {"auroc": (torchmetrics.AUROC("binary"), lambda output, batch: (output, batch[1]))}
+    {"auroc": torchmetrics.AUROC("multiclass", num_classes=10)}
 
 The scores of an output are the output itself if it is a tensor, else its `logits`, its `out`, or
 the first item of a tuple. The targets of a batch are the last item of a tuple, or the `labels`,

@@ -1,8 +1,8 @@
 """The metrics that ship: each is computed from sums over all batches.
 
-Sums are kept in float64 on the device of the output. A mean over a million batches in float32 would
-be off in the third digit, and a host that reads a sum at each step would wait for the device. So
-only `compute` waits.
+Sums are kept in float64 on the device of the output (on the CPU where that has none). A mean over a
+million batches in float32 would be off in the third digit, and a host that reads a sum at each step
+would wait for the device. So only `compute` waits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,54 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mprun import devices
 from mprun.errors import RunFailedError
 
 SCORES = ("logits", "out")
 TARGETS = ("labels", "label", "targets", "target", "y")
 IGNORED = -100
 """Targets with this value are left out, as in PyTorch's cross-entropy."""
+
+
+def scores_and_targets(
+    output: Any, batch: Any, metric: str = "a metric of torchmetrics"
+) -> tuple[Tensor, Tensor]:
+    """The scores of an output and the targets of a batch, where a model's usually are.
+
+    Args:
+        output: a tensor, or something with `logits` or `out`, or a tuple that begins with one.
+        batch: a tuple that ends with the targets, or a mapping with one of `TARGETS`.
+        metric: for the message.
+
+    Raises:
+        RunFailedError: there are none.
+    """
+    scores = output
+    if isinstance(output, Mapping):
+        scores = next((output[name] for name in SCORES if name in output), None)
+    elif not isinstance(output, Tensor):
+        first = output[0] if isinstance(output, tuple | list) and output else None
+        scores = getattr(output, SCORES[0], first)
+    found = _tensor(scores, "scores", f"an output that is {_named(output)}", metric)
+    return found, _targets(batch, metric)
+
+
+def _targets(batch: Any, metric: str) -> Tensor:
+    found = batch
+    if isinstance(batch, Mapping):
+        found = next((batch[name] for name in TARGETS if name in batch), None)
+    elif isinstance(batch, tuple | list):
+        found = _targets(batch[-1], metric) if batch else None
+    return _tensor(found, "targets", f"a batch that is {_named(batch)}", metric)
+
+
+def _tensor(found: Any, what: str, where: str, metric: str) -> Tensor:
+    if isinstance(found, Tensor):
+        return found
+    raise RunFailedError(
+        f"{metric} finds no {what} in {where}; give the pair (metric, select), where "
+        "select(output, batch) returns the tensors (scores, targets)"
+    )
 
 
 class SummedMetric(ABC):
@@ -41,7 +83,10 @@ class SummedMetric(ABC):
             RunFailedError: scores or targets cannot be found, or their shapes do not fit.
         """
         with torch.no_grad():
-            new = self._terms(self._scores(output), self._targets(batch))
+            scores, targets = scores_and_targets(output, batch, type(self).__name__)
+            if not devices.backend(scores.device).float64:
+                scores, targets = scores.cpu(), targets.cpu()
+            new = self._terms(scores, targets)
             self._sums = new if self._sums is None else self._sums + new
 
     def compute(self) -> float:
@@ -61,31 +106,6 @@ class SummedMetric(ABC):
     @abstractmethod
     def _value(self, sums: Tensor) -> float:
         """The metric of the sums, which are on the CPU."""
-
-    def _scores(self, output: Any) -> Tensor:
-        found = output
-        if isinstance(output, Mapping):
-            found = next((output[name] for name in SCORES if name in output), None)
-        elif not isinstance(output, Tensor):
-            first = output[0] if isinstance(output, tuple | list) and output else None
-            found = getattr(output, SCORES[0], first)
-        return self._tensor(found, "scores", f"an output that is {_named(output)}")
-
-    def _targets(self, batch: Any) -> Tensor:
-        found = batch
-        if isinstance(batch, Mapping):
-            found = next((batch[name] for name in TARGETS if name in batch), None)
-        elif isinstance(batch, tuple | list):
-            found = self._targets(batch[-1]) if batch else None
-        return self._tensor(found, "targets", f"a batch that is {_named(batch)}")
-
-    def _tensor(self, found: Any, what: str, where: str) -> Tensor:
-        if isinstance(found, Tensor):
-            return found
-        raise RunFailedError(
-            f"{type(self).__name__} finds no {what} in {where}; give the pair (metric, select), "
-            "where select(output, batch) returns the tensors (scores, targets)"
-        )
 
     def _refuse(self, scores: Tensor, targets: Tensor, legal: str) -> RunFailedError:
         return RunFailedError(

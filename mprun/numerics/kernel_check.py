@@ -12,7 +12,8 @@ on the CPU and rounded once to the dtype. A kernel is reported if
     its error is both FACTOR times the explained one and STEPS units of the dtype,
 
 errors being root mean squares relative to the exact result. FACTOR leaves room for another order of
-a sum, and STEPS for results near zero.
+a sum, and STEPS for short sums in the dtype: on one thread of a CPU PyTorch's layer norm adds
+the gradients of its weight and bias in 16 bits, an error of 10 units for 96 rows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from mprun.records.kernel_check_record import KernelFault, MissingKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FACTOR = 32.0
-STEPS = 4.0
+STEPS = 12.0
 
 
 class KernelWatcher(OpWatcher):

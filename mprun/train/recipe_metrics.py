@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from mprun import devices
 from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError, hint
 from mprun.metrics import SHIPPED
+from mprun.metrics.summed import scores_and_targets
 from mprun.nested import all_tensors, map_tensors
 from mprun.parallel.ranks import Ranks
 from mprun.recipe import Recipe
@@ -73,9 +75,41 @@ def metrics_of(recipe: Recipe) -> dict[str, RecipeMetric]:
         return {}
     with torch.random.fork_rng([]):  # one that draws weights does not change the run's
         given: Any = recipe.metrics()
+    if _is_of_torchmetrics(given, "MetricCollection"):
+        given = {"collection": given}
     if not isinstance(given, Mapping):
-        raise UsageError(f"metrics() returned {shown(given)}; legal is a dict of name to metric")
-    return {_checked_name(name): _metric(name, value) for name, value in given.items()}
+        raise UsageError(
+            f"metrics() returned {shown(given)}; legal is a dict of name to metric, or a "
+            "MetricCollection of torchmetrics"
+        )
+    found: dict[str, RecipeMetric] = {}
+    for name, value in _each(given):
+        if name in found:
+            raise UsageError(f"metrics() names two metrics {name!r}; rename one")
+        found[_checked_name(name)] = _metric(name, value)
+    return found
+
+
+def _each(given: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The metrics by name; those of a collection of torchmetrics by the names that it gives."""
+    for name, value in given.items():
+        metric, select = _pair(value)
+        if _is_of_torchmetrics(metric, "MetricCollection"):
+            for own, part in metric.items(keep_base=False, copy_state=False):
+                yield own, (part, select)
+        else:
+            yield name, value
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    """A metric, and what selects its arguments, if that is given."""
+    return value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+
+
+def _is_of_torchmetrics(value: Any, name: str) -> bool:
+    """Whether it is an instance of a class of torchmetrics, which may not be installed."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(value, getattr(module, name))
 
 
 def _checked_name(name: Any) -> str:
@@ -91,7 +125,9 @@ def _metric(name: str, value: Any) -> RecipeMetric:
         if value not in SHIPPED:
             raise UsageError(f"metrics()[{name!r}] is {value!r}{hint(value, SHIPPED)}; {_LEGAL}")
         return RecipeMetric(SHIPPED[value]())
-    metric, select = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    metric, select = _pair(value)
+    if select is None and _is_of_torchmetrics(metric, "Metric"):
+        select = scores_and_targets
     if isinstance(metric, str) and metric in SHIPPED:
         metric = SHIPPED[metric]()
     has_methods = all(callable(getattr(metric, x, None)) for x in ("update", "compute"))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from mprun import devices
 from mprun.cli.main import main
 from mprun.console import ReportPart
 from mprun.errors import UsageError
@@ -122,7 +122,7 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
         (["recipe=mnist", "doctor.steps=-1"], ["doctor.steps=-1: legal is"]),
         (["recipe=mnist", "run.resume=x"], ["run.resume=x"]),
         (["devise=cpu"], ["'devise=cpu'", "did you mean 'device'?"]),
-        (["device=gpu"], ["'device=gpu': device is one of auto, cpu, cuda"]),
+        (["device=gpu"], ["device=gpu", "legal: auto, cpu, cuda, xpu, mps, hpu"]),
         (["device"], ["'device' is neither a command nor an override"]),
         (["device=cpu,cuda"], ["'device=cpu,cuda' lists several values"]),
         (["doctor.jsn=true"], ["no field 'doctor.jsn'", "did you mean 'doctor.json'?"]),
@@ -156,9 +156,11 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
 def test_a_gpu_that_is_not_there_is_a_mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
     assert main(["doctor", "device=cuda"]) == 2
-    assert "device=cuda: PyTorch finds no CUDA device here" in capsys.readouterr().err
+    assert (
+        "device=cuda: PyTorch finds no CUDA here; legal here: auto, cpu" in capsys.readouterr().err
+    )
 
 
 def test_it_is_among_the_commands_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:

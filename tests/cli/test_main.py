@@ -12,12 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mprun import __version__
+from mprun import __version__, devices
 from mprun.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import main
@@ -147,7 +146,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
     ("precision.tf32=maybe", ["precision.tf32 is true or false"]),
     ("data.root=[a]", ["data.root is a text, or null"]),
     ("recipe.model=3", ["recipe.model is a mapping {name: value, ...}"]),
-    ("device=mps", ["'device=mps'", "device is one of auto, cpu, cuda"]),
+    ("device=tpu", ["device=tpu", "legal: auto, cpu, cuda, xpu, mps, hpu"]),
     ("speed=fast", ["'speed=fast'", "speed is one of auto, plain"]),
     (
         "train.optimizer.name=adam",
@@ -197,7 +196,7 @@ MISTAKES: list[tuple[str | tuple[str, ...], list[str]]] = [
         "precision.param_dtype=bfloat16",
         ["precision.param_dtype=bfloat16", "legal is float32"],
     ),
-    ("device=cuda", ["device=cuda", "legal: auto, cpu"]),
+    ("device=cuda", ["device=cuda", "legal here: auto, cpu"]),
     ("execution=emulated", ["execution=emulated", "legal: auto, native"]),
     (
         ("recipe=fashion_mnist", "recipe.model.log_softmax_dim=2"),
@@ -230,7 +229,7 @@ def test_a_mistake_is_answered_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "accelerator", lambda: None)
     message = refusal(capsys, *([words] if isinstance(words, str) else words))
     assert [f for f in fragments if f not in message] == [], message
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mprun import devices
 from mprun.data import Batches, BatchForm, TensorBatches, TensorOrder, TensorSet
 from mprun.data.batches import place
 
@@ -158,6 +159,6 @@ def test_a_set_moves_where_it_takes_half_of_the_free_memory(
     free: int, moved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, there = numbered(10), numbered(1)  # 240 bytes
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 10**9))
+    monkeypatch.setattr(devices, "free_bytes", lambda device: free)
     monkeypatch.setattr(TensorSet, "to", lambda self, device: there)
     assert place(data, torch.device("cuda")) is (there if moved else data)

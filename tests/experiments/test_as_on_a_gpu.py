@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import mprun
+from mprun import devices
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
-from mprun.train.clock import CudaClock
+from mprun.train.clock import EventClock
 from mprun.train.metric_readback import DeviceReadback
 
 SMALL = [
@@ -40,9 +41,9 @@ class Event:
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaClock, "_event", staticmethod(Event))
+        patch.setattr(devices, "event", lambda device: Event())
         for module in ("mprun.assemble.parts", "mprun.integrations.observation"):
-            patch.setattr(f"{module}.clock_for", lambda device: CudaClock())
+            patch.setattr(f"{module}.clock_for", EventClock)
         for module in ("mprun.assemble.parts", "mprun.train.evaluation"):
             patch.setattr(f"{module}.readback_for", DeviceReadback)
         patch.setattr("mprun.optim.base.is_on_host", lambda p: False)

@@ -275,7 +275,7 @@ def wrong_checkpoint(chance: Random, content: dict[str, Any]) -> dict[str, Any]:
             parent = parent[key]
         del parent[path[-1]]
         return changed
-    known = [p for p in places(content) if p[0] not in FACTS and p[:2] != ("trainer", "cuda_rng")]
+    known = [p for p in places(content) if p[0] not in FACTS and p[:2] != ("trainer", "device_rng")]
     strange = torch.zeros(3, 7, dtype=torch.int64)
     value = chance.choice(["x", {"a": 1}, strange, *WRONG])
     return replaced(content, chance.choice(known), value)

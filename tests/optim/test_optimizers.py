@@ -1237,6 +1237,7 @@ def test_importing_it_brings_torch_and_the_numerics_only() -> None:
         "kernels",
         "records",
         "_torch",
+        "devices",
         "nested",
     }
     assert "torch" in names

@@ -162,8 +162,8 @@ def test_switches_are_those_of_the_mode_inside_only(mode: str) -> None:
     ("mode", "options", "words"),
     [
         ("bf16_st", {}, "did you mean 'bf16_sr'"),
-        ("fp32", {"device": "gpu"}, "device='gpu'; legal: None, 'cpu', 'cuda', 'cuda:N'"),
-        ("fp32", {"device": "meta"}, "device='meta'; legal"),
+        ("fp32", {"device": "gpu"}, "device=gpu is none that mprun knows"),
+        ("fp32", {"device": "meta"}, "device=meta is none that mprun knows"),
         ("half_sr_full", {"execution": "native"}, "execution=native: .*legal: auto, emulated"),
         ("bf16_sr", {"execution": "fast"}, "execution=fast; legal: auto, native, emulated"),
         ("fp16_mixed", {"loss_scale": "big"}, "loss_scale='big'; legal: auto, none, static"),
@@ -195,6 +195,6 @@ def test_what_is_no_policy_is_a_type_error() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_a_device_is_one_line() -> None:
-    with pytest.raises(ValueError, match="PyTorch finds no CUDA device here; legal: 'cpu'"):
+    with pytest.raises(ValueError, match="PyTorch finds no CUDA here; legal here: auto, cpu"):
         Precision("fp32", device="cuda")
     assert Precision("fp32").device == CPU

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mprun import devices
 from mprun.precision import accelerated as accelerated_once
 from mprun.precision import rates
 from mprun.precision.rates import (
@@ -171,10 +172,8 @@ def test_on_cuda_a_time_is_between_events_around_the_calls(monkeypatch: pytest.M
     log: list[str] = []
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
             log.append("event")
 
         def synchronize(self) -> None:
@@ -183,7 +182,7 @@ def test_on_cuda_a_time_is_between_events_around_the_calls(monkeypatch: pytest.M
         def elapsed_time(self, end: object) -> float:
             return 6.0  # milliseconds
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(devices, "event", Event)
     made = Timer(lambda: log.append("call"), torch.device("cuda"), False, repeats=3, call_s=1.0)
     assert made.time_s() == 0.002
     assert log == ["event", "call", "call", "call", "event", "wait"]

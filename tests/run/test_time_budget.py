@@ -156,7 +156,7 @@ SLOW = {
     "metrics": (HostReadback, "put"),
     "data": (Mnist, "prepare"),
     "logging": (TensorBoardLogger, "on_steps"),
-    "checkpoints": (checkpoint, "save"),
+    "checkpoints": (checkpoint, "serialized"),
     "evaluation": (nn.Sequential, "forward"),
 }
 

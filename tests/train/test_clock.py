@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mprun import devices
 from mprun.train import clock as timing
-from mprun.train.clock import CudaClock, HostClock, clock_for
+from mprun.train.clock import EventClock, HostClock, clock_for
 
 
 def test_the_host_clock_times_from_start_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,15 +82,15 @@ class Event:
         self.awaited = True
 
 
-def test_the_cuda_clock_takes_differences_of_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_event_clock_takes_differences_of_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Event] = []
 
-    def event() -> Event:
+    def event(device: torch.device) -> Event:
         made.append(Event())
         return made[-1]
 
-    monkeypatch.setattr(CudaClock, "_event", staticmethod(event))
-    clock = CudaClock()
+    monkeypatch.setattr(devices, "event", event)
+    clock = EventClock(torch.device("cuda"))
     assert clock.take() == []
     for _ in range(3):
         clock.start()
@@ -111,12 +112,12 @@ def test_the_cuda_clock_takes_differences_of_step_ends(monkeypatch: pytest.Monke
 
 def test_each_device_has_its_clock() -> None:
     assert isinstance(clock_for(torch.device("cpu")), HostClock)
-    assert isinstance(clock_for(torch.device("cuda")), CudaClock)
+    assert isinstance(clock_for(torch.device("cuda")), EventClock)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_the_cuda_clock_times_a_kernel() -> None:
-    clock = CudaClock()
+    clock = EventClock(torch.device("cuda"))
     a = torch.ones(1024, 1024, device="cuda")
     for _ in range(3):
         clock.start()

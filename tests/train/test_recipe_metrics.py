@@ -498,3 +498,73 @@ def test_a_resumed_metric_s_tensors_are_on_the_device_they_were_on() -> None:
     assert [x.device.type for x in all_tensors(put)] == ["cpu", "meta", "cpu"]
     assert put["batches"] == 3
     assert placed(state, (), torch.device("meta")) is state  # of an older checkpoint
+
+
+class Collected(Base):
+    """Metrics of torchmetrics without a function that selects, and two collections of them."""
+
+    METRIC = ("MulticlassF1Score", "max")
+
+    def metrics(self) -> dict[str, Any]:
+        classes: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
+        collection = torchmetrics.MetricCollection(
+            [
+                torchmetrics.F1Score(**classes, average="macro"),
+                torchmetrics.Accuracy(**classes, average="micro"),
+            ]
+        )
+        return {
+            "auroc": torchmetrics.AUROC(**classes),
+            "here": collection,
+            "there": (collection.clone(prefix="same_"), pair),
+        }
+
+
+class OnlyACollection(Collected):
+    METRIC = ("same_MulticlassAccuracy", "max")
+
+    def metrics(self) -> Any:
+        return super().metrics()["there"][0]
+
+
+def test_metrics_of_torchmetrics_are_taken_as_they_are() -> None:
+    training, log = trainer_of(Collected(), samples(20))
+    seen = outputs_of(training, log)
+    training.fit()
+    for epoch in log.epochs:
+        rows = [(o, t) for number, o, t, _ in seen if number == epoch.epoch]
+        own, found = expected(rows), values(epoch.train)
+        right = sum(int((o.argmax(1) == t).sum()) for o, t in rows)
+        accuracy = right / sum(len(t) for _, t in rows)
+        assert found == pytest.approx(
+            {
+                "auroc": own["auroc"],
+                "MulticlassF1Score": own["top"],
+                "MulticlassAccuracy": accuracy,
+                "same_MulticlassF1Score": own["top"],
+                "same_MulticlassAccuracy": accuracy,
+            },
+            rel=1e-6,
+        )
+
+
+def test_a_recipe_may_return_a_collection_alone() -> None:
+    found = metrics_of(OnlyACollection())
+    assert set(found) == {"same_MulticlassF1Score", "same_MulticlassAccuracy"}
+    check_metric(OnlyACollection())
+
+
+def test_names_of_collections_may_not_meet() -> None:
+    class Twice(Collected):
+        def metrics(self) -> dict[str, Any]:
+            found = super().metrics()
+            return {"one": found["here"], "two": found["here"].clone()}
+
+    with pytest.raises(UsageError, match="two metrics 'MulticlassF1Score'"):
+        metrics_of(Twice())
+
+
+def test_a_metric_of_torchmetrics_needs_targets_that_can_be_found() -> None:
+    metric = metrics_of(Collected())["auroc"]
+    with pytest.raises(RunFailedError, match="give the pair \\(metric, select\\)"):
+        metric.update(torch.randn(4, 3), {"picture": torch.zeros(4)})

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from mprun import devices
 from mprun._torch import (
     function_modes,
     in_backward,
@@ -39,6 +38,11 @@ class _State:
         self.table = table
         self.off = False
         self.in_custom_backward = False
+
+
+_found = torch.accelerator.current_accelerator()
+ACCELERATOR = "cuda" if _found is None else _found.type
+"""The kind of accelerator that this PyTorch is for; CUDA where it is for none."""
 
 
 class _CastMode(OpeningMode):
@@ -148,14 +152,16 @@ def disable_casts() -> Iterator[None]:
         return
     mode = _current()
     off = nullcontext() if mode is None else _off(mode)
-    with ExitStack() as stack:
-        stack.enter_context(off)
-        for kind in devices.BACKENDS:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+    with off, _autocast_off("cpu"), _autocast_off(ACCELERATOR):
         yield
 
 
 def anything_casts() -> bool:
     """Whether the calling thread is in a region of op lists or of autocast."""
-    return _current() is not None or any(map(torch.is_autocast_enabled, devices.BACKENDS))
+    by_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(ACCELERATOR)
+    return by_autocast or _current() is not None
+
+
+def _autocast_off(device_type: str) -> AbstractContextManager[object]:
+    on = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if on else nullcontext()
