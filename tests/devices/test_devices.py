@@ -33,7 +33,14 @@ def test_the_configuration_knows_the_same_kinds() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "found"),
-    [("auto", "xpu"), ("cpu", "cpu"), ("xpu", "xpu"), ("xpu:0", "xpu:0"), ("xpu:1", "xpu:1")],
+    [
+        ("auto", "xpu"),
+        ("cpu", "cpu"),
+        ("cpu:0", "cpu"),
+        ("xpu", "xpu"),
+        ("xpu:0", "xpu:0"),
+        ("xpu:1", "xpu:1"),
+    ],
 )
 @pytest.mark.usefixtures("two_gpus")
 def test_names_of_devices(wanted: str, found: str) -> None:
