@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mprun"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8")
 SOURCES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "__init__.py", PACKAGE / "__main__.py"})
-WITHOUT_TORCH = {"records", "compare", "report", "config", "console", "errors", "cli"}
+WITHOUT_TORCH = {"records", "compare", "report", "results", "config", "console", "errors", "cli"}
 MOST_LOOSE_MODULES = 6
 OF_EACH_TRAINER = {"class MprunCallback"}
 """The same thing for several trainers: its module names which."""

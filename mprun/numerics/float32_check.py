@@ -37,7 +37,7 @@ Pass = Callable[[Region], float]
 """Runs a forward and backward pass of a model inside of a region, and returns its loss."""
 
 
-class _Result(NamedTuple):
+class _Computed(NamedTuple):
     """What an op of the forward pass made."""
 
     op: str
@@ -53,7 +53,7 @@ class ForwardResults(OpWatcher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.results: list[_Result] = []
+        self.results: list[_Computed] = []
         self.names: list[str] = []
         self.is_whole = True
         """Whether every result was kept."""
@@ -88,7 +88,7 @@ class ForwardResults(OpWatcher):
         else:
             self._made[storage_key(x)] = len(self.results)
             module = self.tracker.context().module or ""
-            self.results.append(_Result(name, module, numbers, read))
+            self.results.append(_Computed(name, module, numbers, read))
         self._alive.append(x.untyped_storage())
 
     @staticmethod

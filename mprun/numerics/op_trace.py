@@ -29,7 +29,7 @@ from mprun.numerics.op_watcher import RecordedOp, TensorRecord, dtype_name
 from mprun.precision import Caster
 from mprun.precision.op_lists import OpLists, Table, region
 from mprun.precision.op_lists.rules import Casts
-from mprun.records.trace_record import CastRecord, TraceRow, TraceTotals
+from mprun.results.trace_result import CastRecord, TraceRow, TraceTotals
 
 LISTED = {"lower": "listed lower", "fp32": "listed fp32"}
 """Names of the lists' rules in a trace; the other rules keep their names."""

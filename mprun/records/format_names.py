@@ -6,6 +6,7 @@ The formats themselves are in `mprun.precision.formats`, the products of modes i
 
 FORMAT_MODES = ("fp8_tensorwise", "fp8_rowwise", "fp8_rowwise_hp", "mxfp8", "nvfp4")
 """The modes that give products a format."""
+SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 FURTHER_FORMATS = (
     "e4m3fnuz",
     "e5m2fnuz",

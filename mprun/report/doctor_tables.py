@@ -16,7 +16,7 @@ from mprun.records.doctor_record import (
     Ratio,
     Spread,
 )
-from mprun.report.tables import SHORT_DTYPES
+from mprun.records.format_names import SHORT_DTYPES
 
 OP_NAMES: dict[OpName, str] = {
     "matmul": "matmul",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from mprun.records.format_names import SHORT_DTYPES
 from mprun.records.search_ops_record import Fp32Selection, OpSearch, SensitivityRow
 from mprun.report.search_ops_tables import deviation_text
-from mprun.report.tables import SHORT_DTYPES
 
 OPS, ALL_LOWER, LAYERS = "ops.yaml", "ops_all_lower.yaml", "layers.yaml"
 

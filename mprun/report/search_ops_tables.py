@@ -8,8 +8,8 @@ from math import inf, isnan
 from mprun.compare.formatting import counted
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.records.deviation import Deviation
+from mprun.records.format_names import SHORT_DTYPES
 from mprun.records.search_ops_record import OpSearch, Proof, SensitivityRow
-from mprun.report.tables import SHORT_DTYPES
 
 MOST_ROWS = 20
 ELSEWHERE = "search_ops.json"

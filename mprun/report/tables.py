@@ -19,7 +19,6 @@ from mprun.records.run_record import (
 
 LEAST_SHARE = 0.005
 """A smaller share of the wall time is not shown."""
-SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 def header(summary: Summary) -> list[str]:

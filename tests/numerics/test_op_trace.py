@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import mprun.experiments.recipe_trace
+import mprun.inspect.trace
 from mprun.assemble import Plan, build_arithmetic, build_parts, make_plan
 from mprun.config import compose
-from mprun.experiments.recipe_trace import shipped_op_lists, trace_step
+from mprun.inspect.trace import shipped_op_lists, trace_step
 from mprun.numerics.op_trace import (
     CallStack,
     LabelledCaster,
@@ -38,7 +38,7 @@ from mprun.precision import (
     disable_casts,
     op_lists,
 )
-from mprun.records.trace_record import CastRecord, TraceRow
+from mprun.results.trace_result import CastRecord, TraceRow
 from mprun.train.loop import Parts, Trainer
 from tests.precision.test_policy import policy
 
@@ -75,8 +75,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many steps a trace takes in all: one that shows that the step can run, one more before
     those that are timed, two of them, and two that are traced."""
     warmup, repeats = 1, 2
-    monkeypatch.setattr(mprun.experiments.recipe_trace, "WARMUP", warmup)
-    monkeypatch.setattr(mprun.experiments.recipe_trace, "REPEATS", repeats)
+    monkeypatch.setattr(mprun.inspect.trace, "WARMUP", warmup)
+    monkeypatch.setattr(mprun.inspect.trace, "REPEATS", repeats)
     return 1 + warmup + 2 * repeats
 
 
@@ -186,7 +186,7 @@ def test_weights_after_traced_steps_are_those_without(
         made.append(build_parts(*args))
         return made[-1]
 
-    monkeypatch.setattr(mprun.experiments.recipe_trace, "build_parts", keeping)
+    monkeypatch.setattr(mprun.inspect.trace, "build_parts", keeping)
     chosen = planned("mnist", *words)
     trace_step(chosen)
     (traced,) = made

@@ -23,15 +23,15 @@ from mprun.report import (
     numerics_tables,
     search_ops_tables,
     tables,
-    trace_tables,
 )
 from mprun.report.comparison_report import comparison_table
+from mprun.results import trace_result
 from tests.report import test_doctor_tables as doctor
 from tests.report import test_memory_tables as memory
 from tests.report import test_numerics_tables as numerics
 from tests.report import test_search_ops_tables as search_ops
-from tests.report import test_trace_tables as trace
 from tests.report.compared import comparison, of_losses
+from tests.results import test_trace_result as trace
 from tests.summaries import example, set_fields
 
 WIDTHS = (60, 80, 200)
@@ -119,9 +119,9 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "lost updates": lambda: numerics_tables.lost_table(of_numerics(), 30),
     "sensitivity": lambda: search_ops_tables.rows_table(of_search(), "modules"),
     "outcome": lambda: search_ops_tables.outcome_table(of_search()),
-    "totals": lambda: trace_tables.totals(of_trace()),
-    "kinds of ops": lambda: trace_tables.kinds_table(of_trace().rows),
-    "ops": lambda: trace_tables.step_table(of_trace().rows),
+    "totals": lambda: trace_result.totals(of_trace()),
+    "kinds of ops": lambda: trace_result.kinds_table(of_trace().rows),
+    "ops": lambda: trace_result.step_table(of_trace().rows),
     "comparison": lambda: comparison_table(comparison(10)),
     "comparison of losses": lambda: comparison_table(of_losses(comparison(12))),
 }
@@ -171,7 +171,7 @@ def test_what_matters_most_stays_at_60_columns() -> None:
         assert heading in text
     assert "samples per s" not in text.partition("left out")[0]
     assert "step ms" in text.partition("left out for lack of width: ")[2]
-    step = printed(trace_tables.step_table(of_trace().rows), 60, is_terminal=True)
+    step = printed(trace_result.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
     first = printed(memory_tables.category_table(of_memory()), 60, is_terminal=True)
     assert "fp32" in first

@@ -8,5 +8,5 @@ import pytest
 @pytest.fixture
 def one_traced_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace takes one step: the others are for the times, which no row looks at."""
-    monkeypatch.setattr("mprun.experiments.recipe_trace.WARMUP", 0)
-    monkeypatch.setattr("mprun.experiments.recipe_trace.REPEATS", 1)
+    monkeypatch.setattr("mprun.inspect.trace.WARMUP", 0)
+    monkeypatch.setattr("mprun.inspect.trace.REPEATS", 1)

@@ -12,8 +12,16 @@ from rich.console import Console
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
 from mprun.numerics.tracker import PHASES as OBSERVED
-from mprun.records.trace_record import PHASES, TraceRecord, TraceRow
-from mprun.report.trace_tables import MOST_KINDS, chrome, kinds_table, step_table, totals
+from mprun.results.trace_result import (
+    MOST_KINDS,
+    PHASES,
+    TraceRecord,
+    TraceRow,
+    chrome,
+    kinds_table,
+    step_table,
+    totals,
+)
 from tests.summaries import example
 
 

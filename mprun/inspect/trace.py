@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from importlib.resources import files
 from statistics import median
-from typing import Any
 
-import msgspec
 import torch
 import yaml  # type: ignore[import-untyped]
 
@@ -18,15 +17,17 @@ from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
 from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
 from mprun.config.schema import OpListsConfig
+from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
-from mprun.errors import RunFailedError
 from mprun.experiments.planned_run import PlannedRun
 from mprun.numerics.op_trace import CallStack, LabelledCaster, StepTrace, trace, typical
 from mprun.numerics.op_watcher import OpRecorder, RecordedOp
 from mprun.precision import Arithmetic, Caster, NativeArithmetic, WrappedArithmetic
 from mprun.precision.op_lists import OpLists, op_lists
+from mprun.records.files import json_text
 from mprun.records.op_list_files import KINDS
-from mprun.records.trace_record import TraceRecord
+from mprun.results import PartialResultError, Result
+from mprun.results.trace_result import TraceRecord, chrome, kinds_table, step_table, totals
 from mprun.train.loop import Trainer
 from mprun.train.user_code import described
 
@@ -36,37 +37,26 @@ WARMUP = 3
 
 REPEATS = 5
 """Steps traced; times are their medians."""
+COMPUTED_BY_MPRUN = (
+    "note: ops that mprun computes itself (emulated or substituted) are shown as the model calls "
+    "them; casts inside them are not counted"
+)
 
 
-class TraceFailedError(RunFailedError):
-    """A step that raised an error: `trace` has the ops before it; the text names op and reason."""
-
-    def __init__(self, trace: StepTrace, text: str) -> None:
-        super().__init__(text)
-        self.trace = trace
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The content of trace.json."""
-        totals = self.trace.totals(self.trace.time_ms or 1e3)
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "error": str(self),
-            "totals": msgspec.to_builtins(totals),
-            "rows": msgspec.to_builtins(self.trace.rows),
-        }
-
-
-def trace_recipe(planned: PlannedRun) -> TraceRecord:
+def trace_recipe(planned: PlannedRun, with_ops: bool) -> Result:
     """A training step of a planned run.
 
+    Args:
+        planned: the run.
+        with_ops: whether every op is shown, not only kinds of them.
+
     Raises:
-        TraceFailedError: the step cannot run.
+        PartialResultError: the step cannot run; its result has the ops before the failure.
     """
     with planned.executing():
         step, step_time_s = trace_step(planned.plan)
     summary = planned.summary
-    return TraceRecord(
+    record = TraceRecord(
         schema_version=SCHEMA_VERSION,
         versions=summary.versions,
         hardware=summary.hardware,
@@ -79,6 +69,16 @@ def trace_recipe(planned: PlannedRun) -> TraceRecord:
         totals=step.totals(step_time_s * 1e3),
         rows=step.rows,
     )
+    parts: list[FittedTable | str] = [totals(record), kinds_table(record.rows)]
+    if with_ops:
+        parts.append(step_table(record.rows))
+    if is_computed_by_mprun(planned.plan):
+        parts.append(COMPUTED_BY_MPRUN)
+    files = {
+        "trace.json": json_text(record),
+        "trace.chrome.json": json.dumps(chrome(record.rows), indent=1),
+    }
+    return Result(record, parts, files)
 
 
 def is_computed_by_mprun(plan: Plan) -> bool:
@@ -90,7 +90,7 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     """A training step of this plan, and the median time in seconds of a step that is not traced.
 
     Raises:
-        TraceFailedError: the step cannot run.
+        PartialResultError: the step cannot run.
     """
     calls = CallStack("autocast: " if plan.policy.casting == "autocast" else "")
     ops: list[RecordedOp] = []
@@ -107,7 +107,10 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
     except Exception as error:
         text = described(error, plan.policy.name)
         where = f"{recorder.fault}: " if recorder.fault is not None else ""
-        raise TraceFailedError(trace(ops, plan.layers), f"{where}{text}") from error
+        result = _before_the_failure(trace(ops, plan.layers), f"{where}{text}")
+        raise PartialResultError(
+            f"the step cannot run, the ops before the failure are above: {where}{text}", result
+        ) from error
     times = [_timed(trainer, batch, plan.device) for _ in range(WARMUP + REPEATS)]
     traces = []
     for _ in range(REPEATS):
@@ -116,6 +119,17 @@ def trace_step(plan: Plan) -> tuple[StepTrace, float]:
             trainer.optimizer_step(batch)
         traces.append(trace(ops, plan.layers))
     return typical(traces), median(times[WARMUP:])
+
+
+def _before_the_failure(step: StepTrace, error: str) -> Result:
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "error": error,
+        "totals": step.totals(step.time_ms or 1e3),
+        "rows": step.rows,
+    }
+    parts = [step_table(step.rows)] if step.rows else []
+    return Result(content, parts, {"trace.json": json_text(content)})
 
 
 def _caster(plan: Plan, calls: CallStack) -> Caster:

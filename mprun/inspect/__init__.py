@@ -1,0 +1,1 @@
+"""A close look at a recipe: a module for each question, whose function measures a `Result`."""

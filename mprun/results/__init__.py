@@ -1,0 +1,122 @@
+"""The result of a measurement, and the one way to show it.
+
+A function that measures returns a `Result`, and `show` puts it on the terminal and writes
+its files. So a command is three steps: parse the arguments, measure (`mprun.inspect`), show. The
+other modules of this package have, for each question, the record for programs and the tables and
+sentences made of it. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mprun.console import (
+    JobProgress,
+    ReportPart,
+    print_line,
+    print_table,
+    print_text,
+    stderr_console,
+    stdout_console,
+)
+from mprun.console.fitted_table import FittedTable
+from mprun.errors import EXIT_OK, RunFailedError, traceback_text
+from mprun.records.files import jsonable, write_atomic, write_files
+
+TRACEBACK = "traceback.txt"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a measurement found."""
+
+    record: Any
+    """All of it, for programs: a dataclass, a msgspec Struct, or plain values."""
+    parts: Sequence[FittedTable | str] = ()
+    """What the terminal shows, in this order: the sentence that answers first, then tables and
+    notes."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """Name to content of each file that the command writes."""
+    status: int = EXIT_OK
+    """The exit status of the command."""
+
+    @property
+    def json(self) -> str:
+        """The record as indented JSON; floats that are not finite are strings."""
+        content = jsonable(msgspec.to_builtins(self.record))
+        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+class PartialResultError(RunFailedError):
+    """A measurement failed on its way: `result` has what it found before."""
+
+    def __init__(self, text: str, result: Result) -> None:
+        super().__init__(text)
+        self.result = result
+
+
+def show(result: Result, folder: Path | None = None) -> int:
+    """Show a result on standard output, write its files, and name them.
+
+    Args:
+        result: the result.
+        folder: where its files go; None to write none.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        RunFailedError: a file cannot be written.
+    """
+    for part in result.parts:
+        show_part(part)
+    if folder is not None and result.files:
+        names = write_files(folder, result.files)
+        print_line(stdout_console(), f"written: {folder}/{', '.join(names)}")
+    return result.status
+
+
+def show_part(part: FittedTable | str) -> None:
+    """Show a table or a sentence."""
+    if isinstance(part, str):
+        print_text(stdout_console(), part)
+    else:
+        print_table(stdout_console(), part)
+
+
+@contextmanager
+def measuring(folder: Path | None = None) -> Iterator[ReportPart]:
+    """Inside, a command measures: its progress is shown on standard error.
+
+    Args:
+        folder: where the traceback of an error in the user's code is written; None for nowhere.
+
+    Raises:
+        RunFailedError: the one raised inside; with a folder it names the file of the traceback.
+            Of a `PartialResultError` the result is shown and written first.
+    """
+    try:
+        with JobProgress(stderr_console()) as progress:
+            yield progress.begin
+    except RunFailedError as error:
+        if isinstance(error, PartialResultError):
+            show(error.result, folder)
+        if error.__cause__ is None or folder is None:
+            raise
+        raise RunFailedError(f"{error} ({_with_traceback(error.__cause__, folder)})") from None
+
+
+def _with_traceback(error: BaseException, folder: Path) -> str:
+    """Write a traceback into a folder; where it is."""
+    try:
+        write_atomic(folder / TRACEBACK, traceback_text(error).encode(errors="replace"))
+    except OSError:
+        return "its traceback could not be written"
+    return f"the traceback is in {folder / TRACEBACK}"
