@@ -162,7 +162,7 @@ def machine(hour: Hour) -> Any:
     found = json.loads(said[said.index("{") :])
     return {
         "rates": found["rates"],
-        "modes": {row["mode"]: row["execution"] for row in found["modes"]},
+        "modes": {row["name"]: row["execution"] for row in found["modes"]},
     }
 
 

@@ -53,7 +53,7 @@ class KernelWatcher(OpWatcher):
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
         spec = op_spec(func)
-        looked_at = spec.makes_numbers and not spec.listwise and not spec.random
+        looked_at = spec.makes_numbers and not spec.listwise and spec.runs_again
         saved: dict[int, Tensor] = {}
         if looked_at and spec.reads_written:
             targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))

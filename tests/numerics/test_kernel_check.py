@@ -19,6 +19,7 @@ from mprun.experiments import device_check
 from mprun.experiments.device_check import check_device, checked_before
 from mprun.numerics.common_layers import LAYERS
 from mprun.numerics.kernel_check import judged
+from mprun.numerics.nonfinite.op_call import op_spec
 from mprun.records.kernel_check_record import KernelCheck
 
 CPU = torch.device("cpu")
@@ -166,3 +167,14 @@ def test_the_command_names_the_kernel_and_exits_with_3(
     out = capsys.readouterr().out
     assert "addmm in bfloat16" in out
     assert "train in another precision" in " ".join(out.split())
+
+
+def test_a_kernel_is_not_run_again_with_another_dtypes_workspace() -> None:
+    """oneDNN's LSTM in float64, with the workspace of bfloat16, wrote outside of its memory."""
+    backward = torch.ops.aten.mkldnn_rnn_layer_backward.default
+    assert not op_spec(backward).runs_again
+    assert op_spec(torch.ops.aten.native_batch_norm_backward.default).runs_again
+    (layer,) = [layer for layer in LAYERS if layer.name == "LSTM"]
+    check = check_device(torch.device("cpu"), layers=[layer])
+    assert check.ops > 20
+    assert check.faults == []

@@ -111,7 +111,7 @@ class NonfiniteWatcher(OpWatcher):
         # Ops of the optimizer and over lists are not run again: they would need a copy of all
         # parameters.
         optimizes = spec.listwise or site.phase == "optimizer"
-        if spec.reads_written and not (optimizes or spec.random):
+        if spec.reads_written and not optimizes and spec.runs_again:
             with no_dispatch(), torch.no_grad():
                 saved = {id(x): x.clone() for x in targets if type(x) in PLAIN_TYPES}
         result = run()

@@ -31,6 +31,10 @@ LISTWISE = ("_foreach_", "_fused_", "_amp_foreach_")
 
 STATISTICS = ("running_mean", "running_var")
 
+WORKSPACES = ("workspace", "reserve", "reserveSpace")
+"""Arguments with bytes that a forward kernel left for its backward kernel. Their layout is that of
+one dtype and library: oneDNN's LSTM in another dtype writes outside of its memory with them."""
+
 LARGEST = 2**26
 """Elements of an op's inputs up to which it is run again: half a GiB in float64."""
 
@@ -51,8 +55,8 @@ class OpSpec(NamedTuple):
     """Whether it does the same to each tensor of lists."""
     first_alone: bool
     """Whether only the first result matters."""
-    random: bool
-    """Whether it draws random numbers."""
+    runs_again: bool
+    """Whether it gives the same in another dtype: not with random numbers or a workspace."""
 
 
 @functools.cache
@@ -75,7 +79,8 @@ def op_spec(func: Any) -> OpSpec:
         reads_written=not (out or func.overloadpacket in OVERWRITES),
         listwise=name.startswith(LISTWISE),
         first_alone=name.startswith("_scaled_dot_product"),  # the others are padded
-        random=torch.Tag.nondeterministic_seeded in func.tags,
+        runs_again=torch.Tag.nondeterministic_seeded not in func.tags
+        and not any(a.name in WORKSPACES for a in arguments),
     )
 
 
@@ -167,8 +172,8 @@ def recomputed(
 ) -> list[Tensor] | None:
     """The results of an op computed in another dtype, in the order of `call.outputs()`.
 
-    None where that is not possible: the op draws random numbers, is very large, has no kernel for
-    the dtype, or overwrote inputs of which no copy exists.
+    None where that is not possible: the op draws random numbers, reads a workspace of its forward
+    kernel, is very large, has no kernel for the dtype, or overwrote inputs of which no copy exists.
 
     Args:
         call: the op, which has run.
@@ -179,7 +184,7 @@ def recomputed(
     """
     spec = op_spec(call.func)
     size = sum(x.numel() for x in tensors_of((call.args, call.kwargs)))
-    if spec.random or size > LARGEST:
+    if not spec.runs_again or size > LARGEST:
         return None
     written = written_arguments(call.func, call.args, call.kwargs)
     targets = {id(x) for x in tensors_in(v for _, v in written)}
