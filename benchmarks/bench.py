@@ -43,7 +43,7 @@ from benchmarks.peers import PEERS, RAW, peers_of
 from benchmarks.tasks import CASES, DATA, save_data
 from benchmarks.turns import Processes, Row, Subject
 from mprun.data import DataRequest, Splits, image_splits
-from mprun.doctor.environment import cpu_name, git_commit, usable_cores
+from mprun.doctor.machine import cpu_name, git_commit, usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "benchmarks" / "README.md"

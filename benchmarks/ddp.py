@@ -37,11 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.alternate import HEAPS
 from benchmarks.raw_loop import in_turns, of_full_batches, raw_optimizer
 from mprun.assemble import Plan, build_parts, make_plan
-from mprun.assemble.learning_rate import build_schedule
+from mprun.assemble.optimizer import build_schedule
 from mprun.assemble.parts import batch_form
 from mprun.config.compose import compose
 from mprun.data import TensorSet
-from mprun.doctor.environment import cpu_name
+from mprun.doctor.machine import cpu_name
 from mprun.nested import map_tensors, to_dtype
 from mprun.parallel.launch import launch_of
 from mprun.parallel.meeting import meeting_of

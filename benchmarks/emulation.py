@@ -27,8 +27,8 @@ from benchmarks.alternate import alternate
 from benchmarks.raw_loop import mprun_blocks
 from mprun.assemble import Plan, make_plan
 from mprun.config import compose
-from mprun.doctor.environment import cpu_name, usable_cores
 from mprun.doctor.heap import steady_heap
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.precision import backend_flags
 
 MODES = (

@@ -43,7 +43,7 @@ import mprun
 from benchmarks.alternate import alternate
 from benchmarks.raw_loop import Case, compare, planned
 from mprun import devices, observe
-from mprun.doctor.environment import hardware
+from mprun.doctor.machine import hardware
 from mprun.precision import backend_flags
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision import models
 
-from mprun.doctor.environment import cpu_name
+from mprun.doctor.machine import cpu_name
 from mprun.numerics import sensitivity
 from mprun.precision import Float16Fallback
 

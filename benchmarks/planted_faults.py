@@ -63,25 +63,25 @@ unscale-narrow precision/update.py Gradients are unscaled in 16 bits, where smal
 _replace_gradient(p, p.grad.float()) => _replace_gradient(p, p.grad)
 buffers-whole precision/buffers.py A skipped step takes back good running statistics too.
 torch.where(became & dropped, => torch.where(dropped,
-copy-offset precision/wide_copies.py A view reads the float32 copy from its beginning.
+copy-offset precision/buffers.py A view reads the float32 copy from its beginning.
 low.stride(), low.storage_offset()) => low.stride(), 0)
 frozen precision/convert.py Frozen parameters are trained once the model is converted.
 nn.Parameter(new, requires_grad=tensor.requires_grad) => nn.Parameter(new)
 stale-cast precision/op_lists/rules.py A weight that is written to keeps its old cast.
 is not weight or entry[1] != write_count(weight): => is not weight:
-region-off precision/op_lists/mode.py A region inside `disable_casts` does not cast.
+region-off precision/op_lists/table.py A region inside `disable_casts` does not cast.
 state.table, state.off = table, False => state.table = table
 wide-partials precision/partials.py Partial sums stay float32 from the second block on.
 acc = round_(acc + block_sum).float() => acc = acc + block_sum
 site-reset precision/emulate.py A step's random bits depend on the steps before it.
 self._step, self._last, self.site = step, step, 0 => self._step, self._last = step, step
-tf32-bias precision/tf32.py The gradient of a convolution's bias is a sum of rounded numbers.
+tf32-bias precision/switches.py The gradient of a convolution's bias is a sum of rounded numbers.
 _with_bias_gradient(result, args) if func in CONVOLUTION_BACKWARD else result => result
 dampening optim/optimizers.py The first step of SGD is dampened.
 isinstance(step, Tensor) else step > 1 => isinstance(step, Tensor) else step > 0
 infinite-decay optim/formulas.py An infinite weight becomes NaN.
 decay = torch.where(torch.isfinite(w), w * h[5], 0.0) => decay = w * h[5]
-root-zero optim/codes.py Small roots of second moments become 0, and are divided by.
+root-zero optim/formulas.py Small roots of second moments become 0, and are divided by.
 torch.where(floor, codes.clamp(min=1), codes).to(DTYPE) => codes.to(DTYPE)
 root-loaded optim/state.py A loaded root is taken for the second moment.
 _taken(state, f"{second}_root", True) ** 2 => _taken(state, f"{second}_root", True)
@@ -89,7 +89,7 @@ block-bits optim/engines.py Every block of a tensor is rounded with the bits of 
 index = _indices(part.param, first + start) => index = _indices(part.param, first)
 master-narrow optim/masters.py Gradients of masters are unscaled in 16 bits.
 p.grad.float() * factor => (p.grad * factor).float()
-norm-narrow optim/step_gradients.py The norm of float16 gradients overflows.
+norm-narrow optim/state.py The norm of float16 gradients overflows.
 torch.linalg.vector_norm(g, dtype=torch.float32) => torch.linalg.vector_norm(g)
 group-options optim/base.py All groups of parameters take the options of the first one.
 known = id(update.group), update.state["step"] => known = 0, update.state["step"]
@@ -99,7 +99,7 @@ two-sided compare/verdicts.py The interval that decides on equivalence has the w
 inside, off = 1 - 2 * equal.level, 1 - apart.level => inside, off = 1 - equal.level, 1 - apart.level
 other-hardware compare/measures.py Times on unlike hardware are compared.
 return [(own, base) for own, base in pairs if hardware(own) == hardware(base)] => return pairs
-same-speed compare/time_ratios.py A ratio that is open is called the same speed.
+same-speed compare/measures.py A ratio that is open is called the same speed.
 if low > 1 / SAME and high < SAME: => if low > 1 / SAME or high < SAME:
 noisy-curve compare/equal_quality.py A crossing is measured from a loss above the lowest so far.
 min(row.loss, before.loss)) => row.loss)
@@ -107,7 +107,7 @@ whole-drift compare/artefacts.py The median step is taken to lie the whole drift
 1 / math.sqrt(factor) if => 1 / factor if
 earlier-run compare/load.py Of two runs of one seed the earlier one counts.
 earlier, last[key] = sorted( => last[key], earlier = sorted(
-any-split compare/evaluate.py The test samples are used although some runs have none.
+any-split compare/verdicts.py The test samples are used although some runs have none.
 if has[name] == len(runs) => if has[name]
 equal-shares train/loop.py Micro-batches of unlike weight count alike.
 share=part.weight / weight, => share=1 / len(batch.parts),
@@ -115,15 +115,15 @@ skipped-ever train/loop.py Skipped steps add up over the run, not only those in 
 _in_a_row + 1 if line.skipped else 0 => _in_a_row + line.skipped
 evaluated-weight train/evaluation.py An evaluated loss is weighted by samples, not by what counts.
 (part.size, part.weight) for part in own.parts => (part.size, part.size) for part in own.parts
-host-random train/process_states.py Python's and NumPy's random numbers are not resumed.
+host-random train/checkpoint.py Python's and NumPy's random numbers are not resumed.
 restore_states(own["host_rng"]) => pass
-warm-up train/step_statistics.py A run of exactly 100 steps has a short warm-up.
+warm-up train/clock.py A run of exactly 100 steps has a short warm-up.
 if steps < MANY_STEPS => if steps <= MANY_STEPS
 shared-metric train/recipe_metrics.py Training and evaluation add to one metric.
 metric = copy.deepcopy(self.metric) => metric = self.metric
 test-time train/time_limit.py A validation may take the time that the test needs.
 self.validation_until = self._ends_at - share * test_s => self.validation_until = self._ends_at
-worst-epoch train/epoch_history.py Of a loss the worst epoch is kept as the best.
+worst-epoch train/recorder.py Of a loss the worst epoch is kept as the best.
 score = number(value) if self._metric.higher_is_better else -number(value) => score = number(value)
 range-mixed train/init_from.py Weights that float16 casts harm get no warning.
 "float16" in (policy.param_dtype, policy.compute_dtype) => policy.param_dtype == "float16"

@@ -37,12 +37,11 @@ from torch.optim import Optimizer
 from benchmarks.alternate import BLOCKS, HEAPS, Ratio, compared, heap_environment
 from mprun import devices
 from mprun.assemble import Plan, build_parts, make_plan
-from mprun.assemble.learning_rate import build_schedule
-from mprun.assemble.optimizer import CLASSES
+from mprun.assemble.optimizer import CLASSES, build_schedule
 from mprun.assemble.parts import batch_form
 from mprun.config import compose
 from mprun.data import DataRequest, Splits, TensorSet
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.nested import map_tensors, to_dtype
 from mprun.optim.engines import fastest
 from mprun.precision import backend_flags

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.alternate import HEAPS, alternate
 from benchmarks.raw_loop import CASES
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.machine import cpu_name, usable_cores
 
 CHILD = """
 import sys

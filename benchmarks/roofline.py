@@ -16,10 +16,10 @@ from datetime import date
 
 import torch
 
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.experiments.examine import examine
 from mprun.experiments.recipe_roofline import plan_step, recipe_roofline
-from mprun.records.roofline_record import Roofline
+from mprun.results.roofline_result import Roofline
 
 CASES = (
     "linear",

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mprun.doctor.environment import cpu_name
+from mprun.doctor.machine import cpu_name
 
 STEPS, BATCH, SAMPLES = 200, 64, 512
 MEASURED_AT = (0, 20, 80, 160)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from mprun.config import compose
-from mprun.config.plain_text import quoted
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.config.recipe_file import quoted
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.experiments.planned_run import plan_or_resume
 from mprun.records.run_record import Status
 from mprun.run import run

@@ -19,7 +19,7 @@ import torch
 
 from mprun.assemble import Plan, build_parts, make_plan
 from mprun.config import compose
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
 from mprun.train.clock import HostClock

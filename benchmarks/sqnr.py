@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mprun.assemble import build_parts, make_plan
 from mprun.config import compose
-from mprun.doctor.environment import cpu_name
-from mprun.numerics.sqnr import sqnr_db
+from mprun.doctor.machine import cpu_name
+from mprun.numerics.tolerance import sqnr_db
 from mprun.precision import backend_flags
 
 MODES = ("tf32", "bf16_mixed", "fp16_mixed")

@@ -10,7 +10,7 @@ from datetime import date
 import torch
 
 from mprun.assemble import Plan
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.precision import backend_flags
 from mprun.train.loop import Trainer
 

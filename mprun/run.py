@@ -18,10 +18,9 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from mprun.assemble import Plan, build_run, footprint, make_plan
-from mprun.assemble.effective import effective, requested
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.parts import effective, requested, run_loggers
 from mprun.assemble.planned_memory import has_room_for_another
-from mprun.assemble.run_loggers import run_loggers
 from mprun.config import Config
 from mprun.errors import MprunError, UsageError, first_line
 from mprun.parallel.layouts import Layout
@@ -51,17 +50,14 @@ from mprun.train.checks import (
     skipped_warning,
     slow_dtype_warning,
 )
-from mprun.train.conditions_recorder import ConditionsRecorder
-from mprun.train.exception_log import ExceptionLog
-from mprun.train.faults import explain_faults
-from mprun.train.guard_log import GuardLog
+from mprun.train.exception_log import ExceptionLog, GuardLog
 from mprun.train.loggers import Logger
 from mprun.train.loop import StopRequestedError, Trainer, unfinished_epoch
-from mprun.train.memory_count import MemoryCount
-from mprun.train.recorder import Recorder
-from mprun.train.saved_form import check_form, check_moments
+from mprun.train.recorder import ConditionsRecorder, MemoryCount, Recorder
 from mprun.train.signals import SignalReceivedError, StopSignals
 from mprun.train.stopwatch import Stopwatch
+from mprun.train.torch_file import check_form, check_moments
+from mprun.train.user_code import explain_faults
 
 QUICK_STEP_S = 0.2
 """Two steps of less take less time than a step on fake tensors, whose first imports a compiler."""

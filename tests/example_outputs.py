@@ -25,22 +25,20 @@ from rich.console import Console
 
 from docs.examples import RECIPES, Example
 from mprun.cli.main import main
+from mprun.compare.measures import OVERLAPPED
 from mprun.compare.notes import variant_notes
-from mprun.compare.time_ratios import OVERLAPPED
 from mprun.config.settings import Objective
-from mprun.doctor.machine_findings import findings
-from mprun.doctor.mode_verdicts import conclusions
+from mprun.doctor.machine_findings import conclusions, findings
 from mprun.doctor.scaling import estimate_scaling
 from mprun.experiments.advise import advise, screened
 from mprun.experiments.double import double
 from mprun.experiments.trials import Outcome, Trial
-from mprun.records.doctor_record import OPS, Format, Mode
 from mprun.records.run_record import TimeBudget
-from mprun.records.search_ops_record import OpSearch, Proof
 from mprun.report import tables
-from mprun.report.doctor_tables import renderables
-from mprun.report.scaling_tables import scaling_parts
-from mprun.report.search_ops_tables import answer_sentence, outcome_table, proof_lines, rows_table
+from mprun.results.doctor_result import OPS, Format, Mode, renderables
+from mprun.results.estimates import scaling_parts
+from mprun.results.search_result import OpSearch, Proof
+from mprun.results.search_tables import answer_sentence, outcome_table, proof_lines, rows_table
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
 from tests.experiments import comparison, variant

@@ -6,16 +6,17 @@ any folder is made.
 """
 
 from mprun.assemble.optimizer import build_optimizer
-from mprun.assemble.parts import build_parts, build_run
-from mprun.assemble.plan import Plan, make_plan
-from mprun.assemble.planned_memory import footprint, same_step, step_memory, with_batch_size
-from mprun.assemble.precision_parts import (
+from mprun.assemble.parts import (
     build_arithmetic,
     build_caster,
     build_exceptions,
     build_loss_scale,
+    build_parts,
     build_precision,
+    build_run,
 )
+from mprun.assemble.plan import Plan, make_plan
+from mprun.assemble.planned_memory import footprint, same_step, step_memory, with_batch_size
 from mprun.assemble.recipe_loading import DataCache, load_recipe, load_shapes, recipe_of, source_of
 
 __all__ = [

@@ -23,11 +23,11 @@ from mprun.precision.layers import (
     with_layer_formats,
 )
 from mprun.precision.op_lists import KINDS, Entry, OpLists, op_lists, read_list
-from mprun.precision.op_lists.names import spelled
+from mprun.precision.op_lists.lists import spelled
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.records.layer_values import layer_values
-from mprun.records.yaml_reader import NotYamlError, read_yaml
+from mprun.records.mode_names import layer_values
+from mprun.records.reader import NotYamlError, read_yaml
 from mprun.train.user_code import model_of
 
 

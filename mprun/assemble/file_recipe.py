@@ -8,6 +8,16 @@ Functions become the methods of a class made here, so the rest of mprun knows on
 The file is read once per process: the code that runs is the one whose SHA-256 is recorded, though
 the file may be edited during a long study. Its folder is searched for modules that it imports, as
 if it were run by `python my.py`; modules of other folders win.
+
+Where a recipe's code lies. Importing a module runs it, so the user learns of it beforehand.
+
+A run is resumed with its own configuration, which names the recipe's class. In a folder from
+someone else that name can lead to a module in the same folder, which would run as soon as the run
+is resumed. Such a module is refused unless the user trusts the folder. A module anywhere else is
+the user's own choice; outside of mprun its file is named before it runs.
+
+Which file a name leads to is decided while it is imported, package by package. So a finder in front
+of Python's own ones looks at each file between the moment it is found and the moment it runs.
 """
 
 from __future__ import annotations
@@ -16,25 +26,121 @@ import hashlib
 import importlib.util
 import inspect
 import linecache
+import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 
-from mprun.assemble.recipe_origin import announced_file
 from mprun.config.recipe_file import read_source
+from mprun.console import note
 from mprun.data import DataRequest, Splits
 from mprun.data.recipe_parts import as_splits
 from mprun.errors import MprunError, UsageError, first_line, hint
 from mprun.recipe import Recipe
+from mprun.records.run_folder import FILE
 from mprun.train.user_code import described
+
+
+class UntrustedCodeError(UsageError):
+    """A recipe's code lies in a folder that the user does not trust."""
+
+
+@contextmanager
+def announced(target: str, untrusted: Path | None) -> Iterator[None]:
+    """Inside, importing a recipe names its files before they run.
+
+    Args:
+        target: the import path of the recipe's class.
+        untrusted: a folder whose code is not run, or None.
+
+    Raises:
+        UntrustedCodeError: a file lies in that folder.
+    """
+    finder = _AnnouncingFinder(target, untrusted)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+@contextmanager
+def announced_file(path: Path, untrusted: Path | None, prefix: str = "recipe=") -> Iterator[None]:
+    """The same for a recipe that is a file, and the modules that it imports.
+
+    Args:
+        path: the file.
+        untrusted: a folder whose code is not run, or None.
+        prefix: of the file's name in messages.
+
+    Raises:
+        UntrustedCodeError: the file or such a module lies in that folder.
+    """
+    finder = _AnnouncingFinder(str(path), untrusted, "recipe")
+    finder.look(path)
+    note(f"{prefix}{path} runs the code of this file")
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _AnnouncingFinder(MetaPathFinder):
+    """Finds what the other finders find, and looks at it."""
+
+    def __init__(self, target: str, untrusted: Path | None, key: str = "recipe.target") -> None:
+        self._target, self._untrusted, self._key = target, untrusted, key
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.has_location and spec.origin is not None:
+            file = Path(spec.origin)
+            self.look(file)
+            self._announce(name, file)
+        return spec
+
+    def look(self, file: Path) -> None:
+        """Raise `UntrustedCodeError` for a file whose code is not run."""
+        if self._untrusted is not None and lies_in(file, self._untrusted):
+            raise UntrustedCodeError(
+                f"{self._key}={self._target} would run {file}, which is a part of "
+                f"{self._untrusted} itself and may be anyone's code; read it, then add "
+                "run.trust=true"
+            )
+
+    def _announce(self, name: str, file: Path) -> None:
+        is_of_target = self._target.startswith(f"{name}.")
+        if is_of_target and name.partition(".")[0] != "mprun":
+            note(f"recipe.target={self._target} runs the code of {file}")
+
+
+def lies_in(path: Path, folder: Path) -> bool:
+    """Whether a path leads into a folder, links followed or not."""
+    starts = {os.path.abspath(folder), os.path.realpath(folder)}  # noqa: PTH100 (keeps links)
+    paths = {os.path.abspath(path), os.path.realpath(path)}  # noqa: PTH100
+    return any(Path(one).is_relative_to(start) for one in paths for start in starts)
+
+
+def record_of(run: Path) -> Path:
+    """The study that a run's folder is a part of, else that folder: both have one origin."""
+    above = run.absolute().parent
+    return above if (above / FILE).exists() else run
+
 
 NEEDED = ("model", "data")
 FUNCTIONS = (

@@ -9,12 +9,11 @@ import torch
 
 from mprun import __version__
 from mprun.assemble import Plan, build_loss_scale
-from mprun.assemble.effective import planned, requested
 from mprun.assemble.optimizer import unused_by
+from mprun.assemble.parts import build_guard, planned, requested
 from mprun.assemble.plan import guard_action
-from mprun.assemble.precision_parts import build_guard
 from mprun.config.validate import GUARD, without_inert
-from mprun.doctor import environment
+from mprun.doctor import machine
 from mprun.doctor.heap import allocator
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
@@ -72,9 +71,9 @@ def initial_summary(
         error=None,
         started_at=started_at.isoformat(timespec="milliseconds"),
         mprun_version=__version__,
-        git_commit=environment.git_commit(),
-        versions=environment.versions(),
-        hardware=environment.hardware(plan.device, slow),
+        git_commit=machine.git_commit(),
+        versions=machine.versions(),
+        hardware=machine.hardware(plan.device, slow),
         recipe=config.recipe.name,
         recipe_sha256=None if plan.recipe_source is None else plan.recipe_source.sha256,
         seed=config.seed,

@@ -3,10 +3,18 @@
 By name, PyTorch's, or the one of `mprun.optim` that stores parameters and state in 16 bits. By
 import path, or made by the recipe, any other: one that computes in its parameters' dtype, so with
 16-bit parameters it gets float32 masters.
+
+An optimizer by import path: its class, and the arguments that it takes.
+
+The learning-rate schedule of a run: the configuration's, or the recipe's own.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import math
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -16,16 +24,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+)
 
 from mprun import optim
 from mprun._torch import eager_optimizer
-from mprun.assemble import optimizer_class
-from mprun.assemble.learning_rate import build_schedule
+from mprun.assemble.file_recipe import UntrustedCodeError, announced
 from mprun.config import Config
-from mprun.config.schema import OptimizerConfig, OptimizerName
+from mprun.config.schema import OptimizerConfig, OptimizerName, Scheduler, TrainConfig
 from mprun.config.validate import stored_moments
 from mprun.doctor.speed_choices import SpeedChoice
-from mprun.errors import UsageError
+from mprun.errors import UsageError, first_line, hint, nearest
 from mprun.numerics.memory_recorder import fake_tensors
 from mprun.optim import engines
 from mprun.optim.by_policy import low_precision, with_masters
@@ -34,7 +48,220 @@ from mprun.precision.convert import convert
 from mprun.precision.layers import layer_precisions, own_precisions
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
+from mprun.train.time_limit import Schedule
 from mprun.train.user_code import model_of
+
+CLOSURE = "calls the loss several times in a step, and mprun calls it once"
+ANY = None
+"""The class takes arguments of any name."""
+
+
+def optimizer_class(target: str, untrusted: Path | None = None) -> type[Optimizer]:
+    """The class at an import path; the current folder is searched too.
+
+    Raises:
+        UsageError: there is none, or it is no optimizer that can be used.
+    """
+    module_name, _, class_name = target.rpartition(".")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        with announced(target, untrusted):
+            module = importlib.import_module(module_name)
+    except UntrustedCodeError:
+        raise
+    except Exception as error:  # the module may be the user's: anything can be wrong with it
+        raise UsageError(
+            f"train.optimizer.target={target} cannot be loaded ({type(error).__name__}: "
+            f"{first_line(error)}); legal is the import path of a class, such as "
+            "torch.optim.Adagrad"
+        ) from None
+    kind = getattr(module, class_name, None)
+    if not isinstance(kind, type) or not issubclass(kind, Optimizer) or kind is Optimizer:
+        known = [n for n, x in vars(module).items() if _is_optimizer(x)]
+        near = nearest(class_name, known)
+        meant = f"; did you mean {module_name}.{near}?" if near else ""
+        legal = f": {', '.join(known)}" if known else ""
+        raise UsageError(
+            f"train.optimizer.target={target} is no torch.optim.Optimizer{meant or legal}"
+        )
+    refuse_closures(kind, f"train.optimizer.target={target}")
+    return kind
+
+
+def _is_optimizer(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, Optimizer) and x is not Optimizer
+
+
+def refuse_closures(kind: type[Optimizer], what: str) -> None:
+    """Raise `UsageError` for an optimizer whose step needs a closure."""
+    if issubclass(kind, torch.optim.LBFGS):
+        raise UsageError(f"{what}: {kind.__name__} {CLOSURE}; legal is every other optimizer")
+
+
+def arguments_of(kind: type[Optimizer]) -> list[str] | None:
+    """The names of the arguments of a class beside its parameters and lr; None for any."""
+    parameters = list(inspect.signature(kind).parameters.values())[1:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return ANY
+    return [p.name for p in parameters if p.name != "lr" and p.kind is not p.VAR_POSITIONAL]
+
+
+def check_arguments(kind: type[Optimizer], args: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for an argument that the class does not take."""
+    legal = arguments_of(kind)
+    for name, value in args.items():
+        if legal is not ANY and name not in legal:
+            raise UsageError(
+                f"'train.optimizer.args.{name}={value}': {kind.__name__} has no such argument"
+                f"{hint(str(name), legal)}; legal: {', '.join(legal)}"
+            )
+
+
+def takes(kind: type[Optimizer], name: str) -> bool:
+    """Whether a class names such an argument."""
+    return name in (arguments_of(kind) or ())
+
+
+def implementation(kind: type[Optimizer], args: Mapping[str, Any], chosen: str) -> str:
+    """The implementation of a run with this class: forloop, foreach, fused, or own.
+
+    Args:
+        kind: the class.
+        args: the user's arguments, which win.
+        chosen: what was measured to be the fastest of PyTorch's optimizers.
+    """
+    if not takes(kind, "foreach"):
+        return "own"
+    asked = [name for name in ("fused", "foreach") if args.get(name)]
+    if asked:
+        return asked[0]
+    if any(name in args for name in ("fused", "foreach")):
+        return "forloop"
+    return "foreach" if chosen == "fused" and not takes(kind, "fused") else chosen
+
+
+def made_of_class(
+    kind: type[Optimizer], parameters: Any, config: OptimizerConfig, lr: float, implementation: str
+) -> Optimizer:
+    """An optimizer of the class, with the user's arguments.
+
+    Raises:
+        UsageError: the class refuses them.
+    """
+    options: dict[str, Any] = {"lr": lr}
+    if config.weight_decay and takes(kind, "weight_decay"):
+        options["weight_decay"] = config.weight_decay
+    if implementation not in ("own", "masters"):
+        names = [n for n in ("foreach", "fused") if takes(kind, n)]
+        if not any(name in config.args for name in names):
+            options |= {name: implementation == name for name in names}
+    options |= {name: _as_argument(value) for name, value in config.args.items()}
+    try:
+        return kind(parameters, **options)
+    except Exception as error:  # the class may be the user's
+        legal = arguments_of(kind)
+        known = "" if legal is ANY else f"; its arguments: {', '.join(legal)}"
+        raise UsageError(
+            f"train.optimizer.target={config.target} cannot be made ({type(error).__name__}: "
+            f"{first_line(error)}){known}"
+        ) from None
+
+
+def article(value: Any) -> str:
+    """What a function gave, by its class."""
+    return "nothing (a return is missing)" if value is None else f"a {type(value).__name__}"
+
+
+def _as_argument(value: Any) -> Any:
+    """A list as the tuple that optimizers take (betas)."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def warmup_warning(train: TrainConfig, steps: int | None, given: Sequence[str]) -> str | None:
+    """A sentence if the recipe's warm-up is longer than the planned optimizer steps.
+
+    Args:
+        train: the configuration.
+        steps: that are planned; None where only time ends the run.
+        given: the fields that the user set.
+
+    Raises:
+        UsageError: the user set such a warm-up.
+    """
+    if steps is None or train.warmup_steps <= steps:
+        return None
+    if "train.warmup_steps" not in given:
+        return f"the run's {steps} steps end within the recipe's warm-up of {train.warmup_steps}"
+    raise UsageError(
+        f"train.warmup_steps={train.warmup_steps}: the run has {steps} optimizer steps "
+        f"(train.epochs, train.max_steps); legal is at most {steps}"
+    )
+
+
+def build_schedule(
+    train: TrainConfig, recipe: Recipe, optimizer: Optimizer, steps: int | None
+) -> Schedule:
+    """The recipe's own schedule, or the configuration's over the planned optimizer steps.
+
+    Raises:
+        UsageError: the recipe's `schedule` gives something else.
+    """
+    if recipe.makes_schedule:
+        return Schedule(_recipes_schedule(recipe, optimizer))
+    if train.warmup_steps or train.min_lr:
+        lowest = 0.0 if train.scheduler is Scheduler.none else train.min_lr
+        curve = CURVES[train.scheduler]
+        bases = [float(group["lr"]) for group in optimizer.param_groups]
+        factors = [factor(curve, train.warmup_steps, steps or 1, lowest / base) for base in bases]
+        return Schedule(LambdaLR(optimizer, factors))
+    if train.scheduler is Scheduler.none or steps is None:
+        return Schedule()
+    if train.scheduler is Scheduler.cosine:
+        return Schedule(CosineAnnealingLR(optimizer, T_max=steps))
+    return Schedule(LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps))
+
+
+CURVES: dict[Scheduler, Callable[[float], float]] = {
+    Scheduler.none: lambda _: 1.0,
+    Scheduler.linear: lambda done: 1 - done,
+    Scheduler.cosine: lambda done: (1 + math.cos(math.pi * done)) / 2,
+}
+"""The share of the fall that is left, by the share of the steps after the warm-up."""
+
+
+def factor(
+    curve: Callable[[float], float], warmup: int, steps: int, lowest: float
+) -> Callable[[int], float]:
+    """What the learning rate is multiplied by in a step, counted from 0.
+
+    It is (step + 1) / warmup in the warm-up. Then it falls along the curve from 1 to `lowest`,
+    which it would reach one step after the last.
+    """
+
+    def at(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return lowest + (1 - lowest) * curve(done)
+
+    return at
+
+
+def _recipes_schedule(recipe: Recipe, optimizer: Optimizer) -> LRScheduler:
+    name = f"schedule(optimizer) of {type(recipe).__name__}"
+    schedule = recipe.schedule(optimizer)
+    if not isinstance(schedule, LRScheduler):
+        raise UsageError(
+            f"{name} gave {article(schedule)}; legal is a scheduler of torch.optim.lr_scheduler"
+        )
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise UsageError(
+            f"{name} gave ReduceLROnPlateau, which needs a score, and mprun steps a schedule after "
+            "each optimizer step; legal: any other of torch.optim.lr_scheduler"
+        )
+    return schedule
+
 
 CLASSES: dict[OptimizerName, type[Optimizer]] = {
     OptimizerName.sgd: torch.optim.SGD,
@@ -83,7 +310,7 @@ def unused_weight_decay(
     key = "train.optimizer.weight_decay"
     if key not in given or config.target is None or recipe.makes_optimizer:
         return None
-    if optimizer_class.takes(optimizer_class.optimizer_class(config.target), "weight_decay"):
+    if takes(optimizer_class(config.target), "weight_decay"):
         return None
     return f"{key} has no effect: {config.target} takes none"
 
@@ -152,14 +379,14 @@ def choose_implementation(
         return "masters" if low else "own"
     if config.target is None:
         return None
-    kind = optimizer_class.optimizer_class(config.target, untrusted)
-    optimizer_class.check_arguments(kind, config.args)
+    kind = optimizer_class(config.target, untrusted)
+    check_arguments(kind, config.args)
     if low and issubclass(kind, torch.optim.SparseAdam):
         raise UsageError(
             f"train.optimizer.target={config.target} takes sparse gradients, and parameters in 16 "
             "bits have none; legal: another optimizer, or precision=bf16_mixed"
         )
-    return "masters" if low else optimizer_class.implementation(kind, config.args, chosen)
+    return "masters" if low else implementation(kind, config.args, chosen)
 
 
 def build_optimizer(
@@ -183,9 +410,9 @@ def build_optimizer(
 
     def make() -> Optimizer:
         if recipe.makes_optimizer:
-            return _recipes_own(recipe, model)
-        kind = optimizer_class.optimizer_class(str(config.target))
-        return optimizer_class.make(kind, trained(model), config, lr, speed.optimizer_impl)
+            return _recipes_optimizer(recipe, model)
+        kind = optimizer_class(str(config.target))
+        return made_of_class(kind, trained(model), config, lr, speed.optimizer_impl)
 
     if speed.optimizer_impl != "masters":
         return make()
@@ -206,14 +433,12 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def _recipes_own(recipe: Recipe, model: nn.Module) -> Optimizer:
+def _recipes_optimizer(recipe: Recipe, model: nn.Module) -> Optimizer:
     name = f"optimizer(model) of {type(recipe).__name__}"
     optimizer = recipe.optimizer(model)
     if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"{name} gave {optimizer_class.article(optimizer)}; legal is a torch.optim.Optimizer"
-        )
-    optimizer_class.refuse_closures(type(optimizer), name)
+        raise UsageError(f"{name} gave {article(optimizer)}; legal is a torch.optim.Optimizer")
+    refuse_closures(type(optimizer), name)
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if not any(id(p) in known for p in held):

@@ -1,8 +1,23 @@
-"""The parts that the loop runs on."""
+"""The parts that the loop runs on.
+
+The parts that carry out a policy: caster, arithmetic, loss scale, detection of exceptions.
+
+The loggers of a run, from its plan.
+
+The effective precision of a run, read from the objects that carry it out.
+
+A requested value can have no effect: an optimizer without momentum stores none in any dtype, and
+float32 parameters are not rounded. So each column is read from the object that decides it: the
+parameters, their gradient buffers, the optimizer, the caster, the arithmetic, the backend switches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun import devices
-from mprun.assemble.learning_rate import build_schedule
-from mprun.assemble.optimizer import build_optimizer
-from mprun.assemble.plan import Plan
-from mprun.assemble.precision_parts import (
-    build_arithmetic,
-    build_caster,
-    build_exceptions,
-    build_precision,
-)
+from mprun.assemble.optimizer import build_optimizer, build_schedule
+from mprun.assemble.plan import Plan, guard_action
+from mprun.config import Config, schema
+from mprun.config.validate import loss_scale_kind
 from mprun.data import (
     Batches,
     BatchForm,
@@ -31,21 +41,126 @@ from mprun.data import (
     TensorSet,
 )
 from mprun.data.batches import place
-from mprun.data.loader_sets import Reading
-from mprun.data.random_states import seed_all
+from mprun.data.loader_sets import Reading, seed_all
 from mprun.data.split import WHOLE, BatchSplit
 from mprun.nested import all_tensors, map_tensors
-from mprun.numerics.nonfinite import RunExceptions
+from mprun.numerics.memory_recorder import fake_tensors
+from mprun.numerics.nonfinite import RunExceptions, WatchedRunExceptions
+from mprun.optim.by_policy import rounding_columns
 from mprun.parallel.layouts import Layout
-from mprun.precision import Precision
-from mprun.precision.op_lists import CastLog
-from mprun.precision.policy import torch_dtype
+from mprun.parallel.ranks import Ranks
+from mprun.precision import Arithmetic, Caster, Clip, DynamicRule, LossScale, Precision
+from mprun.precision.caster import caster_of
+from mprun.precision.combine import ALONE, Combine
+from mprun.precision.convert import dtype_of
+from mprun.precision.execution import arithmetic_for
+from mprun.precision.gemm_guard import GemmFinding, GemmGuard, guard_of
+from mprun.precision.loss_scale import loss_scale_of_kind
+from mprun.precision.op_lists import CastLog, Watcher
+from mprun.precision.policy import dtype_name, torch_dtype
+from mprun.precision.switches import tf32_is_on
+from mprun.records.run_record import PrecisionRow, Summary
+from mprun.train.callbacks import Messages
+from mprun.train.checkpoint import seed_process
 from mprun.train.clock import clock_for
+from mprun.train.exception_log import of_all_processes
+from mprun.train.init_from import DRAWN
+from mprun.train.loggers import LoggedRun, Logger, build_loggers
+from mprun.train.loggers.logger import run_tags
 from mprun.train.loop import Parts
 from mprun.train.loss_terms import checked_count
-from mprun.train.metric_readback import readback_for
-from mprun.train.process_states import seed_process
+from mprun.train.sums import readback_for
 from mprun.train.user_code import model_of
+
+
+def build_precision(
+    plan: Plan,
+    caster: Caster | None = None,
+    arithmetic: Arithmetic | None = None,
+    make: Callable[..., Precision] = Precision.of_parts,
+    combine: Combine = ALONE,
+) -> Precision:
+    """What carries out the plan's policy.
+
+    Args:
+        plan: the plan.
+        caster: replaces the plan's, which decides the dtypes of ops.
+        arithmetic: replaces the plan's, which decides whose kernels compute.
+        make: a function with the arguments of `Precision.of_parts`.
+        combine: what processes with shards agree on norms and overflows by.
+    """
+    return make(
+        plan.policy,
+        caster or build_caster(plan),
+        arithmetic or build_arithmetic(plan),
+        build_loss_scale(plan.config, plan.layers, plan.device),
+        Clip(plan.config.train.clip_norm, combine),
+        layers=plan.layers,
+    )
+
+
+def build_exceptions(plan: Plan, ranks: Ranks | None = None) -> RunExceptions:
+    """The detection of floating-point exceptions that `debug.fp_exceptions` asks for.
+
+    Args:
+        plan: the plan.
+        ranks: the processes that train together; None: one.
+    """
+    debug = plan.config.debug
+    if debug.fp_exceptions is schema.FpExceptions.off:
+        return RunExceptions()
+    saturates = plan.policy.overflow == "saturate"
+    share = partial(of_all_processes, ranks or Ranks())
+    return WatchedRunExceptions(debug.fp_exceptions.name, debug.halt_after, saturates, share)
+
+
+def build_caster(plan: Plan, watcher: Watcher | None = None) -> Caster:
+    """What decides the dtypes of ops; `watcher` is notified of the casts of op lists."""
+    several = plan.batch.accumulate > 1
+    return caster_of(plan.policy, plan.device.type, plan.op_lists, keep=several, watcher=watcher)
+
+
+def build_arithmetic(plan: Plan, ranks: Ranks | None = None) -> Arithmetic:
+    """Whose kernels compute: PyTorch's or mprun's.
+
+    Args:
+        plan: the plan.
+        ranks: the processes that train together; None: one. Each rounds its own samples' results
+            with bits of its own.
+    """
+    ranks = ranks or Ranks()
+    seed = plan.config.seed + (ranks.rank << 32)  # a seed of a run has 32 bits
+    guard = build_guard(plan, ranks)
+    return arithmetic_for(plan.policy, plan.execution, plan.fp32_fallback, seed, guard=guard)
+
+
+def build_guard(plan: Plan, ranks: Ranks | None = None) -> GemmGuard:
+    """The guard of products with formats of 8 bits or fewer.
+
+    Each process decides about the products of its own samples. What they found is counted together.
+
+    Args:
+        plan: the plan.
+        ranks: the processes that train together; None: one.
+    """
+    debug, shared = plan.config.debug, ranks or Ranks()
+
+    def of_all_processes(own: list[GemmFinding]) -> list[GemmFinding]:
+        if not any(shared.agree(bool(own))):
+            return []
+        return [finding for found in shared.gather(own) for finding in found]
+
+    action = guard_action(plan.config, plan.policy)
+    return guard_of(action, debug.guard_underflow, debug.guard_error, of_all_processes)
+
+
+def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.device) -> LossScale:
+    """The loss scale of the configuration, or the one that the mode or a layer needs."""
+    scale, kind = config.loss_scale, loss_scale_kind(config, layers.values())
+    rule = DynamicRule(
+        scale.growth_factor, scale.backoff_factor, scale.growth_interval, scale.floor
+    )
+    return loss_scale_of_kind(kind, scale.value, device, rule)
 
 
 def build_run(
@@ -202,3 +317,98 @@ def build_model(
             config.seed,
         )
     return model, optimizer
+
+
+def run_loggers(
+    plan: Plan,
+    resolved: dict[str, Any],
+    summary: Summary,
+    folder: Path,
+    first_step: int | None,
+    messages: Messages,
+) -> list[Logger]:
+    """The run's loggers; nothing is written before the first step.
+
+    Args:
+        plan: the run's plan.
+        resolved: its configuration.
+        summary: its first summary.
+        folder: its folder.
+        first_step: of a resumed run; None for a new one.
+        messages: shows the loggers' notes and warnings.
+    """
+    config = plan.config.logger
+    logged = LoggedRun(
+        folder=folder,
+        project=config.project or summary.recipe,
+        name=config.run_name or f"{summary.variant} seed {summary.seed}",
+        configuration=resolved,
+        tags={**config.tags, **run_tags(summary)},
+        uri=config.uri,
+        online=config.mode.name == "online",
+        first_step=first_step,
+        log_every=plan.config.train.log_every,
+    )
+    return build_loggers(config.name, logged, messages.warn, messages.report)
+
+
+def requested(plan: Plan) -> PrecisionRow:
+    """The policy as the configuration asks for it."""
+    extra: dict[str, Any] = {"op_lists": plan.config.op_lists.name, "layers": plan.layers}
+    return PrecisionRow(**extra, **plan.policy.columns())
+
+
+def planned(plan: Plan) -> PrecisionRow:
+    """`effective` of the plan's objects on fake tensors, before the run builds its own.
+
+    It is the requested row if the model cannot be built like this (it reads values of tensors).
+    """
+    try:
+        with fake_tensors(), plan.backend_flags():
+            precision = build_precision(plan)
+            model, optimizer = build_model(replace(plan, weights=DRAWN), precision)
+            return effective(plan, model, optimizer, precision)
+    except Exception:
+        return requested(plan)
+
+
+def effective(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, precision: Precision
+) -> PrecisionRow:
+    """The columns of the built objects; call it with the run's backend switches set.
+
+    `param_dtype` and `accum_dtype` are those of the parameters outside of `precision.layers`. A
+    moment that the optimizer does not store is computed in float32, so it is float32 here.
+
+    Args:
+        plan: the plan they were built from.
+        model: prepared by `precision`.
+        optimizer: of the model's parameters.
+        precision: carries the policy out.
+    """
+    row: dict[str, Any] = {**vars(requested(plan)), "tf32": tf32_is_on(plan.device)}
+    named = [(n, p) for n, p in model.named_parameters() if p.is_floating_point()]
+    outside = [p for n, p in named if dtype_of(n, plan.layers, "") == ""]
+    outside = outside or [p for _, p in named]
+    if outside:
+        stored = _most((p.dtype, p.numel()) for p in outside)
+        row["param_dtype"] = row["compute_dtype"] = dtype_name(stored)
+    if trained := [p for p in outside if p.requires_grad]:
+        row["accum_dtype"] = dtype_name(
+            _most((p.grad_dtype or p.dtype, p.numel()) for p in trained)
+        )
+    row.update(rounding_columns(optimizer, [p.dtype for _, p in named]))
+    row.update(precision.columns)
+    if plan.config.parallel.world_size == 1:  # nothing is sent
+        row["reduce_dtype"] = "float32"
+    if row["casting"] != "op_lists":
+        row["op_lists"] = "none"
+    return PrecisionRow(**row)
+
+
+def _most(dtypes: Iterable[tuple[torch.dtype, int]]) -> torch.dtype:
+    """The dtype of most elements, from pairs of a dtype and a number of elements."""
+    counts: Counter[torch.dtype] = Counter()
+    for dtype, elements in dtypes:
+        counts[dtype] += elements
+    return counts.most_common(1)[0][0]

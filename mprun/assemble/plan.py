@@ -1,11 +1,14 @@
-"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet."""
+"""The plan of a run: all choices made and checked, the data loaded, nothing trained yet.
+
+Choices that depend on the machine: the device and whose kernels compute.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mprun import devices
 from mprun.assemble.dtype_choices import (
     build_policy,
     choose_layers,
@@ -22,9 +26,7 @@ from mprun.assemble.dtype_choices import (
     displaced_ops,
     with_formats,
 )
-from mprun.assemble.file_recipe import RecipeSource
-from mprun.assemble.learning_rate import warmup_warning
-from mprun.assemble.machine_choices import choose_device, choose_execution
+from mprun.assemble.file_recipe import RecipeSource, record_of
 from mprun.assemble.optimizer import (
     FUSED,
     check_optimizer,
@@ -32,9 +34,9 @@ from mprun.assemble.optimizer import (
     stores_low_precision,
     unused_by,
     unused_weight_decay,
+    warmup_warning,
 )
 from mprun.assemble.recipe_loading import Load, load_data, recipe_of, source_of
-from mprun.assemble.recipe_origin import record_of
 from mprun.config import Config
 from mprun.config.schema import LrRule, ParallelKind, Scheduler
 from mprun.config.validate import (
@@ -52,7 +54,7 @@ from mprun.doctor.speed_choices import SpeedChoice, choose
 from mprun.errors import UsageError
 from mprun.nested import to_dtype
 from mprun.optim import engines
-from mprun.precision import Policy, backend_flags
+from mprun.precision import Policy, backend_flags, execution
 from mprun.precision.execution import choose_fp32_fallback
 from mprun.precision.layers import LayerRow, layer_rows
 from mprun.precision.op_lists import OpLists, Unknown
@@ -64,6 +66,37 @@ from mprun.train.loggers import check_logger
 from mprun.train.loop import Limits
 from mprun.train.recipe_metrics import metrics_of
 from mprun.train.user_code import explained
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device; `auto` is the accelerator if there is one.
+
+    Raises:
+        UsageError: this machine has no such device.
+    """
+    try:
+        return devices.find(wanted)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def choose_execution(
+    wanted: str,
+    policy: Policy,
+    device: torch.device,
+    speed: str = "auto",
+    layers: Collection[str] = (),
+    guard: str = "off",
+) -> execution.ExecutionChoice:
+    """`precision.execution.choose_execution`, for a configuration.
+
+    Raises:
+        UsageError: the execution asked for is impossible.
+    """
+    try:
+        return execution.choose_execution(wanted, policy, device, speed, layers, guard)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -20,17 +20,22 @@ from mprun.config.schema import ParallelKind
 from mprun.config.validate import loss_scale_kind
 from mprun.data import Batch, BatchForm, MicroBatch, TensorBatches, TensorSet
 from mprun.data.loader_batches import batch_size
-from mprun.data.random_states import untouched
-from mprun.doctor.environment import memory_bytes
+from mprun.data.loader_sets import untouched
+from mprun.doctor.machine import memory_bytes
 from mprun.errors import UsageError
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.model_blocks import blocks_of, cast_modules, checkpointed
-from mprun.numerics.process_memory import OneProcess, ProcessRule, ReplicatedModel, ShardedModel
-from mprun.numerics.step_memory import StepMemory
+from mprun.numerics.process_memory import (
+    OneProcess,
+    ProcessRule,
+    ReplicatedModel,
+    ShardedModel,
+    StepMemory,
+)
 from mprun.precision.policy import Policy, torch_dtype
-from mprun.records.layer_values import without_formats
-from mprun.records.memory_record import ProcessLayout
+from mprun.records.mode_names import without_formats
+from mprun.results.memory_result import ProcessLayout
 from mprun.train.init_from import DRAWN
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described

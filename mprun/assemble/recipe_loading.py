@@ -15,8 +15,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
-from mprun.assemble.file_recipe import RecipeSource, class_in, file_source
-from mprun.assemble.recipe_origin import UntrustedCodeError, announced
+from mprun.assemble.file_recipe import (
+    RecipeSource,
+    UntrustedCodeError,
+    announced,
+    class_in,
+    file_source,
+)
 from mprun.config import Config
 from mprun.config.reference import describe_type
 from mprun.data import DataRequest, LoadedSet, Splits, TensorSet
@@ -189,7 +194,7 @@ def load_shapes(recipe: Recipe, request: DataRequest) -> Splits:
     """One training sample with shapes and dtypes, but without values or memory.
 
     It is the recipe's `sample`; without one, the data are loaded. The memory of a step of such a
-    plan can be counted (`step_memory`), but the step cannot run.
+    plan can be counted (`process_memory`), but the step cannot run.
     """
     with explained(f"a sample of {type(recipe).__name__} cannot be made"), torch.device("meta"):
         like = recipe.sample()

@@ -30,9 +30,9 @@ from mprun.assemble.parts import build_parts, compile_model
 from mprun.assemble.plan import Plan
 from mprun.assemble.planned_memory import has_room_for_another
 from mprun.data import TensorSet
-from mprun.data.random_states import untouched
-from mprun.doctor import speed_cache
-from mprun.doctor.environment import cpu_name, usable_cores
+from mprun.data.loader_sets import untouched
+from mprun.doctor import speed_choices
+from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.nested import all_tensors
 from mprun.train.loop import Limits, Trainer
@@ -76,8 +76,8 @@ def with_fastest(plan: Plan) -> Plan:
     if not isinstance(plan.splits.train, TensorSet):
         return plan
     key = trial_key(plan)
-    with speed_cache.locked(key):  # of processes that begin at once, one tries
-        if (kept := speed_cache.read(key)) is not None:
+    with speed_choices.choice_lock(key):  # of processes that begin at once, one tries
+        if (kept := speed_choices.read_choice(key)) is not None:
             return _with(plan, kept.choice, kept.reason + KEPT)
         return _after_trial(plan, key)
 
@@ -93,7 +93,7 @@ def _after_trial(plan: Plan, key: str) -> Plan:
     if found is None:
         return plan
     choice, reason = found
-    speed_cache.write(key, speed_cache.KeptChoice(choice, reason))
+    speed_choices.write_choice(key, speed_choices.KeptChoice(choice, reason))
     return _with(plan, choice, reason)
 
 

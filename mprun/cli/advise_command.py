@@ -54,8 +54,7 @@ def advise_command(args: Sequence[str]) -> int:
         without_run,
         without_trial,
     )
-    from mprun.experiments.hydra_launch import check_launcher
-    from mprun.experiments.study_worker import Screening
+    from mprun.experiments.hydra_launch import Screening, check_launcher
     from mprun.report.answer import advice_lines
 
     launcher, own = launcher_of(request), request.settings.advise

@@ -44,9 +44,9 @@ def compared(paths: Sequence[Path], settings: CompareSettings) -> Comparison:
     Raises:
         UsageError: there is no run, or the runs cannot be compared.
     """
-    from mprun.compare.evaluate import compare
     from mprun.compare.load import find_runs, others_in
-    from mprun.records.study_record import study_of_runs
+    from mprun.compare.verdicts import compare
+    from mprun.records.run_folder import study_of_runs
 
     runs, skipped = find_runs(paths)
     mix = [aspect.value for aspect in settings.mix]

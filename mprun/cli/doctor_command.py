@@ -6,7 +6,7 @@
     mprun doctor check [recipe=mnist] [device=cuda]
 
 Measures for a few seconds. Prints tables, or with `doctor.json=true` one JSON object and nothing
-else (`mprun.records.doctor_record` has its fields).
+else (`mprun.results.doctor_result` has its fields).
 
 With a recipe it takes the overrides of a run, and shows the least time of the recipe's step at
 these rates beside the measured one (`mprun.doctor.roofline`).
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from mprun.config.settings import DoctorSettings
     from mprun.console.fitted_table import FittedTable
     from mprun.experiments.planned_run import PlannedRun
-    from mprun.records.doctor_record import Examination
-    from mprun.records.scaling_record import ScalingEstimate
+    from mprun.results.doctor_result import Examination
+    from mprun.results.estimates import ScalingEstimate
 
 
 CHECK = "check"
@@ -79,7 +79,7 @@ def doctor_command(args: Sequence[str]) -> int:
 def _check(overrides: Sequence[str], as_json: bool) -> int:
     """Carry out `mprun doctor check`; the exit status."""
     from mprun.experiments.device_check import check_by_name
-    from mprun.report.kernel_check_tables import check_parts
+    from mprun.results.kernel_check_result import check_parts
 
     name, planned = _subject(overrides)
     with JobProgress(stderr_console()) as progress:
@@ -132,8 +132,7 @@ def _examined(
         return examine(device, settings.budget_s, report)
     keep_heap = planned.plan.config.speed.name != "plain"
     examination = examine(device, settings.budget_s, report, keep_heap)
-    from mprun.experiments.recipe_formats import recipe_formats
-    from mprun.experiments.recipe_roofline import recipe_roofline
+    from mprun.experiments.recipe_roofline import recipe_formats, recipe_roofline
 
     examination = replace(
         examination,
@@ -147,7 +146,7 @@ def _scaling(
     planned: PlannedRun, examination: Examination, settings: DoctorSettings
 ) -> ScalingEstimate | None:
     """The estimate for several processes, if several are asked for."""
-    from mprun.experiments.recipe_scaling import recipe_scaling
+    from mprun.experiments.recipe_roofline import recipe_scaling
 
     if settings.world_size == 1 or examination.roofline is None:
         return None
@@ -162,10 +161,9 @@ def _scaling(
 
 def _parts(examination: Examination) -> Iterator[FittedTable | str]:
     """The machine's tables, or those of the recipe's step on it."""
-    from mprun.report.doctor_tables import renderables
-    from mprun.report.format_tables import NO_FORMATS, format_parts
-    from mprun.report.roofline_tables import roofline_parts
-    from mprun.report.scaling_tables import scaling_parts
+    from mprun.results.doctor_result import renderables
+    from mprun.results.estimates import NO_FORMATS, format_parts, scaling_parts
+    from mprun.results.roofline_result import roofline_parts
 
     if examination.roofline is None:
         yield from renderables(examination)

@@ -51,7 +51,7 @@ def double_command(args: Sequence[str]) -> int:
 
 
 def _largest_batch(request: StudyRequest) -> int:
-    from mprun.experiments.batch_search import PROOF_STEPS, search_batch
+    from mprun.experiments.double import PROOF_STEPS, search_batch
 
     margin = request.settings.double.headroom
     with JobProgress(stderr_console()) as progress:

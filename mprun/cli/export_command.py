@@ -38,7 +38,7 @@ def export_command(args: Sequence[str]) -> int:
 
     from mprun.experiments.exported_folder import write_folder
     from mprun.records.run_record import read_summary
-    from mprun.train.export_weights import weights_of, write_file
+    from mprun.train.init_from import weights_of, write_file
 
     summary, state = read_summary(run), weights_of(run)
     facts = {

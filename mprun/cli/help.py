@@ -10,8 +10,7 @@ from shutil import get_terminal_size
 from omegaconf import MISSING
 
 from mprun.config import settings
-from mprun.config.recipe_file import RecipeFile
-from mprun.config.recipe_text import recipe_text
+from mprun.config.recipe_file import RecipeFile, recipe_text
 from mprun.config.reference import GROUPS, Field, leaves, options
 from mprun.records.mode_names import ALIASES
 from mprun.records.run_config import yaml_text

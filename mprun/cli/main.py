@@ -42,8 +42,7 @@ from mprun.errors import (
     place_of,
     printable,
 )
-from mprun.records.files import reserve_descriptors
-from mprun.records.owner import leave_if_forked, own_records
+from mprun.records.files import leave_if_forked, own_records, reserve_descriptors
 from mprun.train.stopwatch import process_start
 
 

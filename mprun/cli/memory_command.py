@@ -29,7 +29,7 @@ from mprun.errors import EXIT_OK
 
 if TYPE_CHECKING:
     from mprun.config.settings import MemorySettings
-    from mprun.records.memory_record import MemoryRecord, ProcessLayout
+    from mprun.results.memory_result import MemoryRecord, ProcessLayout
 
 
 def memory_command(args: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def memory_command(args: Sequence[str]) -> int:
         parse_size(settings.fits, "memory.fits")  # raises before a folder is made
     from mprun.experiments.memory_by_mode import plan_modes, side_by_side, warnings_of
     from mprun.records.files import json_text, new_folder, write_files
-    from mprun.report.memory_tables import answer, detailed_modes, module_table, peak_table
+    from mprun.results.memory_result import answer, detailed_modes, module_table, peak_table
 
     planned = plan_modes(overrides, known.config_dir, settings.against)
     modes = planned.modes
@@ -66,7 +66,7 @@ def memory_command(args: Sequence[str]) -> int:
         print_text(console, note)
     names = write_files(folder, {"memory.json": json_text(record)})
     if settings.picture:
-        from mprun.report.plots.memory_plots import save_memory_plot
+        from mprun.report.plots.measurement_plots import save_memory_plot
 
         names += [path.name for path in save_memory_plot(record, folder)]
     print_line(console, f"written: {folder}/{', '.join(names)}")
@@ -74,7 +74,7 @@ def memory_command(args: Sequence[str]) -> int:
 
 
 def _layout(settings: MemorySettings) -> ProcessLayout:
-    from mprun.records.memory_record import ProcessLayout
+    from mprun.results.memory_result import ProcessLayout
 
     if settings.world_size == 1:
         return ProcessLayout(checkpointing=settings.checkpointing)
@@ -102,7 +102,7 @@ def _kind(record: MemoryRecord) -> str:
 
 
 def _notes(record: MemoryRecord) -> Iterator[str]:
-    from mprun.report.memory_tables import change_text
+    from mprun.results.memory_result import change_text
 
     for label, reason in record.left_out.items():
         yield f"left out: {label}: {reason}"

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mprun.config import Composed
     from mprun.config.settings import NumericsSettings
     from mprun.experiments.recipe_numerics import InspectedSteps
-    from mprun.records.numerics_record import NumericsResult
+    from mprun.results.numerics_result import NumericsResult
 
 
 def numerics_command(args: Sequence[str]) -> int:
@@ -72,7 +72,7 @@ def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) 
 
 
 def _print(result: NumericsResult, settings: NumericsSettings) -> None:
-    from mprun.report.numerics_tables import lost_table, rows_table, scales_table, sentences
+    from mprun.results.numerics_result import lost_table, rows_table, scales_table, sentences
 
     console = stdout_console()
     for line in sentences(result):
@@ -93,7 +93,7 @@ def _write(
     names = write_files(folder, {"numerics.json": f"{text}\n"})
     if not plots:
         return names
-    from mprun.report.plots.numerics_plots import save_plots
+    from mprun.report.plots.measurement_plots import save_plots
 
     data = content["data"]
     title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "

@@ -11,7 +11,7 @@ from rich.console import Console
 from mprun.console import RunProgress, print_line, print_table
 from mprun.records.run_record import Summary
 from mprun.report import tables
-from mprun.train.progress import Progress
+from mprun.train.callbacks import Progress
 
 if TYPE_CHECKING:
     from torch import nn

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mprun.config.settings import Settings
     from mprun.experiments.proof import SelectedCasts
     from mprun.experiments.search_ops import PlannedSearch
-    from mprun.records.search_ops_record import OpSearch, Proof
+    from mprun.results.search_result import OpSearch, Proof
 
 
 def search_ops_command(args: Sequence[str]) -> int:
@@ -101,10 +101,9 @@ def _search_formats(
     stop: BudgetSignals,
 ) -> int:
     """The same for a mode whose products have formats of 8 bits or fewer."""
-    from mprun.experiments.search_formats import content, measure_formats, prove_formats
+    from mprun.experiments.search_ops import format_content, measure_formats, prove_formats
     from mprun.records.files import jsonable, write_files
-    from mprun.report.format_search_tables import conclusion, layers_text, search_parts
-    from mprun.report.op_list_text import LAYERS
+    from mprun.results.search_tables import LAYERS, conclusion, layers_text, search_parts
 
     console = stdout_console()
     with stop.deferred():
@@ -121,7 +120,7 @@ def _search_formats(
         if planned.settings.search_ops.steps:
             with JobProgress(stderr_console()) as progress:
                 search = prove_formats(planned, search, LimitedParts(stop, progress.begin))
-        text = json.dumps(jsonable(content(planned, search)), indent=1, allow_nan=False)
+        text = json.dumps(jsonable(format_content(planned, search)), indent=1, allow_nan=False)
         files = {"search_ops.json": text}
         if search.high:
             files[LAYERS] = layers_text(search)
@@ -150,11 +149,11 @@ def _write(
 ) -> list[str]:
     """Write search_ops.json and the op lists; the files' names."""
     from mprun.records.files import jsonable, write_files
-    from mprun.report.op_list_text import texts
+    from mprun.results.search_tables import texts
 
-    content = planned.content(search, proof)
-    text = json.dumps(jsonable(content), indent=1, allow_nan=False)
-    config = f"recipe {content['recipe']}, precision {content['precision']}"
+    format_content = planned.content(search, proof)
+    text = json.dumps(jsonable(format_content), indent=1, allow_nan=False)
+    config = f"recipe {format_content['recipe']}, precision {format_content['precision']}"
     files = {"search_ops.json": text, **texts(search, config)}
     return write_files(folder, files)
 
@@ -165,8 +164,8 @@ def _write_snippets(
     """Write the casts as code for other training loops; the names of the files in `folder`."""
     from mprun.experiments.plan_answer import search_answer
     from mprun.records.files import write_files
-    from mprun.report.op_list_text import comments
     from mprun.report.snippets import snippets
+    from mprun.results.search_tables import comments
 
     config = planned.low.plan.config
     about = f"recipe {config.recipe.name}, precision {config.precision.name}"
@@ -175,8 +174,8 @@ def _write_snippets(
 
 
 def _print(search: OpSearch) -> None:
-    from mprun.report.numerics_tables import unjudged
-    from mprun.report.search_ops_tables import answer_sentence, outcome_table, rows_table
+    from mprun.results.numerics_result import unjudged
+    from mprun.results.search_tables import answer_sentence, outcome_table, rows_table
 
     console = stdout_console()
     print_text(console, answer_sentence(search))
@@ -189,7 +188,7 @@ def _print(search: OpSearch) -> None:
 
 
 def _conclusion(search: OpSearch, proof: Proof | None) -> Iterator[str]:
-    from mprun.report.search_ops_tables import proof_lines
+    from mprun.results.search_tables import proof_lines
 
     if search.search is not None and not search.search.ops.is_within:
         yield "warning: the difference is above the tolerance even with every op in float32"
@@ -212,7 +211,7 @@ def _command_with_result(
 
 def _result_overrides(search: OpSearch, folder: Path) -> Iterator[str]:
     """The overrides of a run that uses the result."""
-    from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
+    from mprun.results.search_tables import ALL_LOWER, LAYERS, OPS
 
     by_modules = search.answer == "modules"
     lists = folder / (ALL_LOWER if by_modules else OPS)

@@ -15,10 +15,8 @@ from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 if TYPE_CHECKING:
     from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
-    from mprun.experiments.hydra_launch import StudyLauncher
-    from mprun.experiments.study import Study
-    from mprun.experiments.study_loop import StudyResult
-    from mprun.experiments.study_worker import Screening
+    from mprun.experiments.hydra_launch import Screening, StudyLauncher
+    from mprun.experiments.study import Study, StudyResult
     from mprun.experiments.trials import Outcome
 
 
@@ -76,7 +74,7 @@ def run_study(
         screening: how variants are dropped; None if none is.
     """
     from mprun.experiments.hydra_launch import run_launched
-    from mprun.experiments.study_loop import StudyResult
+    from mprun.experiments.study import StudyResult
     from mprun.experiments.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError
 
@@ -135,7 +133,7 @@ def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome])
 
 def log_report(study: Study, files: Sequence[Path]) -> None:
     """Give the files of a report to the logger of the study's trials."""
-    from mprun.experiments.logged_report import log_report
+    from mprun.experiments.study import log_report
 
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
 

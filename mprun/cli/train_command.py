@@ -35,7 +35,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
         started_at: the `time.perf_counter` at which the user began to wait; None for now.
     """
     from mprun.config import compose
-    from mprun.config.hydra_views import with_run_dir
+    from mprun.config.compose import with_run_dir
 
     watch = Stopwatch(started_at)
     known = parse_arguments("train", args)
@@ -57,7 +57,7 @@ def train_command(args: Sequence[str], started_at: float | None = None) -> int:
 
 def _showed(known: Arguments) -> bool:
     """Whether the command only shows what Hydra's `--cfg` or `--info` does."""
-    from mprun.config.hydra_views import show_config, show_info
+    from mprun.config.compose import show_config, show_info
 
     if known.package is not None and known.cfg is None:
         raise UsageError("--package is a part of what --cfg shows; write --cfg job --package NAME")
@@ -72,7 +72,7 @@ def _restarted(overrides: Sequence[str]) -> Sequence[str]:
     """The overrides of the run to resume, where torchrun started the processes again."""
     if not launch_of().restarts:
         return overrides
-    from mprun.config.plain_text import as_text, quoted
+    from mprun.config.recipe_file import as_text, quoted
     from mprun.parallel.meeting import here
 
     folder = here().earlier_folder()

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from mprun.compare.comparison import Artefact, Estimate, Interval
-from mprun.compare.formatting import readable
+from mprun.compare.measures import judge_ratio
 from mprun.compare.statistics import geometric_mean
-from mprun.compare.time_ratios import judge_ratio
+from mprun.console.formatting import readable
 from mprun.records.run_record import Summary, page_fault_share
 
 Pair = tuple[Summary, Summary]

@@ -1,4 +1,4 @@
-"""The result of a comparison as plain values: made by `evaluate.py`, shown by `report/`.
+"""The result of a comparison as plain values: made by `verdicts.py`, shown by `report/`.
 
 A run is one training. A variant is a group of runs that differ only in the seed; it is one row of
 the table. Its figures are compared with the baseline's in pairs of equal seed.

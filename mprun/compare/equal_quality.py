@@ -37,12 +37,11 @@ from statistics import median
 from typing import NamedTuple
 
 from mprun.compare.comparison import EqualQuality, Estimate, QualityWord, Run, Variant
-from mprun.compare.formatting import counted
-from mprun.compare.measures import RunGroup
+from mprun.compare.measures import SAME, RunGroup, TimedPairs, judge_ratio
 from mprun.compare.statistics import geometric_mean
-from mprun.compare.time_ratios import SAME, TimedPairs, judge_ratio
+from mprun.console.formatting import counted
 from mprun.errors import UsageError
-from mprun.records.epoch_lines import ValidationLoss, read_validation_losses
+from mprun.records.run_folder import ValidationLoss, read_validation_losses
 from mprun.records.run_record import Summary
 
 LEAST_VALIDATIONS = 4

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mprun.compare.comparison import Run
-from mprun.compare.formatting import counted, readable
+from mprun.console.formatting import counted, readable
 from mprun.errors import UsageError
 from mprun.records.run_record import Summary
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from mprun.compare import measures
 from mprun.compare.comparison import KEEPS, Variant
 from mprun.compare.equal_quality import is_faster_per_sample
-from mprun.compare.formatting import counted, readable, substitution_label
-from mprun.compare.measures import RunGroup
-from mprun.compare.mixing import MOST_KINDS
-from mprun.compare.time_ratios import (
+from mprun.compare.measures import (
     NOT_INTERLEAVED,
     OVERLAPPED,
     TWO_KINDS,
     TWO_MACHINES,
     UNKNOWN,
+    RunGroup,
 )
+from mprun.compare.mixing import MOST_KINDS
+from mprun.console.formatting import counted, readable, substitution_label
 from mprun.records.run_record import Summary
 
 

@@ -4,14 +4,20 @@ Hydra's messages name the override, but neither the legal values nor the nearest
 mistakes end in a traceback of its internals. So each override is checked first (does the field, or
 the option of the group, exist?). Then Hydra composes, and its remaining errors are explained with
 the texts of the schema.
+
+Hydra's views of a configuration: `--cfg`, `--info`, `--package`, `--resolve`, `hydra.run.dir`.
+
+Hydra prints them itself. mprun composes configurations without Hydra's program, so here its parts
+are called as that program calls them.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,25 +26,26 @@ from typing import Any, cast
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from mprun.config.plain_text import quoted
-from mprun.config.recipe_file import named_file, option_of
+from mprun.config.recipe_file import named_file, option_of, quoted
 from mprun.config.reference import GROUPS, leaves, options, sections
 from mprun.config.resume import resumed
 from mprun.config.schema import Config
 from mprun.config.validate import check, without_effect
 from mprun.errors import UsageError, hint, nearest
 from mprun.parallel.launch import launch_of
-from mprun.records.layer_values import layer_values
-from mprun.records.mode_names import ALIASES, mode_hint
+from mprun.records.mode_names import ALIASES, layer_values, mode_hint
 from mprun.records.op_list_files import KINDS, read_list
-from mprun.records.yaml_reader import NotYamlError, read_yaml
+from mprun.records.reader import NotYamlError, read_yaml
 
 CONF, HYDRA_VERSION = "mprun.conf", "1.3"
 CONFIG_NAME = "config"
@@ -427,3 +434,87 @@ def _explain(error: Exception, parsed: Sequence[Override]) -> str:
 def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(x.rstrip(".:;") for x in lines if x and not x.startswith(NOISE))
+
+
+def show_config(
+    kind: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    package: str | None,
+    resolve: bool,
+) -> None:
+    """Print the composed configuration, as Hydra's `--cfg` does.
+
+    Args:
+        kind: job (mprun's), hydra (Hydra's own) or all.
+        overrides: Hydra overrides.
+        config_dir: a further folder of configs, or None.
+        package: print this part alone; None: all.
+        resolve: whether interpolations are replaced by their values.
+
+    Raises:
+        UsageError: an override is wrong, or there is no such package.
+    """
+    with _composing(overrides, config_dir) as (hydra, texts):
+        whole = hydra.compose_config(CONFIG_NAME, texts, RunMode.RUN, with_log_configuration=False)
+        shown = hydra.get_sanitized_cfg(whole, kind)
+        if package not in (None, "_global_") and OmegaConf.select(shown, str(package)) is None:
+            legal = ", ".join(map(str, shown))
+            raise UsageError(f"--package {package}: there is no such part of it; legal: {legal}")
+        hydra.show_cfg(CONFIG_NAME, texts, kind, package, resolve)
+
+
+def show_info(what: str, overrides: Sequence[str], config_dir: Path | None, multirun: bool) -> None:
+    """Print what Hydra knows of its plugins, search path and defaults, as its `--info` does.
+
+    Raises:
+        UsageError: an override is wrong.
+    """
+    mode = RunMode.MULTIRUN if multirun else RunMode.RUN
+    with _composing(overrides, config_dir) as (hydra, texts):
+        root = logging.getLogger()
+        before = root.level, root.handlers[:]
+        try:
+            hydra.show_info(what, CONFIG_NAME, texts, mode)
+        finally:  # it logs to standard output
+            root.level, root.handlers[:] = before
+
+
+def with_run_dir(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+    """The overrides with `run.dir` in place of `hydra.run.dir`, whose patterns Hydra fills in.
+
+    Raises:
+        UsageError: an override is wrong, or the folder's name cannot be resolved.
+    """
+    named = [text for text in overrides if text.lstrip("+").startswith("hydra.run.dir=")]
+    if not named:
+        return list(overrides)
+    others = [text for text in overrides if text not in named]
+    with _composing(overrides, config_dir) as (hydra, texts):
+        whole = hydra.compose_config(CONFIG_NAME, texts, RunMode.RUN, with_log_configuration=False)
+        HydraConfig.instance().set_config(whole)
+        folder = str(whole.hydra.run.dir)
+    return [*others, f"run.dir={quoted(folder)}"]
+
+
+@contextmanager
+def _composing(
+    overrides: Sequence[str], config_dir: Path | None
+) -> Iterator[tuple[Any, list[str]]]:
+    """Hydra, and the overrides as it takes them, checked.
+
+    Raises:
+        UsageError: an override is wrong, or Hydra refuses it.
+    """
+    register_schema()
+    extra = search_path(config_dir)
+    parsed = [parse(text) for text in overrides]
+    with initialize_config_module(CONF, version_base=HYDRA_VERSION):
+        for override in parsed:
+            if not is_of_hydra(override):
+                check_override(override, config_dir)
+        texts = [str(o.input_line) if is_of_hydra(o) else for_hydra(o) for o in parsed]
+        try:
+            yield GlobalHydra.instance().hydra, [*texts, *extra]
+        except RAISED as error:
+            raise UsageError(f"Hydra refuses it: {one_line(error)}") from None

@@ -19,15 +19,14 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.plain_text import as_text
-from mprun.config.recipe_file import named_file
+from mprun.config.recipe_file import as_text, named_file
 from mprun.config.reference import GROUPS, leaves
 from mprun.config.schema import Config, Scheduler
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.files import refuse_links
+from mprun.records.reader import NotYamlError, read_yaml
 from mprun.records.run_config import SPEEDS
 from mprun.records.run_folder import ENTRIES, has_begun
-from mprun.records.yaml_reader import NotYamlError, read_yaml
 
 MAY_CHANGE = (
     "train.epochs",

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import II, MISSING
 
-from mprun.records.format_names import FORMAT_MODES
+from mprun.records.mode_names import FORMAT_MODES
 
 
 class DType(Enum):

@@ -20,8 +20,8 @@ from mprun.config.compose import parse
 from mprun.config.reference import Field, walk
 from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, first_line, hint
-from mprun.records.format_names import FURTHER_FORMATS
-from mprun.records.link_bandwidths import LINK_BANDWIDTHS
+from mprun.records.data_sheets import LINK_BANDWIDTHS
+from mprun.records.mode_names import FURTHER_FORMATS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from mprun.config.compose import parse
-from mprun.config.plain_text import quoted
-from mprun.config.recipe_file import with_absolute_paths
+from mprun.config.recipe_file import quoted, with_absolute_paths
 from mprun.config.settings import SEEDS, Settings, take
 from mprun.config.validate import PATHS
 from mprun.errors import UsageError

@@ -3,7 +3,7 @@
 A batch of the loader is one micro-batch; a step takes as many as the run accumulates. The order of
 samples comes from one generator, seeded by the run: what a raw loop gets from
 `DataLoader(..., generator=torch.Generator().manual_seed(seed))`. All other random numbers that data
-code draws are those of the batch (`random_states.py`), or of a worker in this epoch. So an epoch
+code draws are those of the batch (`loader_sets.py`), or of a worker in this epoch. So an epoch
 that is read again from its start gives the same samples, and a resumed run continues exactly: it
 reads the epoch's first batches again and drops them.
 """
@@ -20,10 +20,8 @@ from torch import Tensor
 
 from mprun import devices
 from mprun._torch import end_workers, started
-from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled
-from mprun.data.cutting import first_samples
-from mprun.data.loader_sets import LoadedSet, Reading
-from mprun.data.random_states import seeded
+from mprun.data.batches import Batch, BatchForm, MicroBatch, Stream, Whole, filled, first_samples
+from mprun.data.loader_sets import LoadedSet, Reading, seeded
 from mprun.data.split import WHOLE, BatchSplit
 from mprun.errors import RunFailedError
 from mprun.nested import map_tensors

@@ -25,36 +25,18 @@ import torch
 from torch import nn
 
 from mprun.precision.formats import E2M1, BlockFormat
-from mprun.precision.gemms import GEMMS, Gemm, LinearGemms
-from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
+from mprun.precision.gemms import (
+    GEMMS,
+    RECIPES,
+    Gemm,
+    LinearGemms,
+    convert_natively,
+    why_not_native,
+)
 from mprun.precision.rates import warm
-from mprun.records.format_record import PAYS_FROM, FormatGains, LayerGain, LayerGains
+from mprun.records.data_sheets import GpuRates
+from mprun.results.estimates import PAYS_FROM, FormatGains, LayerGain, LayerGains
 
-
-class GpuRates(NamedTuple):
-    """Published rates of a GPU, dense."""
-
-    name: str
-    bfloat16: float
-    """10^12 operations a second, as the next two."""
-    float8: float
-    nvfp4: float | None
-    bandwidth: float
-    """10^9 bytes a second."""
-    block_scales: bool = False
-    """Whether its units multiply blocks with scales (mxfp8)."""
-    row_scales: bool = True
-    """Whether they take a factor per row."""
-
-
-GPUS = {
-    "rtx4090": GpuRates("NVIDIA RTX 4090", 165, 330, None, 1008, row_scales=False),
-    "l40s": GpuRates("NVIDIA L40S", 362, 733, None, 864, row_scales=False),
-    "h100": GpuRates("NVIDIA H100 SXM", 989, 1979, None, 3350),
-    "h200": GpuRates("NVIDIA H200 SXM", 989, 1979, None, 4800),
-    "b200": GpuRates("NVIDIA B200", 2250, 4500, 9000, 8000, block_scales=True),
-    "mi300x": GpuRates("AMD MI300X", 1307, 2615, None, 5300),
-}
 MATMUL_SHARE, BANDWIDTH_SHARE, LAUNCH_US = 0.75, 0.85, 4.0
 """Of the published rates, in large kernels; and the time of a launch, in microseconds."""
 LARGE = 2**20

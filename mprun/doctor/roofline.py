@@ -11,7 +11,7 @@ them. The second is the aim for a compiler: no kernel that keeps the products ap
 Both must be bounds, so each rate is the best one that was measured. A product is held against the
 90th percentile of the fastest of matmul, convolution and its backward pass in its format, or of
 float32's, which can stand in for any format. Bytes are held against the bandwidths of caches and
-memory (`mprun.doctor.bandwidth`), as if each byte that fits into a cache were there.
+memory (`mprun.doctor.measure`), as if each byte that fits into a cache were there.
 
 What the bounds leave out: ops run one after the other, and algorithms that need fewer products than
 the definition (Winograd's convolutions, which cuDNN has) can be faster. On a busy machine rates and
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mprun.doctor.bandwidth import moving_s
+from mprun.doctor.measure import moving_s
 from mprun.numerics.op_cost import OpCost
-from mprun.records.doctor_record import Rate
-from mprun.records.roofline_record import GROUPS, Bandwidth, GroupName, RoofGroup, Roofline
+from mprun.results.doctor_result import Rate
+from mprun.results.roofline_result import GROUPS, Bandwidth, GroupName, RoofGroup, Roofline
 
 FUSED: tuple[GroupName, ...] = ("matmul", "convolution", "optimizer")
 """The groups that remain if everything else is fused into them."""

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from mprun.records.link_bandwidths import LINK_BANDWIDTHS
-from mprun.records.memory_record import ParallelKind
-from mprun.records.scaling_record import LinkEstimate, ScalingEstimate
+from mprun.records.data_sheets import LINK_BANDWIDTHS
+from mprun.results.estimates import LinkEstimate, ScalingEstimate
+from mprun.results.memory_result import ParallelKind
 
 ENOUGH = 0.2
 """The share of a sequential step that communication may take."""

@@ -22,15 +22,14 @@ from mprun.assemble import DataCache, make_plan
 from mprun.compare.artefacts import artefacts
 from mprun.compare.comparison import Advice, Comparison, Estimate, Run, Variant
 from mprun.compare.equal_quality import buys_nothing, judge_equal_quality
-from mprun.compare.formatting import counted
-from mprun.compare.time_ratios import OVERLAPPED, is_timed_pair, overlapping
+from mprun.compare.measures import OVERLAPPED, is_timed_pair, overlapping
 from mprun.config import compose
 from mprun.config.settings import Objective
 from mprun.config.study_request import StudyRequest
 from mprun.config.variants import BASELINE, variants
+from mprun.console.formatting import counted
 from mprun.errors import UsageError
-from mprun.experiments.study import Study, held_out, new_study
-from mprun.experiments.study_loop import StudyResult
+from mprun.experiments.study import Study, StudyResult, held_out, new_study
 from mprun.experiments.trials import Outcome
 from mprun.records.run_record import Summary, number, placed_lines
 

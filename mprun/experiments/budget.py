@@ -13,8 +13,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mprun.compare.formatting import counted
 from mprun.console import ReportPart
+from mprun.console.formatting import counted
 from mprun.errors import MprunError
 from mprun.train.signals import StopSignals
 

@@ -1,33 +1,63 @@
 """The check of a device: its kernels against float64 on the CPU, once for each PyTorch.
 
-A run on an accelerator reads what an earlier check found (`doctor/kernel_checks.py`), and makes one
-where there is none.
+A run on an accelerator reads what an earlier check found, and makes one where there is none.
+
+What checks of a device's kernels found, kept for later runs with the same PyTorch.
+
+A small JSON file for each device in the user's cache folder. A file that is damaged, or that
+another program wrote, counts as none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from mprun.assemble.machine_choices import choose_device
-from mprun.assemble.parts import build_batches, build_model
-from mprun.assemble.precision_parts import build_precision
+from mprun import __version__, kernels
+from mprun.assemble.parts import build_batches, build_model, build_precision
+from mprun.assemble.plan import choose_device
 from mprun.console import ReportPart, report_nothing
-from mprun.doctor import environment
-from mprun.doctor.kernel_checks import keep_check, kept_check
+from mprun.doctor import machine
 from mprun.experiments.planned_run import PlannedRun
 from mprun.nested import map_tensors
-from mprun.numerics.common_layers import LAYERS, Layer
-from mprun.numerics.kernel_check import DTYPES, check_layer
+from mprun.numerics.kernel_check import DTYPES, LAYERS, Layer, check_layer
 from mprun.precision.policy import dtype_name
 from mprun.precision.switches import switches
-from mprun.records.kernel_check_record import KernelCheck, KernelFault, MissingKernel
+from mprun.records.files import write_atomic
+from mprun.results.kernel_check_result import KernelCheck, KernelFault, MissingKernel
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
+
+LARGEST_BYTES = 2**20
+
+
+def kept_check(device: torch.device) -> KernelCheck | None:
+    """What an earlier check of this device with this PyTorch found; None without one."""
+    try:
+        with _path(device).open("rb") as file:
+            return msgspec.json.decode(file.read(LARGEST_BYTES), type=KernelCheck)
+    except (OSError, ValueError):
+        return None
+
+
+def keep_check(device: torch.device, check: KernelCheck) -> None:
+    """Keep it; where nothing can be written, the next run checks again."""
+    with contextlib.suppress(OSError):
+        write_atomic(_path(device), msgspec.json.encode(check))
+
+
+def _path(device: torch.device) -> Path:
+    name = machine.hardware(device, []).name
+    text = f"{device.type} {name} {torch.__version__} {torch.version.cuda} {__version__}"
+    return kernels.cache_folder() / f"check_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
 
 MOST_SAMPLES = 16
 
@@ -77,7 +107,7 @@ def check_device(
                 missing += lacking
     return KernelCheck(
         device=str(device),
-        hardware=environment.hardware(device, []).name,
+        hardware=machine.hardware(device, []).name,
         torch=str(torch.__version__),
         dtypes=[dtype_name(x) for x in DTYPES],
         layers=names,

@@ -12,18 +12,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
-from mprun.assemble.parts import build_batches, build_model
-from mprun.assemble.precision_parts import build_precision
+from mprun.assemble.parts import build_batches, build_model, build_precision
 from mprun.config import compose
-from mprun.config.plain_text import quoted
-from mprun.doctor import environment
+from mprun.config.recipe_file import quoted
+from mprun.doctor import machine
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.planned_run import plan_or_resume
 from mprun.nested import all_tensors
 from mprun.numerics.divergence import Difference, Side
-from mprun.numerics.divergence.ops import relative_rms
-from mprun.numerics.divergence.side_by_side import Captured, capture, together
-from mprun.numerics.divergence.sides import SharedStep
+from mprun.numerics.divergence.boundaries import relative_rms
+from mprun.numerics.divergence.side_by_side import Captured, SharedStep, capture, together
 from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
 from mprun.records.capture_record import SCHEMA_VERSION, CaptureRecord
@@ -98,8 +96,8 @@ def capture_run(run: LoadedRun) -> CaptureRecord:
         step=run.step,
         loss=side.loss,
         device=plan.device.type,
-        hardware=environment.hardware(plan.device, []).name,
-        versions=environment.versions(),
+        hardware=machine.hardware(plan.device, []).name,
+        versions=machine.versions(),
         weights_sha256=_sha256(run.model.state_dict().values()),
         batch_sha256=_sha256(all_tensors(batch)),
         compiled=side.compiled,

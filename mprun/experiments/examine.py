@@ -1,25 +1,89 @@
-"""The whole examination of this machine."""
+"""The whole examination of this machine.
+
+The modes of `conf/precision/` on a machine: execution, substitutions and loss scale of a run.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
+from typing import Literal, cast
 
 import torch
 
 from mprun import __version__
-from mprun.assemble.machine_choices import choose_device
+from mprun.assemble.dtype_choices import build_policy
+from mprun.assemble.plan import choose_device, choose_execution
+from mprun.config import Config, compose
+from mprun.config.validate import loss_scale_kind
+from mprun.config.variants import modes
 from mprun.console import ReportPart, report_nothing
-from mprun.doctor import environment
 from mprun.doctor.heap import steady_heap
-from mprun.doctor.machine import examine_machine, threads_to_measure
-from mprun.doctor.machine_findings import findings
+from mprun.doctor.machine import examine_machine, git_commit, threads_to_measure
+from mprun.doctor.machine import versions as record_versions
+from mprun.doctor.machine_findings import conclusions, findings
 from mprun.doctor.measure import measure_rates
-from mprun.doctor.mode_verdicts import conclusions
 from mprun.errors import MprunError
-from mprun.experiments.machine_modes import examine_modes
+from mprun.precision import Policy
+from mprun.precision.execution import arithmetic_for, choose_fp32_fallback
+from mprun.precision.policy import NAMED
 from mprun.precision.rates import in_threads
-from mprun.records.doctor_record import SCHEMA_VERSION, Examination, Measured
+from mprun.results.doctor_result import SCHEMA_VERSION, Examination, Format, Measured, Mode, OpName
+
+ATEN: dict[OpName, str] = {
+    "matmul": "aten.mm",
+    "convolution": "aten.convolution",
+    "convolution_backward": "aten.convolution_backward",
+}
+"""The measured ops, and their names in substitutions."""
+
+
+def examine_modes(device: torch.device, accelerated: dict[str, bool]) -> list[Mode]:
+    """A row for each mode, in the order of the table in `mprun.precision.policy`.
+
+    Args:
+        device: the device.
+        accelerated: 16-bit dtype to whether its matmuls are faster than float32's, as measured.
+    """
+    order = {name: n for n, name in enumerate(NAMED)}
+    names = sorted(modes(), key=lambda name: order.get(name, len(order)))
+    configs = [compose([f"precision={n}", f"device={device.type}"]).config for n in names]
+    return list(_rows(configs, device, accelerated))
+
+
+def format_of(policy: Policy) -> Format:
+    """The number format of a mode's matmuls and convolutions."""
+    return "tf32" if policy.tf32 else cast(Format, policy.compute_dtype)
+
+
+def _rows(
+    configs: Sequence[Config], device: torch.device, accelerated: dict[str, bool]
+) -> Iterator[Mode]:
+    # Measured once for all modes with the same arithmetic.
+    fp32_fallback: dict[tuple[str, str], str] = {}
+    for config in configs:
+        policy = build_policy(config)
+        chosen = choose_execution(config.execution.name, policy, device, config.speed.name)
+        execution = chosen.name
+        alike = (policy.compute_dtype, execution)
+        if alike not in fp32_fallback:
+            fp32_fallback[alike] = choose_fp32_fallback(
+                config.speed.name, policy, execution, device
+            )
+        arithmetic = arithmetic_for(policy, execution, fp32_fallback[alike], config.seed)
+        substituted = {s.op for s in arithmetic.substitutions}
+        native = execution == "native"
+        yield Mode(
+            name=policy.name,
+            format=format_of(policy),
+            execution=cast(Literal["native", "emulated"], execution),
+            why_emulated=chosen.why_emulated,
+            accelerated=accelerated.get(policy.compute_dtype) if native else None,
+            substituted=[op for op, name in ATEN.items() if name in substituted],
+            loss_scale=loss_scale_kind(config, ()),
+            products_of_8_bits=native and policy.gemms != "none",
+        )
 
 
 def examine(
@@ -64,7 +128,7 @@ def examine(
         schema_version=SCHEMA_VERSION,
         examined_at=examined_at,
         mprun_version=__version__,
-        git_commit=environment.git_commit(),
+        git_commit=git_commit(),
         versions=versions(),
         budget_s=budget_s,
         measured_s=measured_s,
@@ -78,7 +142,7 @@ def versions() -> dict[str, str | None]:
     """The versions in a record, and those of CUDA and cuDNN; None if absent."""
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
     return {
-        **environment.versions(),
+        **record_versions(),
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
     }

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mprun.assemble import recipe_of
 from mprun.config import compose
-from mprun.config.plain_text import as_text, quoted
-from mprun.train.export_weights import write_pretrained
+from mprun.config.recipe_file import as_text, quoted
+from mprun.train.init_from import write_pretrained
 from mprun.train.user_code import model_of
 
 

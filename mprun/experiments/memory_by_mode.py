@@ -17,13 +17,15 @@ from mprun.config.multirun import combinations
 from mprun.config.settings import parse_size
 from mprun.config.variants import with_every_mode
 from mprun.console import ReportPart, report_nothing
-from mprun.doctor.environment import versions
+from mprun.doctor.machine import versions
 from mprun.errors import MprunError, RunFailedError, UsageError
-from mprun.experiments.batch_search import largest_size
+from mprun.experiments.double import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
-from mprun.numerics.step_memory import StepMemory
-from mprun.records.memory_record import (
+from mprun.numerics.process_memory import StepMemory
+from mprun.records.published_figures import MEMORY_OF_HALF_SR
+from mprun.records.run_record import BatchRow
+from mprun.results.memory_result import (
     LargestBatch,
     MemoryRecord,
     ModeMemory,
@@ -31,8 +33,6 @@ from mprun.records.memory_record import (
     ProcessLayout,
     PublishedMemory,
 )
-from mprun.records.published_figures import MEMORY_OF_HALF_SR
-from mprun.records.run_record import BatchRow
 from mprun.train.user_code import described
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from mprun.assemble import Plan, make_plan
-from mprun.assemble.optimizer_class import optimizer_class, takes
+from mprun.assemble.optimizer import optimizer_class, takes
 from mprun.config import compose
 from mprun.config.schema import Config, OptimizerConfig, OptimizerName
 from mprun.config.validate import loss_scale_kind

@@ -1,25 +1,43 @@
-"""A run that is planned but not trained: the commands that inspect a step use it."""
+"""A run that is planned but not trained: the commands that inspect a step use it.
+
+A run's forward and backward pass in another precision, without any effect on the run.
+
+A probe has a model of its own, made from the plan. The run's weights, running statistics and random
+numbers stay as they are. Dropout draws the same numbers as in the run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from mprun.assemble import Plan, make_plan
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.parts import build_arithmetic, build_caster
 from mprun.assemble.speed_trial import with_fastest
 from mprun.config import Composed
+from mprun.data import Batch
 from mprun.errors import MprunError, RunFailedError, UsageError
+from mprun.nested import to_dtype
 from mprun.numerics.passes import NotMeasurableError
+from mprun.numerics.updates import own_random_numbers
+from mprun.precision import Clip, Policy, Precision, StaticLossScale, backend_flags
+from mprun.precision.execution import choose_fp32_fallback
+from mprun.precision.forward_backward import forward_backward
+from mprun.precision.policy import policy as policy_of
+from mprun.precision.policy import torch_dtype
 from mprun.records.run_record import Summary
 from mprun.train import checkpoint
 from mprun.train.loop import StopRequestedError
+from mprun.train.loss_terms import LossTerms
 from mprun.train.signals import SignalReceivedError
-from mprun.train.user_code import described
+from mprun.train.user_code import described, model_of
 
 
 @dataclass(frozen=True)
@@ -99,3 +117,109 @@ def plan_run(composed: Composed, command: str) -> PlannedRun:
             "run's weights"
         )
     return PlannedRun(command, composed, make_plan(composed.config, composed.given))
+
+
+EXACT = "fp32"
+"""The policy of reference passes."""
+
+
+def policy_in(plan: Plan, short: str) -> Policy:
+    """The plan's policy with another 16-bit dtype.
+
+    Args:
+        plan: the plan; for a float32 mode it is the mixed mode.
+        short: fp16 or bf16.
+    """
+    old = plan.policy
+    stored_low = old.casting == "none" and old.is_low
+    policy = policy_of(f"{short}_{'true' if stored_low else 'mixed'}")
+    output = policy.output_dtype if old.output_dtype == "float32" else policy.compute_dtype
+    casting = old.casting if plan.op_lists else policy.casting
+    return replace(policy, casting=casting, output_dtype=output)
+
+
+class PolicyProbe:
+    """A model like the plan's, in another precision.
+
+    Args:
+        plan: the plan of the run.
+        policy: the precision; float32 ignores the plan's layers and op lists.
+    """
+
+    def __init__(self, plan: Plan, policy: Policy) -> None:
+        exact = policy.name == EXACT
+        # Rounding is the run's, and no part of a probe's policy.
+        layers = {n: "fp16" if mode == "half_sr_full" else mode for n, mode in plan.layers.items()}
+        self._plan = replace(
+            plan,
+            policy=policy,
+            execution="native",
+            op_lists=None if exact else plan.op_lists,
+            layers={} if exact else layers,
+            fp32_fallback=choose_fp32_fallback(
+                plan.config.speed.name, policy, "native", plan.device
+            ),
+        )
+        self._loss = LossTerms(plan.recipe)
+        self.loss = 0.0
+        """The mean loss of the last pass, unscaled."""
+        self._scale = StaticLossScale(1.0, plan.device)
+        self._precision = Precision.of_parts(
+            policy,
+            build_caster(self._plan),
+            build_arithmetic(self._plan),
+            self._scale,
+            Clip(),
+            layers=self._plan.layers,
+        )
+        with own_random_numbers([self._scale.tensor]):
+            model = model_of(plan.recipe)
+        self.model = self._precision.prepare(model, plan.device, plan.speed.torch_memory_format)
+
+    def gradients(
+        self,
+        run: nn.Module,
+        batch: Batch,
+        scale: float = 1.0,
+        before_backward: Callable[[Tensor], None] | None = None,
+        inside: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
+    ) -> dict[str, Tensor]:
+        """The unscaled gradients of the run's next step, in float64, by parameter.
+
+        Args:
+            run: the run's model; its weights and buffers are copied.
+            batch: the step's samples.
+            scale: the loss scale.
+            before_backward: is called with the loss of each micro-batch.
+            inside: makes a region of the probe's model, with the run's weights, to compute in.
+        """
+        self.model.load_state_dict(run.state_dict())
+        self.model.train()
+        self.model.zero_grad()
+        self._scale.tensor.fill_(scale)
+        own_numbers = own_random_numbers([self._scale.tensor])
+        with own_numbers, backend_flags(self._plan.policy), inside(self.model):
+            self._pass(batch, before_backward)
+            return {
+                name: p.grad.double() / scale
+                for name, p in self.model.named_parameters()
+                if p.grad is not None
+            }
+
+    def _pass(self, batch: Batch, before_backward: Callable[[Tensor], None] | None) -> None:
+        recipe, dtype = self._plan.recipe, torch_dtype(self._plan.policy.input_dtype)
+        forward = partial(recipe.forward, self.model)
+        self._precision.begin_step(1)
+        self.loss = 0.0
+        for part in batch.parts:
+            inputs, share = to_dtype(part.inputs, dtype), part.weight / batch.weight
+            loss, _ = forward_backward(
+                self._precision,
+                forward,
+                self._loss,
+                inputs,
+                part.content,
+                share,
+                before_backward,
+            )
+            self.loss += loss.item()

@@ -34,7 +34,7 @@ from mprun.errors import RunFailedError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
 from mprun.precision import OpLists, backend_flags
 from mprun.records.run_record import Epoch, Metric, number
-from mprun.records.search_ops_record import Proof
+from mprun.results.search_result import Proof
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.loop import Limits, StopRequestedError, Trainer
 

@@ -3,7 +3,7 @@
 Each inspected step is taken several times from the same weights on the same samples:
 
     exact       in float32, for the true size of everything; and once more in float64, for which of
-                its gradients are rounding errors (mprun/numerics/rounding_errors.py)
+                its gradients are rounding errors (mprun/numerics/updates.py)
     rounded     in float32 from weights of each 16-bit format's precision, for their effect alone
     float16     at a loss scale that fits this step, from the exact pass: the error of its
                 gradients, and the largest number that float16 has to represent
@@ -28,34 +28,34 @@ from mprun.assemble.plan import Plan
 from mprun.config.settings import NumericsSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
-from mprun.data.cutting import halves
+from mprun.data.batches import halves
 from mprun.errors import RunFailedError, UsageError
-from mprun.experiments.planned_run import PlannedRun
-from mprun.experiments.run_probe import EXACT, PolicyProbe, policy_in
+from mprun.experiments.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
 from mprun.numerics.collect import GRADIENTS, Statistics
 from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
 from mprun.numerics.float64 import in_float64
-from mprun.numerics.format_verdict import (
+from mprun.numerics.gradients import LargestGradients
+from mprun.numerics.loss_scale_advice import largest_power
+from mprun.numerics.measurements import (
+    FROM_THE_RUN,
     FormatPasses,
     FormatVerdict,
     GradientErrors,
+    Measurements,
     gradient_errors,
     variances_of_halves,
 )
-from mprun.numerics.gradients import LargestGradients
-from mprun.numerics.loss_scale_advice import largest_power
-from mprun.numerics.measurements import FROM_THE_RUN, Measurements
-from mprun.numerics.rounding_errors import (
+from mprun.numerics.updates import (
+    DTYPES,
     FLOAT64,
     OWN_SEED,
     RoundingErrors,
     is_rounding,
     weights_moved,
 )
-from mprun.numerics.updates import DTYPES
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
-from mprun.records.numerics_record import Float32Loss, NumericsResult
+from mprun.results.numerics_result import Float32Loss, NumericsResult
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
 from mprun.train.signals import StopSignals
 

@@ -4,27 +4,40 @@ Ops are counted on fake tensors, in the ops that the mode needs: an emulated mod
 its native one. Then steps are timed as a run times them, on one batch, without the wait for it.
 Last, a few steps are taken op by op, each op timed by itself: that shows in which group the time
 above the least is spent.
+
+An estimate of a recipe's step on several processes, from its roofline in a single one.
+
+Whether formats of 8 bits or fewer pay for the linear layers of a recipe.
+
+The layers' shapes are those of one micro-batch's forward pass, on fake tensors where the model lets
+them; `mprun.doctor.format_gains` does the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from mprun import devices
 from mprun.assemble.parts import build_parts
 from mprun.assemble.plan import Plan
-from mprun.assemble.planned_memory import as_native, fake_step
+from mprun.assemble.planned_memory import (
+    as_native,
+    fake_step,
+    gathered_itemsizes,
+)
 from mprun.config import compose
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
-from mprun.doctor.bandwidth import SIZES, measure_bandwidths
+from mprun.doctor.format_gains import Shape, measured, predicted
+from mprun.doctor.measure import WORKING_SETS, measure_bandwidths
 from mprun.doctor.roofline import (
     MachineRates,
     format_name,
@@ -33,13 +46,19 @@ from mprun.doctor.roofline import (
     roof_groups,
     what_holds,
 )
+from mprun.doctor.scaling import estimate_scaling, sent_bytes
 from mprun.errors import MprunError, RunFailedError
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.numerics.op_cost import OpCost, count_costs
+from mprun.precision.gemms import fits, formatted_layers, linear_layers
+from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.rates import in_threads
-from mprun.records.doctor_record import Examination
-from mprun.records.roofline_record import GROUPS, GroupName, Roofline
+from mprun.records.data_sheets import GPUS
 from mprun.records.run_record import StepTimes
+from mprun.results.doctor_result import Examination
+from mprun.results.estimates import FormatGains, ScalingEstimate
+from mprun.results.memory_result import ParallelKind
+from mprun.results.roofline_result import GROUPS, GroupName, Roofline
 from mprun.train.clock import StepTime
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
@@ -107,7 +126,7 @@ def recipe_roofline(
     plan = planned.plan
     try:
         with in_threads(examined.threads):
-            bandwidths = measure_bandwidths(plan.device, SIZES[plan.device.type], report)
+            bandwidths = measure_bandwidths(plan.device, WORKING_SETS[plan.device.type], report)
             report("counting the step's ops")
             ops, why_real = count_step(planned)
             timed = _timed(planned, steps, report) if steps else MeasuredStep([], None)
@@ -244,3 +263,113 @@ def _statistics(times: Sequence[StepTime]) -> StepTimes:
         return StepTimes(median=None, p10=None, p90=None, n=0, warmup=0)
     p10, middle, p90 = (float(x) for x in np.percentile([t.ms for t in times], [10, 50, 90]))
     return StepTimes(median=middle, p10=p10, p90=p90, n=len(times), warmup=WARMUP)
+
+
+def recipe_scaling(
+    planned: PlannedRun,
+    roof: Roofline,
+    parallel: ParallelKind,
+    world_size: int,
+    links: Sequence[str],
+) -> ScalingEstimate:
+    """The estimate; a step that was not measured, or is emulated, takes its least time.
+
+    Args:
+        planned: the run whose step it is.
+        roof: of this step.
+        parallel: how the processes share the step.
+        world_size: their number, 2 or more.
+        links: names in `LINK_BANDWIDTHS`.
+    """
+    plan = as_native(planned.plan)
+    parameters, gradients = _model_bytes(planned, plan.policy)
+    measured_ms = roof.step_time_ms.median if roof.execution == "native" else None
+    return estimate_scaling(
+        parallel=parallel,
+        world_size=world_size,
+        compute_ms=roof.least_ms if measured_ms is None else measured_ms,
+        compute_from="least time" if measured_ms is None else "measured step",
+        gather_dtype=plan.policy.compute_dtype if parallel == "fsdp2" else None,
+        reduce_dtype=plan.policy.reduce_dtype,
+        nbytes=sent_bytes(parallel, world_size, parameters, gradients, plan.batch.accumulate),
+        links=links,
+    )
+
+
+def _model_bytes(planned: PlannedRun, policy: Policy) -> tuple[int, int]:
+    """Bytes of the parameters as they are gathered, and of the gradients as they are reduced."""
+    try:
+        with fake_step(as_native(planned.plan)) as (parts, _):
+            return _bytes(parts.model, policy)
+    except Exception:  # a model that reads values has been measured on real tensors
+        with real_step(planned) as (parts, _):
+            return _bytes(parts.model, policy)
+
+
+def _bytes(model: nn.Module, policy: Policy) -> tuple[int, int]:
+    cast = gathered_itemsizes(model, policy)
+    parameters = [(name.rpartition(".")[0], p) for name, p in model.named_parameters()]
+    return (
+        sum(p.numel() * min(p.itemsize, cast.get(owner, p.itemsize)) for owner, p in parameters),
+        sum(p.numel() for _, p in parameters if p.requires_grad)
+        * torch_dtype(policy.reduce_dtype).itemsize,
+    )
+
+
+def recipe_formats(
+    planned: PlannedRun, gpus: Iterable[str], report: ReportPart = report_nothing
+) -> list[FormatGains]:
+    """The gains on the plan's device if it has such products, else on GPUs that have.
+
+    Empty without linear layers.
+
+    Args:
+        planned: the run.
+        gpus: keys of `GPUS`.
+        report: is called before each part.
+    """
+    report("counting linear layers")
+    shapes, converted = layer_shapes(planned)
+    if not shapes:
+        return []
+    report("timing linear layers")
+    here = measured(shapes, planned.plan.device, converted)
+    return [predicted(shapes, GPUS[gpu], converted) for gpu in gpus] if here is None else [here]
+
+
+def layer_shapes(planned: PlannedRun) -> tuple[dict[Shape, list[str]], list[str]]:
+    """The linear layers of each shape, the first in the model's order; and those a mode converts.
+
+    Layers that a step does not call, or that can have no format, are left out.
+    """
+    native = as_native(planned.plan)
+    try:
+        with fake_step(native) as (parts, batch):
+            return _shapes(native, parts, batch)
+    except Exception:  # the model reads values, which fake tensors do not have
+        with real_step(planned) as (parts, batch):
+            return _shapes(planned.plan, parts, batch)
+
+
+def _shapes(plan: Plan, parts: Parts, batch: Batch) -> tuple[dict[Shape, list[str]], list[str]]:
+    layers, rows = linear_layers(parts.model), dict[str, int]()
+    trainer = Trainer(parts, plan.limits)
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+
+            def called(_: nn.Module, inputs: tuple[object, ...], name: str = name) -> None:
+                x = inputs[0]
+                rows[name] = x.numel() // x.shape[-1]  # type: ignore[attr-defined]
+
+            stack.callback(layer.register_forward_pre_hook(called).remove)
+        trainer.optimizer_step(batch)
+    shapes: dict[Shape, list[str]] = {}
+    for name, layer in layers.items():
+        if name in rows and fits(layer):
+            shape = Shape(rows[name], layer.in_features, layer.out_features)
+            shapes.setdefault(shape, []).append(name)
+    try:
+        converted = formatted_layers(parts.model)
+    except ValueError:  # too few layers: a mode would be refused, a layer by name not
+        converted = []
+    return shapes, converted

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mprun.assemble.file_recipe import module_in
-from mprun.assemble.machine_choices import choose_device
+from mprun.assemble.plan import choose_device
 from mprun.assemble.recipe_loading import recipe_of
 from mprun.config import Config
 from mprun.errors import MprunError, UsageError, definition, first_line, hint
@@ -24,7 +24,7 @@ from mprun.numerics.nonfinite.step_replay import (
     StepMisfitError,
     replay,
 )
-from mprun.records.torch_archive import DamagedArchiveError
+from mprun.records.reader import DamagedArchiveError
 from mprun.train.loss_terms import LossTerms, shown
 from mprun.train.torch_file import NotTensorsError, load_torch_file
 from mprun.train.user_code import explained, model_of

@@ -11,9 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from mprun.compare.formatting import substitution_label
 from mprun.console import ProgressDisplay, duration
 from mprun.console.fitted_table import FittedTable, text_column
+from mprun.console.formatting import substitution_label
 from mprun.records.run_record import Summary, number
 
 

@@ -9,29 +9,43 @@ A study is interruptible and resumable. Completed trials stay, and so do those t
 themselves. A trial that was interrupted, or ended by the machine (a full disk, too little memory, a
 kill), resumes from its checkpoint. One without a checkpoint starts again, and its old folder is
 renamed.
+
+Which process runs which trial: any number of processes may work on one study.
+
+A process that runs a trial holds a lock in the study's folder `.claims/`. The system releases it
+when the process ends, however it ends: a trial whose process was killed is open again, and another
+process resumes it. On several machines the folder has to be on a file system with locks for all of
+them (NFS has them; Lustre with the mount option `flock`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from mprun.assemble import DataCache, Plan, build_parts, make_plan
 from mprun.assemble.speed_trial import KEPT, with_fastest
 from mprun.config import Composed, compose
-from mprun.config.plain_text import as_text, quoted
+from mprun.config.recipe_file import as_text, quoted
 from mprun.console import Moment, ProgressView
-from mprun.errors import MachineFailedError, MprunError, StoppedError
+from mprun.doctor.machine import host
+from mprun.errors import MachineFailedError, MprunError, StoppedError, UsageError
 from mprun.experiments.study_progress import StudyProgress
 from mprun.parallel.ranks import PeerLostError
+from mprun.records.files import refuse_links
 from mprun.records.run_record import Summary, is_failed_by_machine, read_summary
 from mprun.run import run
 from mprun.train import checkpoint
+from mprun.train.callbacks import Progress
 from mprun.train.loop import Limits, Trainer
-from mprun.train.progress import Progress
 from mprun.train.signals import StopSignals
 from mprun.train.stopwatch import Stopwatch
 
@@ -240,3 +254,60 @@ class _TrialView(ProgressView):
 
     def stop(self) -> None:
         pass
+
+
+FOLDER = ".claims"
+
+
+class TrialClaims:
+    """The locks of a study.
+
+    Args:
+        study: its folder.
+
+    Raises:
+        UsageError: the folder cannot be written, or has a link in place of a lock.
+    """
+
+    def __init__(self, study: Path) -> None:
+        self._folder = study / FOLDER
+        refuse_links(study, [FOLDER])
+        try:
+            self._folder.mkdir(exist_ok=True)
+            refuse_links(self._folder, [path.name for path in self._folder.iterdir()])
+        except OSError as error:
+            raise UsageError(f"{study} cannot be written ({error.strerror})") from None
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[bool]:
+        """Inside, this process holds the lock of this name; False if another process does.
+
+        Raises:
+            UsageError: the folder cannot be written, or its file system has no locks.
+        """
+        lock = FileLock(self._folder / f"{name}.lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            yield False
+            return
+        except OSError as error:
+            raise UsageError(f"{self._folder} cannot be written ({error.strerror})") from None
+        except NotImplementedError:
+            raise UsageError(
+                f"{self._folder}: this file system has no locks; put the study on one that has them"
+            ) from None
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def record_start(self, name: str) -> None:
+        """Add a line to `NAME.jsonl`: this process, which holds the lock, runs the trial now."""
+        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        line = json.dumps({"at": at, "host": host(), "pid": os.getpid()})
+        try:
+            with (self._folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            raise UsageError(f"{self._folder} cannot be written ({error.strerror})") from None

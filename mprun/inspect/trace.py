@@ -13,9 +13,8 @@ import yaml  # type: ignore[import-untyped]
 
 from mprun import devices
 from mprun.assemble.dtype_choices import entries
-from mprun.assemble.parts import build_parts
+from mprun.assemble.parts import build_arithmetic, build_caster, build_parts, build_precision
 from mprun.assemble.plan import Plan
-from mprun.assemble.precision_parts import build_arithmetic, build_caster, build_precision
 from mprun.config.schema import OpListsConfig
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch

@@ -25,8 +25,8 @@ except ImportError:
         "mprun.integrations.lightning needs the package lightning; pip install 'mprun[lightning]'"
     ) from None
 
-from mprun.integrations.logged_values import split_of
-from mprun.integrations.observation import Observation
+from mprun.integrations.observe import Observation
+from mprun.integrations.observed_record import split_of
 from mprun.integrations.trainer_record import TrainerRecord
 from mprun.numerics.nonfinite import NonfiniteReport
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mprun._torch import is_compiled
-from mprun.optim.columns import rounding_columns
+from mprun.optim.by_policy import rounding_columns
 from mprun.precision import Precision
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy
 from mprun.precision.switches import tf32_is_on

@@ -1,34 +1,302 @@
 """The files of an observed training: lines, summary, report.
 
 A full disk ends the record, never the training.
+
+The summary of an observed training: what is known of it without a configuration.
+
+The values that a loop logs: losses of steps, scores of validation and test.
+
+    run.log(loss=loss)                           the training loss of the step that was just taken
+    run.log(accuracy=0.9)                        another figure of the training
+    run.log(validation_loss=0.3)                 also val_ or eval_: a validation
+    run.log(test_loss=0.3, test_accuracy=0.9)    the final test
+
+A tensor on a device is read later, so that logging waits for nothing.
+
+The report of an observed training, as text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
 from math import nan
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml  # type: ignore[import-untyped]
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from mprun import __version__
+from mprun._torch import is_compiled, original_module
+from mprun.doctor import machine
+from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
-from mprun.integrations.last_part import LastPart, last_steps
-from mprun.integrations.logged_values import Means, as_number, scores_of
-from mprun.records.epoch_lines import epoch_lines
+from mprun.integrations.observed_precision import device_of
+from mprun.integrations.step_hooks import LastPart, last_steps
+from mprun.numerics.audit import Audit
 from mprun.records.files import write_atomic
-from mprun.records.run_folder import RunFolder
-from mprun.records.run_record import Epoch, Scores, Summary, TrainScore, metric_rows
+from mprun.records.run_config import variant_hash
+from mprun.records.run_folder import RunFolder, epoch_lines
+from mprun.records.run_record import (
+    SCHEMA_VERSION,
+    BackendRow,
+    BatchRow,
+    DataRow,
+    DataTimes,
+    Epoch,
+    LossScaleRow,
+    Memory,
+    Metric,
+    PrecisionRow,
+    Scores,
+    StepTimes,
+    Summary,
+    TrainScore,
+    metric_rows,
+    page_fault_share,
+)
 from mprun.train.callbacks import StepLine
-from mprun.train.clock import StepTime
-from mprun.train.conditions_recorder import ConditionsRecorder
-from mprun.train.epoch_history import EpochHistory
-from mprun.train.step_statistics import StepStatistics
+from mprun.train.clock import StepStatistics, StepTime
+from mprun.train.recorder import ConditionsRecorder, EpochHistory
 from mprun.train.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from mprun.integrations.observe import NonfiniteStep
+
+SOURCE = "observed"
+"""The data source of a loop that mprun does not own."""
+
+
+def memory_row(totals: Mapping[str, int]) -> Memory:
+    """Bytes by category; None for those not in `totals`."""
+    parts = ("peak", "parameters", "buffers", "gradients", "optimizer_state", "activations")
+    row: dict[str, int | None] = {part: totals.get(part) for part in (*parts, "temporary")}
+    return Memory(data=0, allocator_peak=None, **row)
+
+
+def first_summary(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    row: PrecisionRow,
+    mode: str,
+    name: str | None,
+    seed: int,
+    metric: Metric,
+) -> Summary:
+    """The summary before the first step; see `mprun.observe`."""
+    return Summary(
+        schema_version=SCHEMA_VERSION,
+        status="running",
+        error=None,
+        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        mprun_version=__version__,
+        git_commit=machine.git_commit(),
+        versions=machine.versions(),
+        hardware=machine.hardware(device_of(model), []),
+        recipe=class_name(model),
+        seed=seed,
+        precision=mode,
+        variant=name or mode,
+        variant_hash="",
+        requested=row,
+        effective=row,
+        execution="native",
+        substitutions=[],
+        backend=BackendRow(
+            memory_format=_memory_format(model),
+            optimizer_impl=_implementation(optimizers[0]),
+            compile=any(map(is_compiled, model.modules())),
+            threads=torch.get_num_threads(),
+            allocator=allocator(),
+        ),
+        data=DataRow(
+            name=SOURCE,
+            source=SOURCE,
+            train_samples=None,
+            validation_samples=None,
+            test_samples=None,
+        ),
+        batch=BatchRow(micro=0, accumulate=1, effective=0, base=0, lr_rule="none"),
+        batch_size=0,
+        epochs=0,
+        steps=0,
+        skipped_steps=0,
+        step_time_ms=StepTimes(median=None, p10=None, p90=None, n=0, warmup=0),
+        data_time_ms=DataTimes(median=None, p90=None),
+        samples_per_second=None,
+        wall_time_s=0.0,
+        memory_bytes=memory_row({}),
+        loss_scale=LossScaleRow(kind="none", initial=1.0, final=1.0),
+        metric=metric,
+        history=[],
+        train=TrainScore(loss=None),
+        test=Scores(loss=None, accuracy=None),
+        observed=True,
+    )
+
+
+def configuration(
+    model: nn.Module, optimizers: Sequence[Optimizer], summary: Summary
+) -> dict[str, Any]:
+    """What tells one variant of a loop from another, as config.yaml has it."""
+    options = [_options(optimizer) for optimizer in optimizers]
+    several = {str(n): row for n, row in enumerate(options)}
+    return {
+        "observed": {
+            "name": summary.variant,
+            "model": class_name(model),
+            "parameters": sum(p.numel() for p in model.parameters()),
+        },
+        "precision": {"name": summary.precision, **asdict(summary.effective)},
+        "optimizer": options[0] if len(options) == 1 else several,
+        "batch": asdict(summary.batch),
+        "compile": summary.backend.compile,
+        "seed": summary.seed,
+    }
+
+
+def set_variant(summary: Summary, config: Mapping[str, Any]) -> None:
+    """Set the hash of the variant."""
+    summary.variant_hash = variant_hash(config)
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Class and plain options; the learning rate is the first one's, before any schedule."""
+    group = optimizer.param_groups[0]
+    plain = {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, int | float | str) and key not in ("lr", "attempts", "seed")
+    }
+    return {"name": class_name(optimizer), "lr": _first_lr(group), **plain}
+
+
+def _first_lr(group: Mapping[str, Any]) -> float:
+    return float(group.get("initial_lr", group.get("lr", 0.0)))
+
+
+def class_name(x: object) -> str:
+    """The class, without wrappers that `torch.compile` makes."""
+    return type(original_module(x) if isinstance(x, nn.Module) else x).__name__
+
+
+def _memory_format(model: nn.Module) -> str:
+    images = [p for p in model.parameters() if p.dim() == 4]
+    last = torch.channels_last
+    wide = [p for p in images if not p.is_contiguous() and p.is_contiguous(memory_format=last)]
+    return "channels_last" if wide else "contiguous"
+
+
+def _implementation(optimizer: Optimizer) -> str:
+    group = optimizer.param_groups[0]
+    if type(optimizer).__module__.startswith("mprun."):
+        return "mprun"
+    return "fused" if group.get("fused") else "foreach" if group.get("foreach") else "default"
+
+
+PREFIXES = {"validation": "validation", "val": "validation", "eval": "validation", "test": "test"}
+LOWER, HIGHER = ("loss", "perplexity", "mae"), ("accuracy", "f1")
+"""Metrics whose better direction is known."""
+
+
+def metric_of(given: str | tuple[str, str]) -> tuple[str, bool]:
+    """A metric's name, and whether higher is better.
+
+    Raises:
+        ValueError: the direction is neither known nor given.
+    """
+    if isinstance(given, str) and given in (*LOWER, *HIGHER):
+        return given, given in HIGHER
+    if not isinstance(given, str) and len(given) == 2 and given[1] in ("max", "min"):
+        return given[0], given[1] == "max"
+    known = ", ".join((*LOWER, *HIGHER))
+    raise ValueError(
+        f'metric={given!r}; legal: {known}, or a name with its better direction: ("bleu", "max")'
+    )
+
+
+def split_of(name: str) -> tuple[str, str]:
+    """train, validation or test, and the name without the prefix."""
+    for separator in ("_", "/"):
+        prefix, found, rest = name.partition(separator)
+        if found and rest and prefix in PREFIXES:
+            return PREFIXES[prefix], rest
+    return "train", name
+
+
+def checked(name: str, value: object) -> Tensor | float:
+    """A value that can be logged; a tensor without its graph.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is a tensor of several.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            shape = list(value.shape)
+            raise ValueError(f"{name} has the shape {shape}; legal: a number or a scalar tensor")
+        if value.device.type == "cpu":
+            return float(value.detach())
+        return value.detach().clone()  # loops add to their loss in place
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {type(value).__name__}; legal: a number or a scalar tensor")
+    return float(value)
+
+
+def as_number(value: Tensor | float) -> float:
+    """The number; for a tensor on CUDA it waits."""
+    return float(value)
+
+
+class Means:
+    """Means of training values since the last validation."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[int, float]]] = defaultdict(list)
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """The values of one step."""
+        for name, value in values.items():
+            self._values[name].append((step, value))
+
+    def take(self, after: int = 0) -> Scores:
+        """The means over the steps after this one; counting begins again.
+
+        A value that was logged in none of these steps is the last one that was.
+        """
+        means = {}
+        for name, logged in self._values.items():
+            last = [value for step, value in logged if step > after]
+            means[name] = fmean(last or [logged[-1][1]])
+        self._values.clear()
+        return scores_of(means)
+
+
+def scores_of(values: Mapping[str, float]) -> Scores:
+    """The record of named scores."""
+    rest: dict[str, Any] = {k: v for k, v in values.items() if k not in ("loss", "accuracy")}
+    return Scores(
+        loss=values.get("loss"), accuracy=values.get("accuracy"), samples=None, metrics=rest or None
+    )
+
+
+def samples_of(args: Any) -> int:
+    """The first dimension of the first tensor in these arguments; 0 without one."""
+    for x in args.values() if isinstance(args, Mapping) else args:
+        if isinstance(x, Tensor) and x.dim():
+            return int(x.shape[0])
+        if isinstance(x, tuple | list | Mapping) and (count := samples_of(x)):
+            return count
+    return 0
+
 
 logger = logging.getLogger("mprun")
 
@@ -201,3 +469,55 @@ def _step_line(step: ObservedStep, time: StepTime, epoch: int) -> StepLine:
 
 def _known(scores: Scores) -> dict[str, Any]:
     return {name: value for name, value in vars(scores).items() if value is not None}
+
+
+def report_text(
+    summary: Summary,
+    audit: Audit | None,
+    nonfinite: NonfiniteStep | None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The figures, the audit, and what could not be looked at."""
+    lines = [*_failure(summary), *_figures(summary)]
+    if nonfinite is not None:
+        lines.append(f"not finite at step {nonfinite.step}: {', '.join(nonfinite.names)}")
+        if nonfinite.file is not None:
+            lines.append(f"    mprun replay {nonfinite.file}")
+    if audit is not None:
+        lines += ["", "audit", *(f"  {line}" for line in str(audit).splitlines())]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _failure(summary: Summary) -> Iterator[str]:
+    if summary.status == "failed":
+        yield f"FAILED: {summary.error}"
+
+
+def _figures(summary: Summary) -> Iterator[str]:
+    row = summary.effective
+    yield f"{summary.recipe} in {summary.precision}: {summary.steps} steps, {summary.status}"
+    yield (
+        f"precision   parameters {row.param_dtype}, computation {row.compute_dtype} "
+        f"({row.casting}), rounding {row.rounding}"
+    )
+    step, data = summary.step_time_ms, summary.data_time_ms
+    if step.median is not None and step.p10 is not None and step.p90 is not None:
+        yield (
+            f"step time   {step.median:.2f} ms (10 % below {step.p10:.2f}, 10 % above "
+            f"{step.p90:.2f}; {step.n} steps, {step.warmup} of warm-up left out)"
+        )
+    if data.median is not None:
+        yield f"data wait   {data.median:.2f} ms"
+    if summary.samples_per_second is not None:
+        yield f"throughput  {summary.samples_per_second:,.0f} samples/s"
+    share = page_fault_share(summary)
+    if share is not None:
+        yield f"page faults {summary.page_faults_per_step:,.0f} per step, {share:.1%} of its time"
+    if summary.skipped_steps:
+        yield f"skipped     {summary.skipped_steps} steps, by the loss scale"
+    memory = {k: v for k, v in vars(summary.memory_bytes).items() if v}
+    yield "memory      " + ", ".join(f"{k} {_size(v)}" for k, v in memory.items())
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"

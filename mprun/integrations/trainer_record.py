@@ -17,8 +17,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from mprun.integrations.observation import Observation
-from mprun.integrations.observe import observe, plain_optimizers
+from mprun.integrations.observe import Observation, observe, plain_optimizers
 from mprun.numerics.nonfinite import NonfiniteReport, finding_lines, fp_exceptions
 
 logger = logging.getLogger("mprun")

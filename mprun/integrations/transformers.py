@@ -26,7 +26,7 @@ except ImportError:
         "pip install 'mprun[transformers]'"
     ) from None
 
-from mprun.integrations.observation import Observation
+from mprun.integrations.observe import Observation
 from mprun.integrations.trainer_record import TrainerRecord
 from mprun.numerics.nonfinite import NonfiniteReport
 

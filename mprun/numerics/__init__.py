@@ -10,7 +10,7 @@ from mprun.numerics.nonfinite import (
     fp_exceptions,
 )
 from mprun.numerics.op_search import Sensitivity, sensitivity
-from mprun.numerics.step_memory import StepMemory
+from mprun.numerics.process_memory import StepMemory
 from mprun.numerics.tolerance import Tolerance
 
 __all__ = [

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.numerics.audit_finding import KINDS, AuditFinding, fewest_modules
-from mprun.numerics.cast_counts import CastCounts
-from mprun.numerics.dtype_rows import DtypeRow, dtype_rows, totals
+from mprun.numerics.cast_counts import CastCounts, DtypeRow, dtype_rows, totals
 from mprun.numerics.op_watcher import dtype_name
 from mprun.numerics.switch_settings import (
     PYTORCH,

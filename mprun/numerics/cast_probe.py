@@ -9,7 +9,7 @@ Both are taken on the same batches, from the same weights, with the same random 
                 a layer whose gradient underflows beside one whose gradient is a hundred times
                 larger
 
-A gradient that is zero, or only rounding errors in float32 already (`rounding_errors.py`), is not
+A gradient that is zero, or only rounding errors in float32 already (`updates.py`), is not
 judged: only that it is finite counts.
 
 How small a difference can be depends on the model. ReLU, max-pooling and batch normalisation pass
@@ -32,10 +32,9 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Pass, Passes
-from mprun.numerics.rounding_errors import RoundingErrors, weights_moved
-from mprun.numerics.sqnr import sums_db
-from mprun.numerics.tolerance import gradient_error, loss_error
-from mprun.records.deviation import Deviation, Reference
+from mprun.numerics.tolerance import gradient_error, loss_error, sums_db
+from mprun.numerics.updates import RoundingErrors, weights_moved
+from mprun.results.search_result import Deviation, Reference
 
 LOSS_SCALES = {torch.float16: (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0)}
 """Loss scales that are tried, the largest first; other dtypes need none."""

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import in_backward, outside_of_modes, viewed, write_count
-from mprun.numerics.gradients import ROOT, LargestGradients
+from mprun.numerics.gradients import ROOT, LargestGradients, Noise, noise_of
 from mprun.numerics.histograms import Histogram, histogram
 from mprun.numerics.loss_scale_advice import (
     LayerGradients,
@@ -45,19 +45,17 @@ from mprun.numerics.loss_scale_advice import (
     judge,
     recommend,
 )
-from mprun.numerics.noise import Noise, noise_of
-from mprun.numerics.op_watcher import tensors_of
-from mprun.numerics.rounding_errors import power
-from mprun.numerics.tracker import StepListener
+from mprun.numerics.op_watcher import StepListener, tensors_of
 from mprun.numerics.updates import (
     ExactUpdate,
     LostUpdates,
     exact_updates,
     exact_weights,
     lost_updates,
+    power,
 )
 from mprun.precision.formats import BlockFormat, Format
-from mprun.records.numerics_record import ScaleVerdict
+from mprun.results.numerics_result import ScaleVerdict
 
 KINDS = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENTS = ("activation_gradients", "weight_gradients")

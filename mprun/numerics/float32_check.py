@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import in_backward, no_dispatch, op_name, storage_key
-from mprun.numerics.divergence.exact import COPIES
-from mprun.numerics.divergence.ops import relative_rms
+from mprun.numerics.divergence.boundaries import COPIES, relative_rms
 from mprun.numerics.float64 import in_float64
 from mprun.numerics.nonfinite.op_call import op_spec
 from mprun.numerics.op_watcher import OpWatcher, RunOp, tensors_of
 from mprun.numerics.tolerance import DEFAULT
-from mprun.records.numerics_record import Float32Loss
+from mprun.results.numerics_result import Float32Loss
 
 MOST_NUMBERS = 2**25
 """Results that are kept: 256 MiB in float64. Beyond them no op is named."""

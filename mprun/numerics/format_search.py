@@ -8,16 +8,28 @@ measurements.
 As for ops (`op_search.py`), a candidate is measured twice: *alone*, it has the format and
 everything else is float32; *kept*, it is bfloat16 and all others have the format. The same search
 then finds the set with the fewest effective bits (`effective_bits.py`) that keeps to the tolerance,
-or `bits_budget.py` the set with the least harm within a budget of them.
+or the set with the least harm within a budget of them.
 
 The tolerance is that of the dtypes of 16 bits, beside what weights of the format's precision cost
 by themselves: with three bits of mantissa (E4M3) a weight is moved by up to 6 %, with one bit
 (E2M1) by up to 25 %. A mode rounds inputs and gradients besides, which costs 2 to 5 dB more in
 models without outliers.
+
+Which GEMMs to keep high for the least harm, where effective bits are limited.
+
+This is a knapsack problem: each name costs bits and removes harm. Roundings of different products
+are independent, so the powers of their errors add, and the harm that a name removes is its harm
+alone, squared. Names are added by harm removed per bit (Dantzig, "Discrete-Variable Extremum
+Problems", 1957), those that no longer fit are passed over, and each set on the way is measured.
+
+If powers do add, the best of these sets and of the single names removes at least half of what the
+best possible set removes. Single names are measured by a search in any case. The measured harm
+decides, so a wrong guess of the order costs bits, and is not hidden.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,16 +37,50 @@ from typing import NamedTuple
 import torch
 
 from mprun.console import ReportPart, report_nothing
-from mprun.numerics.bits_budget import least_harm
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.effective_bits import EffectiveBits, GemmName
-from mprun.numerics.op_search import smallest_set
+from mprun.numerics.op_search import SetMeasure, SmallestSet, smallest_set
 from mprun.numerics.passes import CastPlan
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision.caster import AutocastCaster, NoCaster
 from mprun.precision.gemms import HIGH, LinearGemms
-from mprun.records.deviation import Deviation
-from mprun.records.search_ops_record import SearchStep
+from mprun.results.search_result import Deviation, SearchStep
+
+
+def least_harm(
+    alone: Mapping[str, float], harm: SetMeasure, bits: SetMeasure, budget: float
+) -> SmallestSet:
+    """The set to keep high with the least harm that was found within a budget.
+
+    Args:
+        alone: name to its harm alone, not NaN.
+        harm: measures the harm with a set high; not NaN.
+        bits: effective bits with a set high.
+        budget: at most so many effective bits.
+
+    Raises:
+        ValueError: even with nothing high there are more.
+    """
+    lowest = bits(())
+    if lowest > budget:
+        raise ValueError(f"a budget of {budget:g} effective bits is below {lowest:.4g}")
+
+    def removed_per_bit(name: str) -> float:
+        cost = bits((name,)) - lowest
+        return alone[name] ** 2 / cost if cost > 0 else math.inf
+
+    kept: tuple[str, ...] = ()
+    tried, steps = [kept], list[SearchStep]()
+    for name in sorted(alone, key=lambda n: -removed_per_bit(n)):
+        if bits((*kept, name)) > budget:
+            continue
+        kept = (*kept, name)
+        tried.append(kept)
+        steps.append(SearchStep("add", name, harm(kept)))
+    tried += [(name,) for name in alone if bits((name,)) <= budget]
+    best = min(tried, key=harm)  # of equal ones the first, which has the fewest bits
+    return SmallestSet(best, harm(best), tuple(steps))
+
 
 SLACK_DB = 6.0
 """How much worse than moved weights a format may be: SQNR of a gradient. 10 dB, as for 16 bits,

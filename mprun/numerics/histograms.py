@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mprun.records.numerics_record import ExponentCounts
+from mprun.results.numerics_result import ExponentCounts
 
 BLOCK = 2**16
 """Elements counted together on a CPU: so many stay in a core's cache."""

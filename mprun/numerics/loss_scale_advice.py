@@ -27,11 +27,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mprun.numerics.gradients import Noise, expected_db
 from mprun.numerics.histograms import Histogram, pooled
-from mprun.numerics.noise import Noise, expected_db
 from mprun.numerics.tolerance import NEEDED_DB
 from mprun.precision.formats import FP16
-from mprun.records.numerics_record import ScaleVerdict
+from mprun.results.numerics_result import ScaleVerdict
 
 BOUNDS = (2.0**-100, 2.0**100)
 """No scale is recommended beyond these: the loss times it has to be a float32."""
@@ -77,7 +77,9 @@ class ScaleAdvice:
 
     def __str__(self) -> str:
         seen, scale = self.gradients, self.scale
-        text = f"{power(scale)}: the largest gradient, {seen.largest:.3g} ({seen.where}), becomes "
+        text = (
+            f"{in_words(scale)}: the largest gradient, {seen.largest:.3g} ({seen.where}), becomes "
+        )
         text += f"{seen.largest * scale:,.0f} of float16's 65,504"
         without, with_it = seen.becoming_zero(1.0), seen.becoming_zero(scale)
         if without is not None and with_it is not None:
@@ -88,7 +90,7 @@ class ScaleAdvice:
         return text
 
 
-def power(scale: float) -> str:
+def in_words(scale: float) -> str:
     """`2^16 = 65,536`, or the number alone where it is no power of two."""
     mantissa, exponent = math.frexp(scale)
     number = f"{scale:,.0f}" if 1 <= scale < 1e12 else f"{scale:g}"
@@ -134,7 +136,7 @@ def judge(
         name, have, could = worst
         word = "too low"
         reason = f"{name} keep {have:.1f} dB of signal over noise, {could:.1f} dB at "
-        reason += power(advice.scale)
+        reason += in_words(advice.scale)
     return ScaleVerdict(
         label, scale, word, reason, seen.becoming_zero(scale), seen.losing_bits(scale)
     )
@@ -152,7 +154,7 @@ def need(advice: ScaleAdvice, needed_db: float = NEEDED_DB) -> tuple[bool, str]:
     if lost is not None and lost_with is not None:
         text += (
             f"; of the non-zero gradients {lost:.2%} become 0, all so small that they do not count."
-            f" At {power(scale)} {lost_with:.2%} would, and {name} keep {could:.1f} instead of "
+            f" At {in_words(scale)} {lost_with:.2%} would, and {name} keep {could:.1f} instead of "
             f"{have:.1f} dB"
         )
     return False, text
@@ -165,7 +167,7 @@ def _why_fine(scale: float, advice: ScaleAdvice, needed_db: float) -> str:
     text = f"none overflows, all keep {have:.1f} dB of signal over noise or more ({name})"
     if have >= needed_db:
         return f"{text}, {needed_db:g} are needed"
-    return f"{text}, no less than at {power(advice.scale)}"
+    return f"{text}, no less than at {in_words(advice.scale)}"
 
 
 def _layers(scale: float, advice: ScaleAdvice) -> list[tuple[str, float, float]]:

@@ -47,10 +47,22 @@ from mprun._torch import (
     storage_key,
     without_compiled_code,
 )
-from mprun.numerics.op_watcher import OpFault, OpWatcher, RunOp, floating_dtypes, tensors_of
-from mprun.numerics.process_memory import OneProcess, ProcessRule
-from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
-from mprun.numerics.tracker import OpContext, StepListener
+from mprun.numerics.op_watcher import (
+    OpContext,
+    OpFault,
+    OpWatcher,
+    RunOp,
+    StepListener,
+    floating_dtypes,
+    tensors_of,
+)
+from mprun.numerics.process_memory import (
+    LiveStorage,
+    MemoryPoint,
+    OneProcess,
+    ProcessRule,
+    StepMemory,
+)
 
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
 """Owners that are no modules; `(loss)` is everything outside of model and optimizer."""

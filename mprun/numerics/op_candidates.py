@@ -39,7 +39,7 @@ from mprun.numerics.passes import CastPlan, Forward, NotMeasurableError, is_out_
 from mprun.precision import Arithmetic, NativeArithmetic, OpListCaster, OpLists, op_lists
 from mprun.precision.forward_backward import call
 from mprun.precision.op_lists import Entry, Watcher
-from mprun.precision.op_lists.names import CONVOLUTIONS, RECURRENT, known, spelled
+from mprun.precision.op_lists.lists import CONVOLUTIONS, RECURRENT, known, spelled
 
 HEAVY = (
     *("addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "chain_matmul", "einsum", "linear"),

@@ -43,8 +43,7 @@ from mprun.numerics.passes import Batch, CastPlan, Forward, Loss, Passes
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
 from mprun.precision.forward_backward import call
-from mprun.records.deviation import Deviation
-from mprun.records.search_ops_record import SearchStep
+from mprun.results.search_result import Deviation, SearchStep
 
 SetMeasure = Callable[[tuple[str, ...]], float]
 """A measurement while these names are in float32."""

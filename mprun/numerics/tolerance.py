@@ -17,6 +17,13 @@ inputs (benchmarks/sampling_noise.py). The tolerated error costs up to 3 points 
 four times its power costs 2 to 10 points, more than that 10 to 38. The tolerated error of the loss
 costs up to 3 points, more than twice as much costs 10 and more. The signal-to-noise ratio alone
 cannot separate these cases: it falls by 20 dB during a training, because gradients become smaller.
+
+Signal-to-quantisation-noise ratio: the size of rounding errors in a tensor, in dB.
+
+    SQNR = 10 log10(sum of squares of the exact values / sum of squares of the differences)
+
+Each bit of precision is worth 6.02 dB (Bennett, "Spectra of Quantized Signals", 1948). One number
+for a whole tensor: large elements count most, as they do in every sum over it.
 """
 
 from __future__ import annotations
@@ -24,7 +31,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mprun.records.deviation import Deviation, SearchTolerance
+from torch import Tensor
+
+from mprun.results.search_result import Deviation, SearchTolerance
 
 NEEDED_DB = 20.0
 """Lowest SQNR of a parameter's gradient: its error is then a tenth of it."""
@@ -108,3 +117,30 @@ def loss_error(error: float, loss: float, deviation: float) -> float:
     if not math.isfinite(error):
         return error
     return max(0.0, error - min(DEVIATIONS * deviation, MOST_LOSS * loss))
+
+
+def sqnr_db(exact: Tensor, low: Tensor) -> float:
+    """The ratio of two tensors of one shape, in dB; computed in float64.
+
+    Infinite if they are equal, minus infinity if only the exact one is zero, NaN if a value of
+    either is not finite.
+    """
+    exact, low = exact.double(), low.double()
+    return sums_db(exact.square().sum().item(), (low - exact).square().sum().item())
+
+
+def sums_db(signal: float, noise: float) -> float:
+    """The ratio of two sums of squares, which may be over several tensors, in dB."""
+    if not (math.isfinite(signal) and math.isfinite(noise)):
+        return math.nan
+    return ratio_db(signal, noise)
+
+
+def ratio_db(signal: float, noise: float) -> float:
+    """The ratio of two powers in dB; inf without noise, -inf without signal or with all noise."""
+    if noise == 0:
+        return math.inf
+    if signal == 0 or math.isinf(noise):
+        return -math.inf
+    # A difference of logarithms: the quotient of a tiny signal and a huge noise may be 0.
+    return 10 * (math.log10(signal) - math.log10(noise))

@@ -29,17 +29,20 @@ from torch import Tensor
 
 from mprun import devices
 from mprun._torch import EagerOptimizer, add_to_all, is_fake, load_hooks_run, zero_grad
-from mprun.optim import codes, engines
+from mprun.optim import engines, formulas
 from mprun.optim.engines import ENGINES, Operands
 from mprun.optim.formulas import HYPERS, Storage
 from mprun.optim.state import (
+    DTYPES,
+    check_operands,
     check_saved,
+    clipping_scale,
     complete_state,
     loaded_entries,
+    not_finite,
     scale_name,
     second_name,
 )
-from mprun.optim.step_gradients import DTYPES, check_operands, clipping_scale, not_finite
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import COMPENSATED, ROUNDINGS
 from mprun.precision.random_bits import NAME, START, Key, keys, tensor_number
@@ -50,7 +53,7 @@ SITES = 3
 """Results of a parameter's step that are rounded: the parameter and two moments."""
 NO_KEYS = (Key(0, 0),) * SITES
 """For steps that draw no random bits."""
-MOMENT_DTYPES = (*DTYPES, codes.DTYPE)
+MOMENT_DTYPES = (*DTYPES, formulas.DTYPE)
 
 
 class StorageOptions(TypedDict, total=False):
@@ -62,7 +65,7 @@ class StorageOptions(TypedDict, total=False):
     """Of the stored first moment; float32 unless given.
 
     In float16 AdamW's is stored times 64, so it is at most 1023.5: see `formulas.SCALE`. uint8
-    stores codes of 8 bits and a scale for 256 numbers: see `codes`. Tensors of fewer than 4096
+    stores codes of 8 bits and a scale for 256 numbers: see `formulas`. Tensors of fewer than 4096
     numbers then keep float32.
     """
     variance_dtype: torch.dtype
@@ -333,8 +336,8 @@ class LowPrecisionOptimizer(EagerOptimizer, ScaledOptimizer):
             state[first] if storage.first else None,
             state[second] if storage.second else None,
             state["remainder"] if storage.remainder else None,
-            state[scale_name(first)] if storage.first == codes.DTYPE else None,
-            state[scale_name(second)] if storage.second == codes.DTYPE else None,
+            state[scale_name(first)] if storage.first == formulas.DTYPE else None,
+            state[scale_name(second)] if storage.second == formulas.DTYPE else None,
         ]
         in_place = engine == "c" and all(map(_is_in_one_piece, tensors))
         flat = tensors if in_place else [_flat(x) for x in tensors]
@@ -432,8 +435,8 @@ NO_SHARDS = (
 
 
 def kept_in(dtype: torch.dtype, p: Tensor) -> torch.dtype:
-    """The dtype of a moment of `p` where the option is `dtype`: see `codes.SMALL`."""
-    is_small = dtype == codes.DTYPE and p.numel() < codes.SMALL
+    """The dtype of a moment of `p` where the option is `dtype`: see `formulas.SMALL`."""
+    is_small = dtype == formulas.DTYPE and p.numel() < formulas.SMALL
     return torch.float32 if is_small else dtype
 
 

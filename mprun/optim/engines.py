@@ -20,19 +20,20 @@ from torch import Tensor
 
 from mprun import devices, kernels
 from mprun._torch import is_fake
-from mprun.optim import codes
+from mprun.optim import formulas
 from mprun.optim.formulas import FORMULAS, Storage, root
 from mprun.precision.random_bits import BLOCK, Key, hash_bits, signed, spans
 from mprun.precision.rounding import (
     C_TYPES,
     EAGER_BLOCK,
+    merged,
     round_nearest,
     round_stochastic,
     settle,
     split,
+    split_master,
     threads_for,
 )
-from mprun.precision.split_masters import merged, split_master
 
 ENGINES = ("c", "inductor", "eager")
 
@@ -47,13 +48,13 @@ class Operands:
     second: Tensor | None
     remainder: Tensor | None
     first_scales: Tensor | None = None
-    """Of a first moment in 8 bits; see `codes`."""
+    """Of a first moment in 8 bits; see `formulas`."""
     second_scales: Tensor | None = None
 
     def part(self, start: int, stop: int) -> Operands:
         """The elements from `start`, where a block of codes begins, to `stop`."""
         parts = (self.param, self.grad, self.first, self.second, self.remainder)
-        blocks = slice(start // codes.PER_SCALE, codes.scales_for(stop))
+        blocks = slice(start // formulas.PER_SCALE, formulas.scales_for(stop))
         scales = (self.first_scales, self.second_scales)
         return Operands(
             *(None if x is None else x.view(-1)[start:stop] for x in parts),  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ def _in_c(
     count = operands.param.numel()
     o = operands
     tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
-    tables = codes.tables() if storage.coded else None
+    tables = formulas.tables() if storage.coded else None
     _library(storage)(
         *[None if x is None else x.data_ptr() for x in (*tensors, tables)],
         count,
@@ -130,7 +131,7 @@ def _in_c(
     )
 
 
-MOMENT_C_TYPES = {**C_TYPES, codes.DTYPE: "C8"}
+MOMENT_C_TYPES = {**C_TYPES, formulas.DTYPE: "C8"}
 """The dtypes of moments as the kernels' macros name them."""
 _KeyWords = ctypes.c_uint32 * 6
 
@@ -174,7 +175,7 @@ def _eagerly(
     first: int,
 ) -> None:
     key_words = _key_words(keys, hyper)
-    maps = codes.maps(hyper) if storage.coded else None
+    maps = formulas.maps(hyper) if storage.coded else None
     for start in range(0, operands.param.numel(), EAGER_BLOCK):
         part = operands.part(start, start + EAGER_BLOCK)
         index = _indices(part.param, first + start)
@@ -239,7 +240,7 @@ def _update(
         if into is None or scales is None or maps is None:
             store(into, x, stochastic, site, scale)
             return
-        coded, of_blocks = codes.encode(x, maps[site - 1], bits(site) if stochastic else None)
+        coded, of_blocks = formulas.encode(x, maps[site - 1], bits(site) if stochastic else None)
         _put(into, coded, skip)
         _put(scales, of_blocks, skip)
 
@@ -270,7 +271,7 @@ def _loaded(
     if moment is None:
         return torch.zeros((), dtype=torch.float32, device=device)
     if scales is not None and maps is not None:
-        return codes.decode(moment, scales, maps[row])
+        return formulas.decode(moment, scales, maps[row])
     return moment.float() if scale == 1 else moment.float() * (1 / scale)
 
 
@@ -288,7 +289,7 @@ def _by_inductor(
 ) -> None:
     o = operands
     words = _key_words(keys, hyper, first)
-    maps = codes.maps(hyper) if storage.coded else None
+    maps = formulas.maps(hyper) if storage.coded else None
     tensors = (o.param, o.grad, o.first, o.second, o.remainder, o.first_scales, o.second_scales)
     _compiled(storage, first > 0)(*tensors, hyper, words, skip, maps)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun._torch import EagerOptimizer, is_fake, own_parameters
-from mprun.optim.step_gradients import check_operands, clipping_scale, not_finite
+from mprun.optim.state import check_operands, clipping_scale, not_finite
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.policy import ROUNDINGS
 from mprun.precision.products import LOW

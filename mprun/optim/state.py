@@ -7,18 +7,23 @@
     remainder   int16, with rounding kahan; int8, with rounding split
 
 An entry is converted where options, the device or the saved state differ from what a step needs.
+
+The gradients of a low-precision step: what is checked, and how their norm is clipped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mprun.optim import codes
+from mprun import devices
+from mprun.optim import formulas
 from mprun.optim.formulas import Storage, root, scale
-from mprun.precision import split_masters
+from mprun.precision import rounding
+from mprun.precision.combine import Combine
 from mprun.precision.rounding import round_nearest
 
 
@@ -36,7 +41,7 @@ def entry_shape(name: str, p: Tensor) -> tuple[int, ...]:
     """The shape that an entry of the state of `p` has."""
     if name == "step":
         return ()
-    return (codes.scales_for(p.numel()),) if name.endswith(scale_name("")) else tuple(p.shape)
+    return (formulas.scales_for(p.numel()),) if name.endswith(scale_name("")) else tuple(p.shape)
 
 
 def complete_state(
@@ -67,7 +72,7 @@ def complete_state(
         if rest is None:
             rest = torch.zeros(p.shape, dtype=storage.remainder, device=p.device)
         rest = rest.to(p.device)
-        state["remainder"] = split_masters.converted(p.detach(), rest, storage.remainder)
+        state["remainder"] = rounding.converted(p.detach(), rest, storage.remainder)
 
 
 def _checked(state: dict[str, Tensor], name: str, p: Tensor) -> Tensor | None:
@@ -89,7 +94,7 @@ def _complete_moment(
     has_scales = _checked(state, scales, p) is not None
     if entry is None:
         _write_moment(state, p, name, torch.zeros(p.shape, device=p.device), dtype)
-    elif entry.dtype != dtype or has_scales != (dtype == codes.DTYPE):
+    elif entry.dtype != dtype or has_scales != (dtype == formulas.DTYPE):
         factor = scale(dtype) if scaled else 1.0
         x = _taken(state, name, scaled).to(p.device)
         _write_moment(state, p, name, x if factor == 1 else x * factor, dtype)
@@ -102,9 +107,9 @@ def _write_moment(
     state: dict[str, Tensor], p: Tensor, name: str, x: Tensor, dtype: torch.dtype
 ) -> None:
     """Store `x` (float32) in `dtype`, rounded to nearest."""
-    if dtype == codes.DTYPE:
-        values = codes.maps(p)[1 if name.endswith("_root") else 0]
-        coded, state[scale_name(name)] = codes.encode(x.reshape(-1), values, None)
+    if dtype == formulas.DTYPE:
+        values = formulas.maps(p)[1 if name.endswith("_root") else 0]
+        coded, state[scale_name(name)] = formulas.encode(x.reshape(-1), values, None)
         state[name] = coded.view(x.shape)
     else:
         state[name] = x if dtype == torch.float32 else round_nearest(x, dtype, "saturate")
@@ -117,12 +122,12 @@ def _taken(state: dict[str, Tensor], name: str, scaled: bool) -> Tensor:
         ValueError: it is in 8 bits and has no scales.
     """
     entry, scales = state.pop(name), state.pop(scale_name(name), None)
-    if entry.dtype != codes.DTYPE:
+    if entry.dtype != formulas.DTYPE:
         return entry.float() / scale(entry.dtype) if scaled else entry.float()
     if scales is None:
         raise ValueError(f"{name} in uint8 without {scale_name(name)}; legal is a state with both")
-    values = codes.maps(entry)[1 if name.endswith("_root") else 0]
-    return codes.decode(entry.reshape(-1), scales.to(entry.device), values).view(entry.shape)
+    values = formulas.maps(entry)[1 if name.endswith("_root") else 0]
+    return formulas.decode(entry.reshape(-1), scales.to(entry.device), values).view(entry.shape)
 
 
 def _change_root(state: dict[str, Tensor], second: str) -> None:
@@ -154,3 +159,75 @@ def loaded_entries(saved: dict[str, Any], device: torch.device, ours: bool) -> d
     if state:  # torch.optim.SGD counts no steps; this state comes from one step or more
         state.setdefault("step", torch.ones((), device=device))
     return state
+
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What parameters, gradients and moments can be."""
+
+
+def not_finite(gradients: Iterable[Tensor], device: torch.device, combine: Combine) -> Tensor:
+    """1 where a gradient holds an infinity or NaN, else 0: a float32 scalar on `device`."""
+    return combine.overflow(_not_finite(gradients, device))
+
+
+def _not_finite(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    largest = [torch.linalg.vector_norm(g, float("inf")).float() for g in gradients]
+    if not largest:
+        return torch.zeros((), device=device)
+    return (~torch.isfinite(torch.stack(largest)).all()).float().to(device)
+
+
+def clipping_scale(
+    gradients: Sequence[Tensor],
+    scale: Tensor | None,
+    max_norm: float,
+    device: torch.device,
+    combine: Combine,
+) -> Tensor:
+    """What to divide the gradients by for a norm of at most `max_norm`; `scale` or more.
+
+    Norms are summed in float32: in float16 the squares of a few hundred overflow.
+    """
+    total = devices.wide(combine.total_norm(_norm(gradients, device)))
+    divisor = torch.ones_like(total) if scale is None else devices.wide(scale)
+    wide: Tensor = divisor * ((total / divisor + 1e-6) / max_norm).clamp(min=1.0)
+    return wide
+
+
+def _norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The L2 norm of all gradients together, a float32 scalar on `device`."""
+    if not gradients:  # of this process, but others wait for its norm
+        return torch.zeros((), device=device)
+    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def check_operands(p: Tensor, gradient: Tensor, kind: str) -> None:
+    """Refuse what the optimizer `kind` has no step for.
+
+    Raises:
+        RuntimeError: a sparse gradient.
+        TypeError: a sharded parameter, or a dtype that is none of `DTYPES`.
+        ValueError: the gradient has another shape or device than the parameter.
+    """
+    if gradient.is_sparse:
+        raise RuntimeError(
+            f"mprun.optim.{kind} does not take sparse gradients (nn.Embedding(sparse=True) makes "
+            "them); legal: dense ones (sparse=False), or an optimizer of torch.optim that takes "
+            "them, with float32 parameters"
+        )
+    if hasattr(p, "to_local"):
+        raise TypeError(
+            f"{kind} does not take sharded parameters (DTensor); legal: parallel=fsdp2 of mprun, "
+            "local shards (p.to_local()) marked with mprun.optim.mark_shard, or whole parameters"
+        )
+    for name, x in (("parameter", p), ("gradient", gradient)):
+        if x.dtype not in DTYPES:
+            raise TypeError(f"a {name} of {x.dtype}; legal: {', '.join(map(str, DTYPES))}")
+    # PyTorch checks this for `p.grad = ...`, but not for `p.data = ...`.
+    if gradient.shape != p.shape or gradient.device != p.device:
+        raise ValueError(
+            f"a gradient of shape {tuple(gradient.shape)} on {gradient.device} for a parameter of "
+            f"{tuple(p.shape)} on {p.device}; legal is the same: zero_grad() after such a change"
+        )

@@ -112,7 +112,7 @@ class Layout:
             OSError: a file cannot be read.
             DamagedShardsError: a shard is missing, or has another shape or dtype.
         """
-        from mprun.parallel.shard_files import read_whole
+        from mprun.parallel.shards import read_whole
 
         return read_whole(outline, folder)
 

@@ -15,21 +15,49 @@ element by element works, mprun's rounding ones too: they draw random bits by th
 the whole parameter (`mark_shard`). The norm for clipping, and whether a gradient overflowed, are
 those of all parts (`ShardCombine`).
 
-Checkpoints hold each process's parts (`shard_files.py`): any number of processes resumes from them,
+Checkpoints hold each process's parts (see below): any number of processes resumes from them,
 and one process too.
+
+Shards in files: each process writes its parts, by `torch.distributed.checkpoint`.
+
+A checkpoint of a sharded run has two places. `last.pt`, which the first process writes, has all
+that is small, and the outline of the rest: in place of each cut tensor one on the device meta, of
+the same shape and dtype. The folder beside it has the parts, as safetensors, which hold no code:
+
+    checkpoints/last.pt
+    checkpoints/shards-120/shard-00001-model-00001-of-00004.safetensors    of the first process
+
+No process ever holds a whole tensor while it writes, and any number of processes reads: a file says
+where in the whole tensor its part lies.
+
+Writing has two phases. The tensors are copied, and training goes on; a thread writes the copy.
+A process holds its parts twice meanwhile, and one file's bytes: safetensors makes a file in memory
+before it writes it. So parts go into several files, `PIECES` for each process.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -39,11 +67,9 @@ from torch.optim import Optimizer
 from mprun._torch import own_parameters
 from mprun.errors import RunFailedError
 from mprun.numerics.model_blocks import blocks_of, cast_modules
-from mprun.parallel import shard_files
-from mprun.parallel.buffer_mean import BufferMean
 from mprun.parallel.layouts import Compute, GroupLayout, Outline
-from mprun.parallel.ranks import GroupRanks, Ranks
-from mprun.parallel.timed_collectives import time_collectives
+from mprun.parallel.ranks import GroupRanks, Ranks, lost
+from mprun.parallel.replicas import BufferMean, time_collectives
 from mprun.precision import Combine
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.products import LOW
@@ -183,8 +209,8 @@ class ShardLayout(GroupLayout):
         optimizer.load_state_dict(self._converted(optimizer, state, self._taken))
 
     def write_shards(self, state: dict[str, Any], folder: Path) -> tuple[Outline, Future[None]]:
-        rest, shards = shard_files.outline(state)
-        return rest, shard_files.write(shards, folder, self._file_group())
+        rest, shards = outline(state)
+        return rest, write(shards, folder, self._file_group())
 
     def fetch(self, outline: Outline, folder: Path) -> Any:
         def empty(whole: Tensor) -> DTensor:
@@ -192,7 +218,7 @@ class ShardLayout(GroupLayout):
                 whole.shape, dtype=whole.dtype, device_mesh=self._mesh, placements=[Shard(0)]
             )
 
-        return shard_files.read_parts(outline, folder, empty)
+        return read_parts(outline, folder, empty)
 
     def _converted(self, optimizer: Optimizer, state: dict[str, Any], convert: Any) -> Any:
         """A state with `convert(entry, part, whole)` in place of each tensor of a parameter."""
@@ -297,3 +323,174 @@ def _most(modules: Iterable[nn.Module], kinds: Mapping[int, Dtypes]) -> Dtypes:
         numel = sum(p.numel() for p in own_parameters(module).values() if p is not None)
         sizes[kinds[id(module)]] = sizes.get(kinds[id(module)], 0) + numel
     return max(sizes, key=lambda kind: sizes[kind], default=(torch.float32, torch.float32))
+
+
+PIECES = 16
+"""Files of each process, if its tensors are of one size. Each begins to be written when a sixteenth
+of the parts are in it, so it is larger only where one tensor is."""
+
+
+class DamagedShardsError(ValueError):
+    """Why the files of shards cannot be read."""
+
+
+def outline(state: Any) -> tuple[Outline, dict[str, DTensor]]:
+    """Take the shards out of a state: its outline, and the shards by their places in it."""
+    shards: dict[str, DTensor] = {}
+    names: dict[int, str] = {}
+    tied: dict[str, str] = {}
+
+    def take(name: str, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        first = names.setdefault(id(value), name)
+        if first == name:
+            part: Any = value.detach()
+            shards[name] = part
+        else:
+            tied[name] = first
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    return Outline(_mapped(take, state), tied), shards
+
+
+def write(
+    shards: Mapping[str, DTensor], folder: Path, group: dist.ProcessGroup | None
+) -> Future[None]:
+    """Copy this process's parts, and begin to write them; all processes call it.
+
+    Args:
+        shards: by name, in the same order in all processes.
+        folder: a new folder, the same one for all.
+        group: processes that are connected for this alone; it works on the CPU.
+
+    Returns:
+        Done when all processes have written; its error is that of any of them (OSError), or that
+        another process is gone (PeerLostError).
+    """
+    local = {name: _contiguous(value) for name, value in shards.items()}
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=_pieces(shards), save_distributed=True
+    )
+    written: Any = async_save(
+        dict(local),
+        storage_writer=writer,
+        process_group=group,
+        async_stager=DefaultStager(StagingOptions(False, False, False, False)),
+    )
+    ended: Future[None] = Future()
+
+    def end(written: Future[Any]) -> None:
+        error = written.exception()
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        if error is None:
+            ended.set_result(None)
+        else:
+            ended.set_exception(lost(error) or error)
+
+    written.add_done_callback(end)
+    return ended
+
+
+def read_whole(outline: Outline, folder: Path) -> Any:
+    """The state of an outline, with whole tensors on the CPU.
+
+    Raises:
+        OSError: a file cannot be read.
+        DamagedShardsError: a shard is missing, or has another shape or dtype.
+    """
+    return read_parts(outline, folder, lambda x: torch.empty(x.shape, dtype=x.dtype))
+
+
+def read_parts(outline: Outline, folder: Path, empty: Callable[[Tensor], Tensor]) -> Any:
+    """The state of an outline, with this process's part of each shard.
+
+    Args:
+        outline: the outline.
+        folder: its shards.
+        empty: makes what a shard is read into; its argument has the whole shape, and no values.
+
+    Raises:
+        OSError: a file cannot be read.
+        DamagedShardsError: a shard is missing, or has another shape or dtype.
+    """
+    state, tied = outline.state, outline.tied or {}
+    wanted: dict[str, Tensor] = {}
+    _mapped(lambda name, x: _note(wanted, tied.get(name, name), x), state)
+    for file in folder.iterdir():
+        if file.is_symlink():
+            raise DamagedShardsError(f"{file} is a link")
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        for name, x in wanted.items():
+            _check(name, x, saved.get(name))
+        found: dict[str, Any] = {name: empty(x) for name, x in wanted.items()}
+        with warnings.catch_warnings():  # each process reads on its own, and DCP says so
+            warnings.filterwarnings("ignore", "torch.distributed is ", UserWarning)
+            load(found, storage_reader=reader, no_dist=True)
+    except (SafetensorError, KeyError, TypeError, AttributeError, CheckpointException) as error:
+        raise DamagedShardsError(f"{folder} is damaged: {error}") from None
+    return _mapped(lambda name, x: found[tied.get(name, name)] if x.is_meta else x, state)
+
+
+def _note(wanted: dict[str, Tensor], name: str, value: Tensor) -> Tensor:
+    if value.is_meta:
+        wanted[name] = value
+    return value
+
+
+def _check(name: str, wanted: Tensor, saved: Any) -> None:
+    """Refuse a shard that is not there as a whole: what it lacks would be left to chance."""
+    if saved is None:
+        raise DamagedShardsError(f"the shards lack {name}")
+    values = sum(prod(chunk.sizes) for chunk in saved.chunks)
+    if saved.size != wanted.shape or values != wanted.numel():
+        raise DamagedShardsError(
+            f"the shards of {name} have {values:,} values of {list(saved.size)}, not of "
+            f"{list(wanted.shape)}"
+        )
+    if saved.properties.dtype != wanted.dtype:
+        raise DamagedShardsError(
+            f"the shards of {name} are {saved.properties.dtype}, not {wanted.dtype}"
+        )
+
+
+def _contiguous(value: DTensor) -> DTensor:
+    """safetensors takes no other."""
+    local = value.to_local()
+    if local.is_contiguous():
+        return value
+    return DTensor.from_local(
+        local.contiguous(),
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def _pieces(shards: Mapping[str, DTensor]) -> dict[str, int]:
+    """The number of the file of each tensor, from 1."""
+    most = sum(x.nbytes for x in shards.values()) / PIECES
+    pieces: dict[str, int] = {}
+    number, filled = 1, 0
+    for name, value in shards.items():
+        if filled and filled + value.nbytes > most:
+            number, filled = number + 1, 0
+        pieces[name] = number
+        filled += value.nbytes
+    return pieces
+
+
+def _mapped(convert: Callable[[str, Tensor], Any], value: Any, name: str = "") -> Any:
+    """A state with `convert(its place's name, tensor)` in place of each tensor."""
+    if isinstance(value, Tensor):
+        return convert(name, value)
+    if isinstance(value, Mapping):
+        return {k: _mapped(convert, v, f"{name}.{k}" if name else str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_mapped(convert, v, f"{name}.{k}") for k, v in enumerate(value)]
+    return value

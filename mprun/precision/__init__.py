@@ -25,8 +25,7 @@ from mprun.precision.loss_scale import (
 from mprun.precision.op_lists import OpLists, disable_casts, op_lists
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
-from mprun.precision.switches import backend_flags, has_tf32
-from mprun.precision.tf32 import EmulatedTf32, round_to_tf32
+from mprun.precision.switches import EmulatedTf32, backend_flags, has_tf32, round_to_tf32
 from mprun.precision.update import Clip
 
 __all__ = [

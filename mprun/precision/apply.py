@@ -51,7 +51,7 @@ from mprun.precision.caster import AutocastCaster, Caster, caster_of
 from mprun.precision.combine import ALONE, Combine
 from mprun.precision.convert import accumulate_in, convert
 from mprun.precision.gemm_guard import GemmGuard, guard_of
-from mprun.precision.gemms import GEMMS, convert_gemms, model_gemms
+from mprun.precision.gemms import GEMMS, convert_gemms, convert_natively, model_gemms
 from mprun.precision.layers import (
     check_rounding,
     keep_layers,
@@ -60,9 +60,8 @@ from mprun.precision.layers import (
     with_layer_formats,
 )
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.native_gemms import convert_natively
 from mprun.precision.op_lists import OpLists, disable_casts
-from mprun.precision.op_lists.mode import anything_casts
+from mprun.precision.op_lists.table import anything_casts
 from mprun.precision.plain_arguments import (
     chosen_arithmetic,
     device_of,
@@ -74,7 +73,7 @@ from mprun.precision.policy import Policy, dtype_name, torch_dtype
 from mprun.precision.random_bits import name_parameters
 from mprun.precision.switches import backend_flags
 from mprun.precision.update import Clip
-from mprun.records.layer_values import layer_values
+from mprun.records.mode_names import layer_values
 
 CPU = torch.device("cpu")
 NOT_COMPILED = (

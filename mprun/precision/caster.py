@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.precision.op_lists.lists import OpLists
-from mprun.precision.op_lists.mode import disable_casts, region
 from mprun.precision.op_lists.rules import Casts
-from mprun.precision.op_lists.table import Table, Watcher
+from mprun.precision.op_lists.table import Table, Watcher, disable_casts, region
 from mprun.precision.policy import Policy, dtype_name, torch_dtype
 
 RegionFactory = Callable[[], AbstractContextManager[object]]

@@ -38,6 +38,7 @@ from mprun._torch import (
     tree_map,
 )
 from mprun.precision.arithmetic import Arithmetic, OpSubstitution
+from mprun.precision.buffers import WideCopies, forget, is_dense, is_plain, is_whole
 from mprun.precision.fused import FUSED, FusedKernels
 from mprun.precision.partials import BLOCK, SUPPORTED, blocked
 from mprun.precision.products import (
@@ -65,7 +66,6 @@ from mprun.precision.result_dtypes import (
     written_arguments,
 )
 from mprun.precision.rounding import round_nearest, round_twice, stochastic
-from mprun.precision.wide_copies import WideCopies, forget, is_dense, is_plain, is_whole
 
 aten = torch.ops.aten
 

@@ -21,13 +21,11 @@ from mprun.precision.arithmetic import (
 )
 from mprun.precision.emulate import BlockedConvolutions, Emulated16
 from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
-from mprun.precision.gemms import GEMMS, gemms_of
-from mprun.precision.native_gemms import why_not_native
+from mprun.precision.gemms import GEMMS, gemms_of, why_not_native
 from mprun.precision.policy import Policy
 from mprun.precision.rates import accelerated, slowdown
-from mprun.precision.switches import has_tf32
-from mprun.precision.tf32 import EmulatedTf32
-from mprun.records.layer_values import product_formats
+from mprun.precision.switches import EmulatedTf32, has_tf32
+from mprun.records.mode_names import product_formats
 
 EXECUTIONS = ("native", "emulated")
 EMULATED_FROM = 2.0

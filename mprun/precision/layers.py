@@ -45,8 +45,7 @@ from mprun.precision.caster import LayerRegions, RegionFactory
 from mprun.precision.convert import ForwardWrapper, dtype_of
 from mprun.precision.op_lists import disable_casts
 from mprun.precision.policy import NAMED, Policy, dtype_name, policy, torch_dtype
-from mprun.records.layer_values import layer_value, product_formats
-from mprun.records.mode_names import OWN_ALIASES
+from mprun.records.mode_names import OWN_ALIASES, layer_value, product_formats
 
 LAYER_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that a layer can have, by the names users write."""

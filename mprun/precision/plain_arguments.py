@@ -19,7 +19,7 @@ from mprun.precision.gemm_guard import NO_GUARD, GemmGuard
 from mprun.precision.layers import own_precisions
 from mprun.precision.loss_scale import LOSS_SCALES, LossScale, StaticLossScale, loss_scale_of_kind
 from mprun.precision.op_lists import OpLists
-from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
+from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import Policy, policy
 
 

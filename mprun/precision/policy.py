@@ -39,7 +39,7 @@ from mprun.records.mode_names import ALIASES, mode_hint
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
 MOMENT_DTYPES = (*FLOAT_DTYPES, "uint8")
-"""Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.codes`."""
+"""Of an optimizer's moments; uint8: codes and a scale per block, see `mprun.optim.formulas`."""
 ROUNDINGS = ("nearest", "stochastic", "kahan", "split")
 COMPENSATED = ("kahan", "split")
 """Roundings that keep a remainder beside a 16-bit parameter."""

@@ -2,6 +2,12 @@
 
 A file is replaced as a whole: written under a temporary name, synced, renamed. Readers see the old
 content or the new one, never a part of it, even after a crash.
+
+Only the process that began a command writes its records.
+
+User code may call `os.fork()`, and its child then goes on in the middle of the command: it would
+train the same run and write into the same files. Such a child leaves, without a word and without
+Python's ending, which would flush what the parent still has to print.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from os import _exit
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +229,18 @@ def new_folder(wanted: str | None) -> Path:
     if taken is not None:
         raise UsageError(f"run.dir={folder} already contains {taken.name}; choose another folder")
     return folder
+
+
+_owners: list[int] = []
+"""The process that began the last command."""
+
+
+def own_records() -> None:
+    """A command begins in this process."""
+    _owners[:] = [os.getpid()]
+
+
+def leave_if_forked() -> None:
+    """End this process if it was forked off the one that began the command."""
+    if _owners and os.getpid() != _owners[0]:
+        _exit(0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import yaml  # type: ignore[import-untyped]
 
-from mprun.records.yaml_reader import NotYamlError, compose_yaml, read_text
+from mprun.records.reader import NotYamlError, compose_yaml, read_text
 
 KINDS = ("lower", "fp32", "promote")
 """The lists: lower dtype, float32, widest of the inputs."""

@@ -1,14 +1,25 @@
-"""A run's `config.yaml` as plain data, and the hash of the variant that it describes. No torch."""
+"""A run's `config.yaml` as plain data, and the hash of the variant that it describes. No torch.
+
+logger.json: the run of a tracker that belongs to a run's folder, and how far its curves go.
+
+A resumed run takes steps again that a tracker has already: those after the last checkpoint. It
+continues the tracker's run, and each curve only from the step where it ends. No torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mprun.records.yaml_reader import NotYamlError, load_yaml, read_text
+from mprun.errors import UsageError
+from mprun.records.files import write_json
+from mprun.records.reader import NotYamlError, load_yaml, read_json, read_text
 
 LARGEST_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
@@ -102,3 +113,44 @@ def yaml_text(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(yaml_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+SCHEMA_VERSION = 1
+FILE = "logger.json"
+
+OWN_TAGS = (
+    *("recipe", "precision", "variant", "variant_hash", "seed", "execution", "device", "hardware"),
+    *("mprun_version", "git_commit", "status"),
+)
+"""Tags that a tracker gets of every run; `status` at its end."""
+
+
+@dataclass(kw_only=True)
+class LoggerRecord:
+    """The content of logger.json."""
+
+    schema_version: int = SCHEMA_VERSION
+    logger: str
+    """The option of the group `logger`."""
+    id: str
+    """The run's name in the tracker's own interface."""
+    last_steps: dict[str, int] = field(default_factory=dict)
+    """The last step of each curve."""
+
+
+def read_logger_record(folder: Path, logger: str) -> LoggerRecord | None:
+    """The record of a folder; None if there is none that can be used for this logger."""
+    with contextlib.suppress(FileNotFoundError, UsageError):
+        record = read_json(folder / FILE, LoggerRecord, SCHEMA_VERSION)
+        if record.logger == logger and re.fullmatch(r"[\w. +=-]{1,128}", record.id):
+            return record
+    return None
+
+
+def write_logger_record(folder: Path, record: LoggerRecord) -> None:
+    """Replace logger.json.
+
+    Raises:
+        OSError: as `write_json` does.
+    """
+    write_json(folder / FILE, asdict(record))

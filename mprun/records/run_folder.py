@@ -1,4 +1,12 @@
-"""The folder of a run, while the run writes it. No torch."""
+"""The folder of a run, while the run writes it. No torch.
+
+sweep.json: the plan of a study, written into its folder before the first run.
+
+The lines of metrics.jsonl about an epoch: writing and reading them. No torch.
+
+An epoch has a line `epoch` with its training scores and, before it, a line `validation` if it was
+validated. `summary.json` shows a choice of a long run's epochs; these lines are all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +16,29 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, Literal, NamedTuple, TextIO
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from mprun.errors import MachineFailedError, UsageError
 from mprun.records.files import (
     jsonable,
+    leave_if_forked,
     refuse_links,
     remove_leftovers,
     reserve_descriptors,
     write_atomic,
     write_json,
+    write_new,
 )
-from mprun.records.logger_record import FILE as LOGGER
-from mprun.records.owner import leave_if_forked
-from mprun.records.run_record import METRICS, Summary, placed_lines
+from mprun.records.reader import converted, read_json, read_json_lines
+from mprun.records.run_config import FILE as LOGGER
+from mprun.records.run_record import METRICS, Epoch, Number, Scores, Summary, number, placed_lines
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -200,3 +211,144 @@ def has_begun(folder: Path) -> bool:
 
 def _as_text(lines: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(jsonable(x), separators=(",", ":")) + "\n" for x in lines)
+
+
+SCHEMA_VERSION = 1
+FILE = "sweep.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """The runs of a study."""
+
+    command: str
+    """The command: sweep, advise or double."""
+    variants: dict[str, tuple[str, ...]]
+    """Name to overrides; the first is the baseline."""
+    seeds: tuple[int, ...]
+    config_dir: str | None
+    """The user's own folder of configs."""
+    of_trials: tuple[str, ...]
+    """Overrides of all trials that define no variant: shorter training, no test set."""
+    not_tried: dict[str, str] = field(default_factory=dict)
+    """Variants left out, to the reason."""
+
+
+def study_of_runs(runs: Sequence[Path]) -> Path | None:
+    """The folder of the study that all these folders of runs are in; None without one."""
+    folders = {run.resolve().parent for run in runs}
+    folder = folders.pop() if len(folders) == 1 else None
+    return folder if folder is not None and (folder / FILE).exists() else None
+
+
+def write_study_plan(folder: Path, plan: StudyPlan) -> None:
+    """Write sweep.json.
+
+    Raises:
+        FileExistsError: another process was quicker.
+        OSError: the folder cannot be written.
+    """
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **vars(plan)}, indent=1)
+    write_new(folder / FILE, text.encode())
+
+
+def read_study_plan(folder: Path) -> StudyPlan:
+    """The plan in a study's folder.
+
+    Raises:
+        UsageError: there is none, it is damaged, or a later version of mprun wrote it.
+    """
+    try:
+        return read_json(folder / FILE, StudyPlan, SCHEMA_VERSION)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"run.resume={folder}: {folder / FILE} cannot be read ({error.strerror}); is {folder} "
+            "a study?"
+        ) from None
+
+
+BEGINNINGS = ('{"kind":"epoch"', '{"kind":"validation"')
+"""Of these lines: the others, which are most, need not be parsed."""
+
+
+class _EpochLine(msgspec.Struct):
+    kind: Literal["epoch", "validation"]
+    epoch: int
+    loss: Number | None
+    accuracy: float | None
+    samples: int | None = None
+    metrics: dict[str, Number | None] | None = None
+
+
+def epoch_lines(epoch: Epoch, step: int) -> list[dict[str, Any]]:
+    """The lines of an epoch that ended with this step."""
+    lines = []
+    if epoch.validation.named:
+        lines.append(_line("validation", epoch, step, epoch.validation))
+    return [*lines, _line("epoch", epoch, step, epoch.train)]
+
+
+def _line(kind: str, epoch: Epoch, step: int, scores: Scores) -> dict[str, Any]:
+    known = {k: v for k, v in vars(scores).items() if k in ("loss", "accuracy") or v}
+    return {"kind": kind, "step": step, "epoch": epoch.epoch, **known}
+
+
+def read_epochs(run: Path) -> Iterator[Epoch]:
+    """The epochs in a run's metrics.jsonl, one at a time, in their order.
+
+    Raises:
+        UsageError: a line about an epoch is damaged.
+    """
+    path = run / "metrics.jsonl"
+    validations: dict[int, Scores] = {}
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            if not text.startswith(BEGINNINGS):
+                continue
+            try:
+                line = msgspec.json.decode(text, type=_EpochLine)
+            except msgspec.MsgspecError as error:
+                raise UsageError(f"{path} is damaged: {error}") from None
+            scores = Scores(
+                loss=line.loss,
+                accuracy=line.accuracy,
+                samples=line.samples,
+                metrics=line.metrics,
+            )
+            if line.kind == "validation":
+                validations[line.epoch] = scores
+            else:
+                none = Scores(loss=None, accuracy=None)
+                validation = validations.pop(line.epoch, none)
+                yield Epoch(epoch=line.epoch, train=scores, validation=validation)
+
+
+class ValidationLoss(NamedTuple):
+    """The mean loss over the whole validation set after `step` optimizer steps."""
+
+    step: int
+    loss: float
+
+
+class _ValidationLine(msgspec.Struct):
+    step: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    loss: Number | None
+    samples: int | None = None
+
+
+def read_validation_losses(run: Path) -> list[ValidationLoss]:
+    """The validation losses in a run's metrics.jsonl, with rising steps.
+
+    Validations of a part of the samples are left out: their losses are of other samples.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        UsageError: it cannot be read, or a line about a validation is damaged.
+    """
+    path, losses = run / METRICS, dict[int, float]()
+    for line in read_json_lines(path, having=b'"validation"'):
+        if line.get("kind") == "validation":
+            row = converted(path, line, _ValidationLine)
+            if row.loss is not None and row.samples is None:
+                losses[row.step] = number(row.loss)
+    return [ValidationLoss(step, losses[step]) for step in sorted(losses)]

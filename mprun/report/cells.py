@@ -11,9 +11,9 @@ import math
 from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison, Estimate, Interval, StepPercentiles, Variant
-from mprun.compare.formatting import counted, distinct_form, level_text
+from mprun.compare.measures import SAME
 from mprun.compare.statistics import CONFIDENCE
-from mprun.compare.time_ratios import SAME
+from mprun.console.formatting import counted, distinct_form, level_text
 from mprun.errors import printable
 
 NONE = "-"

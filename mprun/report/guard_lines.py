@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from mprun.compare.formatting import counted
+from mprun.console.formatting import counted
 from mprun.records.run_folder import GUARD_LAYERS
 from mprun.records.run_record import GuardedGemm, GuardRow, Summary
 

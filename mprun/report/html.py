@@ -13,14 +13,13 @@ import jinja2
 from markupsafe import Markup
 
 from mprun.compare.comparison import Comparison, Variant
-from mprun.compare.formatting import counted
+from mprun.console.formatting import counted
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.configs import configs
-from mprun.report.plots.canvas import Plot, key
-from mprun.report.theme import DARK, LIGHT, TONES, declarations
+from mprun.report.comparison_report import configs
+from mprun.report.plots.canvas import DARK, LIGHT, TONES, Plot, declarations, key
 
 FOLDER = "mprun.report"
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from mprun.compare.comparison import Comparison, Variant
-from mprun.compare.formatting import counted
+from mprun.console.formatting import counted
 from mprun.records.published_figures import Figure, figures
 from mprun.records.run_record import Number, Scores, Summary, number
 from mprun.report import cells

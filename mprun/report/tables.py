@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mprun.compare.formatting import counted, substitution_label
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.console.formatting import counted, substitution_label
 from mprun.records.run_record import (
     Number,
     ParallelRow,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
-from mprun.records.format_names import SHORT_DTYPES
+from mprun.records.mode_names import SHORT_DTYPES
 from mprun.records.run_record import BackendRow, Hardware
 
 PHASES = ("forward", "backward", "optimizer", "other")

@@ -7,17 +7,40 @@ On an accelerator a step's kernels still run when the call that launched them re
 them at each step would slow the run. So an event is recorded at the end of each step, and the
 step's time is the difference of successive events, which is read later and includes the wait for
 the batch. Where a device has no events, each step is waited for.
+
+Statistics of a run's steps in bounded memory, however many steps it takes.
+
+A list of all step times grows with every step; it is sorted again for every summary and makes every
+checkpoint larger. So two structures summarize the steps as they come:
+
+    Distribution    for quantiles: counts of values in bins that are 0.1 % wide (as DDSketch does);
+                    a quantile is the mean of its bin, so it is off by less than 0.1 %
+    ThinnedSeries   for what depends on the order: all of the first 4,096 values, later a random one
+                    of every 2, 4, 8, ... successive values
+
+The first timed steps of a run are warm-up (allocators fill, kernels are selected, caches warm):
+they are dropped and counted.
+
+Source: Masson, Rim, Lee: DDSketch, VLDB 2019.
 """
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
+import random
+import statistics
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import torch
 
 from mprun import devices
 from mprun.doctor.heap import page_faults
+from mprun.records.run_record import DataTimes, StepTimes
 
 
 class StepTime(NamedTuple):
@@ -132,3 +155,183 @@ def clock_for(device: torch.device) -> Clock:
     if device.type == "cpu":
         return HostClock()
     return EventClock(device) if devices.backend(device).events else WaitingClock(device)
+
+
+BIN_WIDTH = 1e-3
+"""Relative; a quantile is off by less."""
+BINS_PER_E = 1 / math.log1p(BIN_WIDTH)
+LEAST = 1e-9
+"""Smaller values share a bin. From here to 1e6 there are some 35,000 bins; a run has hundreds."""
+
+MOST_VALUES = 4096
+"""Of a thinned series. Even, because it is thinned in pairs."""
+
+MANY_STEPS = 100
+WARMUP_MANY = 10
+WARMUP_FEW = 3
+FEWEST_IN_A_THIRD = 10
+"""Fewer steps give a third's median to more than a few percent."""
+
+
+class Distribution:
+    """Counts numbers from 0 on; gives their quantiles."""
+
+    def __init__(self, bins: Iterable[tuple[int, int, float]] = ()) -> None:
+        self._bins = {key: (count, total) for key, count, total in bins}
+
+    def add(self, value: float) -> None:
+        """Count a number."""
+        key = math.floor(math.log(max(value, LEAST)) * BINS_PER_E)
+        count, total = self._bins.get(key, (0, 0.0))
+        self._bins[key] = count + 1, total + value
+
+    def plus(self, values: Iterable[float]) -> Distribution:
+        """A new one, of these numbers too."""
+        both = Distribution(self.bins())
+        for value in values:
+            both.add(value)
+        return both
+
+    def quantiles(self, *shares: float) -> list[float | None]:
+        """The numbers that these shares lie below, with linear interpolation; None of nothing."""
+        rows = [self._bins[key] for key in sorted(self._bins)]
+        ends = list(itertools.accumulate(count for count, _ in rows))
+        if not ends:
+            return [None] * len(shares)
+
+        def at(rank: int) -> float:
+            count, total = rows[bisect.bisect_right(ends, rank)]
+            return total / count
+
+        last = ends[-1] - 1
+        results: list[float | None] = []
+        for share in shares:
+            below = math.floor(share * last)
+            low, high = at(below), at(min(below + 1, last))
+            results.append(low + (high - low) * (share * last - below))
+        return results
+
+    def bins(self) -> list[tuple[int, int, float]]:
+        """Plain values that make the same distribution: number, count and sum of each bin."""
+        return [(key, count, total) for key, (count, total) in self._bins.items()]
+
+
+class ThinnedSeries:
+    """An even choice of a long series, in order: one value of every `width` successive ones.
+
+    Which one is random, so that nothing periodic is always or never met.
+    """
+
+    def __init__(self, most: int = MOST_VALUES) -> None:
+        self.values: list[float] = []
+        self.seen = 0
+        """The length of the whole series."""
+        self.width = 1
+        self._most = most
+        self._next = 0
+        """The position of the next value that is kept."""
+        self._random = random.Random(0)
+
+    def add(self, value: float) -> None:
+        """The next value of the series."""
+        if self.seen == self._next:
+            self.values.append(value)
+        self.seen += 1
+        if self.seen % self.width == 0:
+            if len(self.values) == self._most:
+                pairs = zip(self.values[::2], self.values[1::2], strict=True)
+                self.values = [self._random.choice(pair) for pair in pairs]
+                self.width *= 2
+            self._next = self.seen + self._random.randrange(self.width)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` continues from."""
+        values = torch.tensor(self.values, dtype=torch.float64)
+        return {"values": values, "seen": self.seen, "width": self.width, "next": self._next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue a series."""
+        self.values = state["values"].tolist()
+        self.seen, self.width, self._next = state["seen"], state["width"], state["next"]
+        self._random.seed(self.seen)
+
+
+def warmup_steps(steps: int) -> int:
+    """Steps left out at the start of so many: 10 of a hundred or more, else 3."""
+    return min(WARMUP_FEW if steps < MANY_STEPS else WARMUP_MANY, steps)
+
+
+def drift(step_ms: ThinnedSeries) -> float | None:
+    """Median time of the last third of the steps over the first third's; None for few steps."""
+    warmup = math.ceil(warmup_steps(step_ms.seen) / step_ms.width)
+    times = step_ms.values[warmup:]
+    third = len(times) // 3
+    if third < FEWEST_IN_A_THIRD:
+        return None
+    first, last = statistics.median(times[:third]), statistics.median(times[-third:])
+    return last / first if first else None
+
+
+class StepStatistics:
+    """Summarizes the timed steps of a run: milliseconds, waits for the batch and page faults."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._first: list[tuple[float | None, ...]] = []
+        """The steps that may turn out to be warm-up."""
+        self._columns = Distribution(), Distribution(), Distribution()
+
+    def add(self, step_ms: float, data_ms: float | None, page_faults: int | None = None) -> None:
+        """One full-size step."""
+        self._steps += 1
+        row = step_ms, data_ms, page_faults
+        if len(self._first) < WARMUP_MANY:
+            self._first.append(row)
+            return
+        for column, value in zip(self._columns, row, strict=True):
+            if value is not None:
+                column.add(value)
+
+    @property
+    def warmup(self) -> int:
+        """Steps left out at the start."""
+        return warmup_steps(self._steps)
+
+    def _timed(self, column: int) -> Distribution:
+        """The figures of a column after the warm-up."""
+        rows = self._first[self.warmup :]
+        return self._columns[column].plus(x for row in rows if (x := row[column]) is not None)
+
+    def step_times(self) -> StepTimes:
+        """Statistics of step times; None if every step was warm-up."""
+        p10, median, p90 = self._timed(0).quantiles(0.1, 0.5, 0.9)
+        n = self._steps - self.warmup
+        return StepTimes(median=median, p10=p10, p90=p90, n=n, warmup=self.warmup)
+
+    def data_times(self) -> DataTimes:
+        """Statistics of waits for the batch, over the same steps."""
+        median, p90 = self._timed(1).quantiles(0.5, 0.9)
+        return DataTimes(median=median, p90=p90)
+
+    def page_faults_per_step(self) -> float | None:
+        """Median page faults, over the same steps; None if they were not counted."""
+        return self._timed(2).quantiles(0.5)[0]
+
+    def samples_per_second(self, batch_size: int) -> float | None:
+        """Throughput of training: batch size over median step time plus median wait."""
+        step, wait = self.step_times().median, self.data_times().median
+        if step is None or wait is None:
+            return None
+        return batch_size / (step + wait) * 1e3
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` continues from."""
+        columns = [column.bins() for column in self._columns]
+        return {"steps": self._steps, "first": self._first, "columns": columns}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the statistics."""
+        self._steps = state["steps"]
+        self._first = msgspec.convert(state["first"], list[tuple[float | None, ...]])
+        step_ms, data_ms, page_faults = map(Distribution, state["columns"])
+        self._columns = step_ms, data_ms, page_faults

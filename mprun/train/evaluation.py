@@ -21,9 +21,16 @@ from mprun.precision import Precision
 from mprun.recipe import Recipe
 from mprun.records.run_record import Scores
 from mprun.train.loss_terms import LossTerms
-from mprun.train.metric_readback import MetricReadback, Scalars, readback_for
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
-from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
+from mprun.train.sums import (
+    NO_SCORES,
+    MetricReadback,
+    Scalars,
+    Sums,
+    count_correct,
+    readback_for,
+    with_metrics,
+)
 
 TRIAL_BATCHES = 4
 """The most batches that are evaluated to learn their time."""

@@ -29,21 +29,19 @@ from mprun.precision.forward_backward import forward_backward
 from mprun.recipe import Recipe
 from mprun.records.run_record import Epoch, Scores
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.clock import Clock
-from mprun.train.evaluation import Evaluator
-from mprun.train.loss_terms import LossTerms
-from mprun.train.metric_readback import MetricReadback, Scalars
-from mprun.train.process_states import (
+from mprun.train.checkpoint import (
     ProcessTimes,
     restore_random_numbers,
     saved_random_numbers,
 )
+from mprun.train.clock import Clock
+from mprun.train.evaluation import Evaluator
+from mprun.train.loss_terms import LossTerms
 from mprun.train.recipe_metrics import MetricPass, RecipeMetric, metrics_of
-from mprun.train.schedule import Schedule
 from mprun.train.step_sums import step_sums
 from mprun.train.stopwatch import Stopwatch
-from mprun.train.sums import NO_SCORES, Sums, count_correct, with_metrics
-from mprun.train.time_limit import TimeLimit
+from mprun.train.sums import NO_SCORES, MetricReadback, Scalars, Sums, count_correct, with_metrics
+from mprun.train.time_limit import Schedule, TimeLimit
 
 
 class StopRequestedError(Exception):

@@ -28,7 +28,7 @@ from mprun.recipe import Recipe
 from mprun.records.reader import LARGEST
 from mprun.records.run_record import Number
 from mprun.train.loss_terms import PREFIX, shown
-from mprun.train.metric_state import UnsavableError, load_state, saved_state
+from mprun.train.sums import UnsavableError, load_state, saved_state
 from mprun.train.user_code import described, is_out_of_memory
 
 DIRECTIONS = ("max", "min")

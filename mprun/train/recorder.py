@@ -1,37 +1,118 @@
 """Writes a run's record: the lines of metrics.jsonl, and the summary during the run.
 
 Its state is part of every checkpoint, so the figures of a resumed run cover the whole run.
+
+The epochs of a summary: a choice of bounded size, as `summary.json` is replaced often.
+
+A run of 500 epochs or fewer keeps all of them. A longer one keeps an even choice (every second,
+fourth, eighth ... epoch), and beside it the first, the last and the best epoch, the first one with
+a loss that is not finite, and those that were validated in part. `metrics.jsonl` has a line for
+every epoch.
+
+Records the conditions of a run, which its step times depend on: load, steal, clock, drift.
+
+Counts the memory of a step, after the first steps of a run.
+
+The count runs a step on fake tensors, whose import takes longer than the rest of a start. So it
+comes after the first steps: a run trains earlier, and a step that fails does so at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgspec
 import torch
 
 from mprun import devices
+from mprun.doctor.conditions import LoadMeter, clock_mhz
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
-from mprun.records.epoch_lines import epoch_lines, read_epochs
-from mprun.records.run_folder import RunFolder
+from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
 from mprun.records.run_record import (
+    Conditions,
     Epoch,
     LossScaleRow,
+    Metric,
     Scores,
     Status,
     Substitution,
     Summary,
     TrainScore,
     metric_rows,
+    number,
 )
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.epoch_history import EpochHistory
+from mprun.train.clock import StepStatistics, ThinnedSeries, drift
 from mprun.train.loss_terms import PREFIX
-from mprun.train.step_statistics import StepStatistics, ThinnedSeries
 from mprun.train.stopwatch import Stopwatch
+
+MOST_EPOCHS = 500
+"""Of the even choice."""
+
+
+class EpochHistory:
+    """Chooses the epochs that a summary shows.
+
+    Args:
+        metric: decides which epoch is the best: by its validation, else by its training.
+        most: epochs of the even choice.
+    """
+
+    def __init__(self, metric: Metric, most: int = MOST_EPOCHS) -> None:
+        self._metric, self._most = metric, most
+        self._even: list[Epoch] = []
+        self._stride = 1
+        self._special: list[Epoch] = []
+        """The first one with a loss that is not finite, and those validated in part."""
+        self._best: Epoch | None = None
+        self._best_score = -math.inf
+        self.last: Epoch | None = None
+
+    def add(self, epoch: Epoch) -> None:
+        """The next epoch; one that was added before is ignored."""
+        if self.last is not None and epoch.epoch <= self.last.epoch:
+            return
+        self.last = epoch
+        if (epoch.epoch - 1) % self._stride == 0:
+            self._even.append(epoch)
+        if len(self._even) > self._most:
+            self._stride *= 2
+            self._even = [x for x in self._even if (x.epoch - 1) % self._stride == 0]
+        if epoch.validation.samples is not None or self._is_first_broken(epoch):
+            self._special.append(epoch)
+        if (score := self._score(epoch)) > self._best_score:
+            self._best, self._best_score = epoch, score
+
+    def epochs(self) -> list[Epoch]:
+        """Those kept, in order."""
+        single = [x for x in (self._best, self.last) if x is not None]
+        kept = {x.epoch: x for x in (*self._even, *self._special, *single)}
+        return [kept[epoch] for epoch in sorted(kept)]
+
+    def _is_first_broken(self, epoch: Epoch) -> bool:
+        return _is_broken(epoch) and not any(map(_is_broken, self._special))
+
+    def _score(self, epoch: Epoch) -> float:
+        """The metric, signed so that more is better; minus infinity if there is none."""
+        for scores in (epoch.validation, epoch.train):
+            value = scores.value(self._metric.name)
+            if value is not None:
+                score = number(value) if self._metric.higher_is_better else -number(value)
+                return score if math.isfinite(score) else -math.inf
+        return -math.inf
+
+
+def _is_broken(epoch: Epoch) -> bool:
+    """Whether one of its losses is not finite."""
+    losses = (epoch.train.loss, epoch.validation.loss)
+    return any(x is not None and not math.isfinite(number(x)) for x in losses)
+
 
 WRITE_SUMMARY_EVERY_S = 1.0
 
@@ -201,3 +282,78 @@ class Recorder(Callback):
         for epoch in msgspec.convert(state["history"], list[Epoch]):
             self._history.add(epoch)
             self._folder.lines(epoch_lines(epoch, state["steps"])[-1:])
+
+
+READ_CLOCK_EVERY_S = 1.0
+"""A reading costs a file for each CPU."""
+
+
+class ConditionsRecorder(Callback):
+    """Sets `conditions` of the summary at the end; those of a resumed run are its last part's.
+
+    Args:
+        summary: the run's.
+    """
+
+    def __init__(self, summary: Summary) -> None:
+        self._summary = summary
+        self._load = LoadMeter()
+        self._clock_mhz = ThinnedSeries()
+        self._clock_ends_mhz: tuple[float, float] | None = None
+        """The first reading and the last one."""
+        self._read_at = -READ_CLOCK_EVERY_S
+        self._step_ms = ThinnedSeries()
+
+    def on_steps(self, lines: list[StepLine]) -> None:
+        for line in lines:
+            if line.timed:
+                self._step_ms.add(line.step_time_ms)
+        now = time.perf_counter()
+        if now - self._read_at >= READ_CLOCK_EVERY_S:  # the CPU has just computed a step
+            self._read_at = now
+            if (reading := clock_mhz()) is not None:
+                self._clock_mhz.add(reading)
+                self._clock_ends_mhz = (self._clock_ends_mhz or (reading, reading))[0], reading
+
+    def on_end(self, status: Status) -> None:
+        others, clock = self._load.share(), self._clock_mhz.values
+        start_mhz, end_mhz = self._clock_ends_mhz or (None, None)
+        self._summary.conditions = Conditions(
+            other_load=None if others is None else others.other_load,
+            steal=None if others is None else others.steal,
+            clock_mhz=statistics.median(clock) if clock else None,
+            clock_start_mhz=start_mhz,
+            clock_end_mhz=end_mhz,
+            drift=drift(self._step_ms),
+        )
+
+
+class MemoryCount(Callback):
+    """Sets `memory_bytes` of a summary, once.
+
+    Args:
+        summary: the run's.
+        count: gives bytes by category, and touches nothing of the run; it takes the seconds of the
+            shortest step so far, None where no step was timed.
+        watch: counts the run's seconds; these belong to its start-up.
+    """
+
+    def __init__(
+        self, summary: Summary, count: Callable[[float | None], Mapping[str, int]], watch: Stopwatch
+    ) -> None:
+        self._summary, self._count, self._watch = summary, count, watch
+        self._done = False
+
+    def on_steps(self, lines: list[StepLine]) -> None:
+        self._once(min((line.step_time_ms / 1e3 for line in lines), default=None))
+
+    def on_end(self, status: Status) -> None:
+        if status == "failed":  # for want of memory, perhaps
+            self._once(None)
+
+    def _once(self, step_s: float | None) -> None:
+        if self._done:
+            return
+        self._done = True
+        with self._watch.during("start_up"):
+            self._summary.memory_bytes = replace(self._summary.memory_bytes, **self._count(step_s))

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from mprun.errors import EndError
-from mprun.records.owner import leave_if_forked
+from mprun.records.files import leave_if_forked
 
 SIGHUP = getattr(signal, "SIGHUP", None)  # Windows has none
 SIGNALS = (signal.SIGINT, signal.SIGTERM, *([SIGHUP] if SIGHUP is not None else []))

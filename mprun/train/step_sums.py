@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from mprun.parallel.ranks import Ranks
-from mprun.train.metric_readback import StepMetrics
+from mprun.train.sums import StepMetrics
 
 EVERY_S = 0.25
 """Losses are read and lines are written at least this often, if steps are shorter."""

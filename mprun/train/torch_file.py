@@ -2,24 +2,42 @@
 
 `weights_only=True` runs no code. It does not bound the work: a byte of a pickle makes an object of
 200 bytes, or one of any size by a call such as `bytearray(10**10)`. So the archive is checked
-(`records/torch_archive.py`), and then its pickles, before anything is made of them. A file of
+(`records/reader.py`), and then its pickles, before anything is made of them. A file of
 `torch.save` calls a few functions alone.
+
+Whether a saved state has the form of the state that it replaces.
+
+Loading a state into an object checks little: a text in place of a learning rate, or a moment of
+another shape, is noticed in a later step or never. The state of the assembled run says what each
+place must hold, so a saved state is compared with it before it is loaded: kinds of values, dtypes
+and shapes of tensors. Places that only one of the two has are left to the loading.
+
+Weights as other programs save them: safetensors, nested in a dictionary, with prefixed names.
+
+A safetensors file begins with the length of a JSON header (8 bytes), which has each tensor's dtype,
+shape and place. It holds no code. Its weights may be divided over several files, with an index: a
+JSON file whose `weight_map` has the file of each tensor. Tied parameters are saved once.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import pickletools
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
-from mprun.records.torch_archive import ZIP, check_archive
+from mprun.optim import LowPrecisionOptimizer
+from mprun.optim.state import entry_shape
+from mprun.records.reader import ZIP, check_archive, open_regular
 
 MOST_OPCODES = 4_000_000
 """A tensor takes about 40; a checkpoint of a model with 1,000 parameters 100,000."""
@@ -103,3 +121,182 @@ def _check_sizes(content: Any) -> None:
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
             waiting += value.values() if isinstance(value, dict) else value
+
+
+SCALAR = (int, float, type(None))
+KNOWN = (torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, LowPrecisionOptimizer)
+"""Optimizers whose moments all have the shape of the parameter."""
+
+
+def differences(fresh: Any, saved: Any, name: str) -> Iterator[str]:
+    """Each place where a saved state has another form, with both forms.
+
+    Args:
+        fresh: the state of the assembled run.
+        saved: the state to load.
+        name: of the state, the beginning of each place's name.
+    """
+    if isinstance(fresh, Mapping) and isinstance(saved, Mapping):
+        for key in fresh:
+            if key in saved:
+                yield from differences(fresh[key], saved[key], f"{name}.{key}")
+    elif isinstance(fresh, list | tuple) and isinstance(saved, list | tuple):
+        for place, (one, other) in enumerate(zip(fresh, saved, strict=False)):
+            yield from differences(one, other, f"{name}[{place}]")
+    elif not _fits(fresh, saved):
+        yield f"{name} is {form(saved)}, not {form(fresh)}"
+
+
+def check_form(fresh: Any, saved: Any, name: str) -> None:
+    """Check that a saved state has the form of the state of the assembled run.
+
+    Raises:
+        ValueError: it has another one, with the first place.
+    """
+    for difference in differences(fresh, saved, name):
+        raise ValueError(difference)
+
+
+def check_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Check that each entry that was loaded has the shape of its parameter, or is one number.
+
+    Those of optimizers that are not `KNOWN` may also have one value for each row or column.
+
+    Raises:
+        ValueError: it has another one.
+    """
+    free = not isinstance(optimizer, KNOWN)
+    for p, entries in optimizer.state.items():
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor):
+                own = () if free else entry_shape(name, p)
+                fits = entry.shape in ((), p.shape, own) or (free and _spreads_over(entry, p))
+            else:  # PyTorch's without momentum, and a count of steps of earlier versions
+                count = (name == "step" or free) and isinstance(entry, int | float)
+                fits = entry is None or count
+            if not fits:
+                raise ValueError(
+                    f"optimizer.{name} is {form(entry)}, of a parameter that is {form(p)}"
+                )
+
+
+def _spreads_over(entry: Tensor, p: Tensor) -> bool:
+    """Whether it has one value, or as many as the parameter, along each dimension (Adafactor)."""
+    sizes = zip(entry.shape, p.shape, strict=False)
+    return entry.dim() == p.dim() and all(own in (1, whole) for own, whole in sizes)
+
+
+def _fits(fresh: Any, saved: Any) -> bool:
+    if isinstance(fresh, Tensor):
+        if not isinstance(saved, Tensor) or saved.dtype != fresh.dtype:
+            return False
+        grows = fresh.shape == (0,)  # a series of figures, which has none yet
+        return saved.dim() == 1 if grows else saved.shape == fresh.shape
+    if fresh is None:  # not known yet
+        return isinstance(saved, SCALAR)
+    if saved is None:  # an earlier version did not know it
+        return isinstance(fresh, Mapping)
+    if isinstance(fresh, bool) or isinstance(saved, bool):
+        return type(fresh) is type(saved)
+    if isinstance(fresh, float):
+        return isinstance(saved, int | float)
+    return isinstance(saved, type(fresh))
+
+
+def form(value: Any) -> str:
+    """The form of a value as text: a tensor's dtype and shape, a number or short text itself."""
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {' x '.join(map(str, value.shape))}".rstrip()
+    if isinstance(value, (*SCALAR, str)):
+        return repr(value)[:40]
+    return f"a {type(value).__name__}"
+
+
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
+"""Names of the weights in a folder that Hugging Face's libraries wrote."""
+MOST_INDEX_BYTES = 2**26
+NESTED = ("state_dict", "model_state_dict", "model")
+"""Keys under which training programs keep the weights in a dictionary."""
+PREFIXES = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before the names of a model."""
+
+
+class DamagedSafetensorsError(ValueError):
+    """Why a file or index is damaged."""
+
+
+def is_safetensors(file: Path) -> bool:
+    """Whether a file's name is that of safetensors, or of their index."""
+    return file.name.endswith((SUFFIX, INDEX_SUFFIX))
+
+
+def load_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors by name, on the CPU.
+
+    Raises:
+        OSError: it cannot be read.
+        DamagedSafetensorsError: it is no such file.
+    """
+    state: dict[str, Tensor] = {}
+    for part in _parts(file):
+        open_regular(part).close()
+        try:
+            state |= load_file(part)
+        except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+            raise DamagedSafetensorsError(f"{part.name}: {error}") from None
+    return state
+
+
+def _parts(file: Path) -> list[Path]:
+    """The file, or those that an index names, which lie beside it."""
+    if not file.name.endswith(INDEX_SUFFIX):
+        return [file]
+    if file.stat().st_size > MOST_INDEX_BYTES:
+        raise DamagedSafetensorsError(f"an index is at most {MOST_INDEX_BYTES:,} bytes")
+    try:
+        names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
+        plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise DamagedSafetensorsError("it has no weight_map from names to files") from None
+    if not plain or not names:
+        raise DamagedSafetensorsError("its weight_map names other files than *.safetensors here")
+    return [file.parent / name for name in names]
+
+
+def nested(content: Any) -> Any:
+    """The weights in a dictionary of a training program, or `content` itself."""
+    if isinstance(content, Mapping) and not _all_tensors(content):
+        for key in NESTED:
+            if _all_tensors(content.get(key)):
+                return content[key]
+    return content
+
+
+def _all_tensors(content: Any) -> bool:
+    is_mapping = isinstance(content, Mapping) and len(content) > 0
+    return is_mapping and all(isinstance(x, Tensor) for x in content.values())
+
+
+def without_prefix(loaded: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights without the prefixes of wrappers, unless the model's names begin so too."""
+    state = dict(loaded)
+    while state and not set(state) & set(model):
+        prefix = next((x for x in PREFIXES if all(key.startswith(x) for key in state)), None)
+        if prefix is None:
+            return dict(loaded)
+        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
+
+
+def with_tied(loaded: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The weights with every name of a tied parameter of which one name is known."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    state = dict(loaded)
+    for tied in names.values():
+        if known := [name for name in tied if name in loaded]:
+            state |= {name: loaded[known[0]] for name in tied if name not in loaded}
+    return state

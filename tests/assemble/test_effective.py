@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.assemble import build_parts, make_plan
-from mprun.assemble.effective import effective, planned
+from mprun.assemble.parts import effective, planned
 from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import backend_flags

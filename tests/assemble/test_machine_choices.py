@@ -7,7 +7,7 @@ import torch
 
 from mprun.assemble import make_plan
 from mprun.assemble.dtype_choices import build_policy
-from mprun.assemble.machine_choices import choose_execution
+from mprun.assemble.plan import choose_execution
 from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.precision import Policy, execution, rates
@@ -117,7 +117,7 @@ def test_what_must_be_emulated_says_why_and_cannot_be_native() -> None:
 def test_the_record_of_a_run_that_chose_emulation(
     tried: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mprun.doctor.environment.accelerated", lambda dtype, device: False)
+    monkeypatch.setattr("mprun.doctor.machine.accelerated", lambda dtype, device: False)
     composed = compose([*LINEAR, "precision=bf16_mixed", "train.max_steps=3", "run.dir=run"])
     plan = make_plan(composed.config, composed.given)
     with StopSignals() as stop:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from mprun.assemble import build_parts, make_plan
-from mprun.assemble.effective import effective
 from mprun.assemble.initial_summary import initial_summary
+from mprun.assemble.parts import effective
 from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.data import DataRequest, Splits, TensorSet

@@ -15,7 +15,7 @@ import torch
 from mprun.assemble import Plan, build_parts, make_plan, speed_trial
 from mprun.assemble.speed_trial import Stepper, Tried, candidates, chosen, trial_key, with_fastest
 from mprun.config import compose
-from mprun.doctor import speed_cache
+from mprun.doctor import speed_choices
 from mprun.doctor.speed_choices import SpeedChoice
 from tests.waiting import wait_for
 
@@ -25,7 +25,7 @@ LAST, FIRST = SpeedChoice("channels_last", "fused"), SpeedChoice("contiguous", "
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed_cache, "_path", lambda key: tmp_path / f"speed_{key}.json")
+    monkeypatch.setattr(speed_choices, "_path", lambda key: tmp_path / f"speed_{key}.json")
 
 
 def planned(*more: str, steps: int = 20_000) -> Plan:
@@ -82,7 +82,7 @@ def test_of_processes_that_begin_at_once_one_makes_the_trial(
     """Threads stand for them: file locks hold between open files, not between processes alone."""
     made: list[int] = []
     asked: list[str] = []
-    locked = speed_cache.locked
+    locked = speed_choices.choice_lock
 
     @contextlib.contextmanager
     def noted(key: str) -> Iterator[None]:
@@ -95,7 +95,7 @@ def test_of_processes_that_begin_at_once_one_makes_the_trial(
         wait_for(lambda: len(asked) == 3)  # the others want the trial while it is made
         return FIRST, "the trial"
 
-    monkeypatch.setattr(speed_cache, "locked", noted)
+    monkeypatch.setattr(speed_choices, "locked", noted)
     monkeypatch.setattr(speed_trial, "_tried", try_all)
     plans = [planned(f"seed={seed}") for seed in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -107,7 +107,7 @@ def test_of_processes_that_begin_at_once_one_makes_the_trial(
 def test_where_nothing_can_be_locked_a_trial_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(speed_cache, "_path", lambda key: tmp_path / "no folder" / "speed.json")
+    monkeypatch.setattr(speed_choices, "_path", lambda key: tmp_path / "no folder" / "speed.json")
     with_times(monkeypatch, {LAST: 30.0, FIRST: 20.0})
     assert with_fastest(planned()).speed == FIRST
 
@@ -196,19 +196,19 @@ def test_gains_in_different_things_are_combined() -> None:
 )
 def test_a_damaged_file_counts_as_none(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "speed_x.json").write_bytes(content)
-    assert speed_cache.read("x") is None
+    assert speed_choices.read_choice("x") is None
 
 
 def test_what_is_kept_is_read_back() -> None:
-    kept = speed_cache.KeptChoice(replace(LAST, compile=True), "speed: because")
-    speed_cache.write("x", kept)
-    assert speed_cache.read("x") == kept
+    kept = speed_choices.KeptChoice(replace(LAST, compile=True), "speed: because")
+    speed_choices.write_choice("x", kept)
+    assert speed_choices.read_choice("x") == kept
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speed_cache, "_path", lambda key: Path("/dev/null/speed.json"))
-    speed_cache.write("x", speed_cache.KeptChoice(LAST, "speed"))
-    assert speed_cache.read("x") is None
+    monkeypatch.setattr(speed_choices, "_path", lambda key: Path("/dev/null/speed.json"))
+    speed_choices.write_choice("x", speed_choices.KeptChoice(LAST, "speed"))
+    assert speed_choices.read_choice("x") is None
 
 
 @pytest.mark.parametrize(

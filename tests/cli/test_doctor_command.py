@@ -12,7 +12,7 @@ from mprun.cli.main import main
 from mprun.console import ReportPart
 from mprun.errors import UsageError
 from mprun.experiments.examine import examine
-from mprun.records.doctor_record import Examination
+from mprun.results.doctor_result import Examination
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

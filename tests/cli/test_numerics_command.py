@@ -28,7 +28,7 @@ from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
 from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
-from mprun.records.numerics_record import NumericsResult
+from mprun.results.numerics_result import NumericsResult
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

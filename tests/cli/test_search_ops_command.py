@@ -26,7 +26,7 @@ from mprun.console import JobProgress
 from mprun.experiments.budget import Budget
 from mprun.precision import op_lists
 from mprun.records.run_record import number, read_summary
-from mprun.records.search_ops_record import OpSearch, Proof
+from mprun.results.search_result import OpSearch, Proof
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mprun.cli.main import main
-from mprun.numerics.tracker import PHASES
+from mprun.numerics.op_watcher import PHASES
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -13,9 +13,9 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.compare.comparison import Comparison, Run
-from mprun.compare.evaluate import compare
 from mprun.compare.load import find_runs
 from mprun.compare.measures import is_fraction, score
+from mprun.compare.verdicts import compare
 from mprun.records.files import jsonable
 from mprun.records.run_record import Metric, MetricRow, Scores, metric_rows
 from mprun.report import cells

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mprun.compare.artefacts import LEAST, drift_share
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.evaluate import compare
-from mprun.compare.time_ratios import NOT_INTERLEAVED
+from mprun.compare.measures import NOT_INTERLEAVED
+from mprun.compare.verdicts import compare
 from mprun.records.run_record import Conditions
 from mprun.report import answer
 from tests.compare.folders import run_of

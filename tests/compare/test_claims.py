@@ -33,8 +33,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.evaluate import compare
-from mprun.compare.time_ratios import SAME, WIDE
+from mprun.compare.measures import SAME, WIDE
+from mprun.compare.verdicts import compare
 from mprun.records.run_record import Metric
 from mprun.report import answer, cells, exports
 from tests.compare.folders import summary_of

@@ -18,9 +18,9 @@ from mprun.compare.equal_quality import (
     judge_equal_quality,
     steps_to_target,
 )
-from mprun.compare.evaluate import compare
 from mprun.compare.statistics import geometric_mean
-from mprun.records.epoch_lines import ValidationLoss
+from mprun.compare.verdicts import compare
+from mprun.records.run_folder import ValidationLoss
 from tests.compare.folders import run_of
 
 EPOCHS, STEPS = 10, 100

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.compare.comparison import Comparison, Outcome, Run, Skipped, StepPercentiles, Variant
-from mprun.compare.evaluate import compare
 from mprun.compare.load import latest
+from mprun.compare.verdicts import compare
 from mprun.errors import UsageError
 from mprun.records.reader import LARGEST
 from tests.compare.folders import run_of, runs_of, write_run

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.evaluate import compare
-from mprun.compare.formatting import OP_FAMILIES, substitution_label
+from mprun.compare.verdicts import compare
 from mprun.config.settings import Objective
+from mprun.console.formatting import OP_FAMILIES, substitution_label
 from mprun.experiments.advise import advise
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
 from mprun.report import answer, cells, exports, tables

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.compare.grouping import distinguish
+from mprun.compare.load import distinguish
 
 NATIVE = ["native"] * 9
 

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 from mprun.cli.compare_command import compared as compare_runs
 from mprun.compare.comparison import Comparison, Run, Variant
-from mprun.compare.evaluate import compare
-from mprun.compare.time_ratios import (
+from mprun.compare.measures import (
     NOT_INTERLEAVED,
     OVERLAPPED,
     TWO_KINDS,
@@ -28,6 +27,7 @@ from mprun.compare.time_ratios import (
     UNKNOWN,
     overlapping,
 )
+from mprun.compare.verdicts import compare
 from mprun.config.settings import CompareSettings
 from mprun.experiments.trials import interleaved
 from mprun.report import answer, cells

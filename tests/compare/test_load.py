@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.evaluate import compare
 from mprun.compare.load import expand, find_runs, latest, readable
+from mprun.compare.verdicts import compare
 from tests.compare.folders import run_of, write_run
 
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from mprun.compare.comparison import Estimate, Interval
-from mprun.compare.formatting import distinct_form
+from mprun.compare.measures import SAME, WIDE, RatioVerdict, judge_ratio
 from mprun.compare.statistics import geometric_mean
-from mprun.compare.time_ratios import SAME, WIDE, RatioVerdict, judge_ratio
+from mprun.console.formatting import distinct_form
 
 
 def interval_of(mean: float, sd: float, n: int) -> tuple[float, float]:

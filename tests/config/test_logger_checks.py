@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from mprun.config import compose
-from mprun.config.logger_checks import USED_BY
+from mprun.config.validate import USED_BY
 from mprun.errors import UsageError
-from mprun.records.logger_record import OWN_TAGS
+from mprun.records.run_config import OWN_TAGS
 from mprun.train.loggers import LOGGERS
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.compare.evaluate import compare
+from mprun.compare.verdicts import compare
 from mprun.config import compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations

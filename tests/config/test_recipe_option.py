@@ -12,8 +12,7 @@ import pytest
 from mprun.config import Config, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.recipe_file import named_file, option_of, with_absolute_paths
-from mprun.config.recipe_text import recipe_text
+from mprun.config.recipe_file import named_file, option_of, recipe_text, with_absolute_paths
 from mprun.config.study_request import study_request
 from mprun.config.variants import variants
 from mprun.errors import UsageError

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mprun.data.batches import Batch, MicroBatch
-from mprun.data.cutting import first_samples, halves
+from mprun.data.batches import Batch, MicroBatch, first_samples, halves
 
 X, Y = torch.arange(12.0).view(6, 2), torch.arange(6)
 WORDS = ["a", "b", "c", "d", "e", "f"]

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 from mprun.data import BatchForm, TensorBatches, TensorOrder, TensorSet
-from mprun.data.generated import draw
+from mprun.data.sources import draw
 from mprun.recipes.mnist import Mnist
 
 CPU = torch.device("cpu")
 DRAW_ON_ONE_THREAD = """
 import torch
 from hashlib import sha256
-from mprun.data.generated import draw
+from mprun.data.sources import draw
 torch.set_num_threads(1)
 torch.rand(5)  # the global generator is no part of it
 parts = draw()

@@ -24,8 +24,7 @@ from torch.utils.data import (
 
 from mprun.data import BatchForm, LoadedSet, LoaderBatches, LoaderOrder, loaded_set
 from mprun.data.loader_batches import EpochSeed, batch_size, structure
-from mprun.data.loader_sets import Reading
-from mprun.data.random_states import restore_states, saved_states, seeded
+from mprun.data.loader_sets import Reading, restore_states, saved_states, seeded
 from mprun.errors import RunFailedError, UsageError
 from mprun.train.user_code import described
 

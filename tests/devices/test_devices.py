@@ -8,7 +8,7 @@ import torch
 from mprun import devices
 from mprun.config.schema import DEVICES
 from mprun.train.clock import EventClock, HostClock, WaitingClock, clock_for
-from mprun.train.metric_readback import DeviceReadback, HostReadback, readback_for
+from mprun.train.sums import DeviceReadback, HostReadback, readback_for
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from mprun.doctor.machine import INSTRUCTIONS
-from mprun.records.doctor_record import (
+from mprun.results.doctor_result import (
     FORMATS,
     OPS,
     SCHEMA_VERSION,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.doctor import bandwidth
-from mprun.doctor.bandwidth import measure_bandwidths, moving_s
+from mprun.doctor import measure
+from mprun.doctor.measure import measure_bandwidths, moving_s
 from mprun.precision.rates import Timer
-from mprun.records.roofline_record import Bandwidth
+from mprun.results.roofline_result import Bandwidth
 from tests.schema import conforms
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def test_the_fastest_traffic_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(timers: list[Timer], rounds: int) -> list[list[float]]:
         return [[1.0, next(seconds)]]
 
-    monkeypatch.setattr(bandwidth, "alternate", times)
+    monkeypatch.setattr(measure, "alternate", times)
     (found,) = measure_bandwidths(CPU, [2**16])
     assert found == Bandwidth(bytes=2**16, gigabytes_per_second=2**16 / 1e-6 / 1e9, by="read")
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mprun
-from mprun.doctor import environment
+from mprun.doctor import machine
 from mprun.records.run_record import Hardware
 from tests.schema import conforms
 
@@ -26,15 +26,15 @@ CPU = torch.device("cpu")
 
 
 def test_versions_name_python_and_the_packages() -> None:
-    found = environment.versions()
+    found = machine.versions()
     assert found["python"] == platform.python_version()
     assert found["torch"] == version("torch")
-    assert set(environment.PACKAGES) <= set(found)
+    assert set(machine.PACKAGES) <= set(found)
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "PACKAGES", ("torch", "mprun-has-no-such-package"))
-    found = environment.versions()
+    monkeypatch.setattr(machine, "PACKAGES", ("torch", "mprun-has-no-such-package"))
+    found = machine.versions()
     assert found["mprun-has-no-such-package"] is None
     assert found["torch"] is not None
 
@@ -72,21 +72,21 @@ def commit(tree: Path) -> None:
 @pytest.fixture(autouse=True)
 def asked_anew() -> Iterator[None]:
     """The commit is asked for once in a process."""
-    environment.git_commit.cache_clear()
+    machine.git_commit.cache_clear()
     yield
-    environment.git_commit.cache_clear()
+    machine.git_commit.cache_clear()
 
 
 def test_the_commit_is_that_of_the_code_a_process_runs(tree: Path) -> None:
     commit(tree)
-    found = environment.git_commit()
+    found = machine.git_commit()
     (tree / "mprun" / "__init__.py").write_text("# changed while it runs\n")
-    assert environment.git_commit() == found
+    assert machine.git_commit() == found
 
 
 def test_a_repository_has_a_commit(tree: Path) -> None:
     commit(tree)
-    found = environment.git_commit()
+    found = machine.git_commit()
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
     )
@@ -98,7 +98,7 @@ def test_a_repository_has_a_commit(tree: Path) -> None:
 def test_a_changed_repository_is_dirty(tree: Path) -> None:
     commit(tree)
     (tree / "mprun" / "__init__.py").write_text("# other code\n")
-    assert re.fullmatch("[0-9a-f]{40}-dirty", environment.git_commit() or "")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", machine.git_commit() or "")
 
 
 def test_the_tree_that_these_tests_run_from_has_its_own_commit() -> None:
@@ -108,12 +108,12 @@ def test_the_tree_that_these_tests_run_from_has_its_own_commit() -> None:
     head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True
     )
-    assert (environment.git_commit() or "").startswith(head.stdout.strip())
+    assert (machine.git_commit() or "").startswith(head.stdout.strip())
 
 
 @pytest.mark.usefixtures("tree")
 def test_an_installed_package_has_no_commit() -> None:
-    assert environment.git_commit() is None
+    assert machine.git_commit() is None
 
 
 def test_a_package_below_a_strangers_repository_has_no_commit(
@@ -124,25 +124,25 @@ def test_a_package_below_a_strangers_repository_has_no_commit(
     module = tree / "venv" / "mprun" / "__init__.py"
     module.parent.mkdir(parents=True)
     monkeypatch.setattr(mprun, "__file__", str(module))
-    assert environment.git_commit() is None
+    assert machine.git_commit() is None
 
 
 def test_a_broken_repository_has_no_commit(tree: Path) -> None:
     (tree / ".git").mkdir()
-    assert environment.git_commit() is None
+    assert machine.git_commit() is None
 
 
 def test_without_git_there_is_no_commit(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tree))
-    assert environment.git_commit() is None
+    assert machine.git_commit() is None
 
 
 # The machine
 
 
 def test_the_hardware_is_described() -> None:
-    found = environment.hardware(CPU, ["float32", "bfloat16"])
+    found = machine.hardware(CPU, ["float32", "bfloat16"])
     assert conforms(found, Hardware)
     assert found.device == "cpu"
     assert found.accelerated["float32"] is True

@@ -7,7 +7,6 @@ import torch
 
 from mprun.config.settings import Gpu
 from mprun.doctor.format_gains import (
-    GPUS,
     Shape,
     layer_us,
     measured,
@@ -15,8 +14,9 @@ from mprun.doctor.format_gains import (
     predicted,
     predicted_us,
 )
-from mprun.precision.native_gemms import RECIPES
-from mprun.report.format_tables import verdicts
+from mprun.precision.gemms import RECIPES
+from mprun.records.data_sheets import GPUS
+from mprun.results.estimates import verdicts
 from tests.schema import conforms
 
 H100 = GPUS["h100"]

@@ -16,10 +16,9 @@ import msgspec
 import pytest
 
 from mprun.doctor.machine import ALLOWED, architecture
-from mprun.doctor.machine_findings import findings
-from mprun.doctor.mode_verdicts import conclusions
-from mprun.records.doctor_record import Examination
+from mprun.doctor.machine_findings import conclusions, findings
 from mprun.records.run_record import read_summary
+from mprun.results.doctor_result import Examination
 
 pytestmark = pytest.mark.skipif(
     architecture() != "x86_64", reason="oneDNN's limits are for x86 processors"

@@ -18,7 +18,7 @@ from mprun.doctor.machine import (
     onednn,
     tensor_cores,
 )
-from mprun.records.doctor_record import Cuda, Machine
+from mprun.results.doctor_result import Cuda, Machine
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from mprun.doctor.machine import ALLOWED
 from mprun.doctor.machine_findings import NOISY, findings
-from mprun.records.doctor_record import OPS, Machine
+from mprun.results.doctor_result import OPS, Machine
 from tests.doctor import (
     AVX2_ONLY,
     AVX512_ONLY,

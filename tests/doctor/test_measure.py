@@ -27,7 +27,7 @@ from mprun.doctor.measure import (
     which_fit,
 )
 from mprun.precision.rates import TimedOp, Timer, matmul, warm
-from mprun.records.doctor_record import OPS, Copy, Rate, Ratio, Spread
+from mprun.results.doctor_result import OPS, Copy, Rate, Ratio, Spread
 from tests.schema import conforms
 
 CPU = torch.device("cpu")

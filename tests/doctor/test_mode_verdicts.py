@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.doctor.mode_verdicts import LIMIT, conclusions, judge, largest
-from mprun.records.doctor_record import OPS, OpName
-from mprun.report.doctor_tables import modes_table
+from mprun.doctor.machine_findings import LIMIT, conclusions, judge, largest
+from mprun.results.doctor_result import OPS, OpName, modes_table
 from tests.doctor import AVX2_ONLY, H100, WITH_AMX, WITH_BF16, measured, modes, rate, rates, ratio
 
 # ---- one op --------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import torch
 
 from mprun.doctor.roofline import MachineRates, format_name, fused_ms, roof_groups, what_holds
 from mprun.numerics.op_cost import OpCost
-from mprun.records.doctor_record import Format, OpName, Rate, Ratio, Spread
-from mprun.records.roofline_record import Bandwidth, GroupName, RoofGroup, Roofline
 from mprun.records.run_record import StepTimes
+from mprun.results.doctor_result import Format, OpName, Rate, Ratio, Spread
+from mprun.results.roofline_result import Bandwidth, GroupName, RoofGroup, Roofline
 
 SLOW = [Bandwidth(bytes=1, gigabytes_per_second=1.0, by="copy")]  # a byte takes a nanosecond
 

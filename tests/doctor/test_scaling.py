@@ -8,9 +8,9 @@ import pytest
 
 from mprun.config.settings import LinkName
 from mprun.doctor.scaling import estimate_scaling, sent_bytes
-from mprun.records.link_bandwidths import LINK_BANDWIDTHS
-from mprun.records.memory_record import ParallelKind
-from mprun.records.scaling_record import ScalingEstimate
+from mprun.records.data_sheets import LINK_BANDWIDTHS
+from mprun.results.estimates import ScalingEstimate
+from mprun.results.memory_result import ParallelKind
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import functools
 import pytest
 import torch
 
-from mprun.doctor.bandwidth import measure_bandwidths
+from mprun.doctor.measure import measure_bandwidths
 from mprun.experiments import recipe_roofline
 from mprun.experiments.examine import examine
-from mprun.records.doctor_record import Examination
-from mprun.records.roofline_record import Bandwidth
+from mprun.results.doctor_result import Examination
+from mprun.results.roofline_result import Bandwidth
 
 BUDGET_S = 0.3
 

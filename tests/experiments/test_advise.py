@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mprun.compare.comparison import EqualQuality, Estimate, Interval, Variant
-from mprun.compare.evaluate import compare
+from mprun.compare.verdicts import compare
 from mprun.config.settings import Objective
 from mprun.experiments.advise import advise, alarms, screened
 from mprun.experiments.trials import Outcome, Trial

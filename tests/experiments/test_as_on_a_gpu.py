@@ -14,7 +14,7 @@ from mprun import devices
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.clock import EventClock
-from mprun.train.metric_readback import DeviceReadback
+from mprun.train.sums import DeviceReadback
 
 SMALL = [
     *("recipe=mnist", "recipe.model.units=16", "data.source=generated", "device=cpu"),
@@ -42,7 +42,7 @@ class Event:
 def as_on_a_gpu() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "event", lambda device: Event())
-        for module in ("mprun.assemble.parts", "mprun.integrations.observation"):
+        for module in ("mprun.assemble.parts", "mprun.integrations.observe"):
             patch.setattr(f"{module}.clock_for", EventClock)
         for module in ("mprun.assemble.parts", "mprun.train.evaluation"):
             patch.setattr(f"{module}.readback_for", DeviceReadback)

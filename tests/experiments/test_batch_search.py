@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.errors import UsageError
-from mprun.experiments.batch_search import (
+from mprun.experiments.double import (
     PROOF_STEPS,
     TRY_STEPS,
     largest_size,

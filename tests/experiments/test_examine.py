@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from mprun import __version__
-from mprun.doctor.machine_findings import findings
-from mprun.doctor.mode_verdicts import conclusions
+from mprun.doctor.machine_findings import conclusions, findings
 from mprun.errors import MprunError
 from mprun.experiments import examine as module
 from mprun.experiments.examine import examine
-from mprun.records.doctor_record import SCHEMA_VERSION, Examination
+from mprun.results.doctor_result import SCHEMA_VERSION, Examination
 from tests.experiments.machine import BUDGET_S, examined
 from tests.schema import conforms
 

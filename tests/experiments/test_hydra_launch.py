@@ -19,10 +19,9 @@ from mprun.cli.main import main
 from mprun.config.settings import Executor, Launcher, LauncherSettings
 from mprun.config.study_request import study_request
 from mprun.experiments import hydra_launch
-from mprun.experiments.hydra_launch import StudyLauncher
+from mprun.experiments.hydra_launch import StudyLauncher, StudyWork, help_with_study
 from mprun.experiments.study import new_study
 from mprun.experiments.study_progress import StudyProgress
-from mprun.experiments.study_worker import StudyWork, help_with_study
 from mprun.records.run_record import Summary, read_summary
 from tests.experiments.crowd import Crowd, a_crowd, is_alive, running_trials, starts, write_recipe
 from tests.waiting import wait_for

@@ -10,14 +10,14 @@ import torch
 import yaml
 
 from mprun.config import Composed, compose
-from mprun.experiments import machine_modes as module
-from mprun.experiments.machine_modes import ATEN, examine_modes
+from mprun.experiments import examine as module
+from mprun.experiments.examine import ATEN, examine_modes
 from mprun.precision import execution
-from mprun.precision.native_gemms import RECIPES
+from mprun.precision.gemms import RECIPES
 from mprun.precision.policy import NAMED
 from mprun.precision.products import CONVOLUTION_BACKWARD, CONVOLUTIONS, MATMULS
-from mprun.records.doctor_record import OPS, Mode
-from mprun.records.format_names import FORMAT_MODES
+from mprun.records.mode_names import FORMAT_MODES
+from mprun.results.doctor_result import OPS, Mode
 from tests.schema import conforms
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

@@ -12,20 +12,19 @@ import pytest
 from filelock import FileLock
 
 from mprun.cli.main import main
-from mprun.compare.evaluate import compare
 from mprun.compare.load import find_runs
-from mprun.compare.time_ratios import OVERLAPPED
+from mprun.compare.measures import OVERLAPPED
+from mprun.compare.verdicts import compare
 from mprun.config.settings import Objective
 from mprun.config.study_request import study_request
 from mprun.console import stdout_console
-from mprun.doctor import environment
+from mprun.doctor import machine
 from mprun.errors import UsageError
 from mprun.experiments.budget import Budget, BudgetSignals
+from mprun.experiments.hydra_launch import Screening
 from mprun.experiments.study import Study, new_study, resumed_study
 from mprun.experiments.study_progress import StudyProgress
-from mprun.experiments.study_worker import Screening
-from mprun.experiments.trial_claims import TrialClaims
-from mprun.experiments.trials import Outcome, Trial, Trials
+from mprun.experiments.trials import Outcome, Trial, TrialClaims, Trials
 from mprun.records.run_record import Summary, read_summary
 from tests.experiments.crowd import (
     Crowd,
@@ -78,7 +77,7 @@ def test_many_runs_by_four_processes_at_once(seeds: int, crowd: Crowd) -> None:
     assert {by[0] for by in begun.values()} == set(pids)
     assert not list(Path("s").glob("*.abandoned-*"))
     assert not list(Path("s").rglob("*.tmp"))
-    assert {summary.hardware.host for summary in found.values()} == {environment.host()}
+    assert {summary.hardware.host for summary in found.values()} == {machine.host()}
     texts = [Path(f"{n}.txt").read_text(encoding="utf-8") for n in range(4)]
     for text in texts:  # each process waited for the others
         assert f"{runs} of {runs} runs" in text

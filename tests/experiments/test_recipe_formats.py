@@ -8,8 +8,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.doctor.format_gains import Shape
-from mprun.experiments.recipe_formats import layer_shapes
-from mprun.experiments.recipe_roofline import plan_step
+from mprun.experiments.recipe_roofline import layer_shapes, plan_step
 from tests.experiments.machine import measure_nothing
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

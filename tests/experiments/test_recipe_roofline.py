@@ -10,9 +10,9 @@ import pytest
 
 from mprun.errors import RunFailedError, UsageError
 from mprun.experiments.recipe_roofline import count_step, plan_step, recipe_roofline
-from mprun.records.doctor_record import SCHEMA_VERSION, Examination
 from mprun.records.reader import read_json
-from mprun.records.roofline_record import Roofline
+from mprun.results.doctor_result import SCHEMA_VERSION, Examination
+from mprun.results.roofline_result import Roofline
 from tests.experiments import machine
 from tests.experiments.machine import measure_nothing
 from tests.schema import conforms

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.experiments.recipe_roofline import plan_step, recipe_roofline
-from mprun.experiments.recipe_scaling import recipe_scaling
-from mprun.records.doctor_record import SCHEMA_VERSION, Examination
-from mprun.records.memory_record import ParallelKind
+from mprun.experiments.recipe_roofline import plan_step, recipe_roofline, recipe_scaling
 from mprun.records.reader import read_json
-from mprun.records.scaling_record import ScalingEstimate
+from mprun.results.doctor_result import SCHEMA_VERSION, Examination
+from mprun.results.estimates import ScalingEstimate
+from mprun.results.memory_result import ParallelKind
 from tests.experiments import machine
 from tests.experiments.machine import measure_nothing
 from tests.schema import conforms

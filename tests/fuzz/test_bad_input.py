@@ -20,7 +20,7 @@ import torch
 
 from mprun.cli.main import main
 from mprun.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from mprun.records.study_record import StudyPlan, write_study_plan
+from mprun.records.run_folder import StudyPlan, write_study_plan
 from mprun.train import checkpoint
 from tests.compare.folders import write_run
 from tests.fuzz import damage

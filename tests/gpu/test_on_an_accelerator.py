@@ -24,7 +24,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.optim import SGD, AdamW, RMSprop
 from mprun.precision import backend_flags
-from mprun.precision.native_gemms import FLOAT8_FROM, why_not_native
+from mprun.precision.gemms import FLOAT8_FROM, why_not_native
 from mprun.records.run_record import read_lines, read_summary
 from mprun.train.clock import clock_for
 from mprun.train.loop import Limits, Trainer

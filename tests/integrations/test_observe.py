@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
-from mprun.integrations.logged_values import metric_of, samples_of, split_of
-from mprun.integrations.observation import Observation
+from mprun.integrations.observe import Observation
+from mprun.integrations.observed_record import metric_of, samples_of, split_of
 from mprun.records.run_record import read_lines, read_summary
 from tests.run.clock import Clock
 

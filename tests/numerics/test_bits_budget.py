@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.bits_budget import least_harm
+from mprun.numerics.format_search import least_harm
 
 LOWEST = 5.0
 """Effective bits with nothing high."""

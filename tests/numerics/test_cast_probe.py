@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
 from mprun.numerics.passes import FLOAT32, CastPlan, NotMeasurableError, Passes, ready
-from mprun.numerics.rounding_errors import MOVE, MOVED, weights_moved
-from mprun.numerics.sqnr import sqnr_db, sums_db
+from mprun.numerics.tolerance import sqnr_db, sums_db
+from mprun.numerics.updates import MOVE, MOVED, weights_moved
 from mprun.precision import AutocastCaster, NoCaster, OpListCaster, op_lists
-from mprun.records.deviation import Deviation
+from mprun.results.search_result import Deviation
 
 FP16 = CastPlan(AutocastCaster("cpu", torch.float16))
 BF16 = CastPlan(AutocastCaster("cpu", torch.bfloat16))

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import mprun.numerics
 from mprun.numerics.collect import INPUT, KINDS, Statistics, scale_of, statistics
-from mprun.numerics.format_verdict import gradient_errors
 from mprun.numerics.histograms import histogram
 from mprun.numerics.loss_scale_advice import best_tried
+from mprun.numerics.measurements import gradient_errors
 from mprun.optim import AdamW
 from mprun.precision import (
     DynamicLossScale,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mprun.numerics.dtype_rows import DtypeRow, dtype_rows, totals
+from mprun.numerics.cast_counts import DtypeRow, dtype_rows, totals
 
 
 def layer() -> nn.Module:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
 from mprun.numerics.float64 import in_float64
-from mprun.records.numerics_record import Float32Loss
+from mprun.results.numerics_result import Float32Loss
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

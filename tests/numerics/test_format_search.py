@@ -15,15 +15,14 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
-from mprun.experiments.search_formats import layers_of
+from mprun.experiments.search_ops import layers_of
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.effective_bits import EffectiveBits, GemmName, gemm_sizes
 from mprun.numerics.format_search import SLACK_DB, FormatSensitivity, with_high
 from mprun.numerics.passes import FLOAT32, Passes
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
-from mprun.records.format_names import FORMAT_MODES
-from mprun.records.layer_values import PRODUCTS, layer_values, with_high_products
+from mprun.records.mode_names import FORMAT_MODES, PRODUCTS, layer_values, with_high_products
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.format_verdict import (
+from mprun.numerics.measurements import (
     FormatPasses,
     FormatVerdict,
     GradientErrors,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.numerics.histograms import BLOCK, Histogram, histogram, pooled
-from mprun.records.numerics_record import ExponentCounts
+from mprun.results.numerics_result import ExponentCounts
 
 DTYPES = (
     torch.float64,

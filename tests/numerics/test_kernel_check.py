@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.cli.main import main
-from mprun.doctor import kernel_checks
-from mprun.doctor.kernel_checks import keep_check, kept_check
 from mprun.experiments import device_check
-from mprun.experiments.device_check import check_device, checked_before
-from mprun.numerics.common_layers import LAYERS
-from mprun.numerics.kernel_check import judged
+from mprun.experiments.device_check import check_device, checked_before, keep_check, kept_check
+from mprun.numerics.kernel_check import LAYERS, judged
 from mprun.numerics.nonfinite.op_call import op_spec
-from mprun.records.kernel_check_record import KernelCheck
+from mprun.results.kernel_check_result import KernelCheck
 
 CPU = torch.device("cpu")
 Damage = Callable[[Tensor], Tensor]
@@ -134,7 +131,7 @@ def test_an_overflow_that_the_dtype_explains_is_no_fault() -> None:
 
 
 def test_a_check_is_kept_for_the_next_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_checks.kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_check.kernels, "cache_folder", lambda: tmp_path)
     assert kept_check(CPU) is None
     check = found(["GELU"])
     keep_check(CPU, check)
@@ -145,7 +142,7 @@ def test_a_check_is_kept_for_the_next_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_fault_warns_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernel_checks.kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_check.kernels, "cache_folder", lambda: tmp_path)
     with Planted("gelu", torch.float32, one_nan):
         check = found(["GELU"])
     monkeypatch.setattr(device_check, "kept_check", lambda device: check)
@@ -156,7 +153,7 @@ def test_a_fault_warns_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_the_command_names_the_kernel_and_exits_with_3(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(kernel_checks.kernels, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(device_check.kernels, "cache_folder", lambda: tmp_path)
     words = ["doctor", "check", "recipe=linear", "recipe.model.samples=64", "doctor.json=true"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)

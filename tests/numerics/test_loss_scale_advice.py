@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mprun.numerics.gradients import noise_of
 from mprun.numerics.histograms import histogram
 from mprun.numerics.loss_scale_advice import (
     LayerGradients,
@@ -19,7 +20,6 @@ from mprun.numerics.loss_scale_advice import (
     power,
     recommend,
 )
-from mprun.numerics.noise import noise_of
 
 
 def gradients(**layers: list[float]) -> LayerGradients:

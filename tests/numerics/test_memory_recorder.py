@@ -28,7 +28,7 @@ from mprun.assemble import (
 )
 from mprun.assemble.planned_memory import same_step
 from mprun.config import compose
-from mprun.data import generated, sources
+from mprun.data import sources
 from mprun.numerics import StepMemory, fake_tensors, memory, record_memory
 from mprun.numerics.memory_recorder import REDUCED_IN_PLACE
 from mprun.precision.convert import convert
@@ -46,9 +46,9 @@ GENERATED = ("data.source=generated",)
 
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generated, "TRAIN_SAMPLES", 200)
-    monkeypatch.setattr(generated, "TEST_SAMPLES", 10)
-    monkeypatch.setattr(sources, "draw", generated.draw.__wrapped__)  # not kept for other tests
+    monkeypatch.setattr(sources, "TRAIN_SAMPLES", 200)
+    monkeypatch.setattr(sources, "TEST_SAMPLES", 10)
+    monkeypatch.setattr(sources, "draw", sources.draw.__wrapped__)  # not kept for other tests
 
 
 def planned(*words: str) -> Plan:

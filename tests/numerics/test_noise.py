@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mprun.config.settings import FurtherFormat
+from mprun.numerics.gradients import FORMATS, SCALED, Noise, expected_db, noise_of
 from mprun.numerics.histograms import histogram
-from mprun.numerics.noise import FORMATS, SCALED, Noise, expected_db, noise_of
-from mprun.numerics.sqnr import ratio_db, sqnr_db
+from mprun.numerics.tolerance import ratio_db, sqnr_db
 from mprun.precision.formats import (
     BY_NAME,
     E2M1,

@@ -22,8 +22,8 @@ from mprun.numerics.op_candidates import (
 )
 from mprun.numerics.passes import FLOAT32, NotMeasurableError
 from mprun.precision import OpListCaster
-from mprun.precision.op_lists.names import known, spelled
-from mprun.records.deviation import Deviation
+from mprun.precision.op_lists.lists import known, spelled
+from mprun.results.search_result import Deviation
 
 Function = Callable[[Tensor], Tensor]
 FP16, BF16 = torch.float16, torch.bfloat16

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from mprun._torch import op_name
-from mprun.numerics.op_traffic import OpTraffic, tensor_bytes, traffic
+from mprun.numerics.op_cost import OpTraffic, tensor_bytes, traffic
 from mprun.numerics.op_watcher import OpWatcher, RunOp
 
 

@@ -12,8 +12,7 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mprun.numerics.op_watcher import OpRecorder, RecordedOp
-from mprun.numerics.tracker import PHASES
+from mprun.numerics.op_watcher import PHASES, OpRecorder, RecordedOp
 from mprun.precision import EmulatedTf32, WrappedArithmetic
 
 WIDTH = 4

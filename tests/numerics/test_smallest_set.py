@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.numerics.op_search import SmallestSet, smallest_set
-from mprun.records.search_ops_record import SearchStep
+from mprun.results.search_result import SearchStep
 
 NAMES = ("linear", "exp", "sum", "softmax", "relu", "log", "norm")
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.step_memory import LiveStorage, MemoryPoint, StepMemory
-from mprun.records.memory_record import MemoryPeak, ModuleMemory, StorageMemory
+from mprun.numerics.process_memory import LiveStorage, MemoryPoint, StepMemory
 from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.results.memory_result import MemoryPeak, ModuleMemory, StorageMemory
 
 OWNERS = ("", "a", "a.b", "(inputs)", "(loss)")
 KINDS = {"": "Net", "a": "Block", "a.b": "Linear", "(inputs)": "", "(loss)": ""}

@@ -12,10 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mprun.optim import AdamW, codes
+from mprun.optim import AdamW, formulas
 from mprun.optim.engines import fastest
-from mprun.precision.rounding import EAGER_BLOCK
-from mprun.precision.split_masters import converted, merge_master, merged, rest_beside, split_master
+from mprun.precision.rounding import (
+    EAGER_BLOCK,
+    converted,
+    merge_master,
+    merged,
+    rest_beside,
+    split_master,
+)
 from tests.optim import (
     BRAIN,
     FLOAT,
@@ -36,7 +42,7 @@ from tests.optim.test_engines import needs_c, ran
 pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
 
 CODED = torch.uint8
-SIGNED, ROOTS = torch.tensor(codes.dynamic_map(True)), torch.tensor(codes.dynamic_map(False))
+SIGNED, ROOTS = torch.tensor(formulas.dynamic_map(True)), torch.tensor(formulas.dynamic_map(False))
 
 
 def random_bits(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -52,7 +58,9 @@ def test_the_map_is_torchao_s(signed: bool) -> None:
     quant_utils = pytest.importorskip("torchao.optim.quant_utils")
     theirs = torch.tensor(quant_utils.create_dynamic_map(signed))
     # theirs is computed in float32, ours in float64: the last digits differ
-    torch.testing.assert_close(torch.tensor(codes.dynamic_map(signed)), theirs, rtol=3e-7, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(formulas.dynamic_map(signed)), theirs, rtol=3e-7, atol=0
+    )
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -61,7 +69,7 @@ def test_codes_to_nearest_are_torchao_s(signed: bool) -> None:
     values = SIGNED if signed else ROOTS
     x = normal((40 * 256,), 1) * 10.0 ** (normal((40 * 256,), 2) * 2)
     x = x if signed else x.abs()
-    ours, scales = codes.encode(x, values, None)
+    ours, scales = formulas.encode(x, values, None)
     scaled, theirs = quant_utils.scale_tensor(x, 256)
     assert torch.equal(scales.abs(), theirs)
     if not signed:
@@ -81,8 +89,8 @@ def test_a_number_is_moved_to_a_neighbour_and_the_largest_not_at_all(
 ) -> None:
     x = normal((count,), seed) * 2.0**exponent
     for bits in (None, random_bits((count,), seed + 1)):
-        coded, scales = codes.encode(x, SIGNED, bits)
-        back = codes.decode(coded, scales, SIGNED)
+        coded, scales = formulas.encode(x, SIGNED, bits)
+        back = formulas.decode(coded, scales, SIGNED)
         for start in range(0, count, 256):
             block, moved = x[start : start + 256], back[start : start + 256]
             largest = block.abs().argmax()
@@ -96,7 +104,7 @@ def test_the_mean_of_stochastic_codes_is_exact() -> None:
     for value in (0.5, 0.1234, 3e-4, 2e-6):
         x = torch.full((count,), value)
         x[::256] = 1.0  # the scale
-        drawn = codes.decode(*codes.encode(x, ROOTS, random_bits((count,), 3)), ROOTS)
+        drawn = formulas.decode(*formulas.encode(x, ROOTS, random_bits((count,), 3)), ROOTS)
         kept = drawn[x < 1].double()
         below = ROOTS[value >= ROOTS].max().item()
         above = ROOTS[value < ROOTS].min().item()
@@ -114,7 +122,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not() -> None:
     for bad in (float("inf"), float("nan"), -float("inf")):
         x = torch.ones(600)
         x[300] = bad
-        back = codes.decode(*codes.encode(x, SIGNED, None), SIGNED)
+        back = formulas.decode(*formulas.encode(x, SIGNED, None), SIGNED)
         assert back[256:512].isnan().all()
         assert (back[:256] == 1).all()
         assert (back[512:] == 1).all()
@@ -122,7 +130,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not() -> None:
 
 def test_zero_stays_zero_and_a_positive_root_stays_positive() -> None:
     x = torch.tensor([0.0, 1e-30, 1.0] + [0.0] * 300)
-    back = codes.decode(*codes.encode(x, ROOTS, None), ROOTS)
+    back = formulas.decode(*formulas.encode(x, ROOTS, None), ROOTS)
     assert back[0] == 0
     assert back[1] > 0
     assert (back[3:] == 0).all()
@@ -286,7 +294,7 @@ def test_moments_are_converted_between_dtypes_on_load() -> None:
     low.step(), wide_state.step()
     state = low.state[r]
     assert (state["exp_avg"].dtype, state["exp_avg_scale"].shape) == (CODED, (16,))
-    back = codes.decode(state["exp_avg"], state["exp_avg_scale"], SIGNED)
+    back = formulas.decode(state["exp_avg"], state["exp_avg_scale"], SIGNED)
     exact = wide_state.state[q]["exp_avg"]
     # two roundings, each by up to a gap of the map
     assert ((back - exact).abs() <= 2 * exact.abs().max() * 0.9 / 64).all()
@@ -409,7 +417,7 @@ def test_at_most_one_value_of_the_map_is_behind_a_start(values: Tensor) -> None:
     numbers = (largest - torch.where(upper < 2**15, 0, 2**32)).to(torch.int32).view(FLOAT)
     within = numbers.abs() <= 1.01
     ends = (torch.bucketize(numbers, values, right=True) - 1).clamp(min=0)
-    steps = (ends - codes.starts(values).long())[within]
+    steps = (ends - formulas.starts(values).long())[within]
     assert steps.min() == 0
     assert steps.max() == 1
 
@@ -437,7 +445,7 @@ def test_moments_of_8_bits_are_no_worse_than_the_published_codes(decades: int, m
     for gradient in gradients:
         weights.grad = gradient.float()
         optimizer.step()
-    maps = codes.dynamic_map(True), codes.dynamic_map(False)
+    maps = formulas.dynamic_map(True), formulas.dynamic_map(False)
     published = adamw_in_float64(start, gradients, [torch.tensor(x).double() for x in maps])
     assert error(weights) < most * error(published)
     assert error(weights) < error(start) / 2

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.precision.float16_range import Float16Range, float16_range
+from mprun.precision.formats import Float16Range, float16_range
 from tests.each import each
 
 

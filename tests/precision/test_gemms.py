@@ -14,17 +14,19 @@ from mprun.precision.gemms import (
     GEMMS,
     HIGH,
     PRODUCT_FORMATS,
+    RECIPES,
     Gemm,
     LinearGemms,
     StepBits,
     convert_gemms,
+    convert_natively,
     formatted_layers,
     gemms_of,
     linear,
     model_gemms,
+    why_not_native,
 )
-from mprun.precision.native_gemms import RECIPES, convert_natively, why_not_native
-from mprun.records.format_names import FORMAT_MODES
+from mprun.records.mode_names import FORMAT_MODES
 from tests.each import each
 
 SHAPES = [(32, 64, 48), (16, 16, 16), (80, 128, 32)]

@@ -35,15 +35,15 @@ from mprun.precision.layers import (
     resolve,
 )
 from mprun.precision.policy import torch_dtype
-from mprun.records.format_names import FORMAT_MODES
-from mprun.records.layer_values import (
+from mprun.records.mode_names import (
     FLOAT16_LAYERS,
+    FORMAT_MODES,
     FORMATS,
     LAYERS_STORED_LOW,
     LEGAL,
     OF_A_PRODUCT,
+    OWN_ALIASES,
 )
-from mprun.records.mode_names import OWN_ALIASES
 from tests.each import each
 from tests.precision.test_policy import policy
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from mprun.assemble.dtype_choices import choose_op_lists
-from mprun.assemble.precision_parts import build_loss_scale
+from mprun.assemble.parts import build_loss_scale
 from mprun.config import compose
 from mprun.precision import DynamicLossScale, Float16Fallback, Precision, StaticLossScale, op_lists
-from mprun.precision.op_lists.shipped import SHIPPED, shipped_lists
+from mprun.precision.op_lists.lists import SHIPPED, shipped_lists
 from mprun.precision.policy import NAMED, policy
-from mprun.records.format_names import FORMAT_MODES
+from mprun.records.mode_names import FORMAT_MODES
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

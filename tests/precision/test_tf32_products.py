@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.precision import EmulatedTf32
 from mprun.precision.products import CLOSED
-from mprun.precision.tf32 import _Tf32Mode
+from mprun.precision.switches import _Tf32Mode
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision.test_arithmetic import exact_tf32

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mprun import kernels
 from mprun.precision import Emulated16, emulate
+from mprun.precision.buffers import WideCopies, is_dense, is_whole
 from mprun.precision.random_bits import key
 from mprun.precision.rounding import OVERFLOWS, round_nearest, round_twice, stochastic
-from mprun.precision.wide_copies import WideCopies, is_dense, is_whole
 from tests.each import each
 
 LOW = [torch.float16, torch.bfloat16]

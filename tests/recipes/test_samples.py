@@ -8,7 +8,7 @@ import torch
 from mprun.assemble import load_recipe
 from mprun.config import compose
 from mprun.config.reference import options
-from mprun.data import DataRequest, generated, sources
+from mprun.data import DataRequest, sources
 from mprun.nested import all_tensors
 
 RECIPES = sorted(options("recipe"))
@@ -19,8 +19,8 @@ RECIPES = sorted(options("recipe"))
 def test_a_sample_has_the_shape_and_dtype_of_the_data(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generated, "TRAIN_SAMPLES", 8)
-    monkeypatch.setattr(sources, "draw", generated.draw.__wrapped__)  # not kept for other tests
+    monkeypatch.setattr(sources, "TRAIN_SAMPLES", 8)
+    monkeypatch.setattr(sources, "draw", sources.draw.__wrapped__)  # not kept for other tests
     config = compose((f"recipe={name}",)).config
     recipe = load_recipe(config.recipe.target, config.recipe.model)
     data = recipe.data(DataRequest(source="generated", train_limit=4)).train

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import UsageError
-from mprun.records.epoch_lines import epoch_lines, read_validation_losses
 from mprun.records.files import jsonable
+from mprun.records.run_folder import epoch_lines, read_validation_losses
 from mprun.records.run_record import Epoch, Scores
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mprun.compare.evaluate import compare
 from mprun.compare.load import find_runs
+from mprun.compare.verdicts import compare
 from mprun.records.files import jsonable
 from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import Summary, read_summary

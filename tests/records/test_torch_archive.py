@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.records.torch_archive import DamagedArchiveError, check_archive
+from mprun.records.reader import DamagedArchiveError, check_archive
 
 WEIGHTS = {"weight": torch.arange(64.0).reshape(8, 8), "bias": torch.ones(8)}
 FILE = Path("weights.pt")

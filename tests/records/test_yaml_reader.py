@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mprun.config import compose
-from mprun.records.yaml_reader import DEEPEST, MOST_VALUES, NotYamlError, load_yaml
+from mprun.records.reader import DEEPEST, MOST_VALUES, NotYamlError, load_yaml
 from tests.fuzz.damage import BROKEN_YAML
 
 PLAIN = ("just text", "- a\n- list", "17")

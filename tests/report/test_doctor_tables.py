@@ -9,10 +9,18 @@ import pytest
 from rich.console import Console
 
 from mprun.console.fitted_table import FittedTable
-from mprun.doctor.machine_findings import findings
-from mprun.doctor.mode_verdicts import conclusions
-from mprun.records.doctor_record import OPS, Examination, Machine, Spread
-from mprun.report.doctor_tables import _figure, machine_table, modes_table, rates_table, renderables
+from mprun.doctor.machine_findings import conclusions, findings
+from mprun.results.doctor_result import (
+    OPS,
+    Examination,
+    Machine,
+    Spread,
+    _figure,
+    machine_table,
+    modes_table,
+    rates_table,
+    renderables,
+)
 from tests.doctor import (
     H100,
     M1,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mprun.records.guard_layers import guard_layers
-from mprun.records.layer_values import layer_values
+from mprun.records.mode_names import guard_layers, layer_values
+from mprun.records.reader import load_yaml
 from mprun.records.run_record import GuardedGemm, GuardRow, GuardThresholds, Summary
-from mprun.records.yaml_reader import load_yaml
 from mprun.report.guard_lines import guard_lines
 from tests.summaries import example
 

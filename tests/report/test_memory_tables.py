@@ -20,19 +20,20 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.numerics.tracker import PHASES
-from mprun.records.memory_record import MemoryRecord, ModeMemory
+from mprun.numerics.op_watcher import PHASES
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.memory_tables import (
+from mprun.report.plots.canvas import LIGHT
+from mprun.report.plots.measurement_plots import SHADED, save_memory_plot, stretches, thinned
+from mprun.results.memory_result import (
     NAMES,
+    MemoryRecord,
+    ModeMemory,
     amount,
     category_table,
     change_text,
     module_table,
     unit_for,
 )
-from mprun.report.plots.memory_plots import SHADED, save_memory_plot, stretches, thinned
-from mprun.report.theme import LIGHT
 
 MIB = 2**20
 
@@ -255,6 +256,6 @@ def test_stretches_cover_every_op(phases: list[str]) -> None:
 
 
 def test_tables_import_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, mprun.report.memory_tables; print(*sys.modules)"
+    code = "import sys, mprun.results.memory_result; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "matplotlib"} & set(done.stdout.split())

@@ -18,13 +18,15 @@ from rich.console import Console
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
 from mprun.numerics.collect import KINDS as COLLECTED
-from mprun.numerics.format_verdict import EITHER, FP32, PRECISION, RANGE
+from mprun.numerics.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
-from mprun.records.deviation import Reference
-from mprun.records.numerics_record import NumericsResult
-from mprun.report.numerics_tables import (
+from mprun.report.plots import measurement_plots
+from mprun.report.plots.canvas import LIGHT
+from mprun.report.plots.measurement_plots import LIMITS, MOST_ROWS, TITLES, save_plots
+from mprun.results.numerics_result import (
     KINDS,
     RULES,
+    NumericsResult,
     lost_table,
     number,
     rows_table,
@@ -33,9 +35,7 @@ from mprun.report.numerics_tables import (
     share_text,
     unjudged,
 )
-from mprun.report.plots import numerics_plots
-from mprun.report.plots.numerics_plots import LIMITS, MOST_ROWS, TITLES, save_plots
-from mprun.report.theme import LIGHT
+from mprun.results.search_result import Reference
 
 SHARES = dict.fromkeys(("below_normal", "below_smallest", "becoming_zero", "above_largest"), 0.0)
 
@@ -150,7 +150,7 @@ RESULT = result()
 
 
 def exponents(**changes: Any) -> Any:
-    return numerics_plots.exponents(result(**changes), LIGHT)
+    return measurement_plots.exponents(result(**changes), LIGHT)
 
 
 def shown(table: FittedTable) -> list[str]:
@@ -388,7 +388,7 @@ def test_every_line_has_a_label_and_labels_do_not_overlap() -> None:
 
 
 def test_scales_that_were_tried() -> None:
-    (panel,) = numerics_plots.scales(RESULT.loss_scale, LIGHT).axes
+    (panel,) = measurement_plots.scales(RESULT.loss_scale, LIGHT).axes
     assert list(panel.lines[0].get_xdata()) == [16, 17, 18]
     assert list(panel.lines[0].get_ydata()) == [60.0, 60.25, 59.0]
     assert {line.get_label() for line in panel.lines[1:]} == {"recommended", "best tried"}
@@ -429,7 +429,7 @@ def test_nothing_at_all_can_be_drawn() -> None:
 
 def test_tables_need_no_torch_and_no_matplotlib() -> None:
     program = (
-        "import sys, mprun.report.numerics_tables\n"
+        "import sys, mprun.results.numerics_result\n"
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from mprun.cli.main import main
 from mprun.compare.comparison import Comparison, Estimate, Run
 from mprun.records.run_record import read_summary
-from mprun.report.plots import NAMES, canvas, draw, series, step_plots, training_plots
-from mprun.report.plots.canvas import Plot
-from mprun.report.plots.labels import Box, place
-from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
+from mprun.report.plots import NAMES, canvas, draw, series, training_plots
+from mprun.report.plots.canvas import DARK, LIGHT, MARKERS, Plot, Theme, colour, marker
+from mprun.report.plots.series import Box, place
 from tests.report.compared import HOSTILE, comparison, lines, of_losses, variant, write_run
 from tests.report.pages import Pages
 
@@ -386,7 +385,7 @@ def test_steps_beyond_the_axis_are_counted(tmp_path: Path) -> None:
     rows[150]["step_time_ms"] = 1e5
     for run in found.variants[0].runs:
         write_again(run, rows)
-    times = step_plots.timed_steps(series.read(found).series, found.variants)
+    times = training_plots.timed_steps(series.read(found).series, found.variants)
     assert times is not None
     assert times.high < 20
     assert times.outside >= 3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mprun.compare.comparison import Comparison
-from mprun.compare.evaluate import compare
+from mprun.compare.verdicts import compare
 from mprun.records.published_figures import FIGURES, UNNAMED, figures
 from mprun.report import exports
 from mprun.report import published_rows as published

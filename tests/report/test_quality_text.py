@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mprun.compare.comparison import Comparison, EqualQuality, Estimate, Interval
-from mprun.report import answer, exports, quality_text
+from mprun.report import answer, exports
 from mprun.report.comparison_report import footer
 from mprun.report.html import page
 from tests.compare.test_equal_quality import planted, power, slowed
@@ -59,7 +59,7 @@ def test_a_gain_that_more_samples_eat_is_named_in_the_answer_and_in_every_file()
 
 def test_a_real_gain_has_its_figures_and_no_warning() -> None:
     found = needing(1.0, 0.83)
-    assert quality_text.warnings(found) == []
+    assert answer.warnings(found) == []
     assert "trains 1.20 times as fast as fp32" in " ".join(answer.headline(found))
     (row,) = answer.variant_sentences(found)
     assert "0.83x (95 % interval 0.81 to 0.85, n=3) the time of fp32" in row.sentence
@@ -83,18 +83,18 @@ def test_an_open_time_is_called_open() -> None:
     )
     (row,) = answer.variant_sentences(found)
     assert "leaves open whether its speed buys anything" in row.sentence
-    assert quality_text.warnings(found) == []
+    assert answer.warnings(found) == []
 
 
 def test_without_validations_nothing_is_said() -> None:
     found = comparison(4)
-    assert quality_text.lines(found) == []
-    assert quality_text.warnings(found) == []
+    assert answer.lines(found) == []
+    assert answer.warnings(found) == []
     assert not any("validation loss" in s.sentence for s in answer.variant_sentences(found))
 
 
 def test_a_mode_without_times_has_its_samples() -> None:
-    (line,) = quality_text.lines(needing(1.2, None))
+    (line,) = answer.lines(needing(1.2, None))
     assert line.startswith("bf16_mixed to equal validation loss: 12,000 samples (fp32 10,000)")
     assert "the time" not in line
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from mprun.records.run_record import StepTimes
-from mprun.report.roofline_tables import groups_table, roofline_parts, summary
+from mprun.results.roofline_result import groups_table, roofline_parts, summary
 from tests.doctor.test_roofline import roofline
 
 

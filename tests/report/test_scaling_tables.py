@@ -10,8 +10,7 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.records.scaling_record import LinkEstimate, ScalingEstimate
-from mprun.report.scaling_tables import scaling_parts
+from mprun.results.estimates import LinkEstimate, ScalingEstimate, scaling_parts
 
 
 def estimate(enough_link: str | None = "pcie4") -> ScalingEstimate:
@@ -65,6 +64,6 @@ def test_where_no_link_is_enough() -> None:
 
 
 def test_it_does_not_import_torch() -> None:
-    code = "import sys, mprun.report.scaling_tables; print(*sys.modules)"
+    code = "import sys, mprun.results.estimates; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "torch" not in done.stdout.split()

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.records.deviation import Deviation
 from mprun.records.op_list_files import read_list
-from mprun.records.search_ops_record import OpSearch, Proof
-from mprun.report import op_list_text
-from mprun.report.op_list_text import ALL_LOWER, LAYERS, OPS
-from mprun.report.search_ops_tables import (
+from mprun.results import search_tables
+from mprun.results.search_result import Deviation, OpSearch, Proof
+from mprun.results.search_tables import (
+    ALL_LOWER,
+    LAYERS,
+    OPS,
     answer_sentence,
     decibels,
     deviation_text,
@@ -85,7 +86,7 @@ def search(**more: Any) -> OpSearch:
 
 
 def texts(result: OpSearch) -> dict[str, str]:
-    return op_list_text.texts(result, "recipe mnist, precision fp16_mixed")
+    return search_tables.texts(result, "recipe mnist, precision fp16_mixed")
 
 
 def test_the_most_harmful_op_stands_first() -> None:

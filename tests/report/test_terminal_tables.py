@@ -17,15 +17,9 @@ from mprun.console import print_table
 from mprun.console.fitted_table import CUT, FittedTable
 from mprun.experiments.study_progress import StudyProgress
 from mprun.records.run_record import Summary
-from mprun.report import (
-    doctor_tables,
-    memory_tables,
-    numerics_tables,
-    search_ops_tables,
-    tables,
-)
+from mprun.report import tables
 from mprun.report.comparison_report import comparison_table
-from mprun.results import trace_result
+from mprun.results import doctor_result, memory_result, numerics_result, search_tables, trace_result
 from tests.report import test_doctor_tables as doctor
 from tests.report import test_memory_tables as memory
 from tests.report import test_numerics_tables as numerics
@@ -47,7 +41,7 @@ def run(**changes: object) -> Summary:
 
 
 def of_numerics() -> numerics.NumericsResult:
-    kinds = list(numerics_tables.KINDS)
+    kinds = list(numerics_result.KINDS)
     rows = [
         numerics.row(kinds[n % len(kinds)], name, 7.0 * n, verdict)
         for n, name in enumerate(LAYERS)
@@ -75,7 +69,7 @@ def of_trace() -> trace.TraceRecord:
 
 def modes_of_memory() -> list[memory.ModeMemory]:
     names = ("fp32", "half_sr_full", "bf16_mixed train.batch_size=48", "fp16_true", "bf16_sr")
-    modules = [memory.row(name, **dict.fromkeys(memory_tables.NAMES, 12345)) for name in LAYERS]
+    modules = [memory.row(name, **dict.fromkeys(memory_result.NAMES, 12345)) for name in LAYERS]
     return [
         memory.mode(name, 2 * n + 1, 1.0 + n, modules=modules if n % 2 else modules[3:])
         for n, name in enumerate(names)
@@ -107,18 +101,18 @@ TABLES: dict[str, Callable[[], RenderableType]] = {
     "result": lambda: tables.result(run()),
     "sweep": sweep,
     "study": live_table,
-    "machine": lambda: doctor_tables.machine_table(doctor.examined()),
-    "rates": lambda: doctor_tables.rates_table(doctor.examined().rates, 64),
-    "modes": lambda: doctor_tables.modes_table(doctor.examined().modes, doctor.examined().rates),
-    "memory by category": lambda: memory_tables.category_table(of_memory()),
-    "memory by module": lambda: memory_tables.module_table(
+    "machine": lambda: doctor_result.machine_table(doctor.examined()),
+    "rates": lambda: doctor_result.rates_table(doctor.examined().rates, 64),
+    "modes": lambda: doctor_result.modes_table(doctor.examined().modes, doctor.examined().rates),
+    "memory by category": lambda: memory_result.category_table(of_memory()),
+    "memory by module": lambda: memory_result.module_table(
         modes_of_memory()[1], modes_of_memory()[0], None
     ),
-    "numerics": lambda: numerics_tables.rows_table(of_numerics(), 30),
-    "loss scales": lambda: numerics_tables.scales_table(of_numerics()),
-    "lost updates": lambda: numerics_tables.lost_table(of_numerics(), 30),
-    "sensitivity": lambda: search_ops_tables.rows_table(of_search(), "modules"),
-    "outcome": lambda: search_ops_tables.outcome_table(of_search()),
+    "numerics": lambda: numerics_result.rows_table(of_numerics(), 30),
+    "loss scales": lambda: numerics_result.scales_table(of_numerics()),
+    "lost updates": lambda: numerics_result.lost_table(of_numerics(), 30),
+    "sensitivity": lambda: search_tables.rows_table(of_search(), "modules"),
+    "outcome": lambda: search_tables.outcome_table(of_search()),
     "totals": lambda: trace_result.totals(of_trace()),
     "kinds of ops": lambda: trace_result.kinds_table(of_trace().rows),
     "ops": lambda: trace_result.step_table(of_trace().rows),
@@ -173,14 +167,14 @@ def test_what_matters_most_stays_at_60_columns() -> None:
     assert "step ms" in text.partition("left out for lack of width: ")[2]
     step = printed(trace_result.step_table(of_trace().rows), 60, is_terminal=True)
     assert " ms" in step.partition("\u2500")[0]
-    first = printed(memory_tables.category_table(of_memory()), 60, is_terminal=True)
+    first = printed(memory_result.category_table(of_memory()), 60, is_terminal=True)
     assert "fp32" in first
     assert "bf16_sr" in first.partition("left out for lack of width: ")[2]
 
 
 def test_a_row_is_a_line_in_a_pipe() -> None:
     lines = printed(
-        numerics_tables.rows_table(of_numerics(), 99), 20, is_terminal=False
+        numerics_result.rows_table(of_numerics(), 99), 20, is_terminal=False
     ).splitlines()
     assert len(lines) == 4 + 2 * len(LAYERS)
     assert lines[2].split()[:5] == ["kind", "of", "fp16", "pass", "dB"]

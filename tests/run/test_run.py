@@ -223,7 +223,7 @@ def test_a_crash_in_a_recipe_keeps_its_traceback_in_the_record(
 def test_a_mode_slower_than_float32_warns_before_it_starts(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mprun.doctor.environment.accelerated", lambda dtype, device: False)
+    monkeypatch.setattr("mprun.doctor.machine.accelerated", lambda dtype, device: False)
     run("precision=bf16_mixed")
     assert "bfloat16 matmuls are slower than float32" in capsys.readouterr().out
     assert read_summary(Path("run")).hardware.accelerated == {"bfloat16": False}

@@ -22,7 +22,7 @@ from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
 from mprun.train.loggers import TensorBoardLogger
 from mprun.train.loop import StepResult, Trainer
-from mprun.train.metric_readback import HostReadback
+from mprun.train.sums import HostReadback
 from tests.run.clock import Clock
 from tests.schema import conforms
 

@@ -15,7 +15,7 @@ from mprun.cli.main import main
 from mprun.config import compose
 from mprun.precision import OpListCaster, disable_casts, op_lists
 from mprun.recipes.linear import Linear
-from mprun.records.format_names import FORMAT_MODES
+from mprun.records.mode_names import FORMAT_MODES
 from mprun.records.run_record import read_summary
 from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 

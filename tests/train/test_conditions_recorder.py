@@ -9,9 +9,9 @@ import pytest
 from mprun.cli.main import main
 from mprun.doctor.conditions import OthersShare
 from mprun.records.run_record import Conditions, read_summary
-from mprun.train import conditions_recorder
+from mprun.train import recorder
 from mprun.train.callbacks import StepLine
-from mprun.train.conditions_recorder import ConditionsRecorder
+from mprun.train.recorder import ConditionsRecorder
 from tests.summaries import example
 
 
@@ -21,17 +21,17 @@ def line(step: int, ms: float, timed: bool = True) -> StepLine:
 
 def test_the_conditions_are_what_the_machine_told(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, now = iter([2000.0, 3000.0, 2500.0]), iter([10.0, 10.5, 11.0, 12.0])
-    monkeypatch.setattr(conditions_recorder, "clock_mhz", lambda: next(clocks))
-    monkeypatch.setattr(conditions_recorder.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(conditions_recorder.LoadMeter, "share", lambda _: OthersShare(0.25, 0.125))
-    monkeypatch.setattr(conditions_recorder.LoadMeter, "__init__", lambda _: None)
+    monkeypatch.setattr(recorder, "clock_mhz", lambda: next(clocks))
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(recorder.LoadMeter, "share", lambda _: OthersShare(0.25, 0.125))
+    monkeypatch.setattr(recorder.LoadMeter, "__init__", lambda _: None)
     summary = example()
-    recorder = ConditionsRecorder(summary)
+    conditions = ConditionsRecorder(summary)
     steps = [line(i, 10.0 if i < 20 else 12.0) for i in range(36)]
-    recorder.on_steps([*steps[:10], line(99, 500.0, timed=False)])
+    conditions.on_steps([*steps[:10], line(99, 500.0, timed=False)])
     for part in (steps[10:20], steps[20:30], steps[30:]):  # half a second later: no reading
-        recorder.on_steps(part)
-    recorder.on_end("completed")
+        conditions.on_steps(part)
+    conditions.on_end("completed")
     assert summary.conditions == Conditions(
         other_load=0.25,
         steal=0.125,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mprun.records.run_record import Epoch, Metric, Scores
-from mprun.train.epoch_history import EpochHistory
+from mprun.train.recorder import EpochHistory
 
 LOSS = Metric(name="loss", higher_is_better=False)
 ACCURACY = Metric(name="accuracy", higher_is_better=True)

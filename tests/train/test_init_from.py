@@ -26,7 +26,7 @@ from mprun.records.run_record import read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.init_from import DRAWN, Weights, load_weights, range_warning
 from mprun.train.loop import StepResult, Trainer
-from mprun.train.weights_file import with_tied, without_prefix
+from mprun.train.torch_file import with_tied, without_prefix
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

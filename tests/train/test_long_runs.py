@@ -14,13 +14,11 @@ import torch
 from mprun.cli.main import main
 from mprun.doctor.heap import page_faults
 from mprun.precision.arithmetic import NativeArithmetic
-from mprun.records.epoch_lines import read_epochs
-from mprun.records.run_folder import RunFolder
+from mprun.records.run_folder import RunFolder, read_epochs
 from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.callbacks import StepLine
-from mprun.train.conditions_recorder import ConditionsRecorder
-from mprun.train.recorder import Recorder
+from mprun.train.recorder import ConditionsRecorder, Recorder
 from mprun.train.stopwatch import Stopwatch
 from tests.run.test_resume import assert_same_run
 from tests.summaries import example
@@ -96,8 +94,8 @@ def test_bytes_do_not_grow_with_the_steps() -> None:
 
 
 def test_a_long_run_resumed_has_the_history_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mprun.train.epoch_history.MOST_EPOCHS", 8)
-    monkeypatch.setattr("mprun.train.epoch_history.EpochHistory.__init__.__defaults__", (8,))
+    monkeypatch.setattr("mprun.train.recorder.MOST_EPOCHS", 8)
+    monkeypatch.setattr("mprun.train.recorder.EpochHistory.__init__.__defaults__", (8,))
     words = [*TINY, "train.checkpoint_every_steps=7"]
     assert main([*words, "train.max_steps=60", "run.dir=whole"]) == 0
     assert main([*words, "train.max_steps=25", "run.dir=run"]) == 0

@@ -30,8 +30,8 @@ from mprun.records.run_record import Epoch
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import HostClock
 from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
-from mprun.train.metric_readback import HostReadback
-from mprun.train.schedule import Schedule
+from mprun.train.sums import HostReadback
+from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.records.run_record import read_summary
-from mprun.train import memory_count
+from mprun.train import recorder
 from tests.summaries import example
 from tests.train.conftest import Fresh
 
@@ -51,7 +51,7 @@ def test_the_memory_is_counted_once_and_where_a_step_failed() -> None:
         calls.clear()
         summary = example()
         summary.memory_bytes.peak = None
-        counted = memory_count.MemoryCount(summary, count, memory_count.Stopwatch())
+        counted = recorder.MemoryCount(summary, count, recorder.Stopwatch())
         for _ in range(steps):
             counted.on_steps([])
         counted.on_end(status)
@@ -104,7 +104,7 @@ def test_the_count_touches_no_random_numbers(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mprun.train.step_sums.EVERY_S", 0.0)  # after each step
             if name == "never":
-                patch.setattr(memory_count.MemoryCount, "on_steps", lambda *_: None)
+                patch.setattr(recorder.MemoryCount, "on_steps", lambda *_: None)
             assert main(["recipe=recipe.py", f"run.dir={name}", "device=cpu"]) == 0
         summary = read_summary(Path(name))
         assert (summary.memory_bytes.peak is None) == (name == "never")

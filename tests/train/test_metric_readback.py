@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mprun.train.metric_readback import (
+from mprun.train.sums import (
     DeviceReadback,
     HostReadback,
     MetricReadback,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mprun.parallel.ranks import Ranks
-from mprun.train.process_states import restore_random_numbers, saved_random_numbers
+from mprun.train.checkpoint import restore_random_numbers, saved_random_numbers
 
 
 @pytest.mark.parametrize(

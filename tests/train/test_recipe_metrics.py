@@ -19,8 +19,8 @@ from mprun.recipe import Classification, Recipe
 from mprun.records.run_record import Scores
 from mprun.train import recipe_metrics
 from mprun.train.loop import Limits, Trainer
-from mprun.train.metric_state import UnsavableError, saved_state
 from mprun.train.recipe_metrics import MetricPass, check_metric, metrics_of, placed
+from mprun.train.sums import UnsavableError, saved_state
 from tests.train.test_loop import CPU
 from tests.train.trainers import Base, SavingLog, samples, trainer_of
 

@@ -15,7 +15,7 @@ from mprun.assemble import build_parts, make_plan
 from mprun.cli.main import main
 from mprun.config.compose import compose
 from mprun.records.run_record import read_lines
-from mprun.train.schedule import Schedule
+from mprun.train.time_limit import Schedule
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.records.run_record import DataTimes, StepTimes
-from mprun.train import step_statistics
-from mprun.train.step_statistics import (
+from mprun.train import clock
+from mprun.train.clock import (
     BIN_WIDTH,
     LEAST,
     MOST_VALUES,
@@ -135,18 +135,18 @@ def test_the_first_steps_are_warm_up(steps: int, warmup: int) -> None:
 )
 def test_drift_is_the_last_third_over_the_first(steps: int, drift: float | None) -> None:
     """Steps of 1, 2, ... ms: of 33, the thirds after the warm-up are 4 to 13 and 24 to 33."""
-    assert step_statistics.drift(series(map(float, range(1, steps + 1)))) == pytest.approx(drift)
+    assert clock.drift(series(map(float, range(1, steps + 1)))) == pytest.approx(drift)
 
 
 def test_the_drift_of_many_steps_is_near_that_of_all() -> None:
     """From 1 ms to 2 ms in 100,000 steps: the thirds' medians are 7/6 and 11/6."""
     times = series(1 + i / 1e5 for i in range(100_000))
     assert len(times.values) <= MOST_VALUES
-    assert step_statistics.drift(times) == pytest.approx(11 / 7, rel=1e-3)
+    assert clock.drift(times) == pytest.approx(11 / 7, rel=1e-3)
 
 
 def test_steps_of_no_time_have_no_drift() -> None:
-    assert step_statistics.drift(series([0.0] * 60)) is None
+    assert clock.drift(series([0.0] * 60)) is None
 
 
 def test_the_times_are_of_the_steps_after_the_warm_up() -> None:

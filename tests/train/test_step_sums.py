@@ -10,8 +10,8 @@ import torch
 
 from mprun.parallel.ranks import Ranks
 from mprun.train import step_sums as module
-from mprun.train.metric_readback import StepMetrics
 from mprun.train.step_sums import GROWTH, ProcessStepSums, StepSums, step_sums
+from mprun.train.sums import StepMetrics
 
 
 class TwoRanks(Ranks):

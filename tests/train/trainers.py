@@ -23,8 +23,8 @@ from mprun.recipe import Recipe
 from mprun.train.clock import HostClock
 from mprun.train.loop import Limits, Parts, Trainer
 from mprun.train.loss_terms import checked_count
-from mprun.train.metric_readback import HostReadback
-from mprun.train.schedule import Schedule
+from mprun.train.sums import HostReadback
+from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
 from tests.train.test_loop import CPU, Log
 

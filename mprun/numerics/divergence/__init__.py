@@ -9,8 +9,7 @@ comparison      the errors of both sides, and what their dtypes explain
 rows            the result, and the first row beyond that
 """
 
-from mprun.numerics.divergence.rows import Difference, DifferenceRow
-from mprun.numerics.divergence.side_by_side import diff
-from mprun.numerics.divergence.sides import Side
+from mprun.numerics.divergence.pieces import Difference, DifferenceRow
+from mprun.numerics.divergence.side_by_side import Side, diff
 
 __all__ = ["Difference", "DifferenceRow", "Side", "diff"]

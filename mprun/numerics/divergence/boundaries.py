@@ -3,23 +3,50 @@
 A tensor may be used by several modules, and its gradient is the sum of theirs. So each module gets
 an alias of its inputs, and hands on an alias of its outputs: the gradient at an alias is what went
 through this module alone. An alias shares the memory, so no number changes.
+
+A model in float64 in which casts do nothing, and in which results may be rounded.
+
+A rounding that a model's code asks for (`x.bfloat16().float()`) is an error of that code here, so
+casts between floating dtypes return float64. With `rounding_to` each result is rounded to a dtype:
+the error of such a pass is what the dtype explains, cancellation and the growth of errors included,
+which no formula knows for any code. Sums inside a kernel are not rounded: an error of at most
+sqrt(K) units for K terms (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
+
+The ops of a step, each with the error that arises in it.
+
+An op's result is compared with the same op in float64 on the very inputs it read. A cast to fewer
+bits is compared with what it cast.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import in_backward, is_compiled, original_module
-from mprun.nested import all_tensors, map_tensors
+from mprun._torch import (
+    DispatchMode,
+    in_backward,
+    is_compiled,
+    no_dispatch,
+    op_name,
+    original_module,
+    tree_map,
+)
+from mprun.nested import all_tensors, map_tensors, tensors_in
+from mprun.numerics.float64 import in_float64
+from mprun.numerics.nonfinite.op_call import OpCall, again_in_float64, op_spec, written_arguments
+from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
+from mprun.precision.policy import dtype_name
+from mprun.records.capture_record import OpError
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Fewest bits first."""
@@ -209,3 +236,135 @@ def given_dtype(
         dtypes.append(torch.get_autocast_dtype(device.type))
     known = [x for x in LOWEST_FIRST if x in dtypes]
     return known[0] if known else torch.float32
+
+
+COPIES = ("_to_copy", "to", "clone", "copy_", "alias", "detach", "lift_fresh")
+"""Ops that make no new number."""
+
+
+def float64_copy(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters and floating buffers are float64; tied ones stay tied."""
+    twin = copy.deepcopy(model)
+    wide: dict[nn.Parameter, nn.Parameter] = {}
+    for module in twin.modules():
+        for name, p in [*module.named_parameters(recurse=False)]:
+            if p.is_floating_point():
+                setattr(module, name, wide.setdefault(p, _wide(p)))
+        for name, x in [*module.named_buffers(recurse=False)]:
+            if x.is_floating_point():
+                setattr(module, name, x.double())
+    return twin
+
+
+def _wide(p: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(p.detach().double(), p.requires_grad)
+
+
+def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give a float64 copy the values of these names, where it has them in the same shape."""
+    own: dict[str, Tensor] = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    for name, value in values.items():
+        if name in own and own[name].shape == value.shape:
+            own[name].data = value.detach().to(own[name].device, own[name].dtype, copy=True)
+
+
+class Exact(DispatchMode):
+    """Casts return float64. Results are rounded to `dtype`, where it is not None.
+
+    Enter it with `exact_arithmetic`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype: torch.dtype | None = None
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = op_name(func)
+        if name == "_to_copy" and is_floating(kwargs.get("dtype")) and args[0].is_floating_point():
+            kwargs["dtype"] = torch.float64
+        result = func(*args, **kwargs)
+        if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
+            return result
+        with no_dispatch(), torch.no_grad():
+            return tree_map(self._rounded, result)
+
+    def _rounded(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and x.dtype is torch.float64 and self.dtype is not None:
+            return x.copy_(x.to(self.dtype))  # in place: an op may return one of its arguments
+        return x
+
+
+@contextmanager
+def exact_arithmetic(twin: nn.Module) -> Iterator[Exact]:
+    """Inside, a float64 copy computes without casts; set `dtype` of the result to round."""
+    exact = Exact()
+    with in_float64(twin), torch.autocast("cpu", enabled=False), exact:
+        yield exact
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether it is a floating dtype."""
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+class OpErrors(OpWatcher):
+    """Collects the errors of ops that run while it is entered; enter `following(model)` first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[OpError] = []
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        context, spec = self.tracker.context(), op_spec(func)
+        looked_at = spec.makes_numbers and not spec.listwise and context.module is not None
+        saved: dict[int, Tensor] = {}
+        if looked_at and spec.reads_written:
+            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
+            with no_dispatch(), torch.no_grad():
+                saved = {id(x): x.clone() for x in targets}
+        result = run()
+        if looked_at:
+            call = OpCall(func, args, kwargs, result, saved=saved)
+            self._add(call, context.phase, context.module or "")
+        return result
+
+    def _add(self, call: OpCall, phase: str, module: str) -> None:
+        exact = again_in_float64(call)
+        if exact is None:
+            return
+        with no_dispatch(), torch.no_grad():
+            pairs = zip((x for _, _, x in call.outputs()), exact, strict=False)
+            errors = [
+                (relative_rms(x, y), x.dtype)
+                for x, y in pairs
+                if x.is_floating_point() and x.shape == y.shape
+            ]
+        if errors:
+            error, dtype = max(errors, key=lambda pair: pair[0])
+            self.ops.append(OpError(phase, module, call.name, dtype_name(dtype), error))
+
+
+def op_errors(model: nn.Module, step: Callable[[], object]) -> list[OpError]:
+    """The ops of `model` in a step, in the order they ran."""
+    watcher = OpErrors()
+    with watcher.following(model), watcher:
+        step()
+    return watcher.ops
+
+
+def rms(x: Tensor) -> float:
+    """The root of the mean square; 0 of no numbers."""
+    return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def relative_rms(x: Tensor, exact: Tensor) -> float:
+    """The rms of the error over that of the exact numbers; infinite if only the latter is 0."""
+    error, scale = rms(x.double() - exact.double()), rms(exact)
+    return 0.0 if error == 0 else error / scale if scale else float("inf")

@@ -16,28 +16,143 @@ module that rounds to bfloat16 inside is one. A linear layer whose products have
 or fewer (`precision=mxfp8`) is held against that. The margin is 4 for 16 bits and 2 for fewer. It
 is 64 for float32, whose sums inside a kernel are not modelled: up to sqrt(K) units for K terms
 (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
+
+A side of a comparison: its model, its step on the batch, its ops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import original_module
+from mprun._torch import is_compiled, original_module
 from mprun.errors import first_line
-from mprun.numerics.divergence.boundaries import Place, Recording
-from mprun.numerics.divergence.exact import float64_copy
-from mprun.numerics.divergence.ops import relative_rms, rms
-from mprun.numerics.divergence.pieces import forced, true_outputs
-from mprun.numerics.divergence.rows import Difference, DifferenceRow, excess
-from mprun.numerics.divergence.sides import SEED, SharedStep, Side
+from mprun.nested import map_tensors
+from mprun.numerics.divergence.boundaries import (
+    Place,
+    Recording,
+    float64_copy,
+    floating,
+    op_errors,
+    record,
+    relative_rms,
+    rms,
+)
+from mprun.numerics.divergence.pieces import Difference, DifferenceRow, excess, forced, true_outputs
 from mprun.numerics.passes import ready
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.forward_backward import call
 from mprun.records.capture_record import CapturedCall, OpError, SideError
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model, and the casts around its call."""
+
+    model: nn.Module
+    autocast: torch.dtype | None = None
+    """The dtype of an autocast region around the call."""
+    region: Callable[[], AbstractContextManager[object]] | None = None
+    """Another region around it."""
+    low: torch.dtype | None = None
+    """The dtype that `region` casts to."""
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first parameter."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the first floating parameter."""
+        floats = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        return next(floats, torch.float32)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a part of it is."""
+        return any(map(is_compiled, self.model.modules()))
+
+    def around(self) -> AbstractContextManager[object]:
+        """A new region."""
+        if self.region is not None:
+            return self.region()
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast)
+
+
+class SharedStep:
+    """The same batch and loss for both sides.
+
+    Args:
+        forward: `forward(model, inputs)`, the output.
+        inputs: floating tensors are brought to each side's dtype.
+        loss: `loss(output)`, a scalar; None for that of `own_loss`.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[nn.Module, Any], Any],
+        inputs: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        self._forward, self._inputs, self._loss = forward, inputs, loss or own_loss
+
+    def run(self, device: torch.device, dtype: torch.dtype, model: nn.Module) -> Any:
+        """The output of a model for the inputs in a dtype."""
+        inputs = map_tensors(
+            lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), self._inputs
+        )
+        return self._forward(model, inputs)
+
+    def exactly(self, side: Side) -> Callable[[nn.Module], Any]:
+        """Runs a float64 model on the device of a side."""
+        return partial(self.run, side.device, torch.float64)
+
+    def record(self, side: Side) -> Recording:
+        """A step of a side."""
+        run = partial(self.run, side.device, side.dtype, side.model)
+        with ready(original_module(side.model), SEED):
+            return record(side.model, run, self._loss, side.around(), side.low)
+
+    def ops(self, side: Side) -> list[OpError]:
+        """The ops of a side; none of a compiled one."""
+        if side.is_compiled:
+            return []
+
+        def step() -> None:
+            with side.around():
+                output = self.run(side.device, side.dtype, side.model)
+            self._loss(output).backward()
+
+        with ready(side.model, SEED):
+            return op_errors(side.model, step)
+
+
+def own_loss(output: Any) -> Tensor:
+    """The output's own `loss`, else a fixed random projection of it: a scalar."""
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    generator = torch.Generator().manual_seed(SEED)
+    sums = []
+    for x in floating(output):
+        if x.requires_grad:
+            weights = torch.randn(x.shape, generator=generator).to(x.device)
+            sums.append((x.to(torch.promote_types(x.dtype, torch.float32)) * weights).mean())
+    if not sums:
+        raise ValueError("the model's output has no floating tensor with a gradient: give a loss")
+    return torch.stack(sums).sum()
+
 
 MARGINS = {torch.float32: 64.0, torch.float64: 64.0}
 MARGIN = 4.0

@@ -40,7 +40,7 @@ from mprun.numerics.nonfinite.step_monitor import (
     StepMonitor,
     StepOutcome,
 )
-from mprun.numerics.tracker import StepListener
+from mprun.numerics.op_watcher import StepListener
 from mprun.precision import (
     Arithmetic,
     Caster,

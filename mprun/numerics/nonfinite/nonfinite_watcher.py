@@ -29,8 +29,13 @@ from mprun._torch import (
     no_dispatch,
 )
 from mprun.nested import tensors_in
-from mprun.numerics.nonfinite.op_call import OpCall, op_spec, written_arguments
-from mprun.numerics.nonfinite.tensor_stats import PLAIN_TYPES, value_range
+from mprun.numerics.nonfinite.op_call import (
+    PLAIN_TYPES,
+    OpCall,
+    op_spec,
+    value_range,
+    written_arguments,
+)
 from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision import Precision
 

@@ -33,8 +33,14 @@ from torch import Tensor, UntypedStorage
 from mprun._torch import SCALER_CHECK, StorageWeakRef, no_dispatch, storage_key
 from mprun.numerics.nonfinite.fp_exception import FpException, WrongResult
 from mprun.numerics.nonfinite.nonfinite_watcher import OpSite
-from mprun.numerics.nonfinite.op_call import LARGEST, OpCall, in_float64
-from mprun.numerics.nonfinite.tensor_stats import ValueRange, is_plain, numbers
+from mprun.numerics.nonfinite.op_call import (
+    LARGEST,
+    OpCall,
+    ValueRange,
+    again_in_float64,
+    is_plain,
+    numbers,
+)
 
 TOLERANCE = torch.finfo(torch.bfloat16).eps
 """Bfloat16 moves every number by up to half of that, and networks train in it."""
@@ -194,7 +200,7 @@ class ShadowValues:
             return None
         exact = real = None
         if shadows:
-            exact, real = in_float64(call, self._numbers), in_float64(call)
+            exact, real = again_in_float64(call, self._numbers), again_in_float64(call)
         origins = frozenset[Origin]().union(*(shadow.origins for shadow in shadows))
         if exact is None or real is None:
             for result in results:

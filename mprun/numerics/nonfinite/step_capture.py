@@ -48,16 +48,17 @@ from mprun._torch import (
     write_count,
 )
 from mprun.nested import all_tensors
-from mprun.numerics.nonfinite.random_snapshot import RandomSnapshot, random_snapshot
 from mprun.numerics.nonfinite.saved_step import (
     FORMAT,
     FORMAT_VERSION,
     AutocastState,
     PlainCopy,
+    RandomSnapshot,
     SavedCall,
     SavedStep,
     UnsavableModelError,
     bare,
+    random_snapshot,
 )
 from mprun.numerics.op_watcher import dtype_name
 from mprun.records.files import write_atomic

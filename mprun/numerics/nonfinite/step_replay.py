@@ -30,10 +30,9 @@ from mprun import devices
 from mprun._torch import in_backward, outside_of_modes
 from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
-from mprun.numerics.nonfinite.random_snapshot import restore_random
-from mprun.numerics.nonfinite.saved_step import SavedCall, SavedStep, unsaved_types
+from mprun.numerics.nonfinite.saved_step import SavedCall, SavedStep, restore_random, unsaved_types
 from mprun.numerics.nonfinite.step_monitor import StepMonitor
-from mprun.numerics.tracker import StepListener
+from mprun.numerics.op_watcher import StepListener
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """`step(model, batch)`: runs the model on a batch and returns the loss, or goes backward itself."""

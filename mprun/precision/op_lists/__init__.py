@@ -1,8 +1,7 @@
 """Op lists: ops cast by name, with the rules of Habana's HMP, on any device."""
 
 from mprun.precision.op_lists.lists import OpLists, Unknown, op_lists
-from mprun.precision.op_lists.mode import disable_casts, region
-from mprun.precision.op_lists.table import CastLog, Table, Watcher
+from mprun.precision.op_lists.table import CastLog, Table, Watcher, disable_casts, region
 from mprun.records.op_list_files import KINDS, Entry, read_list
 
 __all__ = [

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from mprun.compare.comparison import Comparison
 from mprun.report.plots.canvas import Plot
 from mprun.report.plots.series import Logs, read
-from mprun.report.plots.step_plots import memory, step_times
-from mprun.report.plots.training_plots import loss_scales, losses
+from mprun.report.plots.training_plots import loss_scales, losses, memory, step_times
 from mprun.report.plots.verdict_plots import against_time, differences
 
 _PLOTS: dict[str, Callable[[Comparison, Logs], Plot | None]] = {

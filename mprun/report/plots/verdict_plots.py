@@ -16,6 +16,8 @@ from mprun.report.plots.canvas import (
     LONGEST_LABEL,
     MARKER_SIZE,
     Plot,
+    Theme,
+    colour,
     counts,
     figure,
     label,
@@ -24,8 +26,7 @@ from mprun.report.plots.canvas import (
     seeds,
     times_axis,
 )
-from mprun.report.plots.labels import Box, Placed, place
-from mprun.report.theme import Theme, colour
+from mprun.report.plots.series import Box, Placed, place
 
 
 def against_time(comparison: Comparison) -> Plot:

@@ -12,8 +12,7 @@ extra NAME.
 from __future__ import annotations
 
 from mprun.errors import UsageError, hint
-from mprun.train.loggers.logged_run import LoggedRun
-from mprun.train.loggers.logger import Logger, Tell, ignore
+from mprun.train.loggers.logger import LoggedRun, Logger, Tell, ignore
 from mprun.train.loggers.mlflow_logger import MlflowLogger
 from mprun.train.loggers.tensorboard_logger import TensorBoardLogger
 from mprun.train.loggers.trackio_logger import TrackioLogger

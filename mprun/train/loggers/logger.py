@@ -3,27 +3,165 @@
 The events of a run become scalars: a value of a named curve at an optimizer step. Scalars wait for
 at most `WRITE_EVERY_S` and are written together, because a tracker takes milliseconds per call. All
 is written when an epoch, a checkpoint, the test or the training ends.
+
+What a tracker is given of a run, as plain values: mprun's own run, or a loop it observes.
+
+Trackers print, log and warn while they work; a run's output has none of it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import json
+import logging
+import os
+import re
 import time
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
 from mprun.errors import UsageError, first_line
-from mprun.records.logger_record import LoggerRecord, read_logger_record, write_logger_record
+from mprun.records.run_config import LoggerRecord, read_logger_record, write_logger_record
 from mprun.records.run_folder import RECORD_FILES
 from mprun.records.run_record import Epoch, Scores, Status, Summary, number
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.loggers.logged_run import LoggedRun, summary_scalars
-from mprun.train.loggers.quiet import quiet
+
+Scalar = str | int | float | bool | None
+
+STORE = "outputs"
+STORE_LEVELS = 3
+"""outputs/DATE/TIME/TRIAL: the folders above the run of a study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRun:
+    """A run as a tracker sees it."""
+
+    folder: Path
+    """The run's folder, with its record."""
+    project: str = "mprun"
+    """MLflow's experiment; the project of W&B and trackio."""
+    name: str = "run"
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, nested."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    store: Path | None = None
+    """The folder of the tracker's files; None for `outputs`, else the run's parent."""
+    uri: str | None = None
+    """MLflow's store; None for MLFLOW_TRACKING_URI, else a file in `store_folder`."""
+    online: bool = False
+    """Whether W&B sends the data to its server while the run trains."""
+    first_step: int | None = None
+    """Of a resumed run; None for a new one."""
+    log_every: int = 1
+    """Every n-th step is logged, and each skipped one, as in metrics.jsonl."""
+
+    @property
+    def store_folder(self) -> Path:
+        """One folder for the tracker's files of many runs."""
+        if self.store is not None:
+            return self.store
+        above = list(self.folder.absolute().parents)
+        return next((p for p in above[:STORE_LEVELS] if p.name == STORE), above[0])
+
+    @property
+    def parameters(self) -> dict[str, Scalar]:
+        """The configuration with dotted names: `train.lr`.
+
+        A list is one value, as JSON, and so is a mapping whose keys are not plain names (modules
+        by glob, for example): trackers refuse such names.
+        """
+        return dict(_flattened(self.configuration))
+
+
+def _flattened(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Scalar]]:
+    for key, value in content.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and all(map(_is_plain, value)):
+            yield from _flattened(value, f"{name}.")
+        elif value is None or isinstance(value, str | int | float):
+            yield name, value
+        else:
+            yield name, json.dumps(value)
+
+
+def _is_plain(key: object) -> bool:
+    return isinstance(key, str) and re.fullmatch(r"[A-Za-z0-9_-]+", key) is not None
+
+
+def run_tags(summary: Summary) -> dict[str, str]:
+    """The facts that runs are searched by; their names are `OWN_TAGS`, without `status`."""
+    return {
+        "recipe": summary.recipe,
+        "precision": summary.precision,
+        "variant": summary.variant,
+        "variant_hash": summary.variant_hash,
+        "seed": str(summary.seed),
+        "execution": summary.execution,
+        "device": summary.hardware.device,
+        "hardware": summary.hardware.name,
+        "mprun_version": summary.mprun_version,
+        "git_commit": summary.git_commit or "unknown",
+    }
+
+
+def summary_scalars(summary: Summary) -> dict[str, float]:
+    """The figures of the whole run, without those that do not apply."""
+    figures = {
+        "summary/step_time_ms": summary.step_time_ms.median,
+        "summary/data_time_ms": summary.data_time_ms.median,
+        "summary/samples_per_second": summary.samples_per_second,
+        "summary/peak_memory_bytes": summary.memory_bytes.peak,
+        "summary/allocator_peak_bytes": summary.memory_bytes.allocator_peak,
+        "summary/skipped_steps": summary.skipped_steps,
+        "summary/wall_time_s": summary.wall_time_s,
+    }
+    return {name: float(value) for name, value in figures.items() if value is not None}
+
+
+TALKERS = ("mlflow", "alembic", "wandb", "trackio", "httpx")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, nothing is printed, logged below an error, or warned about."""
+    loggers = [logging.getLogger(name) for name in TALKERS]
+    levels = [logger.level for logger in loggers]
+    nowhere = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Inside, these environment variables are set, except those that the user has set."""
+    missing = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
+
 
 Tell = Callable[[str], None]
 MOST_ROWS = 1000

@@ -16,8 +16,7 @@ from typing import Any
 
 from mprun.records.run_folder import MLFLOW_ARTIFACTS
 from mprun.records.run_record import Status
-from mprun.train.loggers.logger import LoggedRow, Logger
-from mprun.train.loggers.quiet import environment, quiet
+from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
 STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 MOST_METRICS, MOST_PARAMETERS = 1000, 100

@@ -18,9 +18,7 @@ from typing import Any
 
 from mprun.records.run_folder import TRACKIO_FOLDER
 from mprun.records.run_record import Status
-from mprun.train.loggers.logged_run import Scalar
-from mprun.train.loggers.logger import LoggedRow, Logger
-from mprun.train.loggers.quiet import environment
+from mprun.train.loggers.logger import LoggedRow, Logger, Scalar, environment
 
 REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 """Variables by which a user asks trackio to send its data away."""

@@ -16,8 +16,7 @@ from typing import Any
 from mprun.errors import UsageError
 from mprun.records.run_folder import WANDB_FOLDER
 from mprun.records.run_record import Status
-from mprun.train.loggers.logger import LoggedRow, Logger
-from mprun.train.loggers.quiet import environment, quiet
+from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
 LONGEST_TAG = 64
 SETTINGS = {

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.numerics.divergence import Side
-from mprun.numerics.divergence.boundaries import given_dtype
-from mprun.numerics.divergence.exact import exact_arithmetic, float64_copy
+from mprun.numerics.divergence.boundaries import exact_arithmetic, float64_copy, given_dtype
 
 
 class Attention(nn.Module):

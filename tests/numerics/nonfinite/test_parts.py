@@ -22,9 +22,8 @@ from mprun.numerics.nonfinite.fp_exception import (
     WrongResult,
 )
 from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
-from mprun.numerics.nonfinite.op_call import OpCall, in_float64, op_spec
+from mprun.numerics.nonfinite.op_call import OpCall, in_float64, op_spec, stats, value_range
 from mprun.numerics.nonfinite.shadow import Lineage, Origin
-from mprun.numerics.nonfinite.tensor_stats import stats, value_range
 from mprun.records.files import jsonable
 from tests.numerics.nonfinite import exception
 

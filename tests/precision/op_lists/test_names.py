@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from mprun.precision.op_lists import Entry, op_lists
-from mprun.precision.op_lists.names import ALIASES, INNER, known, name_of, spelled
+from mprun.precision.op_lists.lists import ALIASES, INNER, known, name_of, spelled
 from tests.each import each
 from tests.precision.op_lists import own
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from mprun.assemble.dtype_choices import choose_op_lists
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.precision.op_lists.names import name_of, spelled
+from mprun.precision.op_lists.lists import name_of, spelled
 from tests.each import each
 from tests.op_info import op_infos, samples, title
 from tests.precision.op_lists import BF16, FP16, FP32, caster, result, same, shipped, to

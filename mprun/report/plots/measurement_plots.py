@@ -1,0 +1,329 @@
+"""The timeline of a step's memory: categories stacked over the ops, a panel for each mode.
+
+Plots of the numbers of training steps: exponents by layer, and the loss scales tried.
+
+A model of hundreds of layers gives a picture that nobody scrolls through. Of each kind the layers
+that float16 changes most are drawn, in the order of the model; `numerics.json` has all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from mprun.console.fitted_table import shortened
+from mprun.records.run_record import MEMORY_CATEGORIES
+from mprun.report.plots.canvas import (
+    FORMATS,
+    PictureFrame,
+    Theme,
+    figure,
+    legend_above,
+    panels,
+    save,
+)
+from mprun.results.memory_result import (
+    NAMES,
+    UNITS,
+    MemoryRecord,
+    ModeMemory,
+    amount,
+    change_text,
+    unit_for,
+)
+from mprun.results.numerics_result import (
+    LossScaleResult,
+    NumericsResult,
+    NumericsRow,
+    fp16_db,
+    number,
+    share_text,
+)
+
+SHADED = ("forward", "optimizer")
+"""Phases with a shaded background, to separate them from the others."""
+POINTS, ALL_POINTS = 2000, 8000
+"""The most ops drawn in a panel and in all: of each stretch of ops the one with the largest sum."""
+HEADROOM = 1.28
+"""The axis over the highest peak, for the phases' names."""
+
+
+def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
+    """Write `memory.png` and `memory.svg` into `folder`; the paths."""
+    modes = ", ".join(mode.label for mode in record.modes)
+    counted = [mode for mode in record.modes if mode.same_as is None]
+    alike = Counter(mode.same_as for mode in record.modes)
+    frame = PictureFrame(
+        f"Memory during one training step of {record.recipe} on {record.device}: {modes}",
+        "Bytes alive after each op of the step, by category, counted on fake tensors. Triangle: "
+        "the peak, with the op and the module that reach it. A change in per cent is that of the "
+        f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
+        "those that a step makes and frees.",
+    )
+    return save(folder, "memory", frame, lambda theme: _draw(counted, alike, theme))
+
+
+def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int], theme: Theme) -> Figure:
+    """A panel for each mode that was counted; `alike` has how many others share its count."""
+    made, axes_of = panels(len(modes), share_x=False, height_in=3.2)
+    highest = max(mode.bytes["peak"] for mode in modes)
+    unit = unit_for(highest)
+    for axes, mode in zip(axes_of, modes, strict=True):
+        _draw_timeline(axes, mode, UNITS[unit], min(POINTS, ALL_POINTS // len(modes)), theme)
+        _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit], theme)
+        change = "" if mode is modes[0] or mode.ratio is None else f": {change_text(mode.ratio)}"
+        others = f" and {alike[mode.label]} more" if alike[mode.label] else ""
+        axes.set_title(f"{mode.label}{others}{change}")
+        axes.set_xlabel("op of the step")
+        axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))
+        axes.set_ylim(0, highest / UNITS[unit] * HEADROOM)
+    made.supylabel(f"{unit} alive", fontsize=8.5, color=theme.muted)
+    legend_above(made, axes_of[0])
+    return made
+
+
+def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int, theme: Theme) -> None:
+    rows = [getattr(mode.timeline, category) for category in MEMORY_CATEGORIES]
+    shown = thinned(rows, points)
+    axes.stackplot(
+        shown,
+        [[row[i] / unit for i in shown] for row in rows],
+        labels=[NAMES[category][0] for category in MEMORY_CATEGORIES],
+        colors=theme.memory,
+        step="mid" if len(shown) < points else None,
+        lw=0,
+    )
+    at, peak = mode.peak_at, mode.bytes["peak"]
+    axes.plot(at.point, peak / unit, marker="v", color=theme.ink, ms=6, clip_on=False)
+    is_right = at.point > len(mode.timeline.op) / 2
+    axes.annotate(
+        f"{amount(peak)}\n{at.op}, {at.module or '(root)'}",
+        (at.point, peak / unit),
+        xytext=(-6 if is_right else 6, 5),
+        textcoords="offset points",
+        ha="right" if is_right else "left",
+        va="bottom",
+    )
+
+
+def _draw_phases(axes: Axes, phases: Sequence[str], highest: float, theme: Theme) -> None:
+    """Shade the stretches of the phases, and name the longest of each phase."""
+    longest: dict[str, tuple[int, int]] = {}
+    for phase, start, stop in stretches(phases):
+        if phase in SHADED:
+            axes.axvspan(start - 0.5, stop - 0.5, color=theme.wash, lw=0, zorder=0)
+        before = longest.get(phase, (0, 0))
+        longest[phase] = max(before, (start, stop), key=lambda s: s[1] - s[0])
+    for phase, (start, stop) in longest.items():
+        if phase != "other":
+            is_wide = (stop - start) * 8 > len(phases)
+            axes.text(
+                (start + stop - 1) / 2,
+                highest * 1.26,
+                phase,
+                color=theme.muted,
+                ha="center",
+                va="top",
+                rotation=0 if is_wide else 90,
+            )
+
+
+def stretches(phases: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Each stretch of equal phases: phase, its first op, the op after its last."""
+    for phase, group in groupby(range(len(phases)), key=phases.__getitem__):
+        numbers = list(group)
+        yield phase, numbers[0], numbers[-1] + 1
+
+
+def thinned(rows: Sequence[Sequence[int]], points: int = POINTS) -> list[int]:
+    """At most `points` ops: of each stretch of ops the one with the largest sum over `rows`."""
+    totals = [sum(column) for column in zip(*rows, strict=True)]
+    width = -(-len(totals) // points)
+    starts = range(0, len(totals), width)
+    return [max(range(s, min(s + width, len(totals))), key=totals.__getitem__) for s in starts]
+
+
+TITLES = {
+    "weights": "weights",
+    "activations": "activations",
+    "activation_gradients": "gradients of activations, unscaled",
+    "weight_gradients": "gradients of weights, unscaled",
+    "updates": "updates",
+}
+LIMITS = {
+    "fp16": ((-24, "smallest"), (-14, "smallest normal"), (16, "overflow")),
+    "bf16": ((-133, "smallest"), (-126, "smallest normal"), (128, "overflow")),
+}
+LEAST = 1e-6
+"""Smaller shares are not drawn."""
+MOST_ROWS = 12
+"""The most layers drawn of a kind."""
+LONGEST_NAME = 36
+LETTER_SHARE, ROW_POINTS = 0.0075, 8
+"""A letter of a line's label, as a share of the width; the height of a row of labels."""
+
+
+def save_plots(result: NumericsResult, title: str, folder: Path) -> list[str]:
+    """Write the plots that there is data for into `folder`; the files' names."""
+    frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
+    paths = save(folder, "numerics", frame, lambda theme: exponents(result, theme))
+    if result.loss_scale.tried_db:
+        frame = PictureFrame(f"Loss scales of {title}", SCALES_CAPTION)
+        paths += save(folder, "loss_scale", frame, lambda theme: scales(result.loss_scale, theme))
+    return [path.name for path in paths]
+
+
+def exponents(result: NumericsResult, theme: Theme) -> Figure:
+    """A panel for each kind: a row for each layer, a column for each power of two."""
+    panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
+    if not panels:  # only zeros
+        return figure(1)
+    low, high = _span([row for _, rows in panels for row in rows])
+    heights = [2 + len(rows) for _, rows in panels]
+    made = figure(1.2 + 0.17 * sum(heights))
+    axes = made.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    for panel, (kind, rows) in zip(axes, panels, strict=True):
+        image = _draw_shares(panel, rows, low, high)
+        scale = result.loss_scale.recommended if "gradients" in kind else None
+        label_rows = _draw_limits(panel, low, high, scale, theme)
+        title = _panel_title(kind, len(rows), len(_rows(result, kind)))
+        panel.set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows)
+    bar = made.colorbar(image, ax=list(axes), shrink=0.5, aspect=30, pad=0.01)
+    bar.ax.yaxis.set_major_formatter(lambda share, _: share_text(share))
+    bar.set_label("share of the row's non-zero values")
+    axes[-1].set_xlabel("exponent e: values of magnitude 2^e up to 2^(e+1)")
+    return made
+
+
+def _rows(result: NumericsResult, kind: str) -> list[NumericsRow]:
+    return [row for row in result.rows if row.kind == kind and row.histogram.exponents]
+
+
+def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
+    """The rows that float16 changes most, in the order they had."""
+    by_db = sorted(range(len(rows)), key=lambda n: fp16_db(rows[n]))
+    return [rows[n] for n in sorted(by_db[:MOST_ROWS])]
+
+
+def _panel_title(kind: str, shown: int, count: int) -> str:
+    of_all = "" if shown == count else f": the {shown} of {count} that float16 changes most"
+    return f"{TITLES[kind]}{of_all}"
+
+
+def _shares(row: NumericsRow) -> Iterator[tuple[int, float]]:
+    """Exponents with their share of the row's non-zero values."""
+    counts = row.histogram.exponents
+    total = sum(counts.values())
+    for exponent, count in counts.items():
+        if count / total >= LEAST:
+            yield int(exponent), count / total
+
+
+def _span(rows: Sequence[NumericsRow]) -> tuple[int, int]:
+    """The exponents shown: all with a share worth drawing, and float16's."""
+    drawn = [exponent for row in rows for exponent, _ in _shares(row)]
+    return min([*drawn, -25]) - 1, max([*drawn, 16]) + 1
+
+
+def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) -> AxesImage:
+    shares = np.full((len(rows), high - low + 1), np.nan)
+    for n, row in enumerate(rows):
+        for exponent, share in _shares(row):
+            shares[n, exponent - low] = share
+    image = panel.imshow(
+        shares,
+        aspect="auto",
+        interpolation="nearest",
+        extent=(low, high + 1, len(rows), 0),
+        cmap="viridis_r",
+        norm=LogNorm(LEAST, 1),
+    )
+    names = [shortened(row.name, LONGEST_NAME) for row in rows]
+    panel.set_yticks([n + 0.5 for n in range(len(rows))], names)
+    panel.tick_params(axis="y", labelsize=7)
+    return image
+
+
+def _draw_limits(panel: Axes, low: int, high: int, scale: float | None, theme: Theme) -> int:
+    """The formats' limits; dashed, float16's limits at a loss scale. The rows that labels take."""
+    lines = [
+        (float(at), f"{name}: {limit}", "-", theme.series[FORMATS[name]])
+        for name, limits in LIMITS.items()
+        for at, limit in limits
+    ]
+    if scale is not None:
+        colour, shift = theme.series[FORMATS["fp16"]], math.log2(scale)
+        at_scale = f"at scale {number(scale)}"
+        lines += [(at - shift, f"{x} {at_scale}", "--", colour) for at, x in LIMITS["fp16"]]
+    ends: list[float] = []  # of the last label in each row
+    for place, text, style, colour in sorted(lines):
+        if not low <= place <= high + 1:
+            continue
+        row = next((n for n, end in enumerate(ends) if end <= place), len(ends))
+        ends[row : row + 1] = [place + len(text) * LETTER_SHARE * (high + 1 - low)]
+        panel.axvline(place, color=colour, lw=1, ls=style)
+        panel.annotate(
+            text,
+            (place, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, 2 + ROW_POINTS * row),
+            textcoords="offset points",
+            fontsize=6,
+            color=colour,
+        )
+    return len(ends)
+
+
+def _caption(result: NumericsResult) -> str:
+    """The meaning of columns, colours and lines."""
+    scale = result.loss_scale.recommended
+    dashed = (
+        ""
+        if scale is None
+        else f" Dashed: float16's limits for gradients times the recommended loss scale, "
+        f"{number(scale)}."
+    )
+    return (
+        "A row is a layer's tensor, a column a power of two, the colour the share of the row's "
+        "values with that exponent. Solid lines: the limits of float16 and bfloat16; values left "
+        "of the smallest become 0, left of the smallest normal they lose bits, right of the "
+        f"overflow they become infinite.{dashed} Limits of bfloat16 (2^-133, 2^-126, 2^128) that "
+        "are not drawn lie outside the picture."
+    )
+
+
+SCALES_CAPTION = (
+    "The error of float16 gradients at each power of two as loss scale, as a ratio of signal to "
+    "noise: the higher, the better. Shaded: a gradient overflowed."
+)
+
+
+def scales(advice: LossScaleResult, theme: Theme) -> Figure:
+    """The SQNR of float16 gradients at each loss scale that was tried."""
+    tried = {math.log2(float(scale)): db for scale, db in advice.tried_db.items()}
+    finite = {power: db for power, db in tried.items() if math.isfinite(db)}
+    made = figure(3.5, width_in=7)
+    panel: Axes = made.subplots()
+    panel.plot(list(finite), list(finite.values()), "o-", color=theme.ink, ms=4)
+    for power in tried.keys() - finite.keys():
+        panel.axvspan(power - 0.5, power + 0.5, color=theme.bad, alpha=0.2, lw=0)
+    marked = (
+        (advice.recommended, theme.good, "recommended"),
+        (advice.best_tried, theme.series[0], "best tried"),
+    )
+    for scale, colour, name in marked:
+        if scale is not None:
+            panel.axvline(math.log2(scale), color=colour, ls="--", label=name)
+    panel.set_xlabel("log2 of the loss scale (shaded: a gradient overflowed)")
+    panel.set_ylabel("signal over noise of\nfloat16 gradients, dB")
+    panel.legend()
+    return made

@@ -1,0 +1,386 @@
+"""The results of `mprun doctor` on a machine: the content of its JSON file. No torch.
+
+Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
+What the system does not report is null, never a guess. docs/reference/doctor.md has an example.
+
+The results of `mprun doctor` on the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.mode_names import SHORT_DTYPES
+from mprun.records.run_record import Hardware
+from mprun.results.estimates import FormatGains, ScalingEstimate
+from mprun.results.roofline_result import Roofline
+
+SCHEMA_VERSION = 1
+
+OpName = Literal["matmul", "convolution", "convolution_backward"]
+Format = Literal["float32", "tf32", "bfloat16", "float16"]
+GpuUnused = Literal["cpu asked for", "no cuda in torch", "not usable"]
+SpeedVerdict = Literal[
+    "worth trying", "depends on the model", "no gain", "not for speed", "not known"
+]
+
+OPS: tuple[OpName, ...] = ("matmul", "convolution", "convolution_backward")
+FORMATS: tuple[Format, ...] = ("float32", "tf32", "bfloat16", "float16")
+
+
+@dataclass(kw_only=True)
+class Spread:
+    """A quantity measured several times."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+
+@dataclass(kw_only=True)
+class Ratio:
+    """A speed-up, measured round by round."""
+
+    median: float
+    low: float
+    high: float
+    """The median's 95 % interval is from `low` to `high`."""
+    n: int
+
+
+@dataclass(kw_only=True)
+class Rate:
+    """The speed of one op in one number format, at one size."""
+
+    op: OpName
+    format: Format
+    size: str
+    flops: int
+    """Multiplications and additions of a call."""
+    time_ms: Spread
+    """Of a call."""
+    gflops: Spread
+    """10^9 operations a second."""
+    speedup: Ratio
+    """Over float32, same op and size."""
+
+
+@dataclass(kw_only=True)
+class Copy:
+    """The speed of copying a buffer within the device's memory."""
+
+    bytes: int
+    """Of the buffer."""
+    gigabytes_per_second: Spread
+    """10^9 bytes per second, read and written: each byte counts twice."""
+
+
+@dataclass(kw_only=True)
+class OneDnn:
+    """The library that computes matmuls and convolutions on CPUs."""
+
+    version: str | None
+    limit_by: str | None
+    """The environment variable that limits its instructions, null if none does."""
+    limit: str | None
+    """That variable's value, in upper case."""
+    bfloat16: bool | None
+    """Whether PyTorch passes it bfloat16 here; if not, PyTorch computes in its own loops."""
+    float16: bool | None
+
+
+@dataclass(kw_only=True)
+class Cuda:
+    """A GPU."""
+
+    compute_capability: str
+    tensor_cores: list[str] | None
+    """Formats its matrix units take; null if it is not NVIDIA's."""
+    multiprocessors: int
+    memory_free_bytes: int
+
+
+@dataclass(kw_only=True)
+class Machine:
+    """Facts that need no measurement, except `hardware.accelerated`, which is measured."""
+
+    system: str
+    architecture: str
+    hardware: Hardware
+    """The same as in the record of a run, with both 16-bit dtypes."""
+    cores_total: int | None
+    """Cores of the whole machine; `hardware.cores` are those this process may use."""
+    cpu_quota: float | None
+    """How many cores' time a container may use; null without a limit."""
+    threads: int
+    """PyTorch's threads in a run."""
+    load_average: float | None
+    """Of the machine, over the minute before measuring."""
+    instructions: dict[str, bool | None]
+    """The instruction sets that matter for number formats; null if it is not known."""
+    cpu_capability: str
+    """The vector instructions PyTorch's own CPU kernels use."""
+    onednn: OneDnn
+    variables: dict[str, str]
+    """Those set of the environment variables that change speed."""
+    cuda: Cuda | None
+    """The GPU examined."""
+    gpu_unused: GpuUnused | None
+    """Why a GPU that seems to be present is not examined; null if none seems to be."""
+    optimizer_kernels: str | None = None
+    """Where the CPU kernels of optimizers and of rounding come from, or why there are none."""
+
+
+@dataclass(kw_only=True)
+class Mode:
+    """A precision mode on this machine."""
+
+    name: str
+    format: Format
+    """The format of its matmuls and convolutions."""
+    execution: Literal["native", "emulated"]
+    why_emulated: str | None
+    accelerated: bool | None
+    """As in `hardware`, for native 16-bit modes; null for others."""
+    substituted: list[OpName]
+    """Ops that a run computes in float32 and rounds (`speed=auto`)."""
+    loss_scale: str
+    """The kind of `loss_scale=auto`."""
+    products_of_8_bits: bool = False
+    """Its native matmuls have factors of 8 bits: their rate is not among the measured ones."""
+
+
+@dataclass(kw_only=True)
+class Finding:
+    """A fact that affects timed runs on this machine."""
+
+    level: Literal["warning", "note"]
+    about: str
+    text: str
+
+
+@dataclass(kw_only=True)
+class Conclusion:
+    """The use of the modes of one format on this machine."""
+
+    format: Format
+    modes: list[str]
+    verdict: SpeedVerdict
+    text: str
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """The examination before conclusions are drawn from it."""
+
+    machine: Machine
+    threads: int
+    """Threads of the CPU rates: fewer than PyTorch's if other processes use the cores."""
+    rates: list[Rate]
+    copy: Copy
+    modes: list[Mode]
+
+
+@dataclass(kw_only=True)
+class Examination(Measured):
+    """The whole result of `mprun doctor`."""
+
+    schema_version: int
+    examined_at: str
+    mprun_version: str
+    git_commit: str | None
+    versions: dict[str, str | None]
+    """Those of a record, and of cuda and cudnn; null for a missing one."""
+    budget_s: float
+    measured_s: float
+    """How long the rates took."""
+    findings: list[Finding]
+    conclusions: list[Conclusion]
+    roofline: Roofline | None = None
+    """Of a recipe's step, where a recipe was named."""
+    formats: list[FormatGains] | None = None
+    """Whether formats of 8 bits or fewer pay for a recipe's linear layers; null without one."""
+    scaling: ScalingEstimate | None = None
+    """A recipe's step on several processes; null where doctor.world_size is 1."""
+
+
+OP_NAMES: dict[OpName, str] = {
+    "matmul": "matmul",
+    "convolution": "conv",
+    "convolution_backward": "conv backward",
+}
+
+TERA = 10_000
+"""From this many GFLOP/s, rates are shown in TFLOP/s."""
+
+ELSEWHERE = "the output of doctor.json=true"
+
+
+def renderables(examination: Examination) -> Iterator[FittedTable | str]:
+    """The parts in the order they are shown."""
+    yield machine_table(examination)
+    on_cpu = examination.machine.cuda is None
+    yield rates_table(examination.rates, examination.threads if on_cpu else None)
+    yield modes_table(examination.modes, examination.rates)
+    for finding in examination.findings:
+        yield f"{finding.level}: {finding.text}"
+    yield "what the modes are good for here:"
+    for conclusion in examination.conclusions:
+        yield f"  {conclusion.text}"
+
+
+def machine_table(examination: Examination) -> FittedTable:
+    """A row for each property of the machine."""
+    table = FittedTable("machine", text_column("property"), text_column("value"))
+    machine, copy = examination.machine, examination.copy
+    hardware, load = machine.hardware, machine.load_average
+    rows = {
+        "device": f"{hardware.device}, {hardware.name}",
+        "system": f"{machine.system}, {machine.architecture}",
+        "memory": _gibibytes(hardware.memory_bytes),
+        "cores": _cores(machine),
+        "page fault": _page_fault(hardware.page_fault_us),
+        "load before": "unknown" if load is None else f"{load:.2f}",
+        "CPU instructions": _instructions(machine),
+        "oneDNN": _onednn(machine),
+        "optimizer kernels": machine.optimizer_kernels or "-",
+        **_gpu(machine.cuda),
+        "environment": ", ".join(f"{k}={v}" for k, v in machine.variables.items()) or "-",
+        "faster than float32": f"{_yes_no(hardware.accelerated)} (as runs record it)",
+        "copying memory": f"{_spread(copy.gigabytes_per_second)} GB/s, "
+        f"{copy.bytes / 2**20:.0f} MiB",
+        "versions": _versions(examination),
+        "examined": f"{examination.examined_at}, rates in {examination.measured_s:.1f} s",
+    }
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def _page_fault(price_us: float | None) -> str:
+    return "-" if price_us is None else f"{price_us:.2f} us"
+
+
+def rates_table(rates: Sequence[Rate], threads: int | None) -> FittedTable:
+    """Medians by op, size and format, with percentiles; `threads` is None for a GPU."""
+    by = "" if threads is None else f" in {threads} thread{'s' if threads > 1 else ''}"
+    is_tera = max(r.gflops.median for r in rates) >= TERA
+    table = FittedTable(
+        f"measured rates{by}: median (10th-90th percentile)",
+        text_column("op"),
+        text_column("in"),
+        figure_column("TFLOP/s" if is_tera else "GFLOP/s"),
+        figure_column("over fp32"),
+        figure_column("n", 1),
+        elsewhere=ELSEWHERE,
+    )
+    table.caption = "over fp32: median [its 95 % interval], round by round; 3x3 convolutions"
+    previous = ""
+    for rate in sorted(rates, key=lambda r: list(OP_NAMES).index(r.op)):
+        name = f"{OP_NAMES[rate.op]} {rate.size.partition(',')[0]}"
+        base = rate.format == "float32"
+        table.add_row(
+            "" if name == previous else name,
+            SHORT_DTYPES.get(rate.format, rate.format),
+            _spread(rate.gflops, 1000 if is_tera else 1),
+            "1" if base else _ratio(rate.speedup),
+            str(rate.gflops.n),
+        )
+        previous = name
+    return table
+
+
+def modes_table(modes: Sequence[Mode], rates: Sequence[Rate]) -> FittedTable:
+    """A row for each mode: how it runs here, and its ops' rates over float32's."""
+    table = FittedTable(
+        "precision modes: rates over float32's, at the largest size measured",
+        text_column("mode"),
+        text_column("runs"),
+        *(figure_column(name) for name in OP_NAMES.values()),
+        text_column("loss scale", 1),
+        elsewhere=ELSEWHERE,
+    )
+    speedups = {(r.op, r.format): r.speedup.median for r in rates}  # larger ones later
+    for mode in modes:
+        native = mode.execution == "native"
+        cells = [_cell(mode, op, speedups) if native else "-" for op in OP_NAMES]
+        table.add_row(mode.name, mode.execution, *cells, mode.loss_scale)
+    return table
+
+
+def _cell(mode: Mode, op: OpName, speedups: Mapping[tuple[OpName, Format], float]) -> str:
+    if mode.format == "float32":
+        return "1"
+    if op in mode.substituted:
+        return "in float32"
+    if op == "matmul" and mode.products_of_8_bits:
+        return "-"
+    speedup = speedups.get((op, mode.format))
+    return "-" if speedup is None else _figure(speedup)
+
+
+def _figure(value: float) -> str:
+    """Three significant digits, without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 0.1 else 3
+    return f"{value:,.{digits}f}"
+
+
+def _spread(spread: Spread, unit: float = 1) -> str:
+    values = (spread.median, spread.p10, spread.p90)
+    median, low, high = (_figure(value / unit) for value in values)
+    return f"{median} ({low}-{high})"
+
+
+def _ratio(ratio: Ratio) -> str:
+    low, high = _figure(ratio.low), _figure(ratio.high)
+    return f"{_figure(ratio.median)} [{low}-{high}]"
+
+
+def _gibibytes(value: int | None) -> str:
+    return "unknown" if value is None else f"{value / 2**30:.1f} GiB"
+
+
+def _yes_no(has: Mapping[str, bool | None]) -> str:
+    texts = {True: "yes", False: "no", None: "unknown"}
+    return ", ".join(f"{name} {texts[value]}" for name, value in has.items())
+
+
+def _cores(machine: Machine) -> str:
+    total = machine.cores_total
+    text = f"{machine.hardware.cores} usable of {'unknown' if total is None else total}"
+    if machine.cpu_quota is not None:
+        text += f", of which {machine.cpu_quota:g} by the container's quota"
+    return f"{text}; threads by default {machine.threads}"
+
+
+def _instructions(machine: Machine) -> str:
+    names = _yes_no(machine.instructions) or "unknown on this architecture"
+    return f"{names}; PyTorch's own kernels: {machine.cpu_capability}"
+
+
+def _onednn(machine: Machine) -> str:
+    onednn = machine.onednn
+    taken = _yes_no({"bfloat16": onednn.bfloat16, "float16": onednn.float16})
+    limit = f", {onednn.limit_by}={onednn.limit}" if onednn.limit else ""
+    return f"{onednn.version or 'unknown version'}; takes {taken}{limit}"
+
+
+def _gpu(cuda: Cuda | None) -> dict[str, str]:
+    if cuda is None:
+        return {}
+    units = cuda.tensor_cores
+    return {
+        "GPU": f"compute capability {cuda.compute_capability}, "
+        f"{cuda.multiprocessors} multiprocessors, "
+        f"{_gibibytes(cuda.memory_free_bytes)} free",
+        "tensor cores": "unknown" if units is None else ", ".join(units) or "none",
+    }
+
+
+def _versions(examination: Examination) -> str:
+    versions = {"mprun": examination.mprun_version, **examination.versions}
+    return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())

@@ -1,0 +1,466 @@
+"""Measurements of `mprun numerics` in some steps: the content of `numerics.json`.
+
+`docs/reference/numerics.md` explains the fields. The file also has the run's configuration and
+`steps`, `skipped` and `ended`. Shares are of the non-zero values; None if there are none.
+
+The numbers of some training steps on the terminal: the results of `mprun numerics`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.results.search_result import Deviation, Reference, SearchTolerance
+
+
+@dataclass(frozen=True)
+class FormatResult:
+    """The passes in one 16-bit format."""
+
+    will_do: bool
+    """Whether loss and gradients are within the tolerance."""
+    measure: Deviation
+    unavoidable: Deviation
+    """The same with nothing but weights of the format's precision."""
+    tolerance: SearchTolerance
+
+
+@dataclass(frozen=True)
+class Float32Loss:
+    """A loss in float32 that is not float64's, of the same ops."""
+
+    loss: float
+    float64: float
+    op: str
+    """The op that loses it; empty if it is not known."""
+    module: str
+    """Its module; empty for the model itself and outside of it."""
+
+
+@dataclass(frozen=True)
+class Float32Gradients:
+    """All gradients of float32, beside float64's of the same model."""
+
+    db: float
+    """The SQNR of all together."""
+    worst: str
+    """The parameter with the most of the error."""
+
+
+@dataclass(frozen=True)
+class ModelVerdict:
+    """Range or precision: which 16-bit format the model needs."""
+
+    word: str
+    reason: str
+    made_by: list[str]
+    """The losses and rows that decided."""
+    gradients_db: dict[str, float]
+    """fp16 and bf16 to the SQNR of all judged gradients, in dB."""
+    passes: dict[str, FormatResult]
+    parameters_db: dict[str, dict[str, float]]
+    """Parameter to format to the SQNR of its gradient, in dB."""
+    rows_of_another_verdict: list[str]
+    undetermined: list[str]
+    """Parameters whose float32 gradients are only rounding errors."""
+    zero_gradients: list[str]
+    reference: Reference
+    float32: Float32Loss | None = None
+    """Of a step in which float32 itself was not good enough; None without one."""
+    float32_gradients: Float32Gradients | None = None
+    """Where float32's gradients are not good enough, over all steps; None where they are."""
+
+
+@dataclass(frozen=True)
+class ScaleVerdict:
+    """Whether a loss scale fits float16."""
+
+    label: str
+    """none, published, in use or recommended; empty for another."""
+    scale: float
+    word: str
+    """too low, too high or fine."""
+    reason: str
+    becoming_zero: float | None
+    """Share of non-zero gradients that become 0 at it."""
+    losing_bits: float | None
+    """Share of non-zero gradients that become subnormal or 0."""
+
+
+@dataclass(frozen=True)
+class LossScaleResult:
+    """The run's loss scale, and the recommended one."""
+
+    kind: str
+    """none, static or dynamic."""
+    in_use: float | None
+    """At the last inspected step; None without a loss scale."""
+    lowest_in_use: float | None
+    highest_in_use: float | None
+    recommended: float | None
+    """None if every gradient is zero, or one is not finite."""
+    reason: str
+    needed: bool | None
+    need: str
+    """Why one is needed or not."""
+    largest_gradient: float
+    where: str
+    headroom: float
+    verdicts: list[ScaleVerdict]
+    tried_db: dict[str, float]
+    """Loss scale, as text, to the SQNR of the gradients, in dB."""
+    best_tried: float | None
+
+
+@dataclass(frozen=True)
+class LostShares:
+    """The shares of updates that weights in 16 bits would lose, by format and rounding rule."""
+
+    updated: int
+    """Updates that are not zero."""
+    really: float | None
+    """The share that the run lost."""
+    fp16: dict[str, float | None]
+    bf16: dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class LostUpdatesResult:
+    """Lost updates of all weights and of each parameter."""
+
+    all: LostShares
+    by_parameter: dict[str, LostShares]
+
+
+@dataclass(frozen=True)
+class ExponentCounts:
+    """A histogram of exponents."""
+
+    exponents: dict[str, int]
+    """e, as text, to the number of values with 2^e <= |x| < 2^(e+1)."""
+    powers: dict[str, int]
+    """e to the number of those with |x| = 2^e."""
+    zero: int
+    infinite: int
+    nan: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class RangeShares:
+    """The shares of values that a format holds with fewer bits, or not at all."""
+
+    below_normal: float | None
+    below_smallest: float | None
+    becoming_zero: float | None
+    above_largest: float | None
+
+
+@dataclass(frozen=True)
+class HeldValues:
+    """The numbers in the run itself, before any simulated format."""
+
+    dtypes: list[str]
+    became_zero: float | None
+    infinite: int
+    nan: int
+
+
+class LossScaledRow(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Gradients in float16 times a loss scale; the file leaves out `fp16` where it is None."""
+
+    recommended: float
+    fp16_db: float
+    """The SQNR at the recommended scale, in dB."""
+    in_use: float | None
+    fp16: RangeShares | None = None
+    """At the scale in use; None without one."""
+
+
+@dataclass(frozen=True)
+class NumericsRow:
+    """One tensor of the model: a weight, an activation, a gradient or an update."""
+
+    kind: str
+    name: str
+    histogram: ExponentCounts
+    fp16: RangeShares
+    bf16: RangeShares
+    sqnr_db: dict[str, float]
+    """Format to the SQNR of rounding to it, in dB; names with per-tensor scaling end in
+    `_scaled`."""
+    verdict: str | None
+    """Range or precision; None for updates and for rows that are only rounding errors."""
+    held: HeldValues | None
+    loss_scaled: LossScaledRow | None
+
+
+@dataclass(frozen=True)
+class NumericsResult:
+    """Everything that was measured."""
+
+    verdict: ModelVerdict
+    loss_scale: LossScaleResult
+    lost_updates: LostUpdatesResult
+    rows: list[NumericsRow] = field(default_factory=list)
+
+
+KINDS = {
+    "weights": "weights",
+    "activations": "activ.",
+    "activation_gradients": "act. grad",
+    "weight_gradients": "wt. grad",
+    "updates": "updates",
+}
+RULES = {"nearest": "nearest", "stochastic": "stoch.", "kahan": "kahan"}
+ELSEWHERE = "numerics.json"
+
+
+USUAL = ("bf16", "e4m3_scaled")
+"""Formats, beside float16, that have a column in any case."""
+
+
+def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:
+    """The `top` rows that decide most: first what decides, then the noise of the format alone.
+
+    A verdict comes from losses and gradients of whole passes in a format. Rounding the numbers of
+    a row alone changes them less as a rule.
+
+    Args:
+        result: the statistics.
+        top: how many rows.
+        further: names in `sqnr_db` of formats that get a column, too.
+    """
+    judged = [row for row in result.rows if row.verdict is not None]
+
+    def decides(row: NumericsRow) -> tuple[bool, float, float]:
+        in_passes = _passes_db(result, row).values()
+        return row.verdict == "either", min(in_passes, default=math.inf), fp16_db(row)
+
+    rows = sorted(judged, key=decides)
+    scale = result.loss_scale.in_use
+    values = "unscaled" if scale is None else f"gradients times the loss scale {number(scale)}"
+    table = FittedTable(
+        f"what decides: {min(top, len(rows))} of {len(rows)} rows, the worst first (pass: "
+        "gradients of whole passes in the format; then its rounding of the numbers alone; "
+        f"shares: float16, {values})",
+        text_column("kind"),
+        text_column("of"),
+        figure_column("fp16 pass dB", 10),
+        figure_column("bf16 pass dB", 10),
+        text_column("verdict", narrow=12),
+        figure_column("fp16 dB", 8),
+        figure_column("bf16 dB", 7),
+        figure_column("e4m3 dB", 3),
+        *(figure_column(f"{name} dB", 2) for name in further),
+        figure_column("zero", 1),
+        figure_column("lose bits", 5),
+        figure_column("to 0", 6),
+        figure_column("inf", 4),
+        elsewhere=ELSEWHERE,
+    )
+    for row in rows[:top]:
+        counts, in_run = row.histogram, row.fp16
+        if row.loss_scaled is not None and row.loss_scaled.fp16 is not None:
+            in_run = row.loss_scaled.fp16
+        total = sum(counts.exponents.values()) + counts.zero + counts.infinite + counts.nan
+        shares = (counts.zero / total, in_run.below_normal, in_run.becoming_zero)
+        low = (row.sqnr_db.get(name, float("inf")) for name in (*USUAL, *further))
+        in_passes = _passes_db(result, row)
+        table.add_row(
+            KINDS[row.kind],
+            row.name,
+            *(f"{in_passes[n]:.0f}" if n in in_passes else "-" for n in ("fp16", "bf16")),
+            row.verdict or "",
+            *(f"{db:.0f}" for db in (fp16_db(row), *low)),
+            *(share_text(share) for share in (*shares, in_run.above_largest)),
+        )
+    return table
+
+
+def _passes_db(result: NumericsResult, row: NumericsRow) -> dict[str, float]:
+    """Format to the SQNR of a parameter's gradient in whole passes; empty for other rows."""
+    is_gradient = row.kind == "weight_gradients"
+    return result.verdict.parameters_db.get(row.name, {}) if is_gradient else {}
+
+
+def fp16_db(row: NumericsRow) -> float:
+    """The SQNR in float16; of gradients at the recommended loss scale."""
+    scaled = row.loss_scaled
+    return row.sqnr_db.get("fp16", float("inf")) if scaled is None else scaled.fp16_db
+
+
+def scales_table(result: NumericsResult) -> FittedTable:
+    """The verdicts on some loss scales."""
+    table = FittedTable(
+        "loss scales, in float16",
+        text_column(""),
+        figure_column("scale"),
+        text_column("verdict"),
+        figure_column("to 0", 2),
+        figure_column("lose bits", 1),
+        text_column("why"),
+        elsewhere=ELSEWHERE,
+    )
+    for verdict in result.loss_scale.verdicts:
+        shares = (share_text(verdict.becoming_zero), share_text(verdict.losing_bits))
+        scale = number(verdict.scale)
+        table.add_row(verdict.label, scale, verdict.word, *shares, verdict.reason)
+    return table
+
+
+def lost_table(result: NumericsResult, top: int) -> FittedTable:
+    """Updates that weights in 16 bits would lose: of all weights, and of the worst ones."""
+    lost = result.lost_updates
+    table = FittedTable(
+        "share of updates that would be lost with weights in 16 bits, by rounding",
+        text_column("of"),
+        *(
+            figure_column(f"{dtype} {short}", -place)
+            for dtype in ("fp16", "bf16")
+            for place, short in enumerate(RULES.values())
+        ),
+        figure_column("this run"),
+        elsewhere=ELSEWHERE,
+    )
+    worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
+    for name, row in [("all weights", lost.all), *worst[:top]]:
+        shares = [shares[rule] for shares in (row.fp16, row.bf16) for rule in RULES]
+        table.add_row(name, *(share_text(share) for share in (*shares, row.really)))
+    return table
+
+
+def _lost_most(row: LostShares) -> float:
+    return (row.fp16["nearest"] or 0) + (row.bf16["nearest"] or 0)
+
+
+GOOD_ENOUGH = {
+    "either": "float16 and bfloat16 are both good enough",
+    "needs range: bf16": "bfloat16 is good enough; float16 is not: it lacks range",
+    "needs precision: fp16": "float16 is good enough; bfloat16 is not: it lacks precision",
+    "needs fp32": "neither float16 nor bfloat16 is good enough: train in float32",
+}
+"""The verdict on a model as a sentence."""
+
+
+def answer_sentence(result: NumericsResult) -> str:
+    """Which formats are good enough, and the loss scale of float16 if it is one of them."""
+    word, scale = result.verdict.word, result.loss_scale
+    if result.verdict.float32 is not None:
+        return _float32_sentence(result.verdict.float32)
+    if (found := result.verdict.float32_gradients) is not None:
+        differ = "they are nothing but rounding errors"
+        if found.db > 0:
+            differ = f"they differ from float64's by {10 ** (-found.db / 20):.0%}"
+        return (
+            f"float32 itself is not good enough for the gradients: {differ}; most of the error is "
+            f"in {found.worst}."
+        )
+    answer = f"{GOOD_ENOUGH.get(word, word)}."
+    if word not in ("either", "needs precision: fp16") or scale.needed is None:
+        return answer
+    if not scale.needed:
+        return f"{answer} float16 needs no loss scale."
+    which = "" if scale.recommended is None else f": {number(scale.recommended)} is recommended"
+    return f"{answer} float16 needs a loss scale{which}."
+
+
+def _float32_sentence(found: Float32Loss) -> str:
+    """That float32 is not good enough, and where; or that no format is."""
+    answer, does = "float32 itself is not good enough here", "loses it"
+    if math.isfinite(found.float64):
+        answer += f": the loss is {found.loss:.6g}, in float64 {found.float64:.6g}"
+    else:
+        answer = f"no format is good enough here: the loss is {found.float64} in float64 too"
+        does = "makes it"
+    where = f" in {found.module}" if found.module else ""
+    return f"{answer}; {found.op}{where} {does}." if found.op else f"{answer}."
+
+
+def sentences(result: NumericsResult) -> list[str]:
+    """The answer, and the verdicts behind it."""
+    verdict, scale = result.verdict, result.loss_scale
+    is_exact = verdict.float32 is None and verdict.float32_gradients is None
+    label = "range or precision" if is_exact else "compared with float32"
+    lines = [
+        answer_sentence(result),
+        f"{label}: {verdict.word} ({verdict.reason})",
+    ]
+    if verdict.made_by:
+        lines.append(f"decided by: {_listed(verdict.made_by)}")
+    if others := verdict.rows_of_another_verdict:
+        lines.append(f"rows with another verdict: {_listed(others)}")
+    lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)
+    if scale.needed is not None:
+        lines.append(f"loss scale in float16: {scale.need}")
+    is_needed = scale.needed is not False
+    label = "recommended loss scale" if is_needed else "the largest loss scale that fits"
+    lines.append(f"{label}: {scale.reason}")
+    if scale.best_tried is not None:
+        lines.append(_best_tried(scale, scale.best_tried))
+    return [*lines, *_lost(result.lost_updates.all)]
+
+
+def _lost(lost: LostShares) -> list[str]:
+    """What rounding to nearest would do to weights in 16 bits; nothing where none was updated."""
+    shares = (lost.bf16["nearest"], lost.fp16["nearest"])
+    if None in shares:
+        return []
+    bf16, fp16 = map(share_text, shares)
+    return [
+        f"weights in 16 bits: rounded to nearest, bfloat16 loses {bf16} of the updates and float16 "
+        f"{fp16} (bf16_true, fp16_true); bf16_sr and half_sr keep them on average, "
+        "precision.rounding=kahan keeps each"
+    ]
+
+
+def unjudged(undetermined: Sequence[str], zero: Sequence[str], reference: Reference) -> list[str]:
+    """Parameters not judged: their gradients are only rounding errors, or exactly zero."""
+    lines = []
+    if undetermined:
+        lines.append(
+            f"not judged: {_listed(undetermined)}: only rounding errors (the float32 gradient "
+            f"differs from {reference.name}'s by more than a tenth)"
+        )
+    if zero:
+        lines.append(f"not judged: {_listed(zero)}: the gradient is exactly zero in float32")
+    if reference.reason:
+        lines.append(
+            f"note: this model was not computed in float64 ({reference.reason}); gradients that "
+            f"are only rounding errors were detected with {reference.name}"
+        )
+    return lines
+
+
+def _best_tried(advice: LossScaleResult, best: float) -> str:
+    tried = {float(scale): db for scale, db in advice.tried_db.items()}
+    text = f"of {len(tried)} powers of two tried, {number(min(tried))} to {number(max(tried))}, "
+    text += f"the best is {number(best)} ({tried[best]:.2f} dB)"
+    recommended = None if advice.recommended is None else tried.get(advice.recommended)
+    return text if recommended is None else f"{text}; the recommended has {recommended:.2f} dB"
+
+
+def _listed(names: Sequence[str], shown: int = 5) -> str:
+    rest = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def share_text(share: float | None) -> str:
+    """A share in percent; `-` for None, `0` for zero, and never `0` for more than zero."""
+    if share is None:
+        return "-"
+    if share == 0:
+        return "0"
+    if share < 1e-4:
+        return "<0.01%"
+    return f"{share:.2%}" if share < 0.1 else f"{share:.1%}"
+
+
+def number(scale: float) -> str:
+    """A loss scale: 65,536 or 0.0625."""
+    return f"{scale:,.0f}" if scale >= 1 and scale == int(scale) else f"{scale:.4g}"

@@ -1,0 +1,176 @@
+"""The least time of a recipe's step on a machine, beside the measured one. No torch.
+
+A part of the record of `mprun doctor recipe=NAME`. What was not measured is null.
+
+The least time of a step, beside the measured one, on the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
+from mprun.records.run_record import StepTimes
+
+GroupName = Literal["matmul", "convolution", "cast", "memory-bound", "optimizer"]
+Traffic = Literal["copy", "read", "write"]
+
+GROUPS: tuple[GroupName, ...] = ("matmul", "convolution", "cast", "memory-bound", "optimizer")
+
+
+@dataclass(kw_only=True)
+class Bandwidth:
+    """The fastest traffic between a core and a working set of one size."""
+
+    bytes: int
+    """The working set: it is touched again and again, so it stays in the caches if it fits."""
+    gigabytes_per_second: float
+    """10^9 bytes read and written per second."""
+    by: Traffic
+    """Which of the three was the fastest."""
+
+
+@dataclass(kw_only=True)
+class RoofGroup:
+    """The ops of one kind in a step."""
+
+    name: GroupName
+    ops: int
+    flops: int
+    """Multiplications and additions of matrix products and convolutions."""
+    bytes: int
+    """Read and written."""
+    least_ms: float
+    measured_ms: float | None
+    """The sum over its ops, each timed by itself."""
+
+
+@dataclass(kw_only=True)
+class Roofline:
+    """The least time of a step, and the share of it that the step reaches."""
+
+    recipe: str
+    precision: str
+    variant: str
+    execution: str
+    """native or emulated."""
+    batch_size: int
+    gflops: dict[str, float]
+    """Number format to the rate that its products are held against, 10^9 operations a second."""
+    bandwidths: list[Bandwidth]
+    groups: list[RoofGroup]
+    least_ms: float
+    """Each op as a kernel of its own: the sum over ops."""
+    fused_ms: float
+    """Casts and memory-bound ops fused into the products: the sum over products and optimizer."""
+    why_real: str | None
+    """Why ops were counted in a real step; null for fake tensors."""
+    step_time_ms: StepTimes
+    share: float | None
+    """`least_ms` over the median step."""
+    outside_ms: float | None
+    """The median step less its ops: Python, autograd, and on a GPU the launches."""
+    page_faults: float | None
+    """Per step."""
+    page_faults_ms: float | None
+    """At the price that the record's `hardware` has."""
+    notes: list[str]
+    """What holds the rest, a sentence each."""
+
+
+ELSEWHERE = "the output of doctor.json=true"
+BY_GROUP: dict[str, str] = {
+    "matmul": "matrix products",
+    "convolution": "convolutions",
+    "cast": "casts",
+    "memory-bound": "memory-bound ops",
+    "optimizer": "optimizer, in one pass",
+}
+
+
+def roofline_parts(roof: Roofline) -> Iterator[FittedTable | str]:
+    """The parts in the order they are shown."""
+    yield groups_table(roof)
+    yield summary(roof)
+    yield from roof.notes
+
+
+def groups_table(roof: Roofline) -> FittedTable:
+    """A row for each group of ops, and one for the step."""
+    table = FittedTable(
+        f"least time of a step: {roof.recipe}, {roof.variant}, batch {roof.batch_size}",
+        text_column("group"),
+        figure_column("ops", 1),
+        figure_column("GFLOP", 3),
+        figure_column("MB", 2),
+        figure_column("least ms"),
+        figure_column("measured ms"),
+        figure_column("share"),
+        elsewhere=ELSEWHERE,
+    )
+    for group in roof.groups:
+        table.add_row(*_row(group))
+    step_ms = roof.step_time_ms.median
+    if roof.outside_ms is not None:
+        table.add_row("between ops", "", "", "", "", _ms(roof.outside_ms), "")
+    table.add_row(
+        "step",
+        str(sum(g.ops for g in roof.groups)),
+        f"{sum(g.flops for g in roof.groups) / 1e9:.3g}",
+        f"{sum(g.bytes for g in roof.groups) / 1e6:.3g}",
+        _ms(roof.least_ms),
+        _ms(step_ms),
+        _share(roof.least_ms, step_ms),
+    )
+    rates = ", ".join(f"{name} {rate:,.0f} GFLOP/s" for name, rate in roof.gflops.items())
+    fastest = max(roof.bandwidths, key=lambda b: b.gigabytes_per_second)
+    slowest = roof.bandwidths[-1]
+    table.caption = (
+        f"rates: {rates or 'no products'}; {fastest.gigabytes_per_second:.0f} GB/s at "
+        f"{_size(fastest.bytes)} to {slowest.gigabytes_per_second:.0f} GB/s at "
+        f"{_size(slowest.bytes)}"
+    )
+    return table
+
+
+def summary(roof: Roofline) -> str:
+    """The share that is reached, and the two bounds."""
+    fused = f"{_ms(roof.fused_ms)} ms if casts and memory-bound ops are fused into the products"
+    times = roof.step_time_ms
+    if times.median is None or roof.share is None:
+        return f"a step takes at least {_ms(roof.least_ms)} ms; {fused}"
+    spread = f"{_ms(times.p10)}-{_ms(times.p90)}"
+    text = (
+        f"a step takes {_ms(times.median)} ms ({spread}, {times.n} steps), at least "
+        f"{_ms(roof.least_ms)} ms: it reaches {100 * roof.share:.0f} % of the roof; {fused}"
+    )
+    if roof.page_faults is None:
+        return text
+    price = "" if roof.page_faults_ms is None else f", {_ms(roof.page_faults_ms)} ms"
+    return f"{text}; {roof.page_faults:,.0f} page faults a step{price}"
+
+
+def _row(group: RoofGroup) -> tuple[str, ...]:
+    return (
+        BY_GROUP[group.name],
+        str(group.ops),
+        f"{group.flops / 1e9:.3g}" if group.flops else "",
+        f"{group.bytes / 1e6:.3g}",
+        _ms(group.least_ms),
+        _ms(group.measured_ms),
+        _share(group.least_ms, group.measured_ms),
+    )
+
+
+def _share(least_ms: float, measured_ms: float | None) -> str:
+    return f"{100 * least_ms / measured_ms:.0f} %" if measured_ms else "-"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"
