@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from omegaconf import II, MISSING
 
+from mprun.config.ranges import Count, NotNegative, Positive, Share
 from mprun.records.mode_names import FORMAT_MODES
 
 
@@ -254,15 +256,15 @@ class LossScaleConfig:
 
     name: LossScaleKind = MISSING
     """The kind of loss scale: auto, none, static or dynamic."""
-    value: float | None = None
+    value: Positive | None = None
     """The static factor, or the initial dynamic one; null for 1024 and 65536."""
-    growth_factor: float = 2.0
+    growth_factor: Annotated[float, Meta(gt=1)] = 2.0
     """A dynamic scale is multiplied by this after growth_interval steps without overflow."""
-    backoff_factor: float = 0.5
+    backoff_factor: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """A dynamic scale is multiplied by this at an overflow."""
-    growth_interval: int = 2000
+    growth_interval: Count = 2000
     """Steps without overflow after which a dynamic scale grows."""
-    floor: float = 2.0**-14
+    floor: NotNegative = 2.0**-14
     """A dynamic scale that falls to this ends the run."""
 
 
@@ -270,7 +272,7 @@ class LossScaleConfig:
 class BatchConfig:
     """The batch size; half-size tensors leave room for a larger one."""
 
-    factor: int = MISSING
+    factor: Annotated[int, Meta(ge=1, le=1024)] = MISSING
     """The base batch, train.batch_size, is multiplied by this."""
     lr_rule: LrRule = MISSING
     """Learning rate for the multiplied batch: none, linear (x factor) or sqrt (x its root)."""
@@ -318,7 +320,7 @@ class ParallelConfig:
 
     name: ParallelKind = MISSING
     """none; ddp: each process holds the whole model; fsdp2: each holds a shard of it."""
-    world_size: int = 1
+    world_size: Count = 1
     """How many processes train; torchrun decides it."""
 
 
@@ -328,7 +330,7 @@ class PresetConfig:
 
     name: str = MISSING
     """The name of the preset."""
-    max_batch_size: int | None = None
+    max_batch_size: Count | None = None
     """Cap on train.batch_size that the preset sets."""
     loss_must_fall: bool = False
     """Fail the run unless the mean loss of its last third is below that of its first third."""
@@ -344,17 +346,17 @@ class OptimizerConfig:
     """Import path of another one (torch.optim.Adagrad); null: the one that is named."""
     args: dict[str, Any] = field(default_factory=dict)
     """Arguments of target, but not lr: {lr_decay: 0.1}."""
-    momentum: float = 0.0
+    momentum: NotNegative = 0.0
     """Momentum of SGD and RMSprop."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Weight decay (decoupled in AdamW, L2 in SGD and RMSprop)."""
-    alpha: float = 0.99
+    alpha: NotNegative = 0.99
     """RMSprop's smoothing constant (Keras calls it rho)."""
-    beta1: float = 0.9
+    beta1: Share = 0.9
     """AdamW's decay of the first moment."""
-    beta2: float = 0.999
+    beta2: Share = 0.999
     """AdamW's decay of the second moment."""
-    eps: float = 1e-8
+    eps: NotNegative = 1e-8
     """Term added to the denominator of RMSprop and AdamW."""
 
 
@@ -362,31 +364,31 @@ class OptimizerConfig:
 class TrainConfig:
     """The loop."""
 
-    epochs: int | None = None
+    epochs: Count | None = None
     """Passes over the training data; null for no limit."""
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Stop after this many optimizer steps; null for no limit."""
-    max_time_s: float | None = None
+    max_time_s: Positive | None = None
     """Seconds for the run from its start-up to its last score; null for no limit."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Samples per micro-batch, before batch.factor; the base that batch=double doubles."""
-    eval_batch_size: int = II("train.batch_size")
+    eval_batch_size: Count = field(default=II("train.batch_size"))
     """Samples per batch in validation and test; by default as in training."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Learning rate."""
-    clip_norm: float | None = None
+    clip_norm: Positive | None = None
     """Clip the gradients' global L2 norm to this; null for no clipping."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Micro-batches whose gradients are accumulated into one optimizer step."""
     scheduler: Scheduler = Scheduler.none
     """Learning-rate schedule after the warm-up: none, linear or cosine, both down to min_lr."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Optimizer steps in which the learning rate grows linearly from near 0 to train.lr."""
-    min_lr: float = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
-    checkpoint_every_steps: int | None = None
+    checkpoint_every_steps: Count | None = None
     """Write a checkpoint every n steps; one is always written at the end and on a signal."""
-    log_every: int = 1
+    log_every: Count = 1
     """Write every n-th step to metrics.jsonl (all steps enter the statistics)."""
     init_from: str | None = None
     """Start from weights: a run's folder, checkpoint, state_dict or safetensors; null: drawn."""
@@ -404,15 +406,15 @@ class DataConfig:
     """Folder of the data sets in torchvision's layout; else MPRUN_DATA, else the cache folder."""
     fallback: DataFallback = DataFallback.none
     """generated: use the generated set if there are neither files nor a download."""
-    validation_fraction: float = 0.0
+    validation_fraction: Share = 0.0
     """Share of the training set, its last part, held out for validation."""
-    train_limit: int | None = None
+    train_limit: Count | None = None
     """Use only the first n training samples; null for all."""
-    eval_limit: int | None = None
+    eval_limit: Count | None = None
     """Use only the first n validation and n test samples; null for all."""
     test: bool = True
     """Whether the test set is used, once, at the end; false in a study that selects something."""
-    workers: int = 0
+    workers: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Processes that read samples of a recipe's data set; a recipe's DataLoader has its own."""
 
 
@@ -422,13 +424,13 @@ class DebugConfig:
 
     fp_exceptions: FpExceptions = FpExceptions.off
     """Report the op that first makes a NaN or an infinity: off, log, halt, skip (drop the step)."""
-    halt_after: int = 20
+    halt_after: Count = 20
     """halt and skip end the run after this many lost steps (skipped or dropped) in a row."""
     guard: Guard = Guard.off
     """Products that do not tolerate their 8- or 4-bit format: off, log, promote (to bfloat16)."""
-    guard_underflow: float | None = None
+    guard_underflow: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Share of a factor's numbers that may become 0; null: 0.05 in 8 bits, 0.9 in 4."""
-    guard_error: float | None = None
+    guard_error: NotNegative | None = None
     """Share of a factor's squares that may be lost; null: 1e-4 in 8 bits, 0.2 in 4."""
 
 
@@ -474,7 +476,8 @@ class Config:
     """Debugging."""
     run: RunConfig = field(default_factory=RunConfig)
     """The record."""
-    seed: int = 0
+    # PyTorch's CPU generator uses 32 bits of a seed: a larger one would repeat another's run.
+    seed: Annotated[int, Meta(ge=0, le=2**32 - 1)] = 0
     """Seed of the initial weights and of the order of samples; the same in every mode."""
     device: str = "auto"
     """auto (the accelerator if there is one), cpu, cuda, xpu, mps, hpu; one of several: cuda:1."""

@@ -10,21 +10,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from hydra.core.override_parser.types import Override
+from msgspec import Meta
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.compose import parse
+from mprun.config.ranges import Count, NotNegative, Number, Positive, Share, WorldSize, ranges
 from mprun.config.reference import Field, walk
-from mprun.config.validate import COUNT, NOT_NEGATIVE, POSITIVE, Range
 from mprun.errors import UsageError, first_line, hint
 from mprun.records.data_sheets import LINK_BANDWIDTHS
 from mprun.records.mode_names import FURTHER_FORMATS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
+Margin = Annotated[float, Meta(gt=0, le=0.1)]
+"""0.5, written for half a point, would make everything equivalent."""
+RelativeMargin = Annotated[float, Meta(gt=0, le=1)]
 USUAL_LINKS = ("nvlink4", "pcie4", "infiniband_ndr", "ethernet_10g")
 PROCESSES = 4
 """Processes of a study if `launcher.processes` is null."""
@@ -64,9 +68,9 @@ class Mix(Enum):
 class CompareSettings:
     """How runs are compared."""
 
-    margin: float = MARGIN
+    margin: Margin = MARGIN
     """Differences of accuracy (0.005 is half a point), or another fraction, that do not matter."""
-    relative_margin: float = RELATIVE_MARGIN
+    relative_margin: RelativeMargin = RELATIVE_MARGIN
     """The same for losses and all other metrics, as a share of the baseline's."""
     baseline: str | None = None
     """Label or hash of the variant the others are compared with; null for fp32."""
@@ -93,7 +97,7 @@ class Objective(Enum):
 class SweepSettings:
     """How many trials a sweep makes."""
 
-    budget_min: float | None = None
+    budget_min: Positive | None = None
     """Minutes for the sweep; trials that would exceed them are left out. null: no limit."""
 
 
@@ -120,7 +124,7 @@ class LauncherSettings:
 
     name: Launcher = Launcher.local
     """What runs the trials: local (this process), joblib (processes here) or submitit (jobs)."""
-    processes: int | None = None
+    processes: Count | None = None
     """Processes of joblib, or jobs of submitit (a job array on Slurm); null for 4."""
     executor: Executor = Executor.auto
     """Of submitit: auto, slurm, local (jobs on this machine) or debug (in this process)."""
@@ -156,11 +160,11 @@ class AdviseSettings:
 
     objective: Objective = Objective.time
     """What is minimized: time (of a step) or memory (at its peak)."""
-    max_steps: int = 500
+    max_steps: Count = 500
     """Steps of a trial, if train.max_steps is null."""
-    screen: int = 2
+    screen: Count = 2
     """After this many pairs, a mode that was slower in every one is dropped."""
-    budget_min: float | None = None
+    budget_min: Positive | None = None
     """Minutes for the study; trials that would exceed them are left out. null: no limit."""
 
 
@@ -170,7 +174,7 @@ class DoubleSettings:
 
     until_oom: bool = False
     """Search the largest batch that fits instead (CUDA)."""
-    headroom: float = 0.1
+    headroom: Share = 0.1
     """Share taken off the largest batch that fits."""
 
 
@@ -202,13 +206,13 @@ class DoctorSettings:
 
     json: bool = False
     """Whether one JSON object is printed instead of tables."""
-    budget_s: float = 5.0
+    budget_s: Annotated[float, Meta(gt=0, le=600)] = 5.0
     """About how long rates are measured, in seconds; at least six rounds are made."""
-    steps: int = 40
+    steps: Number = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
     gpus: list[Gpu] = field(default_factory=lambda: [Gpu.h100, Gpu.b200])
     """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
-    world_size: int = 1
+    world_size: WorldSize = 1
     """With a recipe: estimate its step on this many processes, each with train.batch_size."""
     parallel: PlannedParallel = PlannedParallel.ddp
     """How they share the step: ddp (all-reduce) or fsdp2 (all-gather and reduce-scatter)."""
@@ -224,11 +228,11 @@ class MemorySettings:
     """Precision mode the others are compared with; null: the first of several, else fp32."""
     fits: str | None = None
     """Search the largest train.batch_size whose peak fits in this much memory: 16GiB, 500MB."""
-    depth: int | None = None
+    depth: Count | None = None
     """Modules are shown down to this depth, deeper ones are added up; null for all."""
     picture: bool = True
     """Whether the plots are drawn."""
-    world_size: int = 1
+    world_size: WorldSize = 1
     """Plan one of this many processes; each takes train.batch_size samples."""
     parallel: PlannedParallel = PlannedParallel.ddp
     """How they share a step: ddp (each has the whole model) or fsdp2 (each has a part)."""
@@ -244,21 +248,21 @@ FurtherFormat = Enum("FurtherFormat", [(x, x) for x in FURTHER_FORMATS])  # type
 class NumericsSettings:
     """Which steps are inspected, and what their numbers must keep."""
 
-    steps: int = 20
+    steps: Count = 20
     """Number of steps that are inspected, evenly spread over the span."""
-    warmup: int = 3
+    warmup: Number = 3
     """Steps before the first one that may be inspected."""
-    span: int = 200
+    span: Count = 200
     """The last step that may be inspected; at most the run's last step."""
-    headroom: float = 2.0
+    headroom: Annotated[float, Meta(ge=1, le=2**20)] = 2.0
     """How many times larger gradients may become before one overflows at the recommended scale."""
-    needed_db: float = 20.0
+    needed_db: NotNegative = 20.0
     """Signal-to-noise ratio, in dB, that numbers must keep in a format that is good enough."""
     try_scales: bool = False
     """Whether every power of two is tried as loss scale: about thirty more passes at each step."""
     formats: list[FurtherFormat] = field(default_factory=list)
     """Formats of 4 to 8 bits whose rounding noise is measured beside the usual ones."""
-    top: int = 20
+    top: Count = 20
     """Rows of the table, the worst first; all are in numerics.json."""
     plots: bool = True
     """Whether the plots are drawn."""
@@ -283,31 +287,31 @@ class SearchPer(Enum):
 class SearchOpsSettings:
     """How ops that must stay in float32 are searched, and the tolerance for the others."""
 
-    tolerance: float = 0.01
+    tolerance: Positive = 0.01
     """Relative difference of the loss from float32's that is tolerated."""
-    gradient_db: float | None = 20.0
+    gradient_db: Annotated[float, Meta(ge=-1000, le=1000)] | None = 20.0
     """Least SQNR of each gradient against float32, in dB; null: only the loss counts."""
-    effective_bits: float | None = None
+    effective_bits: Annotated[float, Meta(gt=0, le=16)] | None = None
     """With a format of 8 bits or fewer: least harm at so many effective bits; null: the fewest."""
     per: SearchPer = SearchPer.gemm
     """With such a format: gemm judges each GEMM of a linear layer by itself, layer all together."""
-    batches: int = 4
+    batches: Count = 4
     """Batches of validation data used for the measurements."""
-    warmup_steps: int = 20
+    warmup_steps: Number = 20
     """Steps trained in float32 before; 0 measures the initial weights."""
     always: list[str] = field(default_factory=list)
     """Ops that always stay in float32: [softmax, log]."""
     modules: bool = True
     """Whether modules are measured, and suggested if they are the better answer."""
-    timed_steps: int = 10
+    timed_steps: Number = 10
     """Timed forward and backward passes for each op and module; 0 for no times."""
-    steps: int = 100
+    steps: Number = 100
     """Optimizer steps of each training of the proof; 0 for no proof."""
-    margin: float = MARGIN
+    margin: Margin = MARGIN
     """Differences of the proof's accuracies within plus or minus this do not matter."""
-    relative_margin: float = RELATIVE_MARGIN
+    relative_margin: RelativeMargin = RELATIVE_MARGIN
     """The same for losses, as a share of float32's."""
-    budget_min: float | None = None
+    budget_min: Positive | None = None
     """Minutes for the search; measurements that would exceed them are left out. null: no limit."""
 
 
@@ -335,48 +339,10 @@ class Settings:
     """Which steps are inspected, and what their numbers must keep."""
     search_ops: SearchOpsSettings = field(default_factory=SearchOpsSettings)
     """How ops that must stay in float32 are searched."""
-    seeds: int | None = None
+    seeds: Count | None = None
     """Runs of each variant; null for 5, in advise and double 10."""
-    first_seed: int = 0
+    first_seed: Annotated[int, Meta(ge=0, le=2**31)] = 0
     """The first seed; the others follow. A higher one makes a study with fresh seeds."""
-
-
-WORLD_SIZE = Range(1, 2**20)
-
-RANGES = {
-    # 0.5, written for half a point, would make everything equivalent.
-    "compare.margin": Range(0, 0.1, low_open=True),
-    "compare.relative_margin": Range(0, 1, low_open=True),
-    "sweep.budget_min": POSITIVE,
-    "launcher.processes": COUNT,
-    "advise.budget_min": POSITIVE,
-    "advise.max_steps": COUNT,
-    "advise.screen": COUNT,
-    "double.headroom": Range(0, 1, high_open=True),
-    "doctor.budget_s": Range(0, 600, low_open=True),
-    "doctor.steps": NOT_NEGATIVE,
-    "doctor.world_size": WORLD_SIZE,
-    "memory.depth": COUNT,
-    "memory.world_size": WORLD_SIZE,
-    "numerics.steps": COUNT,
-    "numerics.warmup": NOT_NEGATIVE,
-    "numerics.span": COUNT,
-    "numerics.headroom": Range(1, 2**20),
-    "numerics.needed_db": NOT_NEGATIVE,
-    "numerics.top": COUNT,
-    "search_ops.budget_min": POSITIVE,
-    "search_ops.tolerance": POSITIVE,
-    "search_ops.gradient_db": Range(-1000, 1000),
-    "search_ops.effective_bits": Range(0, 16, low_open=True),
-    "search_ops.batches": COUNT,
-    "search_ops.warmup_steps": NOT_NEGATIVE,
-    "search_ops.timed_steps": NOT_NEGATIVE,
-    "search_ops.steps": NOT_NEGATIVE,
-    "search_ops.margin": Range(0, 0.1, low_open=True),
-    "search_ops.relative_margin": Range(0, 1, low_open=True),
-    "seeds": COUNT,
-    "first_seed": Range(0, 2**31),
-}
 
 
 def fields(sections: Sequence[str] = ()) -> dict[str, Field]:
@@ -482,9 +448,9 @@ def _check_value(settings: Any, field: Field, override: Override) -> None:
         raise UsageError(
             f"'{override.input_line}': {field.key} is {field.legal} ({first_line(error)})"
         ) from None
-    if field.key in RANGES:
+    if (allowed := ranges(Settings).get(field.key)) is not None:
         typed = override.value()  # shown as it was typed: -1, not -1.0
-        RANGES[field.key].check(field.key, typed if isinstance(typed, int | float) else value)
+        allowed.check(field.key, typed if isinstance(typed, int | float) else value)
 
 
 UNITS = {

@@ -9,10 +9,8 @@ Checks of the fields of `logger`, without the packages of the loggers.
 from __future__ import annotations
 
 import copy
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
 from typing import Any
@@ -20,6 +18,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import MISSING
 
+from mprun.config.ranges import ranges
 from mprun.config.schema import (
     DEVICES,
     Casting,
@@ -119,73 +118,6 @@ def unused_logger_fields(config: LoggerConfig) -> Iterator[tuple[str, str]]:
             yield f"logger.{field}", f"logger={config.name} does not use it"
 
 
-@dataclass(frozen=True)
-class Range:
-    """An interval that a number must lie in; infinities and NaN never do."""
-
-    low: float
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-
-    def check(self, key: str, value: float | None) -> None:
-        """Raise `UsageError` unless `value` lies inside or is None."""
-        if value is None:
-            return
-        above = value > self.low if self.low_open else value >= self.low
-        below = value < self.high if self.high_open else value <= self.high
-        if not (math.isfinite(value) and above and below):
-            raise UsageError(f"{key}={value}: legal is {self}")
-
-    def __str__(self) -> str:
-        low = f"above {self.low:g}" if self.low_open else f"{self.low:g} or more"
-        if self.high == math.inf:
-            return low
-        return f"{low} and {'below' if self.high_open else 'at most'} {self.high:.10g}"
-
-
-POSITIVE = Range(0, low_open=True)
-NOT_NEGATIVE = Range(0)
-COUNT = Range(1, 2**31 - 1)
-
-RANGES = {
-    # PyTorch's CPU generator uses 32 bits of a seed: a larger one would repeat another's run.
-    "seed": Range(0, 2**32 - 1),
-    "batch.factor": Range(1, 1024),
-    "preset.max_batch_size": COUNT,
-    "train.epochs": COUNT,
-    "train.max_steps": COUNT,
-    "train.max_time_s": POSITIVE,
-    "train.batch_size": COUNT,
-    "train.eval_batch_size": COUNT,
-    "train.lr": POSITIVE,
-    "train.clip_norm": POSITIVE,
-    "train.warmup_steps": Range(0, 2**31 - 1),
-    "train.min_lr": NOT_NEGATIVE,
-    "train.accumulate": COUNT,
-    "train.log_every": COUNT,
-    "train.checkpoint_every_steps": COUNT,
-    "loss_scale.value": POSITIVE,
-    "loss_scale.growth_factor": Range(1, low_open=True),
-    "loss_scale.backoff_factor": Range(0, 1, low_open=True, high_open=True),
-    "loss_scale.growth_interval": COUNT,
-    "loss_scale.floor": NOT_NEGATIVE,
-    "train.optimizer.momentum": NOT_NEGATIVE,
-    "train.optimizer.weight_decay": NOT_NEGATIVE,
-    "train.optimizer.alpha": NOT_NEGATIVE,
-    "train.optimizer.beta1": Range(0, 1, high_open=True),
-    "train.optimizer.beta2": Range(0, 1, high_open=True),
-    "train.optimizer.eps": NOT_NEGATIVE,
-    "debug.halt_after": COUNT,
-    "debug.guard_underflow": Range(0, 1),
-    "debug.guard_error": NOT_NEGATIVE,
-    "data.validation_fraction": Range(0, 1, high_open=True),
-    "data.train_limit": COUNT,
-    "data.eval_limit": COUNT,
-    "data.workers": Range(0, 1024),
-    "parallel.world_size": COUNT,
-}
-
 PATHS = {
     "run.dir": "a folder",
     "data.root": "a folder",
@@ -219,7 +151,7 @@ def get(config: Config, key: str) -> Any:
 
 def check(config: Config) -> None:
     """Raise `UsageError` for the first value or combination that cannot be used."""
-    for key, allowed in RANGES.items():
+    for key, allowed in ranges(Config).items():
         allowed.check(key, get(config, key))
     _check_length(config)
     _check_optimizer(config)

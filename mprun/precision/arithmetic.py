@@ -2,8 +2,8 @@
 
 An arithmetic is a region, entered for the forward pass, the loss and the backward pass. The native
 one changes nothing. The others are dispatch modes: they see each op after autocast has cast its
-inputs, forward and backward, and replace some ops. `switches.py` and `emulate.py` emulate formats; this
-file has the fallback to float32.
+inputs, forward and backward, and replace some ops. `switches.py` and `emulate.py` emulate formats;
+this file has the fallback to float32.
 
 float16 on a CPU: some kernels are reference loops, 20 to 700 times slower than float32
 (convolution's backward on every CPU we tried, matmuls on CPUs without AVX512-FP16). oneDNN trains

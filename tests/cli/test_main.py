@@ -20,9 +20,9 @@ from mprun import __version__, devices
 from mprun.assemble import load_recipe
 from mprun.cli.arguments import parse_arguments
 from mprun.cli.main import main
-from mprun.config import compose
+from mprun.config import Config, compose
+from mprun.config.ranges import ranges
 from mprun.config.reference import GROUPS, Field, leaves, options
-from mprun.config.validate import RANGES
 from mprun.errors import UsageError
 from mprun.records.run_record import read_lines, read_summary
 from tests.cli.processes import Forking
@@ -289,7 +289,7 @@ def bad_values(field: Field) -> list[str]:
         return found
     found += ["xyz", "1.5.2", "''", ""]
     if "number" in field.legal:
-        allowed = RANGES[field.key]
+        allowed = ranges(Config)[field.key]
         found += ["true", "nan", "inf", "-inf", f"{allowed.low - 1:.0f}"]
         if allowed.high < float("inf"):
             found.append(f"{allowed.high + 1:.0f}")

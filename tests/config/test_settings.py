@@ -53,10 +53,6 @@ def test_a_mistake_names_what_is_legal(word: str, text: str) -> None:
     assert text in str(error.value)
 
 
-def test_ranges_are_of_fields_that_exist() -> None:
-    assert set(settings.RANGES) <= set(settings.fields())
-
-
 def test_no_setting_has_the_name_of_a_part_of_a_run() -> None:
     runs = {key.partition(".")[0] for key in leaves()} | {f.name for f in fields(Config)}
     assert not runs & {f.name for f in fields(Settings)}

@@ -12,12 +12,16 @@ import torch
 from mprun.assemble import build_optimizer
 from mprun.assemble.dtype_choices import build_policy
 from mprun.config import Config, compose
+from mprun.config.ranges import Range, ranges
 from mprun.config.reference import leaves
 from mprun.config.schema import OptimizerConfig, OptimizerName
-from mprun.config.validate import OPTIMIZER_FIELDS, RANGES, Range, check, get
+from mprun.config.validate import OPTIMIZER_FIELDS, check, get
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.errors import UsageError
 from mprun.recipes.linear import Linear
+
+NUMBERS = ranges(Config)
+
 
 LINEAR = compose(["recipe=linear"]).config
 OPTIMIZER_DEFAULTS = OptimizerConfig(OptimizerName.sgd)
@@ -37,7 +41,7 @@ def is_whole(key: str) -> bool:
 
 def edges(key: str) -> tuple[list[float], list[float]]:
     """The values at, or next to, the ends of a field's range: those inside, those outside."""
-    allowed = RANGES[key]
+    allowed = NUMBERS[key]
     inside, outside = [], [-math.inf, math.inf, math.nan]
     for end, is_open, away in (
         (allowed.low, allowed.low_open, -1),
@@ -54,10 +58,10 @@ def edges(key: str) -> tuple[list[float], list[float]]:
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
     numbers = {key for key, field in leaves().items() if "number" in field.legal}
-    assert set(RANGES) == numbers
+    assert set(NUMBERS) == numbers
 
 
-@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("key", NUMBERS)
 def test_a_range_ends_where_it_says(key: str) -> None:
     inside, outside = edges(key)
     for value in inside:
@@ -65,7 +69,7 @@ def test_a_range_ends_where_it_says(key: str) -> None:
     for value in outside:
         with pytest.raises(UsageError) as caught:
             check(with_value(key, value))
-        assert str(caught.value) == f"{key}={value}: legal is {RANGES[key]}"
+        assert str(caught.value) == f"{key}={value}: legal is {NUMBERS[key]}"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Which handler casts for which function: op lists and a dtype as a table.
 
-A `Table` has a handler for every PyTorch function that Python can call; the mode below looks it up. The
-handlers are those of `rules.py`.
+A `Table` has a handler for every PyTorch function that Python can call; the mode below looks it up.
+The handlers are those of `rules.py`.
 
 PyTorch switches a mode off while it handles a call. A function written in Python that is on no list
 (`F.multi_head_attention_forward`) would therefore hide the ops inside it. Such a function is
