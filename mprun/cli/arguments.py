@@ -24,6 +24,8 @@ class Arguments(argparse.Namespace):
     info: str | None = None
     package: str | None = None
     resolve: bool = False
+    save: Path | None = None
+    """Of diff: where one side is written."""
 
 
 INFOS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -63,11 +65,14 @@ def parse_arguments(command: str, args: Sequence[str]) -> Arguments:
     parser = _Parser(prog=f"mprun {command}", add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
     legal = ["--help"]
-    if command not in ("capture", "compare", "data", "diff", "doctor", "export", "new-recipe"):
+    if command not in ("compare", "data", "diff", "doctor", "export", "new-recipe"):
         parser.add_argument("--config-dir", "-cd", type=_folder)
         for names in HYDRAS:
             parser.add_argument(*names, action=_Instead)
         legal = ["--config-dir", *legal]
+    if command == "diff":
+        parser.add_argument("--save", type=Path)
+        legal = ["--save", *legal]
     if command == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--show-config", action="store_true")

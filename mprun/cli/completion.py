@@ -25,7 +25,6 @@ OPTIONS = (
 )
 WITHOUT_RUN = {
     "compare": (),
-    "capture": (),
     "diff": (),
     "export": ("run.trust=true",),
     "data": (*ACTIONS, *NAMES, "data.root="),

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mprun.cli.advise_command import advise_command
-from mprun.cli.capture_command import capture_command
 from mprun.cli.compare_command import compare_command
 from mprun.cli.data_command import data_command
 from mprun.cli.diff_command import diff_command
@@ -79,13 +78,14 @@ COMMANDS = (
     Command("numerics", numerics_command, ("numerics",)),
     Command("search-ops", search_ops_command, ("search_ops", "seeds")),
     Command("diff", diff_command),
-    Command("capture", capture_command),
     Command("replay", replay_command),
     Command("export", export_command),
     Command("data", data_command),
     Command("new-recipe", new_recipe_command),
 )
 BY_NAME = {command.name: command for command in COMMANDS}
+FORMER = {"capture": "mprun diff RUN --save FILE"}
+"""Commands of earlier versions, and what does their work now."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,6 +140,8 @@ def _dispatch(args: list[str], started_at: float) -> int:
         return train_command(args[1:], started_at)
     if first in BY_NAME:
         return BY_NAME[first].run(args[1:])
+    if first in FORMER:
+        raise UsageError(f"there is no command '{first}': write {FORMER[first]}")
     if _is_no_override(first) and (near := hint(first, BY_NAME)):
         raise UsageError(f"there is no command '{first}'; legal: {', '.join(BY_NAME)}{near}")
     return train_command(args, started_at)

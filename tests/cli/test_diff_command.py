@@ -85,8 +85,7 @@ def test_captures_of_two_sides_give_the_same_difference(
     assert main(["diff", str(runs["fp32"]), str(runs["bf16_true"])]) == 0
     direct = json.loads((runs["bf16_true"] / "diff.json").read_text())
     for mode in ("fp32", "bf16_true"):
-        assert main(["capture", str(runs[mode])]) == 0
-        (runs[mode] / "capture.json").rename(tmp_path / f"{mode}.json")
+        assert main(["diff", str(runs[mode]), "--save", f"{tmp_path}/{mode}.json"]) == 0
     assert main(["diff", f"{tmp_path}/fp32.json", f"{tmp_path}/bf16_true.json"]) == 0
     from_files = json.loads((tmp_path / "diff.json").read_text())
     assert from_files["rows"] == direct["rows"]
@@ -96,8 +95,8 @@ def test_captures_of_two_sides_give_the_same_difference(
 def test_a_capture_of_another_version_is_said_to_be_one(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["capture", str(runs["fp32"])]) == 0
-    content = json.loads((runs["fp32"] / "capture.json").read_text())
+    assert main(["diff", str(runs["fp32"]), "--save", f"{tmp_path}/here.json"]) == 0
+    content = json.loads((tmp_path / "here.json").read_text())
     content["versions"]["torch"] = "2.11.0"
     (tmp_path / "old.json").write_text(json.dumps(content))
     assert main(["diff", f"{tmp_path}/old.json", str(runs["fp32"])]) == 0
@@ -113,7 +112,6 @@ def test_a_damaged_capture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path / "bad.json").write_text(text)
         assert main(["diff", f"{tmp_path}/bad.json", f"{tmp_path}/bad.json"]) == 2
         assert "bad.json" in capsys.readouterr().err
-    assert main(["capture"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -121,6 +119,7 @@ def test_a_damaged_capture_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ([], "mprun diff takes two runs"),
         (["a"], "mprun diff takes two runs"),
+        (["{empty}", "{empty}", "--save", "x.json"], "mprun diff takes two runs, or one to save"),
         (["nowhere", "nowhere"], "there is no nowhere"),
         (["{empty}", "{empty}"], "config.yaml cannot be read"),
     ],
@@ -132,3 +131,14 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert text in error
     assert "Traceback" not in error
+
+
+def test_the_former_name_of_saving_says_what_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capture", "outputs"]) == 2
+    assert "write mprun diff RUN --save FILE" in capsys.readouterr().err
+
+
+def test_a_side_is_saved_only_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "side.json").write_text("{}")
+    assert main(["diff", f"{tmp_path}/side.json", "--save", f"{tmp_path}/other.json"]) == 2
+    assert "is no run's folder" in capsys.readouterr().err

@@ -46,7 +46,7 @@ from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of
 from mprun.precision.policy import dtype_name
-from mprun.records.capture_record import OpError
+from mprun.results.diff_result import OpError
 
 LOWEST_FIRST = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Fewest bits first."""

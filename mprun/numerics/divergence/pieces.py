@@ -20,7 +20,7 @@ The errors of two sides, module by module, and the first that their dtypes do no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun._torch import in_backward
+from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.nested import map_tensors
 from mprun.numerics.divergence.boundaries import (
     Boundary,
@@ -39,7 +40,7 @@ from mprun.numerics.divergence.boundaries import (
     floating,
     set_values,
 )
-from mprun.records.capture_record import OpError, SideError
+from mprun.results.diff_result import OpError, SideError
 
 
 @dataclass
@@ -314,28 +315,48 @@ class Difference:
         return next((row for row in self.rows if not row.is_explained and _part(row)), None)
 
     def __str__(self) -> str:
-        lines = [f"loss: {self.losses[0]:.9g} and {self.losses[1]:.9g}", HEADING]
+        texts = [
+            part if isinstance(part, str) else "\n".join(line.plain for line in part.lines(None))
+            for part in self.parts()
+        ]
+        return "\n".join(texts)
+
+    def parts(self) -> list[FittedTable | str]:
+        """The losses, the rows with the largest errors, where the sides part first, and notes."""
         largest = sorted(self.rows, key=lambda r: -max(r.a.arising, r.b.arising))[:SHOWN]
-        lines += [_line(row) for row in self.rows if row in largest]
-        if len(self.rows) > len(largest):
-            lines.append(
-                f"({len(self.rows) - len(largest)} rows with smaller errors are not shown)"
-            )
-        return "\n".join([*lines, _conclusion(self.first), *(f"note: {x}" for x in self.notes)])
+        return [
+            f"loss: {self.losses[0]:.9g} and {self.losses[1]:.9g}",
+            _table([row for row in self.rows if row in largest], len(self.rows) - len(largest)),
+            _conclusion(self.first),
+            *(f"note: {x}" for x in self.notes),
+        ]
 
 
-HEADING = (
-    f"{'pass':9}{'module':28}{'what':22}{'arises in a':>13}{'in b':>11}{'inherited a':>13}{'b':>11}"
-)
-
-
-def _line(row: DifferenceRow) -> str:
-    name = (row.module or "the model") + (f" #{row.call}" if row.call else "")
-    mark = "" if row.is_explained else "  not explained"
-    return (
-        f"{row.phase:9}{name[-27:]:28}{row.what[-21:]:22}{row.a.arising:13.1e}{row.b.arising:11.1e}"
-        f"{row.a.inherited:13.1e}{row.b.inherited:11.1e}{mark}"
+def _table(rows: Sequence[DifferenceRow], left_out: int) -> FittedTable:
+    table = FittedTable(
+        "",
+        text_column("pass", 3),
+        text_column("module"),
+        text_column("what", 4),
+        figure_column("arises in a"),
+        figure_column("in b"),
+        figure_column("inherited a", 1),
+        figure_column("b", 1),
+        text_column(""),
+        elsewhere="diff.json",
     )
+    for row in rows:
+        table.add_row(
+            row.phase,
+            (row.module or "the model") + (f" #{row.call}" if row.call else ""),
+            row.what,
+            *(f"{x:.1e}" for x in (row.a.arising, row.b.arising)),
+            *(f"{x:.1e}" for x in (row.a.inherited, row.b.inherited)),
+            "" if row.is_explained else "not explained",
+        )
+    if left_out:
+        table.caption = f"({left_out} rows with smaller errors are not shown)"
+    return table
 
 
 def _conclusion(first: DifferenceRow | None) -> str:

@@ -48,7 +48,7 @@ from mprun.numerics.divergence.pieces import Difference, DifferenceRow, excess, 
 from mprun.numerics.passes import ready
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.forward_backward import call
-from mprun.records.capture_record import CapturedCall, OpError, SideError
+from mprun.results.diff_result import CapturedCall, OpError, SideError
 
 SEED = 0
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from mprun.assemble import Plan
 from mprun.assemble.parts import build_batches, build_model, build_precision
 from mprun.config import compose
 from mprun.config.recipe_file import quoted
+from mprun.console.fitted_table import FittedTable
 from mprun.doctor import machine
 from mprun.errors import MprunError, RunFailedError, UsageError
 from mprun.experiments.planned_run import plan_or_resume
@@ -24,13 +26,17 @@ from mprun.numerics.divergence.boundaries import relative_rms
 from mprun.numerics.divergence.side_by_side import Captured, SharedStep, capture, together
 from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
-from mprun.records.capture_record import SCHEMA_VERSION, CaptureRecord
+from mprun.records.files import json_text
 from mprun.records.reader import read_json
+from mprun.results import Result
+from mprun.results.diff_result import SCHEMA_VERSION, CaptureRecord, bounded
 from mprun.train import checkpoint
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
 MOST_SAMPLES = 64
+SHOWN = 5
+"""Weights furthest apart that are shown."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,52 @@ def _sha256(tensors: Iterable[Tensor]) -> str:
         wide = x.detach().cpu().double() if x.is_floating_point() else x.detach().cpu()
         digest.update(wide.contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+def saved_side(path: Path, name: str) -> Result:
+    """One side of a comparison, as a file of this name.
+
+    Raises:
+        UsageError: `path` is no run with a checkpoint.
+        RunFailedError: its step raises an error.
+    """
+    record = bounded(msgspec.to_builtins(capture_run(load_run(path))))
+    return Result(record, files={name: json_text(record)})
+
+
+def diff_paths(a: Path, b: Path) -> Result:
+    """Where two runs, or saved sides, part; `diff.json` has all rows.
+
+    Raises:
+        UsageError: one is neither, or they are of other recipes, data or batches.
+        RunFailedError: a step raises an error.
+    """
+    runs = [load_run(path) if path.is_dir() else None for path in (a, b)]
+    sides = [
+        read_capture(path) if run is None else capture_run(run)
+        for path, run in zip((a, b), runs, strict=True)
+    ]
+    difference = diff_captures(*sides)
+    first, second = runs
+    weights: list[tuple[str, float]] = []
+    if first is not None and second is not None:
+        weights = weight_differences(first.model, second.model)
+    parts: list[FittedTable | str] = [
+        f"{name}: {path} ({side.precision}, step {side.step})"
+        for name, path, side in zip("ab", (a, b), sides, strict=True)
+    ]
+    if weights:
+        parts.append("weights furthest apart (rms of the difference over rms of a):")
+    parts += [f"  {name}  {relative:.1e}" for name, relative in weights[:SHOWN]]
+    record = bounded(
+        {
+            "sides": [str(a), str(b)],
+            "weights": [{"name": name, "relative": relative} for name, relative in weights],
+            **content(difference),
+        }
+    )
+    parts += difference.parts()
+    return Result(record, parts, {"diff.json": json_text(record)})
 
 
 def content(difference: Difference) -> dict[str, Any]:
