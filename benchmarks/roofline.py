@@ -17,8 +17,8 @@ from datetime import date
 import torch
 
 from mprun.doctor.machine import cpu_name, usable_cores
-from mprun.experiments.examine import examine
-from mprun.experiments.recipe_roofline import plan_step, recipe_roofline
+from mprun.inspect.machine_examination import examine
+from mprun.inspect.step_roofline import plan_step, recipe_roofline
 from mprun.results.roofline_result import Roofline
 
 CASES = (

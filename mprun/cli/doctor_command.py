@@ -18,32 +18,17 @@ result, and then exits with status 3. A first run on an accelerator does so by i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import (
-    JobProgress,
-    ReportPart,
-    print_line,
-    print_table,
-    print_text,
-    report_nothing,
-    stderr_console,
-    stdout_console,
-    warn,
-)
-from mprun.errors import EXIT_CONDITION, EXIT_OK, UsageError, hint
+from mprun.console import print_line, report_nothing, stderr_console, warn
+from mprun.errors import UsageError, hint
+from mprun.results import Result, measuring, show
 
 if TYPE_CHECKING:
-    from mprun.config.settings import DoctorSettings
-    from mprun.console.fitted_table import FittedTable
     from mprun.experiments.planned_run import PlannedRun
-    from mprun.results.doctor_result import Examination
-    from mprun.results.estimates import ScalingEstimate
-
 
 CHECK = "check"
 
@@ -55,8 +40,7 @@ def doctor_command(args: Sequence[str]) -> int:
     overrides = parse_arguments("doctor", args).overrides
     settings, rest = take(overrides, "doctor")
     doctor = settings.doctor
-    if CHECK in rest:
-        return _check([text for text in rest if text != CHECK], doctor.json)
+    is_check, rest = CHECK in rest, [text for text in rest if text != CHECK]
     if doctor.world_size == 1:
         warn(of_several_processes(overrides, "doctor.parallel", "doctor.links"))
     device, planned = _subject(rest)
@@ -64,41 +48,23 @@ def doctor_command(args: Sequence[str]) -> int:
         raise UsageError(
             f"doctor.world_size={doctor.world_size} estimates a recipe's step: add recipe=NAME"
         )
-    if doctor.json:
-        examination = _examined(device, planned, doctor, report_nothing)
-        print(json.dumps(asdict(examination), indent=1, allow_nan=False))
-        return EXIT_OK
-    print_line(stderr_console(), f"measuring for about {doctor.budget_s:g} s ...")
-    with JobProgress(stderr_console()) as progress:
-        examination = _examined(device, planned, doctor, progress.begin)
-    for part in _parts(examination):
-        print_part(part)
-    return EXIT_OK
+    if not (is_check or doctor.json):
+        print_line(stderr_console(), f"measuring for about {doctor.budget_s:g} s ...")
+    with nullcontext(report_nothing) if doctor.json else measuring() as report:
+        if is_check:
+            from mprun.inspect.device_check import check_by_name
+
+            result = check_by_name(device, planned, report)
+        else:
+            from mprun.inspect.step_roofline import examined
+
+            result = examined(device, planned, doctor, report)
+    return _show_json(result) if doctor.json else show(result)
 
 
-def _check(overrides: Sequence[str], as_json: bool) -> int:
-    """Carry out `mprun doctor check`; the exit status."""
-    from mprun.experiments.device_check import check_by_name
-    from mprun.results.kernel_check_result import check_parts
-
-    name, planned = _subject(overrides)
-    with JobProgress(stderr_console()) as progress:
-        check = check_by_name(name, planned, report_nothing if as_json else progress.begin)
-    if as_json:
-        print(json.dumps(asdict(check), indent=1, allow_nan=False))
-    else:
-        for part in check_parts(check):
-            print_part(part)
-    return EXIT_CONDITION if check.faults or not check.ops else EXIT_OK
-
-
-def print_part(part: FittedTable | str) -> None:
-    """Print a table or a sentence."""
-    console = stdout_console()
-    if isinstance(part, str):
-        print_text(console, part)
-    else:
-        print_table(console, part)
+def _show_json(result: Result) -> int:
+    print(result.json, end="")
+    return result.status
 
 
 def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
@@ -108,7 +74,7 @@ def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
 
     keys = [text.lstrip("+").partition("=")[0] for text in overrides]
     if "recipe" in keys:
-        from mprun.experiments.recipe_roofline import plan_step
+        from mprun.inspect.step_roofline import plan_step
 
         planned = plan_step(overrides)
         warn(planned.warnings)
@@ -121,57 +87,3 @@ def _subject(overrides: Sequence[str]) -> tuple[str, PlannedRun | None]:
                 f"legal: {', '.join(legal)}"
             )
     return compose(overrides).config.device, None
-
-
-def _examined(
-    device: str, planned: PlannedRun | None, settings: DoctorSettings, report: ReportPart
-) -> Examination:
-    from mprun.experiments.examine import examine
-
-    if planned is None:
-        return examine(device, settings.budget_s, report)
-    keep_heap = planned.plan.config.speed.name != "plain"
-    examination = examine(device, settings.budget_s, report, keep_heap)
-    from mprun.experiments.recipe_roofline import recipe_formats, recipe_roofline
-
-    examination = replace(
-        examination,
-        roofline=recipe_roofline(planned, examination, settings.steps, report),
-        formats=recipe_formats(planned, [gpu.name for gpu in settings.gpus], report),
-    )
-    return replace(examination, scaling=_scaling(planned, examination, settings))
-
-
-def _scaling(
-    planned: PlannedRun, examination: Examination, settings: DoctorSettings
-) -> ScalingEstimate | None:
-    """The estimate for several processes, if several are asked for."""
-    from mprun.experiments.recipe_roofline import recipe_scaling
-
-    if settings.world_size == 1 or examination.roofline is None:
-        return None
-    return recipe_scaling(
-        planned,
-        examination.roofline,
-        settings.parallel.value,
-        settings.world_size,
-        [link.name for link in settings.links],
-    )
-
-
-def _parts(examination: Examination) -> Iterator[FittedTable | str]:
-    """The machine's tables, or those of the recipe's step on it."""
-    from mprun.results.doctor_result import renderables
-    from mprun.results.estimates import NO_FORMATS, format_parts, scaling_parts
-    from mprun.results.roofline_result import roofline_parts
-
-    if examination.roofline is None:
-        yield from renderables(examination)
-        return
-    yield from roofline_parts(examination.roofline)
-    if not examination.formats:
-        yield NO_FORMATS
-    for gains in examination.formats or ():
-        yield from format_parts(gains)
-    if examination.scaling is not None:
-        yield from scaling_parts(examination.scaling)

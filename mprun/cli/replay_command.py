@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
-from mprun.console import print_text, stdout_console
-from mprun.errors import EXIT_FAILED, EXIT_OK, UsageError
+from mprun.errors import UsageError
+from mprun.results import show
 
 if TYPE_CHECKING:
     from mprun.config import Composed
@@ -56,7 +56,7 @@ def replay_command(args: Sequence[str]) -> int:
 
     source = _script(scripts[0]) if scripts else _composed(rest, known.config_dir)
 
-    from mprun.experiments.replay_file import (
+    from mprun.inspect.replay import (
         parts_of_recipe,
         parts_of_script,
         read_step,
@@ -68,10 +68,7 @@ def replay_command(args: Sequence[str]) -> int:
         parts = parts_of_script(*source)
     else:
         parts = parts_of_recipe(source.config, saved)
-    done = replay_file(path, saved, parts)
-    for line in done.lines():
-        print_text(stdout_console(), line)
-    return EXIT_FAILED if done.cause is None else EXIT_OK
+    return show(replay_file(path, saved, parts))
 
 
 def _script(text: str) -> tuple[Path, str]:

@@ -34,7 +34,7 @@ from mprun.train.signals import SignalReceivedError, interruptible
 if TYPE_CHECKING:
     from mprun.config.settings import Settings
     from mprun.experiments.proof import SelectedCasts
-    from mprun.experiments.search_ops import PlannedSearch
+    from mprun.inspect.search import PlannedSearch
     from mprun.results.search_result import OpSearch, Proof
 
 
@@ -57,7 +57,7 @@ def search_ops_command(args: Sequence[str]) -> int:
 def _search(
     overrides: list[str], config_dir: Path | None, settings: Settings, stop: BudgetSignals
 ) -> int:
-    from mprun.experiments.search_ops import plan_search
+    from mprun.inspect.search import plan_search
     from mprun.records.files import new_folder
 
     planned = plan_search(overrides, config_dir, settings)
@@ -101,7 +101,7 @@ def _search_formats(
     stop: BudgetSignals,
 ) -> int:
     """The same for a mode whose products have formats of 8 bits or fewer."""
-    from mprun.experiments.search_ops import format_content, measure_formats, prove_formats
+    from mprun.inspect.search import format_content, measure_formats, prove_formats
     from mprun.records.files import jsonable, write_files
     from mprun.results.search_tables import LAYERS, conclusion, layers_text, search_parts
 
@@ -202,7 +202,7 @@ def _command_with_result(
     overrides: list[str], config_dir: Path | None, search: OpSearch, folder: Path
 ) -> list[str]:
     """The command of a run that uses the result."""
-    from mprun.experiments.search_ops import key_of
+    from mprun.inspect.search import key_of
 
     own = [] if config_dir is None else ["--config-dir", str(config_dir)]
     of_run = [text for text in overrides if key_of(text) not in ("op_lists", "run")]

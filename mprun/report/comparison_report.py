@@ -25,7 +25,7 @@ from mprun.records.run_config import UnreadableConfigError, read_config, yaml_te
 from mprun.report import answer, cells
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
-from mprun.report.plots.canvas import TERMINAL, TONES
+from mprun.report.theme import TERMINAL, TONES
 
 NAMED_SKIPPED = 5
 """Up to this many skipped folders are named on the terminal; of more, each reason is counted."""

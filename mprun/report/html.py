@@ -19,7 +19,8 @@ from mprun.report import answer, cells, tables
 from mprun.report import published_rows as published
 from mprun.report.cells import plain
 from mprun.report.comparison_report import configs
-from mprun.report.plots.canvas import DARK, LIGHT, TONES, Plot, declarations, key
+from mprun.report.plots.canvas import Plot, key
+from mprun.report.theme import DARK, LIGHT, TONES, declarations
 
 FOLDER = "mprun.report"
 

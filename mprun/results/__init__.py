@@ -44,6 +44,8 @@ class Result:
     notes."""
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     """Name to content of each file that the command writes."""
+    warnings: Sequence[str] = ()
+    """Lines for standard error."""
     status: int = EXIT_OK
     """The exit status of the command."""
 
@@ -80,6 +82,8 @@ def show(result: Result, folder: Path | None = None) -> int:
     if folder is not None and result.files:
         names = write_files(folder, result.files)
         print_line(stdout_console(), f"written: {folder}/{', '.join(names)}")
+    for warning in result.warnings:
+        print_line(stderr_console(), warning)
     return result.status
 
 

@@ -229,6 +229,70 @@ def change_text(ratio: float) -> str:
     return f"x{ratio:,.0f}" if ratio >= 10 else f"{change:+d} %" if change else "0 %"
 
 
+def memory_parts(record: MemoryRecord, depth: int | None) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order.
+
+    Args:
+        record: the modes.
+        depth: levels of modules, None for all.
+    """
+    yield _header(record)
+    if (sentence := answer(record)) is not None:
+        yield sentence
+    yield peak_table(record)
+    for mode in detailed_modes(record):
+        yield module_table(mode, record.modes[0], depth)
+    yield from _notes(record)
+
+
+def _header(record: MemoryRecord) -> str:
+    batch, layout = record.modes[0].batch, record.layout
+    pieces = f" ({batch.accumulate} x {batch.micro})" if batch.accumulate > 1 else ""
+    each = " per process" if layout.parallel else ""
+    how = f", one of {layout.world_size} processes of {layout.parallel}" if layout.parallel else ""
+    if layout.checkpointing:
+        how += ", blocks checkpointed"
+    return (
+        f"recipe {record.recipe}, batch {batch.effective}{pieces}{each}, "
+        f"{record.modes[0].optimizer.name}, {record.device}{how}; counted on {_kind(record)}"
+    )
+
+
+def _kind(record: MemoryRecord) -> str:
+    real = [mode.label for mode in record.modes if mode.why_real is not None]
+    if not real:
+        return "fake tensors"
+    return "a real step" if len(real) == len(record.modes) else "fake tensors or a real step"
+
+
+def _notes(record: MemoryRecord) -> Iterator[str]:
+    for label, reason in record.left_out.items():
+        yield f"left out: {label}: {reason}"
+    if formats := [mode.label for mode in record.modes if mode.policy.get("gemms") != "none"]:
+        yield (
+            f"note: {', '.join(formats)}: counted with products in 16 bits, an upper bound. The "
+            "factors in 8 or 4 bits live as long as a product; the 16-bit copies of weights that "
+            "autocast keeps for the backward pass are counted, and layers with such products keep "
+            "none"
+        )
+    for mode in record.modes:
+        if mode.why_real is not None:
+            yield f"note: the step of {mode.label} is a real one: {mode.why_real}"
+    published = record.published
+    if published is not None:
+        yield (
+            f"published for {published.precision} against {published.against} at batch "
+            f"{published.batch_size}: {change_text(published.ratio)} ({published.source}); "
+            f"here {change_text(published.ratio_here)}"
+        )
+    for mode in record.modes:
+        if mode.fits is not None and not mode.fits.grows:
+            yield (
+                f"note: the peak of {mode.label} does not grow with every sample: larger "
+                "batches than this one may fit"
+            )
+
+
 def answer(record: MemoryRecord) -> str | None:
     """What several modes amount to, in a sentence: which fit, and which needs least; else None."""
     modes, limit = record.modes, record.limit_bytes

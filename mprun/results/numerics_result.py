@@ -9,7 +9,7 @@ The numbers of some training steps on the terminal: the results of `mprun numeri
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -223,6 +223,22 @@ ELSEWHERE = "numerics.json"
 
 USUAL = ("bf16", "e4m3_scaled")
 """Formats, beside float16, that have a column in any case."""
+
+
+def numerics_parts(
+    result: NumericsResult, top: int, further: Sequence[str] = ()
+) -> Iterator[FittedTable | str]:
+    """What the terminal shows, in this order: sentences, loss scales, rows, lost updates.
+
+    Args:
+        result: the measurements.
+        top: the most rows.
+        further: formats beside those that are always shown.
+    """
+    yield from sentences(result)
+    yield scales_table(result)
+    yield rows_table(result, top, further)
+    yield lost_table(result, top // 2)
 
 
 def rows_table(result: NumericsResult, top: int, further: Sequence[str] = ()) -> FittedTable:

@@ -11,7 +11,7 @@ from mprun import devices
 from mprun.cli.main import main
 from mprun.console import ReportPart
 from mprun.errors import UsageError
-from mprun.experiments.examine import examine
+from mprun.inspect.machine_examination import examine
 from mprun.results.doctor_result import Examination
 from tests.schema import conforms
 
@@ -23,7 +23,7 @@ QUICK = ["device=cpu", "doctor.budget_s=0.3"]
 @pytest.fixture(autouse=True)
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates are measured once; each test prints them in its way."""
-    monkeypatch.setattr("mprun.experiments.examine.examine", _examined)
+    monkeypatch.setattr("mprun.inspect.step_roofline.examine", _examined)
 
 
 def _examined(
@@ -102,7 +102,7 @@ def test_page_faults_of_a_plain_step_are_not_prevented(
         seen.append(keep_heap)
         raise UsageError("planted")
 
-    monkeypatch.setattr("mprun.experiments.examine.examine", stop)
+    monkeypatch.setattr("mprun.inspect.step_roofline.examine", stop)
     assert main(["doctor", *QUICK, *RECIPE, f"speed={speed}"]) == 2
     assert seen == [keep]
 
@@ -144,7 +144,7 @@ def test_a_mistake_ends_with_status_2_and_nothing_measured(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mprun.experiments.examine.examine", None)
+    monkeypatch.setattr("mprun.inspect.step_roofline.examine", None)
     assert main(["doctor", *words]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -23,8 +23,8 @@ from mprun.config import compose
 from mprun.config.settings import NumericsSettings, take
 from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import RunFailedError
-from mprun.experiments import recipe_numerics as built
-from mprun.experiments.recipe_numerics import inspect_steps, steps_to_inspect
+from mprun.inspect import numerics_of_steps as built
+from mprun.inspect.numerics_of_steps import inspect_steps, steps_to_inspect
 from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
@@ -429,7 +429,7 @@ def test_the_terminal_shows_verdicts_and_tables() -> None:
         "3 of 23 rows, the worst first",
         "share of updates that would be lost",
         "all weights",
-        "inspected 2 of 4 steps, 0 of them skipped; written: run/numerics.json",
+        "inspected 2 of 4 steps, 0 of them skipped\nwritten: run/numerics.json",
     ):
         assert text in out, text
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mprun.doctor.measure import measure_bandwidths
-from mprun.experiments import recipe_roofline
-from mprun.experiments.examine import examine
+from mprun.inspect import step_roofline
+from mprun.inspect.machine_examination import examine
 from mprun.results.doctor_result import Examination
 from mprun.results.roofline_result import Bandwidth
 
@@ -32,5 +32,5 @@ def bandwidths() -> list[Bandwidth]:
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe's step is held against the rates of this examination, and so is what doctor says."""
-    monkeypatch.setattr("mprun.experiments.examine.examine", lambda *args: examined())
-    monkeypatch.setattr(recipe_roofline, "measure_bandwidths", lambda *args: bandwidths())
+    monkeypatch.setattr("mprun.inspect.machine_examination.examine", lambda *args: examined())
+    monkeypatch.setattr(step_roofline, "measure_bandwidths", lambda *args: bandwidths())

@@ -10,8 +10,8 @@ import torch
 from mprun import __version__
 from mprun.doctor.machine_findings import conclusions, findings
 from mprun.errors import MprunError
-from mprun.experiments import examine as module
-from mprun.experiments.examine import examine
+from mprun.inspect import machine_examination as module
+from mprun.inspect.machine_examination import examine
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination
 from tests.experiments.machine import BUDGET_S, examined
 from tests.schema import conforms

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from mprun.config import Composed, compose
-from mprun.experiments import examine as module
-from mprun.experiments.examine import ATEN, examine_modes
+from mprun.inspect import machine_examination as module
+from mprun.inspect.machine_examination import ATEN, examine_modes
 from mprun.precision import execution
 from mprun.precision.gemms import RECIPES
 from mprun.precision.policy import NAMED

@@ -8,7 +8,7 @@ import pytest
 
 from mprun.cli.main import main
 from mprun.doctor.format_gains import Shape
-from mprun.experiments.recipe_roofline import layer_shapes, plan_step
+from mprun.inspect.step_roofline import layer_shapes, plan_step
 from tests.experiments.machine import measure_nothing
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mprun.errors import RunFailedError, UsageError
-from mprun.experiments.recipe_roofline import count_step, plan_step, recipe_roofline
+from mprun.inspect.step_roofline import count_step, plan_step, recipe_roofline
 from mprun.records.reader import read_json
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination
 from mprun.results.roofline_result import Roofline

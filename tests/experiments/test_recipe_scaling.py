@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mprun.cli.main import main
-from mprun.experiments.recipe_roofline import plan_step, recipe_roofline, recipe_scaling
+from mprun.inspect.step_roofline import plan_step, recipe_roofline, recipe_scaling
 from mprun.records.reader import read_json
 from mprun.results.doctor_result import SCHEMA_VERSION, Examination
 from mprun.results.estimates import ScalingEstimate
@@ -127,7 +127,7 @@ def test_a_mistake_is_one_line(
 def test_settings_without_processes_are_warned_about(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mprun.experiments.examine.examine", lambda *_: 1 / 0)
+    monkeypatch.setattr("mprun.inspect.machine_examination.examine", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor", "device=cpu", "doctor.parallel=fsdp2"])
     assert "doctor.parallel has no effect: doctor.world_size is 1" in capsys.readouterr().err

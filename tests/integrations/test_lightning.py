@@ -14,7 +14,7 @@ from mprun.records.run_record import read_lines, read_summary
 
 lightning: Any = pytest.importorskip("lightning.pytorch", reason="mprun[lightning]")
 
-from mprun.experiments.replay_file import read_step  # noqa: E402
+from mprun.inspect.replay import read_step  # noqa: E402
 from mprun.integrations.lightning import MprunCallback  # noqa: E402
 from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.experiments.replay_file import read_step
+from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.saved_step import SavedStep
 from mprun.numerics.nonfinite.step_replay import replay
 from tests.integrations.stranger import STEP, Net, train

@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S
 transformers = pytest.importorskip("transformers", reason="mprun[transformers]")
 pytest.importorskip("accelerate", reason="mprun[transformers]")
 
-from mprun.experiments.replay_file import read_step  # noqa: E402
+from mprun.inspect.replay import read_step  # noqa: E402
 from mprun.integrations.transformers import MprunCallback  # noqa: E402
 from mprun.numerics.nonfinite.step_replay import replay  # noqa: E402
 

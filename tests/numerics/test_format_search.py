@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
-from mprun.experiments.search_ops import layers_of
+from mprun.inspect.search import layers_of
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.effective_bits import EffectiveBits, GemmName, gemm_sizes
 from mprun.numerics.format_search import SLACK_DB, FormatSensitivity, with_high

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.cli.main import main
-from mprun.experiments import device_check
-from mprun.experiments.device_check import check_device, checked_before, keep_check, kept_check
+from mprun.inspect import device_check
+from mprun.inspect.device_check import check_device, checked_before, keep_check, kept_check
 from mprun.numerics.kernel_check import LAYERS, judged
 from mprun.numerics.nonfinite.op_call import op_spec
 from mprun.results.kernel_check_result import KernelCheck

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import matplotlib.image
@@ -22,8 +21,8 @@ from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
 from mprun.numerics.op_watcher import PHASES
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.plots.canvas import LIGHT
-from mprun.report.plots.measurement_plots import SHADED, save_memory_plot, stretches, thinned
+from mprun.report.plots.measurement_plots import SHADED, memory_plot, stretches, thinned
+from mprun.report.theme import LIGHT
 from mprun.results.memory_result import (
     NAMES,
     MemoryRecord,
@@ -196,19 +195,17 @@ def test_amounts_have_a_unit_with_readable_digits(size: int, text: str, unit: st
 # ---- the picture ---------------------------------------------------------------------------------
 
 
-def test_a_picture_in_two_formats(tmp_path: Path) -> None:
+def test_a_picture_in_two_formats() -> None:
     modes = [mode("fp32", 2, 1.0), mode("half", 1, 0.56), mode("other", 3, 1.5), mode("x", 1, 0.5)]
-    assert save_memory_plot(record(*modes), tmp_path) == [
-        tmp_path / "memory.png",
-        tmp_path / "memory.svg",
-    ]
-    image = matplotlib.image.imread(tmp_path / "memory.png")
+    files = memory_plot(record(*modes))
+    assert list(files) == ["memory.png", "memory.svg"]
+    image = matplotlib.image.imread(io.BytesIO(files["memory.png"]))
     colours = {tuple(c) for c in (image[..., :3] * 255).round().astype(int).reshape(-1, 3)[::3]}
     for category in ("parameters", "gradients", "activations"):
         colour = LIGHT.memory[MEMORY_CATEGORIES.index(category)]
         wanted = tuple(int(colour[n : n + 2], 16) for n in (1, 3, 5))
         assert wanted in colours, category
-    text = (tmp_path / "memory.svg").read_text(encoding="utf-8")
+    text = files["memory.svg"].decode()
     ElementTree.fromstring(text)
     assert "Memory during one training step of mnist on cpu: fp32, half, other, x" in text
     assert "Bytes alive after each op of the step, by category" in text
@@ -216,17 +213,14 @@ def test_a_picture_in_two_formats(tmp_path: Path) -> None:
         assert word in text
 
 
-def test_a_picture_is_the_same_each_time(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    for folder in (tmp_path, tmp_path / "b"):
-        save_memory_plot(record(mode("fp32", 1, 1.0)), folder)
-    for name in ("memory.png", "memory.svg"):
-        assert (tmp_path / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+def test_a_picture_is_the_same_each_time() -> None:
+    first, second = (memory_plot(record(mode("fp32", 1, 1.0))) for _ in range(2))
+    assert first == second
 
 
-def test_a_step_of_many_ops_is_drawn_by_its_largest(tmp_path: Path) -> None:
-    save_memory_plot(record(mode("fp32", 1, 1.0, ops=30_000)), tmp_path)
-    assert (tmp_path / "memory.svg").stat().st_size < 2**20
+def test_a_step_of_many_ops_is_drawn_by_its_largest() -> None:
+    files = memory_plot(record(mode("fp32", 1, 1.0, ops=30_000)))
+    assert len(files["memory.svg"]) < 2**20
 
 
 @given(

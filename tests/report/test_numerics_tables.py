@@ -6,7 +6,6 @@ import io
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -21,8 +20,8 @@ from mprun.numerics.collect import KINDS as COLLECTED
 from mprun.numerics.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
 from mprun.report.plots import measurement_plots
-from mprun.report.plots.canvas import LIGHT
-from mprun.report.plots.measurement_plots import LIMITS, MOST_ROWS, TITLES, save_plots
+from mprun.report.plots.measurement_plots import LIMITS, MOST_ROWS, TITLES, numerics_plots
+from mprun.report.theme import LIGHT
 from mprun.results.numerics_result import (
     KINDS,
     RULES,
@@ -395,36 +394,34 @@ def test_scales_that_were_tried() -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the pictures."""
-    folder = tmp_path_factory.mktemp("saved")
-    assert save_plots(RESULT, "mnist in fp16_mixed", folder) == FILES
-    return folder
+def saved() -> dict[str, bytes]:
+    """The pictures."""
+    return numerics_plots(RESULT, "mnist in fp16_mixed")
 
 
 FILES = ["numerics.png", "numerics.svg", "loss_scale.png", "loss_scale.svg"]
 
 
-def test_files(saved: Path) -> None:
+def test_files(saved: dict[str, bytes]) -> None:
+    assert list(saved) == FILES
     for name in FILES:
-        begin = (saved / name).read_bytes()[:5]
-        assert begin == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
+        assert saved[name][:5] == (b"\x89PNG\r" if name.endswith("png") else b"<?xml")
     without = result(rows=[], loss_scale={**CONTENT["loss_scale"], "tried_db": {}})
-    assert save_plots(without, "mnist", Path()) == FILES[:2]
+    assert list(numerics_plots(without, "mnist")) == FILES[:2]
 
 
-def test_pictures_have_a_title_and_a_caption(saved: Path) -> None:
+def test_pictures_have_a_title_and_a_caption(saved: dict[str, bytes]) -> None:
     for name, words in (
         ("numerics", ("Sizes of the numbers of mnist in fp16_mixed", "Dashed:", "131,072")),
         ("loss_scale", ("Loss scales of mnist in fp16_mixed", "Shaded:")),
     ):
-        root = ElementTree.fromstring((saved / f"{name}.svg").read_text(encoding="utf-8"))
+        root = ElementTree.fromstring(saved[f"{name}.svg"].decode())
         text = " ".join("".join(e.itertext()) for e in root.iter() if e.tag.endswith("text"))
         assert [word for word in words if word not in text] == []
 
 
 def test_nothing_at_all_can_be_drawn() -> None:
-    assert save_plots(result(rows=[]), "mnist", Path())
+    assert numerics_plots(result(rows=[]), "mnist")
 
 
 def test_tables_need_no_torch_and_no_matplotlib() -> None:

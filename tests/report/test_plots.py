@@ -22,8 +22,9 @@ from mprun.cli.main import main
 from mprun.compare.comparison import Comparison, Estimate, Run
 from mprun.records.run_record import read_summary
 from mprun.report.plots import NAMES, canvas, draw, series, training_plots
-from mprun.report.plots.canvas import DARK, LIGHT, MARKERS, Plot, Theme, colour, marker
+from mprun.report.plots.canvas import Plot
 from mprun.report.plots.series import Box, place
+from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
 from tests.report.compared import HOSTILE, comparison, lines, of_losses, variant, write_run
 from tests.report.pages import Pages
 
@@ -205,7 +206,7 @@ def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]
         assert height > high * canvas.PNG_DPI / 72 + 2 * line_px, name
 
 
-def test_a_legend_keeps_its_place_between_title_and_drawing(tmp_path: Path) -> None:
+def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
     def draw_one(theme: Theme) -> Any:
         made, (axes,) = canvas.panels(1)
         axes.plot([1, 2], label="parameters")
@@ -213,8 +214,9 @@ def test_a_legend_keeps_its_place_between_title_and_drawing(tmp_path: Path) -> N
         canvas.legend_above(made, axes)
         return made
 
-    canvas.save(tmp_path, "x", canvas.PictureFrame("a title", "a caption"), draw_one)
-    root = ElementTree.fromstring((tmp_path / "x.svg").read_text(encoding="utf-8"))
+    frame = canvas.PictureFrame("a title", "a caption")
+    files = canvas.picture_files("x", frame, draw_one)
+    root = ElementTree.fromstring(files["x.svg"].decode())
     heights = {"".join(e.itertext()): height(e) for e in root.iter() if e.tag.endswith("text")}
     order = ["a title", "parameters", "panel", "a caption"]
     assert sorted(order, key=heights.__getitem__) == order

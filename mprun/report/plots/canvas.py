@@ -7,17 +7,6 @@ are left out: the same runs give the same bytes.
 
 matplotlib is used through its objects, without pyplot and without a window. A drawing uses none of
 its global settings or the user's matplotlibrc, and does not change them.
-
-All colours of tables, plots and pages, by role: light, dark, and on the terminal.
-
-The colours of the series come from a search. Their contrast with the page is at least 3:1 (WCAG
-2.1, non-text contrast). Their distances from each other and from the ink, in OKLab, are as large as
-ten colours allow, for normal sight and for red-, green- or blue-blindness (Machado et al. 2009).
-Ten colours are too many to identify by colour alone, so each variant also has its own marker, and
-its name is beside it.
-
-Memory has two ramps: blue for tensors that live as long as the model (parameters, buffers,
-gradients, optimizer state), brown for those that a step makes and frees (activations, temporary).
 """
 
 from __future__ import annotations
@@ -28,7 +17,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -46,116 +34,8 @@ from matplotlib.transforms import Bbox
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.console.formatting import counted
-from mprun.records.files import write_files
 from mprun.report import cells
-
-
-class Theme(NamedTuple):
-    """Colours by role, in a notation that both CSS and matplotlib read."""
-
-    paper: str
-    ink: str
-    muted: str
-    line: str
-    wash: str
-    """Areas behind figures: the margin, a hovered row."""
-    good: str
-    bad: str
-    open: str
-    """Text of verdicts: the metric is kept, it is lost, or it is not settled."""
-    series: tuple[str, ...]
-    """Variants but the baseline, or formats."""
-    memory: tuple[str, ...]
-    """The categories of `results.memory_result`."""
-
-
-LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1b1d21",
-    muted="#5d636d",
-    line="#d5d8dd",
-    wash="#eef0f3",
-    good="#1c6b43",
-    bad="#a3262b",
-    open="#7a5600",
-    series=(
-        *("#224fad", "#8e4306", "#0aa48a", "#60225c", "#b48b09"),
-        *("#707a33", "#8f7df5", "#760906", "#e16c71"),
-    ),
-    memory=("#1f3f66", "#456f9f", "#7ba0c6", "#b3cbe2", "#9a5b1d", "#dfae6e"),
-)
-
-DARK = Theme(
-    paper="#15171a",
-    ink="#e8e8e4",
-    muted="#a0a5ae",
-    line="#383c43",
-    wash="#20242a",
-    good="#7cc79d",
-    bad="#f0908f",
-    open="#dfb75c",
-    series=(
-        *("#5884c1", "#eb8f13", "#3acba2", "#d89fff", "#7f7712"),
-        *("#a8ad6a", "#7457c2", "#bc7e60", "#c5507a"),
-    ),
-    memory=("#aecbea", "#7da5cf", "#5580ad", "#3a5d85", "#e0a869", "#96683a"),
-)
-
-
-TONES = {"better": "good", "equivalent": "good", "worse": "bad", "inconclusive": "open"}
-"""The word of a verdict to the role of its colour."""
-
-TERMINAL = {"good": "green", "bad": "red", "open": "yellow"}
-"""Roles to the terminal's own colours."""
-
-FORMATS = {"bf16": 0, "fp16": 1}
-"""A format to its index among the colours of the series."""
-
-
-def named(name: Callable[[str], str]) -> Theme:
-    """A theme whose colours are `name(role)` for the roles `ink`, ..., `series-1`, ..."""
-    colours = {role: name(role) for role in Theme._fields if role not in ("series", "memory")}
-    return Theme(
-        **colours,
-        series=tuple(name(f"series-{i + 1}") for i in range(len(LIGHT.series))),
-        memory=tuple(name(f"memory-{i + 1}") for i in range(len(LIGHT.memory))),
-    )
-
-
-def declarations(theme: Theme) -> str:
-    """CSS variables with the theme's colours: `--ink: #1b1d21; ...`."""
-    names = _flat(named(lambda name: f"--{name}"))
-    return " ".join(f"{n}: {colour};" for n, colour in zip(names, _flat(theme), strict=True))
-
-
-def _flat(theme: Theme) -> list[str]:
-    return [x for value in theme for x in ((value,) if isinstance(value, str) else value)]
-
-
-def sentinels() -> tuple[Theme, dict[str, str]]:
-    """A theme of placeholder colours, and the CSS variable that replaces each of them."""
-    variables: dict[str, str] = {}
-
-    def placeholder(name: str) -> str:
-        colour = f"#fe{len(variables):02x}fe"
-        variables[colour] = f"var(--{name})"
-        return colour
-
-    return named(placeholder), variables
-
-
-MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
-
-
-def colour(theme: Theme, index: int) -> str:
-    """The colour of the variant in row `index`: ink for the baseline, else of the series."""
-    return theme.ink if index == 0 else theme.series[(index - 1) % len(theme.series)]
-
-
-def marker(index: int) -> str:
-    """matplotlib's name of its marker. Ten markers and nine colours make 90 pairs."""
-    return MARKERS[index % len(MARKERS)]
-
+from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
 
 WIDTH_IN = 9.2
 """At the page's width a point is about 1.45 CSS pixels: 8.5 points read as 12 pixels."""
@@ -234,16 +114,11 @@ def render(name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]) -> t
     return _inline(_svg(draw, theme), name, frame.title, variables), _file(draw, frame, "png")
 
 
-def save(
-    folder: Path, name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]
-) -> list[Path]:
-    """Write a drawing as `name.png` and `name.svg`; the paths.
-
-    Raises:
-        RunFailedError: they cannot be written.
-    """
-    files = {f"{name}.{kind}": _file(draw, frame, kind) for kind in ("png", "svg")}
-    return [folder / file for file in write_files(folder, files)]
+def picture_files(
+    name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]
+) -> dict[str, bytes]:
+    """A drawing as the files `name.png` and `name.svg`: name to content."""
+    return {f"{name}.{kind}": _file(draw, frame, kind) for kind in ("png", "svg")}
 
 
 def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,15 +21,8 @@ from matplotlib.image import AxesImage
 
 from mprun.console.fitted_table import shortened
 from mprun.records.run_record import MEMORY_CATEGORIES
-from mprun.report.plots.canvas import (
-    FORMATS,
-    PictureFrame,
-    Theme,
-    figure,
-    legend_above,
-    panels,
-    save,
-)
+from mprun.report.plots.canvas import PictureFrame, figure, legend_above, panels, picture_files
+from mprun.report.theme import FORMATS, Theme
 from mprun.results.memory_result import (
     NAMES,
     UNITS,
@@ -57,8 +49,8 @@ HEADROOM = 1.28
 """The axis over the highest peak, for the phases' names."""
 
 
-def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
-    """Write `memory.png` and `memory.svg` into `folder`; the paths."""
+def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
+    """`memory.png` and `memory.svg`: name to content."""
     modes = ", ".join(mode.label for mode in record.modes)
     counted = [mode for mode in record.modes if mode.same_as is None]
     alike = Counter(mode.same_as for mode in record.modes)
@@ -69,7 +61,7 @@ def save_memory_plot(record: MemoryRecord, folder: Path) -> list[Path]:
         f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
         "those that a step makes and frees.",
     )
-    return save(folder, "memory", frame, lambda theme: _draw(counted, alike, theme))
+    return picture_files("memory", frame, lambda theme: _draw(counted, alike, theme))
 
 
 def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int], theme: Theme) -> Figure:
@@ -172,14 +164,14 @@ LETTER_SHARE, ROW_POINTS = 0.0075, 8
 """A letter of a line's label, as a share of the width; the height of a row of labels."""
 
 
-def save_plots(result: NumericsResult, title: str, folder: Path) -> list[str]:
-    """Write the plots that there is data for into `folder`; the files' names."""
+def numerics_plots(result: NumericsResult, title: str) -> dict[str, bytes]:
+    """The plots that there is data for: name of a file to its content."""
     frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
-    paths = save(folder, "numerics", frame, lambda theme: exponents(result, theme))
+    files = picture_files("numerics", frame, lambda theme: exponents(result, theme))
     if result.loss_scale.tried_db:
         frame = PictureFrame(f"Loss scales of {title}", SCALES_CAPTION)
-        paths += save(folder, "loss_scale", frame, lambda theme: scales(result.loss_scale, theme))
-    return [path.name for path in paths]
+        files |= picture_files("loss_scale", frame, lambda theme: scales(result.loss_scale, theme))
+    return files
 
 
 def exponents(result: NumericsResult, theme: Theme) -> Figure:

@@ -20,15 +20,12 @@ from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells
 from mprun.report.plots.canvas import (
     Plot,
-    Theme,
-    colour,
     counts,
     face,
     figure,
     label,
     legend_above,
     mark,
-    marker,
     name_panel,
     name_rows,
     panels,
@@ -45,6 +42,7 @@ from mprun.report.plots.series import (
     has_broken_loss,
     timed,
 )
+from mprun.report.theme import Theme, colour, marker
 
 LOG_FROM = 20.0
 """Losses farther apart than this are drawn on a logarithmic axis."""

@@ -16,8 +16,6 @@ from mprun.report.plots.canvas import (
     LONGEST_LABEL,
     MARKER_SIZE,
     Plot,
-    Theme,
-    colour,
     counts,
     figure,
     label,
@@ -27,6 +25,7 @@ from mprun.report.plots.canvas import (
     times_axis,
 )
 from mprun.report.plots.series import Box, Placed, place
+from mprun.report.theme import Theme, colour
 
 
 def against_time(comparison: Comparison) -> Plot:

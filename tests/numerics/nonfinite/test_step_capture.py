@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mprun.experiments.replay_file import read_step
+from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.saved_step import UNSAVED, SavedStep, UnsavableModelError
 from mprun.numerics.nonfinite.step_capture import SMALL_BYTES, StepCapture
 from tests.numerics.nonfinite.loops_with_nan import SCRIPTS, train, write

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mprun.experiments.replay_file import read_step
+from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.fp_exception import FpException
 from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.numerics.nonfinite.step_replay import ReplayedStep, StepMisfitError, replay

@@ -16,15 +16,15 @@ from mprun.assemble.file_recipe import module_in
 from mprun.assemble.plan import choose_device
 from mprun.assemble.recipe_loading import recipe_of
 from mprun.config import Config
-from mprun.errors import MprunError, UsageError, definition, first_line, hint
+from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, UsageError, definition, first_line, hint
 from mprun.numerics.nonfinite.saved_step import SavedStep, saved_step
 from mprun.numerics.nonfinite.step_replay import (
-    ReplayedStep,
     StepFunction,
     StepMisfitError,
     replay,
 )
 from mprun.records.reader import DamagedArchiveError
+from mprun.results import Result
 from mprun.train.loss_terms import LossTerms, shown
 from mprun.train.torch_file import NotTensorsError, load_torch_file
 from mprun.train.user_code import explained, model_of
@@ -117,8 +117,8 @@ def parts_of_script(path: Path, function: str) -> ReplayParts:
     return ReplayParts(model, step)
 
 
-def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> ReplayedStep:
-    """Replay the step of the file `path`.
+def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> Result:
+    """Replay the step of the file `path`; it fails where no number is other than finite.
 
     Raises:
         UsageError: it does not fit the model, or the model's or script's code fails.
@@ -135,7 +135,8 @@ def replay_file(path: Path, saved: SavedStep, parts: ReplayParts) -> ReplayedSte
     except Exception as error:
         with explained(f"{path}: the step cannot be run again"):
             raise error
-    return replace(done, notes=(*parts.notes, *done.notes))
+    done = replace(done, notes=(*parts.notes, *done.notes))
+    return Result(done, list(done.lines()), status=EXIT_FAILED if done.cause is None else EXIT_OK)
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:

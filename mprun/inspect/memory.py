@@ -14,7 +14,7 @@ from mprun.assemble.optimizer import optimizer_name
 from mprun.config import Composed, compose
 from mprun.config.compose import parse
 from mprun.config.multirun import combinations
-from mprun.config.settings import parse_size
+from mprun.config.settings import MemorySettings, parse_size
 from mprun.config.variants import with_every_mode
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor.machine import versions
@@ -23,8 +23,10 @@ from mprun.experiments.double import largest_size
 from mprun.experiments.planned_run import unused_fields
 from mprun.numerics.memory_recorder import DtypeMismatchError
 from mprun.numerics.process_memory import StepMemory
+from mprun.records.files import json_text
 from mprun.records.published_figures import MEMORY_OF_HALF_SR
 from mprun.records.run_record import BatchRow
+from mprun.results import Result
 from mprun.results.memory_result import (
     LargestBatch,
     MemoryRecord,
@@ -32,6 +34,7 @@ from mprun.results.memory_result import (
     OptimizerChoice,
     ProcessLayout,
     PublishedMemory,
+    memory_parts,
 )
 from mprun.train.user_code import described
 
@@ -357,3 +360,25 @@ def warnings_of(modes: Sequence[PlannedMode]) -> list[str]:
                 "train.init_from has no effect: memory depends on shapes, not on values"
             )
     return list(dict.fromkeys(warnings))
+
+
+def memory_of_modes(
+    planned: PlannedModes, settings: MemorySettings, report: ReportPart = report_nothing
+) -> Result:
+    """Count a step of each mode, on one of several processes if the settings say so.
+
+    Raises:
+        RunFailedError: a model's code does not run on fake tensors.
+    """
+    layout = ProcessLayout(checkpointing=settings.checkpointing)
+    if settings.world_size > 1:
+        layout = replace(layout, world_size=settings.world_size, parallel=settings.parallel.value)
+    given = [key for mode in planned.modes for key in mode.composed.given]
+    plans = [(mode.label, mode.plan) for mode in planned.modes]
+    record = side_by_side(plans, given, settings.fits, report, layout, planned.left_out)
+    files: dict[str, str | bytes] = {"memory.json": json_text(record)}
+    if settings.picture:
+        from mprun.report.plots.measurement_plots import memory_plot  # imports matplotlib
+
+        files |= memory_plot(record)
+    return Result(record, list(memory_parts(record, settings.depth)), files)

@@ -34,7 +34,9 @@ from mprun.assemble.planned_memory import (
     gathered_itemsizes,
 )
 from mprun.config import compose
+from mprun.config.settings import DoctorSettings
 from mprun.console import ReportPart, report_nothing
+from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
 from mprun.doctor.format_gains import Shape, measured, predicted
 from mprun.doctor.measure import WORKING_SETS, measure_bandwidths
@@ -49,16 +51,24 @@ from mprun.doctor.roofline import (
 from mprun.doctor.scaling import estimate_scaling, sent_bytes
 from mprun.errors import MprunError, RunFailedError
 from mprun.experiments.planned_run import PlannedRun, plan_run
+from mprun.inspect.machine_examination import examine
 from mprun.numerics.op_cost import OpCost, count_costs
 from mprun.precision.gemms import fits, formatted_layers, linear_layers
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.rates import in_threads
 from mprun.records.data_sheets import GPUS
 from mprun.records.run_record import StepTimes
-from mprun.results.doctor_result import Examination
-from mprun.results.estimates import FormatGains, ScalingEstimate
+from mprun.results import Result
+from mprun.results.doctor_result import Examination, renderables
+from mprun.results.estimates import (
+    NO_FORMATS,
+    FormatGains,
+    ScalingEstimate,
+    format_parts,
+    scaling_parts,
+)
 from mprun.results.memory_result import ParallelKind
-from mprun.results.roofline_result import GROUPS, GroupName, Roofline
+from mprun.results.roofline_result import GROUPS, GroupName, Roofline, roofline_parts
 from mprun.train.clock import StepTime
 from mprun.train.loop import Parts, Trainer
 from mprun.train.user_code import described
@@ -373,3 +383,47 @@ def _shapes(plan: Plan, parts: Parts, batch: Batch) -> tuple[dict[Shape, list[st
     except ValueError:  # too few layers: a mode would be refused, a layer by name not
         converted = []
     return shapes, converted
+
+
+def examined(
+    device: str,
+    planned: PlannedRun | None,
+    settings: DoctorSettings,
+    report: ReportPart = report_nothing,
+) -> Result:
+    """The examination of a machine, or of a recipe's step on it.
+
+    Args:
+        device: auto, or the name of a device.
+        planned: the run whose step it is, or None.
+        settings: of the examination.
+        report: is called before each part.
+    """
+    keep_heap = planned is None or planned.plan.config.speed.name != "plain"
+    examination = examine(device, settings.budget_s, report, keep_heap)
+    if planned is None:
+        return Result(examination, list(renderables(examination)))
+    roofline = recipe_roofline(planned, examination, settings.steps, report)
+    examination = replace(
+        examination,
+        roofline=roofline,
+        formats=recipe_formats(planned, [gpu.name for gpu in settings.gpus], report),
+    )
+    if settings.world_size > 1:
+        links = [link.name for link in settings.links]
+        scaling = recipe_scaling(
+            planned, roofline, settings.parallel.value, settings.world_size, links
+        )
+        examination = replace(examination, scaling=scaling)
+    return Result(examination, list(_parts(examination, roofline)))
+
+
+def _parts(examination: Examination, roofline: Roofline) -> Iterator[FittedTable | str]:
+    """The tables of a recipe's step on the machine."""
+    yield from roofline_parts(roofline)
+    if not examination.formats:
+        yield NO_FORMATS
+    for gains in examination.formats or ():
+        yield from format_parts(gains)
+    if examination.scaling is not None:
+        yield from scaling_parts(examination.scaling)

@@ -13,11 +13,11 @@ Each inspected step is taken several times from the same weights on the same sam
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from mprun.config.settings import NumericsSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.data import Batch
 from mprun.data.batches import halves
-from mprun.errors import RunFailedError, UsageError
+from mprun.errors import EXIT_FAILED, RunFailedError, UsageError
 from mprun.experiments.planned_run import EXACT, PlannedRun, PolicyProbe, policy_in
 from mprun.numerics.collect import GRADIENTS, Statistics
 from mprun.numerics.float32_check import Region, float32_loss, is_good_enough
@@ -55,7 +55,9 @@ from mprun.numerics.updates import (
 )
 from mprun.precision.formats import BY_NAME, FP16
 from mprun.precision.policy import policy
-from mprun.results.numerics_result import Float32Loss, NumericsResult
+from mprun.records.files import jsonable
+from mprun.results import Result
+from mprun.results.numerics_result import Float32Loss, NumericsResult, numerics_parts
 from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
 from mprun.train.signals import StopSignals
 
@@ -154,8 +156,8 @@ def recipe_numerics(
     settings: NumericsSettings,
     stop: StopSignals,
     report: ReportPart,
-) -> tuple[dict[str, Any], InspectedSteps]:
-    """Train a planned run and inspect some steps; the content of numerics.json, and the results.
+) -> Result:
+    """Train a planned run and inspect some steps.
 
     Raises:
         RunFailedError: the run failed before the first of them.
@@ -174,7 +176,25 @@ def recipe_numerics(
         "ended": inspected.ended,
         **msgspec.to_builtins(inspected.result),
     }
-    return content, inspected
+    files: dict[str, str | bytes] = {
+        "numerics.json": json.dumps(jsonable(content), indent=1, allow_nan=False) + "\n"
+    }
+    if settings.plots:
+        from mprun.report.plots.measurement_plots import numerics_plots  # imports matplotlib
+
+        data = content["data"]
+        title = f"{content['recipe']} in {content['variant']}, {data['name']} ({data['source']}), "
+        title += f"{len(inspected.steps)} steps measured"
+        files |= numerics_plots(inspected.result, title)
+    further = [x.name for x in settings.formats]
+    parts = list(numerics_parts(inspected.result, settings.top, further))
+    steps, skipped = inspected.steps, inspected.skipped
+    parts.append(f"inspected {len(steps)} of {steps[-1]} steps, {len(skipped)} of them skipped")
+    if inspected.ended is None:
+        return Result(content, parts, files)
+    warning = f"the run ended early, its results are above: {inspected.ended}"
+    status = stop.exit_status if stop.requested() else EXIT_FAILED
+    return Result(content, parts, files, [warning], status)
 
 
 class _InspectingTrainer(Trainer):

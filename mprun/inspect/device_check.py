@@ -25,13 +25,15 @@ from mprun.assemble.parts import build_batches, build_model, build_precision
 from mprun.assemble.plan import choose_device
 from mprun.console import ReportPart, report_nothing
 from mprun.doctor import machine
+from mprun.errors import EXIT_CONDITION, EXIT_OK
 from mprun.experiments.planned_run import PlannedRun
 from mprun.nested import map_tensors
 from mprun.numerics.kernel_check import DTYPES, LAYERS, Layer, check_layer
 from mprun.precision.policy import dtype_name
 from mprun.precision.switches import switches
 from mprun.records.files import write_atomic
-from mprun.results.kernel_check_result import KernelCheck, KernelFault, MissingKernel
+from mprun.results import Result
+from mprun.results.kernel_check_result import KernelCheck, KernelFault, MissingKernel, check_parts
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
@@ -64,8 +66,8 @@ MOST_SAMPLES = 16
 
 def check_by_name(
     device: str, planned: PlannedRun | None, report: ReportPart = report_nothing
-) -> KernelCheck:
-    """Check a device by its name, or that of a planned run, and keep the result.
+) -> Result:
+    """Check a device by its name, or that of a planned run, and keep what was found.
 
     Raises:
         UsageError: this machine has no such device.
@@ -74,7 +76,8 @@ def check_by_name(
     check = check_device(where, planned, report)
     if planned is None:
         keep_check(where, check)
-    return check
+    status = EXIT_CONDITION if check.faults or not check.ops else EXIT_OK
+    return Result(check, list(check_parts(check)), status=status)
 
 
 def check_device(
