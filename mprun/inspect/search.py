@@ -6,16 +6,14 @@
 4  keep modules apart instead of ops, if that leaves less in float32
 5  train with the result and in float32, in pairs (`proof.py`)
 
-A search for the GEMMs of linear layers that do not tolerate a format of 8 bits or fewer.
-
-As `search_ops.py` does for ops: train a few steps in float32, measure each GEMM on batches of
-validation data, search the set to keep in bfloat16, and train with it in pairs.
+In a mode with formats of 8 bits or fewer, step 3 is that of `search_formats.py`: which GEMMs of
+linear layers must stay in bfloat16.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,44 +29,53 @@ from mprun.assemble import (
     build_parts,
     make_plan,
 )
-from mprun.assemble.planned_memory import as_native
 from mprun.config import Composed, compose
+from mprun.config.schema import Config
 from mprun.config.settings import SEEDS, SearchOpsSettings, Settings
+from mprun.console.fitted_table import FittedTable
 from mprun.console.formatting import counted
 from mprun.errors import UsageError
 from mprun.experiments.budget import EndedEarlyError, LimitedParts
+from mprun.experiments.plan_answer import search_answer
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.experiments.proof import SelectedCasts, prove, weights_after
-from mprun.numerics.cast_probe import CastProbe
-from mprun.numerics.effective_bits import BFLOAT16_BITS, EffectiveBits, GemmName, gemm_sizes
-from mprun.numerics.format_search import SLACK_DB, FormatSensitivity, HighGemms
-from mprun.numerics.op_search import Fp32List, OpEffect, Sensitivity, unmeasured
+from mprun.inspect.search_formats import batches_of, measure_formats
+from mprun.numerics.op_search import Fp32List, Sensitivity, unmeasured
 from mprun.numerics.op_watcher import dtype_name
-from mprun.numerics.passes import FLOAT32, Batch, CastPlan, NotMeasurableError, Passes
+from mprun.numerics.passes import FLOAT32, CastPlan
+from mprun.numerics.set_search import CandidateSearch, Effect
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
-from mprun.precision.gemms import LinearGemms, model_gemms
 from mprun.precision.policy import torch_dtype
-from mprun.records.mode_names import FORMAT_MODES, PRODUCTS, with_high_products
+from mprun.records.mode_names import FORMAT_MODES
+from mprun.report.snippets import snippets
 from mprun.results.search_result import (
-    BitsOfChoices,
     CastResult,
     Float32Time,
-    FormatRow,
     FormatSearch,
     Fp32Selection,
     GivenCasts,
     OpSearch,
     Proof,
     RoundedWeights,
-    Samples,
     Selections,
     SensitivityRow,
 )
-from mprun.train.loop import Parts
+from mprun.results.search_tables import (
+    ALL_LOWER,
+    LAYERS,
+    OPS,
+    comments,
+    conclusion,
+    layers_text,
+    op_search_conclusion,
+    op_search_parts,
+    search_parts,
+    texts,
+)
 from mprun.train.loss_terms import LossTerms
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION, FORMATS_SCHEMA_VERSION = 1, 2
 HELD_OUT = "data.validation_fraction"
 """Set to `SHARE` for a recipe without validation data."""
 SHARE = 0.1
@@ -105,36 +112,23 @@ class PlannedSearch:
         if low.execution == "emulated":
             yield "note: no times are measured: emulated arithmetic does not show the hardware's"
 
-    def measure(self, parts: LimitedParts) -> tuple[OpSearch, SelectedCasts | None]:
-        """Search; the result, and the casts to prove, if it got as far as a list.
+    def measure(self, parts: LimitedParts) -> FoundOps | FoundFormats:
+        """Measure and search, as far as it gets.
 
         Raises:
             EndedEarlyError: `parts` ended it before its first result.
             UsageError: the model cannot be measured.
             RunFailedError: the model's step cannot run.
         """
+        if self.low.plan.policy.gemms != "none":
+            settings = self.settings.search_ops
+            found = measure_formats(self.low, self.float32, settings, parts)
+            return FoundFormats(self, found)
         reference = make_plan(self.float32.config, ())
         with self.low.executing():
-            return _search(self.low.plan, reference, self.settings.search_ops, parts)
-
-    def with_open_proof(
-        self, search: OpSearch, proof: Proof | None, ended_by: str | None
-    ) -> OpSearch:
-        """The search with what its proof left open when it ended early."""
-        if ended_by is None:
-            return search
-        pairs = 0 if proof is None else len(proof.values)
-        text = f"{pairs} of {counted(self.seeds, 'pair')} of trainings of the proof were made"
-        return replace(search, ended_by=ended_by, unsettled=[*search.unsettled, text])
-
-    def content(self, search: OpSearch, proof: Proof | None) -> dict[str, Any]:
-        """The content of search_ops.json."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            **self.described(),
-            "proof": None if proof is None else asdict(proof),
-            **asdict(search),
-        }
+            return FoundOps(
+                self, *_search(self.low.plan, reference, self.settings.search_ops, parts)
+            )
 
     def described(self) -> dict[str, Any]:
         """What was searched, and with which settings."""
@@ -148,14 +142,14 @@ class PlannedSearch:
             "settings": {**own, "seeds": self.seeds},
         }
 
-    def prove(self, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
+    def prove(self, low: Config, casts: SelectedCasts, parts: LimitedParts) -> Proof | None:
         """Train with the casts and in float32; None if `parts` ended it before the first pair.
 
         Raises:
             RunFailedError: a training in float32 failed.
         """
-        configs = self.low.composed.config, self.float32.config
-        return prove(*configs, casts, self.settings.search_ops, self.seeds, parts)
+        settings = self.settings.search_ops
+        return prove(low, self.float32.config, casts, settings, self.seeds, parts)
 
 
 def plan_search(overrides: list[str], config_dir: Path | None, settings: Settings) -> PlannedSearch:
@@ -318,8 +312,8 @@ class _Lists:
         return (
             ops is not None
             and modules is not None
-            and modules.search.is_within
-            and modules.float32_share < ops.float32_share
+            and modules.is_within
+            and modules.cost < ops.cost
         )
 
     @property
@@ -348,9 +342,9 @@ def _search_lists(measured: Sensitivity, tolerance: Tolerance, with_modules: boo
     """Measure ops and modules and search the smallest lists, as far as it gets."""
     lists = _Lists()
     with suppress(EndedEarlyError):
-        measured.measure_ops()
+        measured.of_ops.measure()
         lists.ops = measured.smallest_ops(tolerance)
-        measured.measure_modules()
+        measured.of_modules.measure()
         if lists.ops.fp32 and with_modules:
             lists.modules = measured.smallest_modules(tolerance)
         lists.is_complete = True
@@ -361,38 +355,39 @@ def _unsettled(measured: Sensitivity, lists: _Lists) -> Iterator[str]:
     """What a search that ended early leaves open."""
     if lists.is_complete:
         return
-    if text := _not_measured("op", measured.movable_ops, measured.ops):
+    if text := _not_measured(measured.of_ops):
         yield text
     if lists.ops is None:
         yield "the smallest list of ops was not searched to its end: there is no list"
         return
-    if text := _not_measured("module", measured.movable_modules, measured.modules):
+    if text := _not_measured(measured.of_modules):
         yield text
     if lists.ops.fp32:
         yield "whether modules in float32 are a better answer than ops was not searched to its end"
 
 
-def _not_measured(kind: str, calls: Mapping[str, int], effects: Sequence[OpEffect]) -> str | None:
+def _not_measured(search: CandidateSearch) -> str | None:
+    calls, effects = search.candidates.names, search.effects
     names = list(calls)[len(effects) :]
     if not names:
         return None
     listed = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" * (len(names) > NAMED))
-    return f"{len(effects)} of {counted(len(calls), kind)} measured, not {listed}"
+    return f"{len(effects)} of {counted(len(calls), search.candidates.kind)} measured, not {listed}"
 
 
-def _row(effect: OpEffect, tolerance: Tolerance) -> SensitivityRow:
+def _row(effect: Effect, tolerance: Tolerance) -> SensitivityRow:
     return SensitivityRow(harm_alone=tolerance.harm(effect.alone), **effect._asdict())
 
 
 def _selection(smallest: Fp32List, time_ratio: float | None) -> Fp32Selection:
     return Fp32Selection(
         fp32=list(smallest.fp32),
-        is_within=smallest.search.is_within,
-        harm=smallest.search.harm,
+        is_within=smallest.is_within,
+        harm=smallest.harm,
         measure=smallest.measure,
-        float32_share=smallest.float32_share,
+        float32_share=smallest.cost,
         time_ratio=time_ratio,
-        steps=list(smallest.search.steps),
+        steps=list(smallest.steps),
     )
 
 
@@ -407,158 +402,120 @@ def loss_scales(plan: Plan) -> tuple[float, ...]:
     return tuple(scales)
 
 
-def batches_of(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
-    """Batches of validation data of the training's size, smaller if there is less data."""
-    held_out = not parts.validation.is_empty
-    source = parts.validation if held_out else parts.train
-    batches = source.some(wanted, at_most)
-    split = "validation" if held_out else "train"
-    return Samples(split, len(batches), batches[0].size), [(b.inputs, b.content) for b in batches]
+# ---- the results ---------------------------------------------------------------------------------
 
 
-FORMATS_SCHEMA_VERSION = 2
+@dataclass
+class FoundOps:
+    """The ops, or modules, that must stay in float32."""
+
+    planned: PlannedSearch
+    search: OpSearch
+    casts: SelectedCasts | None
+    """The answer as trainings take it; None if the search did not get as far."""
+    proof: Proof | None = None
+
+    def prove(self, parts: LimitedParts) -> None:
+        """Train with the answer and in float32, in pairs.
+
+        Raises:
+            RunFailedError: a training in float32 failed.
+        """
+        if self.casts is None:
+            return
+        self.proof = self.planned.prove(self.planned.low.composed.config, self.casts, parts)
+        if parts.ended_by is not None:
+            pairs = 0 if self.proof is None else len(self.proof.values)
+            text = f"{pairs} of {counted(self.planned.seeds, 'pair')} of trainings of the proof"
+            unsettled = [*self.search.unsettled, f"{text} were made"]
+            self.search = replace(self.search, ended_by=parts.ended_by, unsettled=unsettled)
+
+    def parts(self) -> Iterator[FittedTable | str]:
+        """The answer and its tables."""
+        return op_search_parts(self.search)
+
+    def conclusion(self) -> Iterator[str]:
+        """What the proof showed, and what was left open."""
+        return op_search_conclusion(self.search, self.proof)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of search_ops.json."""
+        proof = None if self.proof is None else asdict(self.proof)
+        described = self.planned.described()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **described,
+            "proof": proof,
+            **asdict(self.search),
+        }
+
+    def files(self) -> dict[str, str | bytes]:
+        """The op lists, and the answer as code for other training loops."""
+        config = self.planned.low.plan.config
+        about = f"recipe {config.recipe.name}, precision {config.precision.name}"
+        files: dict[str, str | bytes] = {**texts(self.search, about)}
+        if self.casts is not None:
+            answer = search_answer(
+                self.planned.low.plan, self.casts, tuple(comments(self.search, about))
+            )
+            files |= snippets(answer)
+        return files
+
+    def overrides(self, given: Sequence[str], folder: Path) -> list[str] | None:
+        """Those of a run that uses the result; None without one."""
+        if self.search.search is None:
+            return None
+        by_modules = self.search.answer == "modules"
+        lists = folder / (ALL_LOWER if by_modules else OPS)
+        layers = [f"precision.layers_file={folder / LAYERS}"] if by_modules else []
+        of_run = [text for text in given if key_of(text) not in ("op_lists", "run")]
+        files = [f"op_lists.lower_file={lists}", f"op_lists.fp32_file={lists}"]
+        return [*of_run, "op_lists=hmp", *files, *layers]
 
 
-def measure_formats(planned: PlannedSearch, parts: LimitedParts) -> FormatSearch:
-    """Measure and search.
+@dataclass
+class FoundFormats:
+    """The GEMMs of linear layers that must stay in bfloat16."""
 
-    Raises:
-        EndedEarlyError: `parts` ended it before its first result.
-        UsageError: the model cannot be measured, or the budget of effective bits is impossible.
-        RunFailedError: the model's step cannot run.
-    """
-    low, settings = planned.low.plan, planned.settings.search_ops
-    mode = low.policy.gemms
-    with planned.low.executing(), backend_flags(low.policy, low.native_tf32):
-        parts("counting the GEMMs")
-        built = build_parts(as_native(low))
-        samples, batches = batches_of(built, settings.batches, low.batch.micro)
-        passes = Passes(built.model, LossTerms(low.recipe), batches, forward=low.recipe.forward)
-        gemms = model_gemms(built.model, {}, mode, low.policy.hadamard)
-        bits = EffectiveBits(gemm_sizes(built.model, lambda: passes.run(FLOAT32, 0)), gemms)
-        _check_bits(bits, mode, settings.effective_bits)
-        parts(f"training {settings.warmup_steps} steps in float32")
-        weights = weights_after(make_plan(planned.float32.config, ()), settings.warmup_steps)
-        parts("measuring float32")
-        built.model.load_state_dict(weights)
-        measured = FormatSensitivity(
-            CastProbe(passes), gemms, bits, low.device.type, settings.per.name, parts
-        )
-        asked = Tolerance(settings.tolerance, settings.gradient_db)
-        tolerance = asked.beside(measured.unavoidable, SLACK_DB)
-        high: HighGemms | None = None
-        with suppress(EndedEarlyError):
-            measured.measure(tolerance)
-            high = measured.smallest(tolerance, settings.effective_bits)
-    return FormatSearch(
-        format=mode,
-        per=settings.per.name,
-        measured_on=samples,
-        tolerance=tolerance,
-        unavoidable=measured.unavoidable,
-        everything=measured.everything,
-        bfloat16=measured.bfloat16,
-        candidates=_rows(measured, bits),
-        high=None if high is None else list(high.names),
-        layers=None if high is None else layers_of(gemms, mode, bits.formatted, high.gemms),
-        harm=None if high is None else high.harm,
-        is_within=None if high is None else high.is_within,
-        measure=None if high is None else high.measure,
-        operations=None if high is None else 1 - bits.share(high.gemms),
-        effective_bits=BitsOfChoices(
-            budget=settings.effective_bits,
-            everything=bits.of(()),
-            answer=None if high is None else bits.of(high.gemms),
-            bfloat16=bits.of(bits.formatted),
-        ),
-        steps=[] if high is None else list(high.steps),
-        ended_by=parts.ended_by,
-    )
+    planned: PlannedSearch
+    search: FormatSearch
 
+    def prove(self, parts: LimitedParts) -> None:
+        """Train with the answer and in float32, in pairs, if some GEMM keeps the format.
 
-def _check_bits(bits: EffectiveBits, mode: str, budget: float | None) -> None:
-    """Refuse a search without a GEMM, and a budget that no choice keeps to.
+        Raises:
+            RunFailedError: a training in float32 failed.
+        """
+        search = self.search
+        if not search.keeps_a_format or search.layers is None:
+            return
+        low = copy.deepcopy(self.planned.low.composed.config)
+        low.precision.layers = dict(search.layers)
+        proof = self.planned.prove(low, SelectedCasts(None, search.layers, 1.0), parts)
+        self.search = replace(search, proof=proof, ended_by=search.ended_by or parts.ended_by)
 
-    Raises:
-        NotMeasurableError: a step calls no layer that the mode converts.
-        UsageError: every choice has more effective bits.
-    """
-    if not bits.formatted:
-        raise NotMeasurableError(f"a step calls no linear layer that {mode} converts")
-    lowest = bits.of(())
-    if budget is not None and budget < lowest:
-        raise UsageError(
-            f"search_ops.effective_bits={budget:g}: with every GEMM that {mode} converts in its "
-            f"format, the linear layers have {lowest:.4f} effective bits, because others stay in "
-            f"bfloat16; legal: {_above(lowest):g} to {BFLOAT16_BITS:g}, or another mode"
-        )
+    def parts(self) -> Iterator[FittedTable | str]:
+        """The answer and its tables."""
+        return search_parts(self.search)
 
+    def conclusion(self) -> Iterator[str]:
+        """What the proof showed, and what was left open."""
+        return conclusion(self.search)
 
-def _above(bits: float) -> float:
-    """A short number that is not below."""
-    rounded = round(bits, 2)
-    return rounded if rounded >= bits else round(rounded + 0.01, 2)
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of search_ops.json."""
+        described = self.planned.described()
+        return {"schema_version": FORMATS_SCHEMA_VERSION, **described, **asdict(self.search)}
 
+    def files(self) -> dict[str, str | bytes]:
+        """The layers' dtypes."""
+        return {LAYERS: layers_text(self.search)} if self.search.high else {}
 
-def _rows(measured: FormatSensitivity, bits: EffectiveBits) -> list[FormatRow]:
-    return [
-        FormatRow(
-            name=effect.name,
-            layer=own[0].layer,
-            products=[gemm.product for gemm in own],
-            alone=effect.alone,
-            harm_alone=effect.harm,
-            kept=effect.kept,
-            operations=bits.share(own),
-        )
-        for effect in measured.effects
-        for own in (measured.candidates[effect.name],)
-    ]
-
-
-def layers_of(
-    gemms: Mapping[str, LinearGemms],
-    mode: str,
-    formatted: Collection[GemmName],
-    high: Collection[GemmName],
-) -> dict[str, str]:
-    """`precision.layers` of a run in the mode with these GEMMs in bfloat16.
-
-    Args:
-        gemms: the layers that the mode converts.
-        mode: its name.
-        formatted: the GEMMs that have a format and are computed.
-        high: those of them that stay in bfloat16.
-    """
-    low = {*formatted} - {*high}
-    kept = {layer: {p for p in PRODUCTS if GemmName(layer, p) not in low} for layer in gemms}
-    return {
-        layer: with_high_products(mode, kept[layer])
-        for layer in gemms
-        if any(name.layer == layer for name in high)
-    }
-
-
-def prove_formats(
-    planned: PlannedSearch, search: FormatSearch, parts: LimitedParts
-) -> FormatSearch:
-    """The search with pairs of trainings, with its `layers` and in float32.
-
-    None are made where no GEMM keeps the format, or the search ended early.
-
-    Raises:
-        RunFailedError: a training in float32 failed.
-    """
-    if not search.keeps_a_format or search.layers is None:
-        return search
-    low = copy.deepcopy(planned.low.composed.config)
-    low.precision.layers = dict(search.layers)
-    casts = SelectedCasts(None, search.layers, 1.0)
-    settings = planned.settings.search_ops
-    proof = prove(low, planned.float32.config, casts, settings, planned.seeds, parts)
-    return replace(search, proof=proof, ended_by=search.ended_by or parts.ended_by)
-
-
-def format_content(planned: PlannedSearch, search: FormatSearch) -> dict[str, Any]:
-    """The format_content of search_ops.json."""
-    return {"schema_version": FORMATS_SCHEMA_VERSION, **planned.described(), **asdict(search)}
+    def overrides(self, given: Sequence[str], folder: Path) -> list[str] | None:
+        """Those of a run that uses the result; None without one."""
+        if not self.search.keeps_a_format:
+            return None
+        kept = [text for text in given if not text.startswith("run.")]
+        return [*kept, *[f"precision.layers_file={folder / LAYERS}"] * bool(self.search.high)]

@@ -16,6 +16,7 @@ from math import inf, isnan
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.console.formatting import counted
 from mprun.records.mode_names import PRODUCTS, SHORT_DTYPES, layers_file
+from mprun.results.numerics_result import unjudged
 from mprun.results.search_result import (
     Deviation,
     FormatRow,
@@ -28,6 +29,26 @@ from mprun.results.search_result import (
 
 MOST_ROWS = 20
 ELSEWHERE = "search_ops.json"
+
+
+def op_search_parts(search: OpSearch) -> Iterator[FittedTable | str]:
+    """The answer, ops and modules one at a time, the outcome, and which gradients do not count."""
+    yield answer_sentence(search)
+    for kind, rows in (("ops", search.ops), ("modules", search.modules)):
+        if rows:
+            yield rows_table(search, kind)
+    yield outcome_table(search)
+    yield from unjudged(search.unjudged_parameters, search.zero_gradients, search.reference)
+
+
+def op_search_conclusion(search: OpSearch, proof: Proof | None) -> Iterator[str]:
+    """What the proof showed, and what was left open."""
+    if search.search is not None and not search.search.ops.is_within:
+        yield "warning: the difference is above the tolerance even with every op in float32"
+    if proof is not None:
+        yield from proof_lines(proof)
+    for sentence in search.unsettled:
+        yield f"not settled, ended by {search.ended_by}: {sentence}"
 
 
 def answer_sentence(search: OpSearch) -> str:

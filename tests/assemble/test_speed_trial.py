@@ -95,7 +95,7 @@ def test_of_processes_that_begin_at_once_one_makes_the_trial(
         wait_for(lambda: len(asked) == 3)  # the others want the trial while it is made
         return FIRST, "the trial"
 
-    monkeypatch.setattr(speed_choices, "locked", noted)
+    monkeypatch.setattr(speed_choices, "choice_lock", noted)
     monkeypatch.setattr(speed_trial, "_tried", try_all)
     plans = [planned(f"seed={seed}") for seed in range(3)]
     with ThreadPoolExecutor(3) as pool:

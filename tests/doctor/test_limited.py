@@ -30,8 +30,8 @@ OWN = {"ATEN_CPU_CAPABILITY": "default"}
 BOTH = """
 import sys
 from mprun.cli.main import main
-from mprun.experiments import machine_modes
-machine_modes.modes = lambda: ["fp32", "bf16_mixed", "fp16_mixed"]
+from mprun.inspect import machine_examination
+machine_examination.modes = lambda: ["fp32", "bf16_mixed", "fp16_mixed"]
 assert main(["doctor", "device=cpu", "doctor.json=true", "doctor.budget_s=0.1"]) == 0
 sys.stdout.flush()
 sys.stdout = sys.stderr

@@ -127,7 +127,7 @@ def test_a_mistake_is_one_line(
 def test_settings_without_processes_are_warned_about(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mprun.inspect.machine_examination.examine", lambda *_: 1 / 0)
+    monkeypatch.setattr("mprun.inspect.step_roofline.examine", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["doctor", "device=cpu", "doctor.parallel=fsdp2"])
     assert "doctor.parallel has no effect: doctor.world_size is 1" in capsys.readouterr().err

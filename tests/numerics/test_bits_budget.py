@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.format_search import least_harm
+from mprun.numerics.set_search import least_harm
 
 LOWEST = 5.0
 """Effective bits with nothing high."""
@@ -39,13 +39,13 @@ def test_where_powers_add_at_least_half_of_the_best_is_removed(
 
     budget = LOWEST + spare
     found = least_harm(alone, harm, bits, budget)
-    assert bits(found.fp32) <= budget
-    assert found.harm == harm(found.fp32) <= harm(())
+    assert bits(found.names) <= budget
+    assert found.harm == harm(found.names) <= harm(())
     sets = (s for n in range(len(alone) + 1) for s in itertools.combinations(alone, n))
     best = max(removed(s) for s in sets if bits(s) <= budget)
-    assert removed(found.fp32) >= best / 2 * (1 - 1e-9)  # sums of float64
+    assert removed(found.names) >= best / 2 * (1 - 1e-9)  # sums of float64
     if spare >= sum(cost.values()) + 1e-9:
-        assert {*found.fp32} == {*alone}
+        assert {*found.names} == {*alone}
 
 
 def test_the_most_harm_per_bit_goes_first_and_what_does_not_fit_is_passed_over() -> None:
@@ -58,10 +58,10 @@ def test_the_most_harm_per_bit_goes_first_and_what_does_not_fit_is_passed_over()
     def harm(high: tuple[str, ...]) -> float:
         return sum(alone[name] for name in alone if name not in high)
 
-    assert least_harm(alone, harm, bits, LOWEST).fp32 == ()
-    assert least_harm(alone, harm, bits, LOWEST + 2).fp32 == ("small", "tiny")
+    assert least_harm(alone, harm, bits, LOWEST).names == ()
+    assert least_harm(alone, harm, bits, LOWEST + 2).names == ("small", "tiny")
     found = least_harm(alone, harm, bits, LOWEST + 5)
-    assert found.fp32 == ("small", "large")
+    assert found.names == ("small", "large")
     assert [(step.action, step.name) for step in found.steps] == [
         ("add", "small"),
         ("add", "large"),
@@ -77,14 +77,14 @@ def test_a_single_name_beats_the_order_per_bit_where_it_removes_more() -> None:
     def harm(high: tuple[str, ...]) -> float:
         return sum(alone[name] for name in alone if name not in high)
 
-    assert least_harm(alone, harm, bits, LOWEST + 1).fp32 == ("large",)
+    assert least_harm(alone, harm, bits, LOWEST + 1).names == ("large",)
 
 
 def test_measured_harm_decides() -> None:
     """Keeping `a` does harm here, which its harm alone does not tell."""
     harms = {(): 1.0, ("a",): 5.0, ("a", "b"): 0.5, ("b",): 0.8}
     found = least_harm({"a": 3.0, "b": 1.0}, lambda high: harms[high], lambda high: len(high), 1)
-    assert (found.fp32, found.harm) == (("b",), 0.8)
+    assert (found.names, found.harm) == (("b",), 0.8)
     assert least_harm({"a": 3.0, "b": 1.0}, lambda h: harms[h], lambda h: len(h), 2).harm == 0.5
 
 
@@ -93,7 +93,7 @@ def test_infinite_harm_goes_first() -> None:
         return 0.5 if "nan" in high else math.inf
 
     alone = {"good": 9.0, "nan": math.inf}
-    assert least_harm(alone, harm, lambda high: len(high), 1).fp32 == ("nan",)
+    assert least_harm(alone, harm, lambda high: len(high), 1).names == ("nan",)
 
 
 def test_a_budget_below_everything_is_refused() -> None:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import mprun
 from mprun.cli.main import main
-from mprun.inspect.search import layers_of
+from mprun.inspect.search_formats import layers_of
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.effective_bits import EffectiveBits, GemmName, gemm_sizes
-from mprun.numerics.format_search import SLACK_DB, FormatSensitivity, with_high
+from mprun.numerics.format_search import SLACK_DB, GemmCandidates, with_high
 from mprun.numerics.passes import FLOAT32, Passes
+from mprun.numerics.set_search import CandidateSearch
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision.gemms import GEMMS, computing_with, formats_of, model_gemms
 from mprun.records.mode_names import FORMAT_MODES, PRODUCTS, layer_values, with_high_products
@@ -90,43 +91,48 @@ def planted(product: str, size: float) -> nn.Module:
 
 def sensitivity_of(
     net: nn.Module, mode: str, per: str = "gemm"
-) -> tuple[FormatSensitivity, Tolerance]:
+) -> tuple[CandidateSearch, GemmCandidates, Tolerance]:
     generator = torch.Generator().manual_seed(1)
     batches = [tuple(torch.randn(64, WIDTH, generator=generator) for _ in "xy") for _ in range(3)]
     passes = Passes(net, nn.functional.mse_loss, batches)
     gemms = model_gemms(net, {}, mode)
     before = copy.deepcopy(net.state_dict())
     bits = EffectiveBits(gemm_sizes(net, lambda: passes.run(FLOAT32, 0)), gemms)
-    found = FormatSensitivity(CastProbe(passes), gemms, bits, "cpu", per)
-    tolerance = DEFAULT.beside(found.unavoidable, SLACK_DB)
-    found.measure(tolerance)
+    probe, every = CastProbe(passes), GemmCandidates(gemms, bits, "cpu", per)
+    found = CandidateSearch(probe, every)
+    tolerance = DEFAULT.beside(every.moved_weights(probe), SLACK_DB)
+    found.measure()
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert not any("forward" in vars(module) for module in net.modules())
-    return found, tolerance
+    return found, every, tolerance
 
 
 @pytest.mark.representative("nvfp4", "fp8_rowwise_hp")
 @pytest.mark.parametrize("mode", FORMAT_MODES)
 def test_gemms_without_outliers_tolerate_each_format(mode: str) -> None:
-    found, tolerance = sensitivity_of(model(), mode)
+    found, every, tolerance = sensitivity_of(model(), mode)
     products = [p for p in PRODUCTS if getattr(GEMMS[mode], p).formats]
     expected = [f"{layer}.{product}" for layer in "134" for product in products]
     assert [effect.name for effect in found.effects] == expected
     high = found.smallest(tolerance)
-    assert (high.names, high.gemms, high.is_within) == ((), (), True)
-    assert found.bfloat16.gradients_db > found.everything.gradients_db
+    assert (high.names, high.is_within) == ((), True)
+    in_bfloat16 = found.kept(tuple(every.names))
+    assert in_bfloat16.gradients_db > found.kept(()).gradients_db
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) -> None:
-    found, tolerance = sensitivity_of(planted(product, 300.0), "nvfp4")
+    found, every, tolerance = sensitivity_of(planted(product, 300.0), "nvfp4")
     high = found.smallest(tolerance)
     assert (high.names, high.is_within) == ((f"{OUTLIER}.{product}",), True)
-    assert max(found.effects, key=lambda effect: effect.harm).name == f"{OUTLIER}.{product}"
-    lowest = found.effective_bits(())
-    assert lowest < found.effective_bits(high.names) < 16
+    assert (
+        max(found.effects, key=lambda effect: tolerance.harm(effect.alone)).name
+        == f"{OUTLIER}.{product}"
+    )
+    lowest = every.cost(())
+    assert lowest < every.cost(high.names) < 16
     # A budget for one GEMM of this size more goes to the same one, a smaller budget to none.
-    one = found.smallest(tolerance, found.effective_bits(high.names))
+    one = found.smallest(tolerance, every.cost(high.names))
     assert (one.names, one.is_within) == (high.names, True)
     none = found.smallest(tolerance, lowest)
     assert (none.names, none.is_within) == ((), False)
@@ -136,25 +142,25 @@ def test_the_one_gemm_behind_outliers_must_stay_high_in_four_bits(product: str) 
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_eight_bits_have_the_range_for_the_same_outliers(product: str) -> None:
     """E4M3 has numbers from 2^-9 to 448."""
-    found, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
+    found, _, tolerance = sensitivity_of(planted(product, 300.0), "mxfp8")
     assert found.smallest(tolerance).names == ()
 
 
 def test_layers_can_be_searched_as_a_whole() -> None:
-    found, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
+    found, every, tolerance = sensitivity_of(model(300.0), "nvfp4", "layer")
     assert [effect.name for effect in found.effects] == ["1", "3", "4"]
     high = found.smallest(tolerance)
     assert (high.names, high.is_within) == ((OUTLIER,), True)
-    assert high.gemms == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
+    assert every.gemms_of(high.names) == tuple(GemmName(OUTLIER, product) for product in PRODUCTS)
 
 
 def test_a_budget_never_does_more_harm_than_a_smaller_one() -> None:
-    found, tolerance = sensitivity_of(planted("grad_input", 300.0), "nvfp4")
-    lowest = found.effective_bits(())
+    found, every, tolerance = sensitivity_of(planted("grad_input", 300.0), "nvfp4")
+    lowest = every.cost(())
     harms = []
     for budget in (lowest, (lowest + 16) / 2, 16.0):
         high = found.smallest(tolerance, budget)
-        assert found.effective_bits(high.names) <= budget
+        assert every.cost(high.names) <= budget
         harms.append(tolerance.whole_harm(high.measure))
     assert harms == sorted(harms, reverse=True)
     assert harms[-1] < harms[0]

@@ -14,10 +14,10 @@ from mprun.numerics.histograms import histogram
 from mprun.numerics.loss_scale_advice import (
     LayerGradients,
     best_tried,
+    in_words,
     judge,
     largest_power,
     need,
-    power,
     recommend,
 )
 
@@ -104,7 +104,7 @@ def test_whether_one_is_needed_and_why() -> None:
     assert text.startswith("none is needed: without one none overflows, all keep ")
     # One of the four gradients is 2^-25, a tie that goes to 0.
     assert "of the non-zero gradients 25.00% become 0, all so small that they do not count" in text
-    assert f"At {power(fine.scale)} 0.00% would" in text
+    assert f"At {in_words(fine.scale)} 0.00% would" in text
 
 
 def test_more_is_asked_where_more_is_needed() -> None:
@@ -131,6 +131,6 @@ def test_the_best_of_those_tried_is_the_largest_on_the_plateau() -> None:
 
 
 def test_powers_in_words() -> None:
-    assert power(65536.0) == "2^16 = 65,536"
-    assert power(0.5) == "2^-1 = 0.5"
-    assert power(1000.0) == "1000"
+    assert in_words(65536.0) == "2^16 = 65,536"
+    assert in_words(0.5) == "2^-1 = 0.5"
+    assert in_words(1000.0) == "1000"

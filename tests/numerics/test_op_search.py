@@ -116,10 +116,10 @@ def test_the_planted_ops_and_no_others_are_on_the_list(
     ops = measured_with(between).smallest_ops()
     assert sorted(ops.fp32) == sorted(expected)
     assert {n for n, kind in ops.lists.rules.items() if kind == "fp32"} == set(expected)
-    assert ops.search.is_within
+    assert ops.is_within
     assert ops.measure.loss_difference < 0.01
     assert ops.measure.worst_db > 10
-    assert (ops.float32_share > 0) == bool(expected)
+    assert (ops.cost > 0) == bool(expected)
 
 
 @pytest.mark.representative(2, 3)
@@ -179,7 +179,7 @@ def test_a_module_is_the_answer_where_one_of_many_calls_is_hostile() -> None:
     ops, modules = measured.smallest_ops(), measured.smallest_modules()
     assert ops.fp32 == ("linear",)
     assert modules.fp32 == ("2",)
-    assert modules.float32_share < ops.float32_share
+    assert modules.cost < ops.cost
     assert {n for n, kind in modules.lists.rules.items() if kind == "fp32"} == set()
     (row,) = (row for row in measured.modules if row.name == "2")
     assert not math.isfinite(row.alone.loss_difference)
@@ -254,7 +254,7 @@ def test_progress_is_reported() -> None:
     measured = measured_with(report=texts.append)
     assert texts == ["op linear", "op relu"]
     measured.smallest_ops()
-    assert texts[2:] == ["smallest list, in float32: nothing"]
+    assert texts[2:] == ["smallest set, kept high: nothing"]
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,7 @@ def test_ops_can_be_kept_in_float32_in_any_case() -> None:
     ops = measured.smallest_ops()
     assert ops.fp32 == ()
     assert ops.lists.rules["softmax"] == "fp32"
-    assert ops.float32_share > 0
+    assert ops.cost > 0
 
 
 def test_a_name_that_no_op_has_cannot_be_kept() -> None:

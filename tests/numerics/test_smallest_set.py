@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mprun.numerics.op_search import SmallestSet, smallest_set
+from mprun.numerics.set_search import SmallestSet, smallest_set
 from mprun.results.search_result import SearchStep
 
 NAMES = ("linear", "exp", "sum", "softmax", "relu", "log", "norm")
@@ -30,7 +30,7 @@ def hostile(*names: str) -> SmallestSet:
 @pytest.mark.parametrize("names", [(), ("exp",), ("relu",), ("exp", "log"), NAMES])
 def test_what_is_hostile_is_kept_and_nothing_else(names: tuple[str, ...]) -> None:
     result = hostile(*names)
-    assert set(result.fp32) == set(names)
+    assert set(result.names) == set(names)
     assert (result.harm, result.is_within) == (0.01, True)
 
 
@@ -49,7 +49,7 @@ def test_what_was_added_before_the_one_that_mattered_is_dropped_again() -> None:
     """`linear` and `sum` take what `exp` makes, and so look as bad; keeping `exp` is enough."""
     alone = {"linear": math.inf, "sum": math.inf, "exp": 5.0, "relu": 0.1}
     result = smallest_set(alone, lambda kept: 0.2 if "exp" in kept else math.inf)
-    assert result.fp32 == ("exp",)
+    assert result.names == ("exp",)
     assert [(s.action, s.name) for s in result.steps[:3]] == [
         ("add", "linear"),
         ("add", "sum"),
@@ -65,7 +65,7 @@ def test_a_cheaper_name_that_is_enough_takes_the_place_of_a_dearer_one() -> None
         lambda kept: 0.1 if {"mul", "pow"} & set(kept) else math.nan,
         lambda kept: sum(cost[n] for n in kept),
     )
-    assert result.fp32 == ("pow",)
+    assert result.names == ("pow",)
     assert SearchStep("swap", "pow", 0.1) in result.steps
 
 
@@ -75,7 +75,7 @@ def test_a_dearer_name_takes_no_place() -> None:
         lambda kept: 0.1 if kept else math.nan,
         lambda kept: 1.0 if "b" in kept else 0.5,
     )
-    assert result.fp32 == ("a",)
+    assert result.names == ("a",)
 
 
 def test_a_name_that_is_harmless_alone_takes_no_place() -> None:
@@ -85,12 +85,12 @@ def test_a_name_that_is_harmless_alone_takes_no_place() -> None:
         lambda kept: 0.1 if kept else math.nan,
         lambda kept: 0.0 if "linear" in kept else 1.0,
     )
-    assert result.fp32 == ("exp",)
+    assert result.names == ("exp",)
 
 
 def test_where_nothing_is_enough_everything_is_kept_and_that_is_said() -> None:
     result = smallest_set({"a": 5.0, "b": 7.0}, lambda kept: 1.5)
-    assert set(result.fp32) == {"a", "b"}
+    assert set(result.names) == {"a", "b"}
     assert (result.harm, result.is_within) == (1.5, False)
 
 
@@ -127,7 +127,7 @@ def test_rounding_errors_that_add_up_are_reduced_with_the_fewest_names(noise: li
     subsets = chain.from_iterable(combinations(alone, k) for k in range(len(alone) + 1))
     fewest = next(len(kept) for kept in subsets if harm(kept) <= 1)
     assert result.is_within
-    assert len(result.fp32) == fewest
+    assert len(result.names) == fewest
 
 
 @given(
@@ -149,6 +149,6 @@ def test_whatever_the_harms_no_name_can_be_left_out(alone: dict[str, float], see
 
     result = smallest_set(alone, harm, cost)
     assert result.is_within
-    for name in result.fp32:
-        assert not harm(tuple(n for n in result.fp32 if n != name)) <= 1
+    for name in result.names:
+        assert not harm(tuple(n for n in result.names if n != name)) <= 1
     assert smallest_set(alone, harm, cost) == result

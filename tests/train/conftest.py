@@ -14,7 +14,7 @@ FORKING = """
 import json, os, sys
 import mprun.run
 from mprun.cli.main import main
-from mprun.data import generated
+from mprun.data import sources
 from mprun.train.loop import Trainer
 
 step = Trainer.optimizer_step
@@ -23,7 +23,7 @@ def first_step(trainer, batch):
     step(trainer, batch)
     raise SystemExit(0)
 
-generated.TRAIN_SAMPLES = generated.TEST_SAMPLES = 1000
+sources.TRAIN_SAMPLES = sources.TEST_SAMPLES = 1000
 out = sys.stdout
 for line in sys.stdin:
     words, cwd, is_whole = json.loads(line)

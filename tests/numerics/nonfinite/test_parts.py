@@ -22,7 +22,7 @@ from mprun.numerics.nonfinite.fp_exception import (
     WrongResult,
 )
 from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
-from mprun.numerics.nonfinite.op_call import OpCall, in_float64, op_spec, stats, value_range
+from mprun.numerics.nonfinite.op_call import OpCall, again_in_float64, op_spec, stats, value_range
 from mprun.numerics.nonfinite.shadow import Lineage, Origin
 from mprun.records.files import jsonable
 from tests.numerics.nonfinite import exception
@@ -173,29 +173,29 @@ def test_an_op_over_lists_is_taken_tensor_by_tensor() -> None:
 
 def test_an_op_is_run_again_in_float64() -> None:
     big = torch.tensor([300.0], dtype=torch.float16)
-    (exact,) = in_float64(call(aten.mul.Tensor, big, big)) or ()
+    (exact,) = again_in_float64(call(aten.mul.Tensor, big, big)) or ()
     assert (exact.dtype, exact.item()) == (torch.float64, 90000.0)
 
 
 def test_an_op_in_place_is_run_again_on_what_was_there() -> None:
     big = torch.tensor([300.0], dtype=torch.float16)
     made = call(aten.mul_.Tensor, big, big)
-    (exact,) = in_float64(made) or ()
+    (exact,) = again_in_float64(made) or ()
     assert (big.item(), exact.item()) == (math.inf, 90000.0)
-    assert in_float64(made._replace(saved={})) is None
+    assert again_in_float64(made._replace(saved={})) is None
 
 
 def test_an_op_is_run_again_on_other_numbers() -> None:
     x, y = torch.tensor([1.0]), torch.tensor([2.0])
     given = {id(x): torch.tensor([7.0], dtype=torch.float64)}
-    (exact,) = in_float64(call(aten.mul.Tensor, x, y), lambda t: given.get(id(t))) or ()
+    (exact,) = again_in_float64(call(aten.mul.Tensor, x, y), lambda t: given.get(id(t))) or ()
     assert exact.item() == 14.0
 
 
 def test_what_draws_random_numbers_is_not_run_again() -> None:
     made = call(aten.native_dropout.default, torch.ones(2), 0.5, True)
     state = torch.get_rng_state()
-    assert in_float64(made) is None
+    assert again_in_float64(made) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
