@@ -17,7 +17,8 @@ Keras calls the first two columns the variable dtype and the compute dtype. The 
 the partial sums inside a matmul and the outputs are float32 in all of them.
 
 `policy("bf16_sr")` gives the row of a name; names of Lightning and Keras are accepted too
-(`mprun.records.mode_names`).
+(`mprun.records.mode_names`). `policy("p=fp32,c=bf16,o=fp32")` gives the mode with these dtypes of
+parameters, computation and output, in the notation of DeepMind's jmp; `str(policy)` writes it.
 
 A row must be one that this version really carries out. Other combinations are refused here, so that
 none is silently replaced by another.
@@ -25,7 +26,7 @@ none is silently replaced by another.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -33,8 +34,9 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
+from mprun.errors import hint
 from mprun.precision.gemms import GEMMS
-from mprun.records.mode_names import ALIASES, mode_hint
+from mprun.records.mode_names import ALIASES, SHORT_DTYPES, mode_hint
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 LOW_DTYPES = ("bfloat16", "float16")
@@ -182,6 +184,13 @@ class Policy:
         plain = self.partials_dtype == "float32" and self.rounding_scope == "update"
         return plain and self.casting != "op_lists" and not self.tf32
 
+    def __str__(self) -> str:
+        dtypes = zip(LETTERS, self._three(), strict=True)
+        return ",".join(f"{letter}={SHORT_DTYPES[dtype]}" for letter, dtype in dtypes)
+
+    def _three(self) -> tuple[str, str, str]:
+        return self.param_dtype, self.compute_dtype, self.output_dtype
+
     def columns(self) -> dict[str, Any]:
         """The row without its name, as in records."""
         row = asdict(self)
@@ -194,13 +203,31 @@ def _yaml(value: str | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else value
 
 
+LETTERS = {"p": "params", "c": "compute", "o": "output"}
+"""Short to long name of a dtype in a policy's text."""
+DTYPE_NAMES = {
+    **dict.fromkeys(("float32", "fp32", "f32", "float", "full"), "float32"),
+    **dict.fromkeys(("float16", "fp16", "f16", "half"), "float16"),
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+}
+BY_DTYPES = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true", "fp16_true")
+"""The modes that a text of dtypes can mean: none of two has the same parameters and computation."""
+
+
 @cache
 def policy(name: str) -> Policy:
-    """The shipped mode of a name: `policy("bf16_sr")`.
+    """The shipped mode of a name, `policy("bf16_sr")`, or of three dtypes.
+
+    Args:
+        name: of a mode; or `p=fp32,c=bf16,o=fp32` (`params=`, `compute=`, `output=`), where a dtype
+            that is left out is float32 for parameters, that of the parameters for the computation,
+            and float32 for the output.
 
     Raises:
-        ValueError: no mode has this name.
+        ValueError: no mode has this name, or these dtypes.
     """
+    if "=" in name:
+        return _of_dtypes(name)
     name = ALIASES.get(name, name)
     if name not in NAMED:
         legal = ", ".join([*NAMED, *ALIASES])
@@ -209,3 +236,29 @@ def policy(name: str) -> Policy:
         )
     path = files("mprun.conf") / "precision" / f"{name}.yaml"
     return Policy(overflow="infinity", **yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def _of_dtypes(text: str) -> Policy:
+    """The mode of `p=fp32,c=bf16,o=fp32`."""
+    given: dict[str, str] = {}
+    long = {name: letter for letter, name in LETTERS.items()}
+    for part in text.split(","):
+        key, _, value = (x.strip() for x in part.partition("="))
+        letter = long.get(key, key)
+        if letter not in LETTERS or letter in given or value not in DTYPE_NAMES:
+            raise ValueError(
+                f"'{part.strip()}' in the policy '{text}'{hint(value, DTYPE_NAMES)}; legal: "
+                f"p=DTYPE,c=DTYPE,o=DTYPE (params, compute, output), each once, with a DTYPE of "
+                f"{', '.join(DTYPE_NAMES)}"
+            )
+        given[letter] = DTYPE_NAMES[value]
+    params = given.get("p", "float32")
+    compute = given.get("c", params)
+    modes = [policy(name) for name in BY_DTYPES]
+    found = [x for x in modes if (x.param_dtype, x.compute_dtype) == (params, compute)]
+    if not found:
+        raise ValueError(
+            f"no mode has parameters in {params} and computes in {compute} ('{text}'); legal: "
+            + ", ".join(f"{x} ({x.name})" for x in modes)
+        )
+    return replace(found[0], output_dtype=given.get("o", "float32"))

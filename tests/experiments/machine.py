@@ -32,5 +32,5 @@ def bandwidths() -> list[Bandwidth]:
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe's step is held against the rates of this examination, and so is what doctor says."""
-    monkeypatch.setattr("mprun.inspect.machine_examination.examine", lambda *args: examined())
+    monkeypatch.setattr("mprun.inspect.step_roofline.examine", lambda *args: examined())
     monkeypatch.setattr(step_roofline, "measure_bandwidths", lambda *args: bandwidths())

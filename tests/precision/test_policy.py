@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mprun.assemble.dtype_choices import build_policy
 from mprun.config import compose
 from mprun.precision import Policy
+from mprun.precision.policy import BY_DTYPES, LETTERS
+from mprun.precision.policy import policy as shipped
 
 
 def policy(name: str) -> Policy:
@@ -41,3 +46,55 @@ def test_a_row_that_is_not_carried_out_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=legal):
         replace(policy(name), **change)  # type: ignore[arg-type]
+
+
+LONG = ("float32", "float16", "bfloat16")
+
+
+@given(
+    params=st.sampled_from(LONG),
+    compute=st.sampled_from(LONG),
+    output=st.sampled_from(LONG),
+    is_long=st.booleans(),
+)
+def test_a_text_of_dtypes_is_the_mode_that_has_them(
+    params: str, compute: str, output: str, is_long: bool
+) -> None:
+    keys = LETTERS.values() if is_long else LETTERS
+    text = ",".join(f"{k}={v}" for k, v in zip(keys, (params, compute, output), strict=True))
+    legal = compute == params or params == "float32"
+    if not legal or output not in ("float32", compute):
+        with pytest.raises(ValueError, match="legal"):
+            shipped(text)
+        return
+    found = shipped(text)
+    assert (found.param_dtype, found.compute_dtype, found.output_dtype) == (params, compute, output)
+    assert shipped(str(found)) == found
+    if output == "float32":
+        assert found == shipped(found.name)
+
+
+@pytest.mark.parametrize("name", BY_DTYPES)
+def test_a_mode_is_read_back_from_its_text(name: str) -> None:
+    assert shipped(str(shipped(name))) == shipped(name)
+
+
+def test_jmps_notation() -> None:
+    assert str(shipped("params=float32,compute=half,output=float32")) == "p=fp32,c=fp16,o=fp32"
+    assert shipped("p=f32, c=bf16").name == "bf16_mixed"
+    assert shipped("p=f16").name == "fp16_true"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("p=fp8,c=bf16", "'p=fp8'"),
+        ("q=fp32", "'q=fp32'"),
+        ("p=fp32,p=fp16", "'p=fp16'"),
+        ("p=bf16,c=fp32", "p=fp32,c=bf16,o=fp32 (bf16_mixed)"),
+        ("p=fp32,c=bf16,o=fp16", "legal is float32, bfloat16"),
+    ],
+)
+def test_a_text_without_a_mode_names_the_legal_ones(text: str, names: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(names)):
+        shipped(text)
