@@ -43,8 +43,8 @@ from mprun.config.compose import compose
 from mprun.data import TensorSet
 from mprun.doctor.machine import cpu_name
 from mprun.nested import map_tensors, to_dtype
+from mprun.parallel.coordinator import coordinator_of
 from mprun.parallel.launch import launch_of
-from mprun.parallel.meeting import meeting_of
 from mprun.precision import backend_flags
 
 CASES = {
@@ -118,18 +118,18 @@ def child(case: str, blocks: int) -> None:
     launch = launch_of()
     overrides, steps = CASES[case]
     given = [*overrides, "precision=fp32", "parallel=ddp", "device=cpu", "data.fallback=generated"]
-    with meeting_of(launch.rank, launch.world_size, launch.local_rank, 0) as meeting:
+    with coordinator_of(launch.rank, launch.world_size, launch.local_rank, 0) as coordinator:
         plan = of_full_batches(make_plan(compose(given).config, ()))
         plan = replace(plan, speed=replace(plan.speed, compile=False))
         with backend_flags(plan.policy):
             raw = raw_blocks(plan, steps, launch.rank, launch.world_size)
-            parts = build_parts(plan, layout=meeting.layout("ddp", torch.device("cpu")))
+            parts = build_parts(plan, layout=coordinator.layout("ddp", torch.device("cpu")))
             row = in_turns(parts, raw, steps, blocks)._asdict()
             row["all_reduce_ms"] = all_reduce_ms()
             row["parameters"] = sum(p.numel() for p in parts.model.parameters())
         if launch.is_first:
             print(json.dumps(row), flush=True)
-        meeting.finish()
+        coordinator.finish()
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ from mprun.precision import backend_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "RESULT "
-MOST_RATIO = 1.03
+MAX_RATIO = 1.03
 """Of mprun's step to the raw loop's, at the lower end of the interval."""
 CASES = {
     "fashion_mnist, batch 256": Case(("recipe=fashion_mnist", "train.batch_size=256"), 50, 8),
@@ -232,7 +232,7 @@ def speed(hour: Hour) -> Any:
             words = ["-m", "benchmarks.first_hour", "--one-speed", case, mode]
             row = hour.piece(f"speed of {case}, {mode}", [*words, "--device", hour.device], 120)
             rows[f"{case}, {mode}"] = row
-            if row.get("low", 0) > MOST_RATIO and not hour.toy:
+            if row.get("low", 0) > MAX_RATIO and not hour.toy:
                 hour.mend.append(
                     f"speed of {case}, {mode}: {row['mprun_ms']:.4g} ms, raw {row['raw_ms']:.4g} ms"
                 )

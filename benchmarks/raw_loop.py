@@ -47,7 +47,7 @@ from mprun.optim.engines import fastest
 from mprun.precision import backend_flags
 from mprun.precision.policy import torch_dtype
 from mprun.recipe import Recipe
-from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
+from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ CASES = {
 PRECISIONS = ("fp32", "bf16_mixed", "fp16_mixed", "bf16_true")
 SLOW = "fp16_mixed"
 """On CPUs without such units a step of the larger recipes takes seconds; `linear` is measured."""
-MOST_RATIO, MOST_US = 1.03, 20.0
+MAX_RATIO, MAX_US = 1.03, 20.0
 """Of the interval's upper end; or of what mprun adds to a step."""
 
 
@@ -188,7 +188,7 @@ def planned(case: Case, precision: str, device: str = "cpu") -> Plan:
     return plan
 
 
-def in_turns(parts: Parts, raw: Iterator[float], steps: int, blocks: int) -> Ratio:
+def in_turns(parts: TrainingComponents, raw: Iterator[float], steps: int, blocks: int) -> Ratio:
     """Alternate blocks of mprun's loop and of a raw one; ratio of medians with its interval.
 
     The raw loop takes its turns between two steps of mprun's, which is entered once: to begin and
@@ -229,7 +229,7 @@ def compare(plan: Plan, steps: int, blocks: int = BLOCKS) -> dict[str, float]:
 def is_slower(row: dict[str, float]) -> bool:
     """Whether mprun adds more than is allowed."""
     added_us = (row["mprun_ms"] - row["raw_ms"]) * 1e3
-    return row["high"] > MOST_RATIO and added_us > MOST_US
+    return row["high"] > MAX_RATIO and added_us > MAX_US
 
 
 def measure(heap: str, scale: float, names: Iterable[str]) -> bool:

@@ -78,9 +78,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-MOST_TEXT = 2**16
+MAX_TEXT = 2**16
 """Characters of an error's text that are read: its first and last halves."""
-LONGEST_LINE = 500
+MAX_LINE = 500
 
 
 def text_of(error: BaseException) -> str:
@@ -94,21 +94,21 @@ def text_of(error: BaseException) -> str:
         raise
     except BaseException as failure:  # whatever user code raises
         return f"its text cannot be shown: __str__ raised {type(failure).__name__}"
-    half = MOST_TEXT // 2
-    return text if len(text) <= MOST_TEXT else f"{text[:half]} ... {text[-half:]}"
+    half = MAX_TEXT // 2
+    return text if len(text) <= MAX_TEXT else f"{text[:half]} ... {text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, not longer than a line may be."""
     line = (text_of(error).strip() or "no message").splitlines()[0]
-    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... (cut)"
+    return line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]} ... (cut)"
 
 
 def traceback_text(error: BaseException) -> str:
     """The traceback of an error and of its causes, without the middle of very long texts."""
-    half = MOST_TEXT // 2
+    half = MAX_TEXT // 2
     parts = traceback.format_exception(error)
-    cut = [x if len(x) <= MOST_TEXT else f"{x[:half]}\n... cut ...\n{x[-half:]}" for x in parts]
+    cut = [x if len(x) <= MAX_TEXT else f"{x[:half]}\n... cut ...\n{x[-half:]}" for x in parts]
     return "".join(cut)
 
 

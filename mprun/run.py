@@ -23,8 +23,8 @@ from mprun.assemble.parts import effective, requested, run_loggers
 from mprun.assemble.planned_memory import has_room_for_another
 from mprun.config import Config
 from mprun.errors import MprunError, UsageError, first_line
+from mprun.parallel.coordinator import Coordinator, coordinator_here
 from mprun.parallel.layouts import Layout
-from mprun.parallel.meeting import Meeting, here
 from mprun.parallel.ranks import PeerLostError
 from mprun.records.files import dated_folder
 from mprun.records.run_folder import RunFolder
@@ -139,13 +139,15 @@ def _train(
     watch: Stopwatch,
 ) -> None:
     """Assemble the run, train, test and check it."""
-    train, meeting = plan.config.train, here()
-    layout = meeting.layout(plan.config.parallel.name.name, plan.device)
-    meeting.announce(Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve()))
-    meeting.keep_folder(folder.path)
+    train, coordinator = plan.config.train, coordinator_here()
+    layout = coordinator.layout(plan.config.parallel.name.name, plan.device)
+    coordinator.announce(
+        Job(plan.config, plan.choices, saved, plan.untrusted, folder.path.resolve())
+    )
+    coordinator.keep_folder(folder.path)
     with stop.deferred():
         try:
-            with meeting.together():
+            with coordinator.together():
                 layout.ranks.agree(False)  # the others have planned
                 parts, exceptions = build_run(plan, messages.report, layout)
             row = effective(plan, parts.model, parts.optimizer, parts.precision)
@@ -155,7 +157,7 @@ def _train(
             for callback in callbacks:
                 callback.on_start(summary, folder.path)
             messages.warn(slow_dtype_warning(summary))
-        with meeting.together():
+        with coordinator.together():
             _raise_if_stopped(layout, stop)
 
     arithmetic = parts.precision.arithmetic
@@ -173,11 +175,11 @@ def _train(
     conditions = ConditionsRecorder(summary)
     # loggers write before a checkpoint: a run that is resumed from it does not log earlier steps
     count = MemoryCount(summary, partial(_footprint, plan, parts.model, messages.report), watch)
-    everyone = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
+    callbacks = [count, guard_log, recorder, conditions, *callbacks, checkpointer, log, check]
     every = train.checkpoint_every_steps
-    trainer = Trainer(parts, plan.limits, everyone, stop.requested, every, watch)
+    trainer = Trainer(parts, plan.limits, callbacks, stop.requested, every, watch)
     if saved is not None:
-        with restoring(folder.path), meeting.together():
+        with restoring(folder.path), coordinator.together():
             check_form(trainer.state_dict(), saved["trainer"], "trainer")
             trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
             check_moments(parts.optimizer)
@@ -192,8 +194,8 @@ def _train(
                 "exactly only if the stream gives the same samples as before"
             )
 
-    with _ending(everyone, watch), stop.deferred(), meeting.together():
-        for callback in everyone:
+    with _ending(callbacks, watch), stop.deferred(), coordinator.together():
+        for callback in callbacks:
             callback.on_train_start(parts.model, watch.after_start_up_s)
         for notice in exceptions.attach(parts.model, parts.optimizer, log.on_step_end):
             messages.report(f"note: {notice}")
@@ -201,7 +203,7 @@ def _train(
         layout.ranks.agree(summary.steps == summary.skipped_steps)
         check_steps_taken(summary)
         trainer.test()
-        meeting.finish()
+        coordinator.finish()
     messages.warn(skipped_warning(summary))
     messages.warn(page_fault_warning(summary))
     messages.warn(partial_scores_warning(summary))
@@ -232,7 +234,7 @@ class Job(NamedTuple):
     """The run's."""
 
 
-def follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
+def follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
     """Train beside the first process, without a record: this process's part of a job.
 
     Raises:
@@ -240,34 +242,34 @@ def follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
     """
     with stop.deferred():
         try:
-            _follow(job, stop, meeting)
+            _follow(job, stop, coordinator)
         except PeerLostError:
             raise
         except (Exception, StopRequestedError):  # the first process fails too, and reports it
             return
 
 
-def _follow(job: Job, stop: StopSignals, meeting: Meeting) -> None:
+def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
     with contextlib.ExitStack() as flags:
-        with meeting.together():
+        with coordinator.together():
             plan = make_plan(
                 job.config, (), job.choices, untrusted=job.untrusted, resumed=job.saved is not None
             )
             flags.enter_context(plan.backend_flags())
-            layout = meeting.layout(plan.config.parallel.name.name, plan.device)
+            layout = coordinator.layout(plan.config.parallel.name.name, plan.device)
             layout.ranks.agree(False)
             parts, exceptions = build_run(plan, lambda line: None, layout)
-        with meeting.together():
+        with coordinator.together():
             _raise_if_stopped(layout, stop)
         every, watch = plan.config.train.checkpoint_every_steps, Stopwatch()
         checkpointer = Checkpointer(job.folder, layout, {}, {})
         trainer = Trainer(parts, plan.limits, [checkpointer], stop.requested, every, watch)
         if job.saved is not None:
-            with meeting.together():
+            with coordinator.together():
                 trainer.state_dict()  # the first process compares its own with the checkpoint
                 trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
                 exceptions.load_state_dict(job.saved.get("exceptions", {}))
-        with _ending([checkpointer], watch), meeting.together():
+        with _ending([checkpointer], watch), coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()
             if not any(layout.ranks.agree(False)):

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from mprun.data import DataRequest, Splits, TensorSet
-from mprun.data.text import LARGEST_VOCABULARY, text_sample, text_splits
+from mprun.data.text import MAX_VOCABULARY, text_sample, text_splits
 from mprun.recipe import Recipe
 
 
@@ -45,12 +45,12 @@ class TextRecipe(Recipe):
         self._check_vocabulary()
 
     def _check_vocabulary(self) -> None:
-        if not 2 <= self.vocabulary <= LARGEST_VOCABULARY:
-            legal = f"legal is from 2 to {LARGEST_VOCABULARY}"
+        if not 2 <= self.vocabulary <= MAX_VOCABULARY:
+            legal = f"legal is from 2 to {MAX_VOCABULARY}"
             raise ValueError(f"vocabulary={self.vocabulary}: {legal}")
 
     def data(self, request: DataRequest) -> Splits:
-        characters = min(self.vocabulary, LARGEST_VOCABULARY)
+        characters = min(self.vocabulary, MAX_VOCABULARY)
         return text_splits(self.text, self.context, characters, request, self.TARGETS)
 
     def sample(self) -> TensorSet:

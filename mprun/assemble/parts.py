@@ -67,7 +67,7 @@ from mprun.train.exception_log import of_all_processes
 from mprun.train.init_from import DRAWN
 from mprun.train.loggers import LoggedRun, Logger, build_loggers
 from mprun.train.loggers.logger import run_tags
-from mprun.train.loop import Parts
+from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import readback_for
 from mprun.train.user_code import model_of
@@ -165,7 +165,7 @@ def build_loss_scale(config: Config, layers: Mapping[str, str], device: torch.de
 
 def build_run(
     plan: Plan, report: Callable[[str], None], layout: Layout
-) -> tuple[Parts, RunExceptions]:
+) -> tuple[TrainingComponents, RunExceptions]:
     """The parts of a run, and the detection of floating-point exceptions in them.
 
     Args:
@@ -197,7 +197,7 @@ def compile_model(model: nn.Module) -> None:
 
 def build_parts(
     plan: Plan, precision: Precision | None = None, layout: Layout | None = None
-) -> Parts:
+) -> TrainingComponents:
     """Everything the loop runs on, with the plan's precision unless one is given.
 
     Weights are drawn on the CPU, in float32, from the seed, and replaced by the plan's, if any.
@@ -216,7 +216,7 @@ def build_parts(
     train, order = build_batches(
         plan, splits.train, per_process, plan.batch.micro, splits.shuffle, split
     )
-    return Parts(
+    return TrainingComponents(
         recipe=recipe,
         model=model,
         optimizer=optimizer,

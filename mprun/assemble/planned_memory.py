@@ -37,11 +37,11 @@ from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.mode_names import without_formats
 from mprun.results.memory_result import ProcessLayout
 from mprun.train.init_from import DRAWN
-from mprun.train.loop import Parts, Trainer
+from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import described
 
 ONE_PROCESS = ProcessLayout()
-MOST_MEMORY = 0.1
+MAX_MEMORY = 0.1
 """Of the device's memory: a model with more parameters gets no second one beside it."""
 
 
@@ -77,7 +77,7 @@ def has_room_for_another(model: nn.Module, device: torch.device) -> bool:
     """Whether a second model, with its gradients and state, is small beside the device's memory."""
     memory = memory_bytes(device)
     parameters = sum(p.nbytes for p in model.parameters())
-    return memory is None or parameters <= MOST_MEMORY * memory
+    return memory is None or parameters <= MAX_MEMORY * memory
 
 
 def as_native(plan: Plan) -> Plan:
@@ -121,7 +121,7 @@ def _deciding(plan: Plan) -> tuple[object, ...]:
 
 
 @contextmanager
-def fake_step(plan: Plan) -> Iterator[tuple[Parts, Batch]]:
+def fake_step(plan: Plan) -> Iterator[tuple[TrainingComponents, Batch]]:
     """What a step of this plan runs on, and its batch, on fake tensors; the step runs inside.
 
     Raises:
@@ -146,7 +146,9 @@ def _on_real_tensors(plan: Plan, layout: ProcessLayout = ONE_PROCESS) -> StepMem
             return _of_step(plan, parts, next(batches).trained, layout)
 
 
-def _of_step(plan: Plan, parts: Parts, batch: Batch, layout: ProcessLayout) -> StepMemory:
+def _of_step(
+    plan: Plan, parts: TrainingComponents, batch: Batch, layout: ProcessLayout
+) -> StepMemory:
     trainer = Trainer(parts, plan.limits)
     fake = any(is_fake(p) for p in parts.model.parameters())
     with checkpointed(parts.model, not fake) if layout.checkpointing else nullcontext():

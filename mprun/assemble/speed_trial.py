@@ -41,9 +41,9 @@ ROUNDS = 8
 WARM_UP = 2
 SHARE = 0.04
 """Of the planned time, the most that a trial takes."""
-LEAST_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE
+MIN_STEPS = 2 * (ROUNDS + WARM_UP) / SHARE
 """Shorter runs have no time for two candidates."""
-LEAST_GAIN = 0.97
+MIN_GAIN = 0.97
 """A ratio of medians above it is no gain."""
 COMPILE_FROM_S = 1800.0
 """`speed.compile=auto` tries it where at least this is planned."""
@@ -70,7 +70,7 @@ def with_fastest(plan: Plan) -> Plan:
     Args:
         plan: of a new run; one that is resumed keeps its choices.
     """
-    is_short = plan.planned_steps is not None and plan.planned_steps < LEAST_STEPS
+    is_short = plan.planned_steps is not None and plan.planned_steps < MIN_STEPS
     if plan.config.speed.name == "plain" or is_short:
         return plan
     if not isinstance(plan.splits.train, TensorSet):
@@ -201,7 +201,7 @@ def chosen(tried: list[Tried]) -> tuple[SpeedChoice, str]:
 def gains(base: Tried, other: Tried) -> bool:
     """Whether `other` is faster than `base`, beyond noise."""
     won = sum(b < a for a, b in zip(base.times_ms, other.times_ms, strict=True))
-    is_faster = other.median_ms < LEAST_GAIN * base.median_ms
+    is_faster = other.median_ms < MIN_GAIN * base.median_ms
     return is_faster and won >= 0.75 * len(base.times_ms)
 
 

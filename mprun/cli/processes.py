@@ -14,7 +14,7 @@ from mprun.errors import EXIT_FAILED, EXIT_OK, MprunError, printable
 from mprun.parallel.launch import Launch, launch_of
 
 if TYPE_CHECKING:
-    from mprun.parallel.meeting import GroupMeeting
+    from mprun.parallel.coordinator import GroupCoordinator
 
 
 def in_all_processes(command: Callable[[], int]) -> int:
@@ -24,13 +24,13 @@ def in_all_processes(command: Callable[[], int]) -> int:
         return command()
     # torch reads it once: DDP's and gloo's hints to programmers go to standard error
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from mprun.parallel.meeting import meeting_of
+    from mprun.parallel.coordinator import coordinator_of
 
     try:
-        with meeting_of(
+        with coordinator_of(
             launch.rank, launch.world_size, launch.local_rank, launch.restarts
-        ) as meeting:
-            return command() if launch.is_first else _follow(meeting, launch)
+        ) as coordinator:
+            return command() if launch.is_first else _follow(coordinator, launch)
     except MprunError as error:
         print(f"mprun: {printable(str(error))}", file=sys.stderr)
         return error.status
@@ -43,7 +43,7 @@ def _silent() -> Iterator[None]:
         yield
 
 
-def _follow(meeting: GroupMeeting, launch: Launch) -> int:
+def _follow(coordinator: GroupCoordinator, launch: Launch) -> int:
     from mprun.parallel.ranks import PeerLostError
     from mprun.run import follow
     from mprun.train.signals import SignalReceivedError, StopSignals
@@ -51,11 +51,11 @@ def _follow(meeting: GroupMeeting, launch: Launch) -> int:
     warnings.simplefilter("ignore")  # the first process shows them
     with StopSignals(patient=True) as stop:
         try:
-            while (job := meeting.next_job()) is not None:
+            while (job := coordinator.next_job()) is not None:
                 with _silent():
-                    follow(job, stop, meeting)
+                    follow(job, stop, coordinator)
         except PeerLostError as error:
-            if launch.rank == 1 and meeting.is_connected:  # the first process cannot say it
+            if launch.rank == 1 and coordinator.is_connected:  # the first process cannot say it
                 print(f"mprun: {error}", file=sys.stderr)
             return EXIT_FAILED
         except SignalReceivedError:

@@ -73,9 +73,9 @@ def _restarted(overrides: Sequence[str]) -> Sequence[str]:
     if not launch_of().restarts:
         return overrides
     from mprun.config.recipe_file import as_text, quoted
-    from mprun.parallel.meeting import here
+    from mprun.parallel.coordinator import coordinator_here
 
-    folder = here().earlier_folder()
+    folder = coordinator_here().earlier_folder()
     return overrides if folder is None else [f"run.resume={quoted(as_text(str(folder)))}"]
 
 

@@ -43,7 +43,7 @@ counted, and can be avoided."""
 ESTIMATED_PART = 0.5
 """The same for estimated shares: these explain the larger part of the difference."""
 
-LARGEST_SHARE = 0.95
+MAX_SHARE = 0.95
 """A price that is too high must not take the whole step."""
 
 STEADY_DRIFT = 1.05
@@ -89,8 +89,8 @@ def _explained(label: str, base_label: str, pairs: Sequence[Pair], cause: Cause)
         share, base_share = cause.share(own, base), cause.share(base, own)
         if share is None or base_share is None:
             return None
-        ours.append(min(share, LARGEST_SHARE))
-        theirs.append(min(base_share, LARGEST_SHARE))
+        ours.append(min(share, MAX_SHARE))
+        theirs.append(min(base_share, MAX_SHARE))
     if not any(
         _unsettles(_ratio(pairs, time), _ratio(pairs, time, ours, theirs).value, cause.part)
         for time in (_step_ms, _sample_ms)

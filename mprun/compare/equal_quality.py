@@ -24,7 +24,7 @@ A variant whose best loss lies beyond the tolerance above the baseline's best ne
 baseline's quality: the pair is `missed`. Its ratio, at the level that the variant did reach, is
 shown with that remark. It is not left out: that would leave the good seeds only.
 
-A pair has no ratio if a run has fewer than `LEAST_VALIDATIONS` (the curve is not known), or if it
+A pair has no ratio if a run has fewer than `MIN_VALIDATIONS` (the curve is not known), or if it
 was at the target by its first validation (when is not known). mprun validates after each epoch.
 """
 
@@ -44,7 +44,7 @@ from mprun.errors import UsageError
 from mprun.records.run_folder import ValidationLoss, read_validation_losses
 from mprun.records.run_record import Summary
 
-LEAST_VALIDATIONS = 4
+MIN_VALIDATIONS = 4
 """Fewer points are no curve: a step between them would be a guess."""
 
 Curve = Sequence[ValidationLoss]
@@ -70,10 +70,10 @@ def steps_to_target(ours: Curve, theirs: Curve, tolerance: float) -> StepsToTarg
         tolerance: differences within this share of the baseline's best loss do not matter.
 
     Returns:
-        None if a run had fewer than `LEAST_VALIDATIONS`, or was at the target by its first one.
+        None if a run had fewer than `MIN_VALIDATIONS`, or was at the target by its first one.
     """
     ours, theirs = ([row for row in curve if math.isfinite(row.loss)] for curve in (ours, theirs))
-    if min(len(ours), len(theirs)) < LEAST_VALIDATIONS:
+    if min(len(ours), len(theirs)) < MIN_VALIDATIONS:
         return None
     best, base_best = (min(row.loss for row in curve) for curve in (ours, theirs))
     width = tolerance * abs(base_best)
@@ -123,7 +123,7 @@ def equal_quality(
     if not pairs:
         return None
     fewest = min(_validations(run.summary) for pair in pairs for run in pair)
-    if fewest < LEAST_VALIDATIONS:
+    if fewest < MIN_VALIDATIONS:
         return _nothing(tolerance, _too_few(fewest))
     found = [
         (own.summary, other.summary, steps)
@@ -196,8 +196,8 @@ def _nothing(tolerance: float, reason: str) -> EqualQuality:
 
 def _too_few(fewest: int) -> str:
     return (
-        f"{counted(fewest, 'validation')} in a run, {LEAST_VALIDATIONS} are needed; a run "
-        f"validates after each epoch: train.epochs={LEAST_VALIDATIONS} or more, and enough "
+        f"{counted(fewest, 'validation')} in a run, {MIN_VALIDATIONS} are needed; a run "
+        f"validates after each epoch: train.epochs={MIN_VALIDATIONS} or more, and enough "
         "train.max_steps"
     )
 
@@ -205,7 +205,7 @@ def _too_few(fewest: int) -> str:
 def _no_crossing(lost: int, pairs: int, tolerance: float) -> str:
     return (
         f"{lost} of {counted(pairs, 'pair')} without a figure: metrics.jsonl has fewer than "
-        f"{LEAST_VALIDATIONS} finite validation losses, or a run was within "
+        f"{MIN_VALIDATIONS} finite validation losses, or a run was within "
         f"{100 * tolerance:.3g} % of the loss by its first validation; shorter epochs or a smaller "
         "compare.relative_margin show when it got there"
     )

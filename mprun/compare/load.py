@@ -173,10 +173,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 
-MOST_FIELDS = 3
+MAX_FIELDS = 3
 """How many fields a label names."""
 
-LONGEST_VALUE = 24
+MAX_VALUE = 24
 
 
 def by_variant(runs: Sequence[Run]) -> list[RunGroup]:
@@ -255,11 +255,9 @@ def _differing(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """`train.lr=0.002, batch.factor=2` for each row: the fields that are not the same in all."""
     keys = dict.fromkeys(key for row in rows for key in row)
     differing = [key for key in keys if len({row.get(key) for row in rows}) > 1]
-    more = f", {len(differing) - MOST_FIELDS} more" if len(differing) > MOST_FIELDS else ""
+    more = f", {len(differing) - MAX_FIELDS} more" if len(differing) > MAX_FIELDS else ""
     return [
-        ", ".join(
-            f"{k}={readable(row[k], LONGEST_VALUE)}" for k in differing[:MOST_FIELDS] if k in row
-        )
+        ", ".join(f"{k}={readable(row[k], MAX_VALUE)}" for k in differing[:MAX_FIELDS] if k in row)
         + more
         for row in rows
     ]

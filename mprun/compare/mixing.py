@@ -16,7 +16,7 @@ from mprun.console.formatting import counted, readable
 from mprun.errors import UsageError
 from mprun.records.run_record import Summary
 
-MOST_KINDS = 4
+MAX_KINDS = 4
 """How many kinds of one thing a message lists."""
 
 
@@ -82,7 +82,7 @@ def _difference(runs: Sequence[Run], aspect: Callable[[Summary], dict[str, Any]]
     kinds = Counter(", ".join(f"{k}={row.get(k)}" for k in differing) for row in rows)
     if len(kinds) < 2:
         return ""
-    listed = [f"{readable(kind)} in {counted(n)}" for kind, n in kinds.most_common(MOST_KINDS)]
+    listed = [f"{readable(kind)} in {counted(n)}" for kind, n in kinds.most_common(MAX_KINDS)]
     more = len(kinds) - len(listed)
     return "; ".join(listed) + (f"; and {more} more kinds" if more else "")
 

@@ -17,7 +17,7 @@ from mprun.compare.measures import (
     UNKNOWN,
     RunGroup,
 )
-from mprun.compare.mixing import MOST_KINDS
+from mprun.compare.mixing import MAX_KINDS
 from mprun.console.formatting import counted, readable, substitution_label
 from mprun.records.run_record import Summary
 
@@ -70,7 +70,7 @@ def _changed_recipes(summaries: Sequence[Summary]) -> Iterator[str]:
         if len(files) > 1:
             kinds = "; ".join(
                 f"{sha256[:12] if sha256 else 'no file'} in {counted(n)}"
-                for sha256, n in files.most_common(MOST_KINDS)
+                for sha256, n in files.most_common(MAX_KINDS)
             )
             yield (
                 f"the file of recipe {readable(name)} was changed between the runs (SHA-256 "

@@ -39,7 +39,7 @@ ALPHA = 0.05
 CONFIDENCE = 1 - ALPHA
 """The level of the intervals shown; the interval of equivalence has 1 - 2 ALPHA."""
 
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 """Beyond this many further seeds a verdict is out of reach."""
 
 
@@ -162,7 +162,7 @@ def seeds_to_settle(
         difference: the level of the two-sided test of a difference.
 
     Returns:
-        The number, or None if more than `MOST_SEEDS` are needed.
+        The number, or None if more than `MAX_SEEDS` are needed.
     """
     mean = abs(sample.mean)
 
@@ -182,10 +182,10 @@ def fewest_further(sample: Sample, settles: Callable[[Sample], bool]) -> int | N
         settles: whether a sample settles it; if one does, all larger ones do.
 
     Returns:
-        The number, or None if more than `MOST_SEEDS` are needed.
+        The number, or None if more than `MAX_SEEDS` are needed.
     """
     if sample.n < 2:
         return None
-    counts = range(1, MOST_SEEDS + 1)
+    counts = range(1, MAX_SEEDS + 1)
     further = 1 + bisect_left(counts, True, key=lambda n: settles(sample._replace(n=sample.n + n)))
-    return further if further <= MOST_SEEDS else None
+    return further if further <= MAX_SEEDS else None

@@ -49,7 +49,7 @@ from mprun.console.formatting import (
 from mprun.errors import UsageError
 from mprun.records.mode_names import mode_hint, own_label
 
-LEAST_LOSS = 1e-45
+MIN_LOSS = 1e-45
 """Every float32 loss but 0 is larger: differences cannot be shares of a smaller mean."""
 
 
@@ -112,7 +112,7 @@ def paired_evidence(
     if not criterion.is_relative:
         return Evidence(summarise(differences, criterion.resolution), margin, "points", failure)
     mean = abs(fmean(theirs[s] for s in seeds))
-    if mean >= LEAST_LOSS:
+    if mean >= MIN_LOSS:
         differences = [d / mean for d in differences]
     elif any(differences):  # a share of zero is undefined: only whether they differ is tested
         return Evidence(summarise(differences), 0.0, "", failure)
@@ -252,7 +252,7 @@ def _p(value: float) -> str:
     return "p<0.001" if value < 0.001 else f"p={value:.3f}"
 
 
-LONGEST_METRIC = 60
+MAX_METRIC = 60
 """Characters of its name that are shown."""
 
 
@@ -299,7 +299,7 @@ def compare(
     is_relative = not measures.is_fraction(metric, known)
     resolution = measures.resolution(groups, metric.name, used_split)
     limit = relative_margin if is_relative else margin
-    name, more = readable(metric.name, LONGEST_METRIC), metric.higher_is_better
+    name, more = readable(metric.name, MAX_METRIC), metric.higher_is_better
     criterion = Criterion(used_split, name, limit, is_relative, resolution, more)
     evidence = [evidence_on(group, base, criterion) for group in groups[1:]]
     verdicts = judge(evidence, more)

@@ -61,7 +61,7 @@ SECTIONS = ("train.", "data.", "debug.")
 FIELDS = ("precision.layers", "precision.layers_file", "device", "execution", "speed.compile")
 """Further fields that it may set, beside the group `speed`; other groups belong to a run."""
 SPEED = "speed"
-LARGEST_BYTES = 4 * 1024**2
+MAX_BYTES = 4 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def read_source(path: Path) -> bytes:
             f"and data, or begin one: mprun new-recipe {_as_name(path.stem)}"
         )
     try:
-        with open_regular(path, LARGEST_BYTES) as stream:
+        with open_regular(path, MAX_BYTES) as stream:
             return stream.read()
     except OSError as error:
         raise UsageError(f"recipe={path} cannot be read ({error.strerror})") from None

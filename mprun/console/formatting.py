@@ -13,7 +13,7 @@ OP_FAMILIES = {
     "conv gradients": ("convolution_backward",),
 }
 """Short names for groups of ATen ops."""
-LONGEST_NAME = 20
+MAX_NAME = 20
 
 
 def counted(count: int, thing: str = "run") -> str:
@@ -79,6 +79,4 @@ def substitution_label(summaries: Iterable[Summary]) -> str:
 
 def _family(row: Substitution) -> str:
     op = row.op.removeprefix("aten.").partition(".")[0]
-    return next(
-        (name for name, ops in OP_FAMILIES.items() if op in ops), readable(op, LONGEST_NAME)
-    )
+    return next((name for name, ops in OP_FAMILIES.items() if op in ops), readable(op, MAX_NAME))

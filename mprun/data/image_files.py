@@ -45,7 +45,7 @@ SIZE_BYTES = {
 }
 """Of either set's files: a header (4 bytes of type, 4 per dimension), then a byte per value."""
 
-MOST_TIMES = 16
+MAX_TIMES = 16
 """A file that is larger than the published one by this factor is not read."""
 
 
@@ -98,7 +98,7 @@ def check(name: str, root: Path) -> list[FileState]:
 def _check_file(path: Path, size: int, expected: str) -> FileState:
     published = f"expected {size} bytes with SHA-256 {expected}"
     try:
-        with open_regular(path, MOST_TIMES * size) as file:
+        with open_regular(path, MAX_TIMES * size) as file:
             actual_size = os.fstat(file.fileno()).st_size
             actual = _sha256(file)
     except (FileNotFoundError, NotADirectoryError):

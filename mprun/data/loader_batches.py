@@ -28,7 +28,7 @@ from mprun.nested import map_tensors
 
 EVALUATION_SEED = 0
 """Evaluation reads the same samples each time."""
-LARGEST_SEED = 2**62
+MAX_SEED = 2**62
 _EPOCH_BYTES = 8
 
 
@@ -70,7 +70,7 @@ class LoaderOrder:
         copy = torch.Generator()
         copy.set_state(self._generator.get_state())
         self._epoch += 1
-        seed = int(torch.randint(LARGEST_SEED, (), generator=copy))
+        seed = int(torch.randint(MAX_SEED, (), generator=copy))
         return EpochSeed(seed, self._epoch - 1)
 
 
@@ -200,7 +200,7 @@ class LoaderBatches:
             for number in itertools.count(1):
                 if self.data.most is not None and number > self.data.most:
                     return
-                with seeded((epoch.seed + number) % LARGEST_SEED):
+                with seeded((epoch.seed + number) % MAX_SEED):
                     try:
                         content = next(source)
                     except StopIteration:

@@ -46,9 +46,9 @@ FILE = "input.txt"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SIZE_BYTES = 1_115_394
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 """Of a user's file; a larger text is not one for models of this size."""
-LARGEST_VOCABULARY = 256
+MAX_VOCABULARY = 256
 """Characters are stored as bytes."""
 
 
@@ -145,7 +145,7 @@ def _text(path: str | None, request: DataRequest) -> tuple[str, str, str, str | 
 
 def _read(path: Path) -> str:
     try:
-        with open_regular(path, MOST_BYTES) as file:
+        with open_regular(path, MAX_BYTES) as file:
             return file.read().decode("utf-8")
     except OSError as error:
         problem = error.strerror or str(error)

@@ -92,7 +92,7 @@ def choose(
     )
 
 
-LARGEST_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024
 LOCK_TIMEOUT_S = 300.0
 """A trial that takes longer is made once more."""
 FORMATS = ("contiguous", "channels_last")
@@ -112,7 +112,7 @@ def read_choice(key: str) -> KeptChoice | None:
     """What an earlier trial found; None without one."""
     try:
         with _path(key).open("rb") as file:
-            kept = msgspec.json.decode(file.read(LARGEST_BYTES), type=KeptChoice)
+            kept = msgspec.json.decode(file.read(MAX_BYTES), type=KeptChoice)
     except (OSError, ValueError):
         return None
     known = kept.choice.memory_format in FORMATS and kept.choice.optimizer_impl in IMPLEMENTATIONS

@@ -141,7 +141,7 @@ FOLLOW_S = 1.0
 JOBS_ENDED = "jobs that ended early"
 LOGS = ".launcher"
 """The folder of the launcher's files in a study's."""
-LONGEST_MIN = 7 * 24 * 60
+MAX_MIN = 7 * 24 * 60
 """`timeout_min` of submitit's jobs on this machine, where nothing else limits them."""
 ELSEWHERE = ("slurm", "aws")
 """Parts of the names of launchers whose jobs are on other machines."""
@@ -190,7 +190,7 @@ class StudyLauncher:
             defaults["n_jobs"] = self.count
         elif self.name == "submitit_local":
             defaults = {
-                "timeout_min": LONGEST_MIN,
+                "timeout_min": MAX_MIN,
                 "gpus_per_node": torch.accelerator.device_count(),
             }
         elif self.name == "submitit_slurm":

@@ -37,14 +37,14 @@ from mprun.results.kernel_check_result import KernelCheck, KernelFault, MissingK
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
-LARGEST_BYTES = 2**20
+MAX_BYTES = 2**20
 
 
 def kept_check(device: torch.device) -> KernelCheck | None:
     """What an earlier check of this device with this PyTorch found; None without one."""
     try:
         with _path(device).open("rb") as file:
-            return msgspec.json.decode(file.read(LARGEST_BYTES), type=KernelCheck)
+            return msgspec.json.decode(file.read(MAX_BYTES), type=KernelCheck)
     except (OSError, ValueError):
         return None
 
@@ -61,7 +61,7 @@ def _path(device: torch.device) -> Path:
     return kernels.cache_folder() / f"check_{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
-MOST_SAMPLES = 16
+MAX_SAMPLES = 16
 
 
 def check_by_name(
@@ -151,7 +151,7 @@ def _recipe_steps(planned: PlannedRun) -> Iterator[tuple[str, nn.Module, StepOf]
     """The recipe's model and loss on its first samples, as autocast computes them."""
     plan = planned.plan
     model, _ = build_model(plan, build_precision(plan))
-    size = min(plan.config.train.batch_size or MOST_SAMPLES, MOST_SAMPLES)
+    size = min(plan.config.train.batch_size or MAX_SAMPLES, MAX_SAMPLES)
     batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
     with contextlib.closing(iter(batches)) as stream:
         (part, *_) = next(stream).parts

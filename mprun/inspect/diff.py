@@ -34,7 +34,7 @@ from mprun.train import checkpoint
 from mprun.train.loss_terms import LossTerms
 from mprun.train.user_code import described
 
-MOST_SAMPLES = 64
+MAX_SAMPLES = 64
 SHOWN = 5
 """Weights furthest apart that are shown."""
 
@@ -165,7 +165,7 @@ def weight_differences(a: nn.Module, b: nn.Module) -> list[tuple[str, float]]:
 
 def _step_of(plan: Plan) -> tuple[Any, SharedStep]:
     """The first samples of the training data, in the stored order, and the step on them."""
-    size = min(plan.config.train.batch_size or MOST_SAMPLES, MOST_SAMPLES)
+    size = min(plan.config.train.batch_size or MAX_SAMPLES, MAX_SAMPLES)
     batches, _ = build_batches(plan, plan.splits.train, size, size, shuffle=False)
     with closing(iter(batches)) as stream:
         (part, *_) = next(stream).parts

@@ -58,7 +58,7 @@ from mprun.precision.policy import policy
 from mprun.records.files import jsonable
 from mprun.results import Result
 from mprun.results.numerics_result import Float32Loss, NumericsResult, numerics_parts
-from mprun.train.loop import Limits, Parts, StepResult, StopRequestedError, Trainer
+from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.signals import StopSignals
 
 SCHEMA_VERSION = 1
@@ -67,7 +67,7 @@ ATTEMPTS = 6
 LOWER = 16.0
 BELOW, ABOVE = 20, 8
 """How many powers of two on each side of a fitting loss scale are tried."""
-LEAST_HALF = 2
+MIN_HALF = 2
 """Samples in half a batch: batch normalisation takes no fewer."""
 ROWS_BY_POWER = ("activation_gradients",)
 """Kinds whose rounding errors are recognised by their power: there are no tensors to compare."""
@@ -202,7 +202,7 @@ class _InspectingTrainer(Trainer):
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainingComponents,
         limits: Limits,
         stop: Callable[[], bool],
         inspector: _StepInspector,
@@ -230,7 +230,7 @@ class _InspectingTrainer(Trainer):
 class _StepInspector:
     """Measures steps before and while the run takes them."""
 
-    def __init__(self, plan: Plan, settings: NumericsSettings, parts: Parts) -> None:
+    def __init__(self, plan: Plan, settings: NumericsSettings, parts: TrainingComponents) -> None:
         self.steps: list[int] = []
         self.skipped: list[int] = []
         self._settings, self._run = settings, parts.model
@@ -359,7 +359,7 @@ class _StepInspector:
         """
         self._variances, self._deviation = None, 0.0
         parts = halves(batch)
-        if parts is None or parts[0].size < LEAST_HALF:
+        if parts is None or parts[0].size < MIN_HALF:
             return
         gradients, losses = [], []
         for part in parts:

@@ -35,11 +35,11 @@ from mprun.results.search_result import (
     FormatSearch,
     Samples,
 )
-from mprun.train.loop import Parts
+from mprun.train.loop import TrainingComponents
 from mprun.train.loss_terms import LossTerms
 
 
-def batches_of(parts: Parts, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
+def batches_of(parts: TrainingComponents, wanted: int, at_most: int) -> tuple[Samples, list[Batch]]:
     """Batches of validation data of the training's size, smaller if there is less data."""
     held_out = not parts.validation.is_empty
     source = parts.validation if held_out else parts.train

@@ -70,7 +70,7 @@ from mprun.results.estimates import (
 from mprun.results.memory_result import ParallelKind
 from mprun.results.roofline_result import GROUPS, GroupName, Roofline, roofline_parts
 from mprun.train.clock import StepTime
-from mprun.train.loop import Parts, Trainer
+from mprun.train.loop import Trainer, TrainingComponents
 from mprun.train.user_code import described
 
 WARMUP = 5
@@ -173,13 +173,13 @@ def count_step(planned: PlannedRun) -> tuple[list[OpCost], str | None]:
         return _counted(native, parts, batch), reason
 
 
-def _counted(plan: Plan, parts: Parts, batch: Batch) -> list[OpCost]:
+def _counted(plan: Plan, parts: TrainingComponents, batch: Batch) -> list[OpCost]:
     trainer = Trainer(parts, plan.limits)
     return count_costs(lambda: trainer.optimizer_step(batch), parts.model, parts.optimizer)
 
 
 @contextmanager
-def real_step(planned: PlannedRun) -> Iterator[tuple[Parts, Batch]]:
+def real_step(planned: PlannedRun) -> Iterator[tuple[TrainingComponents, Batch]]:
     """What a step of the plan runs on, and its batch, on real tensors; the step runs inside."""
     with planned.executing(), torch.random.fork_rng(devices=[]):
         parts = build_parts(planned.plan)
@@ -204,7 +204,9 @@ def _timed(planned: PlannedRun, steps: int, report: ReportPart) -> MeasuredStep:
         )
 
 
-def _op_times(plan: Plan, parts: Parts, step: Callable[[], object]) -> dict[GroupName, float]:
+def _op_times(
+    plan: Plan, parts: TrainingComponents, step: Callable[[], object]
+) -> dict[GroupName, float]:
     def synchronize() -> None:
         devices.synchronize(plan.device)
 
@@ -361,7 +363,9 @@ def layer_shapes(planned: PlannedRun) -> tuple[dict[Shape, list[str]], list[str]
             return _shapes(planned.plan, parts, batch)
 
 
-def _shapes(plan: Plan, parts: Parts, batch: Batch) -> tuple[dict[Shape, list[str]], list[str]]:
+def _shapes(
+    plan: Plan, parts: TrainingComponents, batch: Batch
+) -> tuple[dict[Shape, list[str]], list[str]]:
     layers, rows = linear_layers(parts.model), dict[str, int]()
     trainer = Trainer(parts, plan.limits)
     with ExitStack() as stack:

@@ -73,7 +73,7 @@ from mprun.train.stopwatch import Stopwatch
 logger = logging.getLogger("mprun")
 
 WRITE_EVERY_S = 1.0
-MOST_NAMES = 20
+MAX_NAMES = 20
 """Of the gradients that are not finite."""
 NO_STEP = (
     "no step was observed: the loop has to call the model (or use its autograd graph) and the "
@@ -381,7 +381,7 @@ class Observation:
         if not names:
             return
         weights = {**dict(self._model.named_parameters())}
-        names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MOST_NAMES]
+        names = (*(f"{n}, before the step" for n in names_of(weights)), *names)[:MAX_NAMES]
         file = None
         if self._capture is not None:
             file = self._save(step, f"{names[0]} is not finite")

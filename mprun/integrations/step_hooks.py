@@ -214,12 +214,12 @@ def _outside_of_graphs(hook: Callable[..., None], module: nn.Module) -> Callable
     return torch.compiler.disable(hook) if compiles else hook
 
 
-SHARE, LEAST_STEPS = 0.1, 20
+SHARE, MIN_STEPS = 0.1, 20
 
 
 def last_steps(steps: int) -> int:
     """How many steps of a training with so many are its last part."""
-    return min(steps, max(LEAST_STEPS, ceil(steps * SHARE)))
+    return min(steps, max(MIN_STEPS, ceil(steps * SHARE)))
 
 
 class LastPart:

@@ -36,7 +36,7 @@ from mprun.numerics.updates import ExactUpdate, exact_updates, lost_updates, lr_
 from mprun.precision.products import LOW
 from mprun.precision.update import MasteredOptimizer, ScaledOptimizer
 
-MOST_LOST = 0.5
+MAX_LOST = 0.5
 """Share of updates that may be lost; above it, most of a module stands still at each step."""
 KEEP = (
     "load or make the model in float32 and use torch.autocast, or take mprun.optim.AdamW(..., "
@@ -216,7 +216,7 @@ def _lost(
     rate = max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
     counts = {p: lost_updates(*update) for p, update in updates.items()}
     stay = {p: count.unchanged[RULE[p.dtype]] for p, count in counts.items()}
-    lost = {p for p, count in counts.items() if stay[p] > MOST_LOST * count.updated}
+    lost = {p for p, count in counts.items() if stay[p] > MAX_LOST * count.updated}
     for name, module in model.named_modules():
         held = {key: p for key, p in module.named_parameters(recurse=False) if p in lost}
         if not held:

@@ -28,7 +28,7 @@ from mprun.numerics.op_watcher import OpWatcher, RunOp, tensors_of
 from mprun.numerics.tolerance import DEFAULT
 from mprun.results.numerics_result import Float32Loss
 
-MOST_NUMBERS = 2**25
+MAX_NUMBERS = 2**25
 """Results that are kept: 256 MiB in float64. Beyond them no op is named."""
 
 Region = Callable[[nn.Module], AbstractContextManager[object]]
@@ -73,7 +73,7 @@ class ForwardResults(OpWatcher):
             self.names.append(name)
         for x in made:
             self._numbers += x.numel()
-            self.is_whole &= self._numbers <= MOST_NUMBERS
+            self.is_whole &= self._numbers <= MAX_NUMBERS
             if self.is_whole:
                 self._keep(name, x, tuple(read))
         return result

@@ -43,12 +43,12 @@ SHARE = 2.0
 """Power of tolerated errors over the variance over batches."""
 DEVIATIONS = 2.0
 """Of a loss: how many standard deviations over batches are tolerated."""
-LEAST_KEPT = 0.5
+MIN_KEPT = 0.5
 """The share of the gradient that must be left for anything to be tolerated."""
 MOST = 0.5
 """Power of an error over that of the gradient from which nothing is tolerated: small batches and
 dropout differ by so much that every error would be."""
-MOST_LOSS = 0.12
+MAX_LOSS = 0.12
 """Share of the loss beyond which nothing is tolerated."""
 
 
@@ -101,7 +101,7 @@ def gradient_error(error: float, signal: float, product: float, variance: float)
         product: the scalar product of the measured and the exact gradient.
         variance: the power of the difference of exact gradients between batches.
     """
-    if not error <= MOST * signal or not product >= LEAST_KEPT * signal:
+    if not error <= MOST * signal or not product >= MIN_KEPT * signal:
         return error
     return max(0.0, error - SHARE * variance)
 
@@ -116,7 +116,7 @@ def loss_error(error: float, loss: float, deviation: float) -> float:
     """
     if not math.isfinite(error):
         return error
-    return max(0.0, error - min(DEVIATIONS * deviation, MOST_LOSS * loss))
+    return max(0.0, error - min(DEVIATIONS * deviation, MAX_LOSS * loss))
 
 
 def sqnr_db(exact: Tensor, low: Tensor) -> float:

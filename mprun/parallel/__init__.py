@@ -11,5 +11,5 @@ global batch.
     buffer_mean  the mean of the copies' buffers
     shards       FSDP2's shards: wrapping, local tensors for the optimizer, whole states
     split        the part of each batch that a process trains on
-    meeting      how the processes of a command meet, get their jobs, and learn that one is lost
+    coordinator      how the processes of a command meet, get their jobs, and learn that one is lost
 """

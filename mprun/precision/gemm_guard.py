@@ -82,7 +82,7 @@ THRESHOLDS = {8: Loss(0.05, 1e-4), 4: Loss(0.9, 0.2)}
 """By the bits of a format's numbers, without its scales. Four bits lose many numbers of every
 tensor: in healthy models up to 81 % (gradients behind a ReLU), with an error of up to 0.07; those
 of 8 bits are NVIDIA's."""
-SMALLEST_ROW = 2.0**-24
+MIN_ROW = 2.0**-24
 """Of the largest row: smaller ones have no error."""
 
 
@@ -106,14 +106,14 @@ def losses(x: Tensor, q: Tensor, half_step: float) -> Tensor:
         half_step: of the format: the share of itself by which it moves a number that fits it.
 
     Returns:
-        float32 [2], of `Loss`. Zeros and rows below `SMALLEST_ROW` do not count; 0 where `x` is
+        float32 [2], of `Loss`. Zeros and rows below `MIN_ROW` do not count; 0 where `x` is
         not finite.
     """
     present = x != 0
     underflow = (present & (q == 0)).sum() / present.sum().clamp_min(1)
     # Over the largest of the row, so that no square overflows or vanishes.
     size = x.abs().amax(1, keepdim=True)
-    counts = ((size > 0) & (size >= SMALLEST_ROW * size.amax())).squeeze(1)
+    counts = ((size > 0) & (size >= MIN_ROW * size.amax())).squeeze(1)
     size = torch.where(size > 0, size, 1.0)
     moved = (x - q).abs()
     lost = torch.where(moved > half_step * x.abs(), moved / size, 0.0).square().sum(1)

@@ -29,7 +29,7 @@ class Entry(NamedTuple):
     """`file:line`, or the name of the lists it ships with."""
 
 
-LONGEST_NAME = 200
+MAX_NAME = 200
 
 
 def read_list(path: Path, kind: str) -> list[Entry]:
@@ -92,7 +92,7 @@ def _yaml_entry(path: Path, item: yaml.Node) -> Entry:
 
 def _checked(name: str, where: str) -> str:
     """`name`, checked: an op's name has neither blanks nor control characters."""
-    if not name.isprintable() or len(name.split()) != 1 or len(name) > LONGEST_NAME:
+    if not name.isprintable() or len(name.split()) != 1 or len(name) > MAX_NAME:
         shown = repr(name if len(name) <= 40 else name[:40] + "...")
         raise ValueError(f"{where}: {shown} is not the name of an op; a list has one op per line")
     return name

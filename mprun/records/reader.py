@@ -47,8 +47,8 @@ T = TypeVar("T")
 
 LARGEST = 1e100
 """No figure of a run is near it. Above 1e154 a square is infinite in float64."""
-LARGEST_JSON_BYTES = 256 * 2**20
-LARGEST_LINE_BYTES = 2**20
+MAX_JSON_BYTES = 256 * 2**20
+MAX_LINE_BYTES = 2**20
 """Of metrics.jsonl, whose lines have about 200 bytes; the file may be of any length."""
 
 
@@ -115,7 +115,7 @@ def read_json(path: Path, kind: type[T], newest: int) -> T:
         UsageError: it cannot be read, is damaged, or a later version of mprun wrote it.
     """
     try:
-        data = read_bytes(path, LARGEST_JSON_BYTES)
+        data = read_bytes(path, MAX_JSON_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -142,12 +142,12 @@ def read_json_lines(path: Path, having: bytes = b"") -> Iterator[dict[str, Any]]
     try:
         with open_regular(path) as file:
             number = 1
-            while (line := file.readline(LARGEST_LINE_BYTES)).endswith(b"\n"):
+            while (line := file.readline(MAX_LINE_BYTES)).endswith(b"\n"):
                 if having in line:
                     yield _decoded(path, line, dict[str, Any], f"line {number}: ")
                 number += 1
-            if len(line) == LARGEST_LINE_BYTES:
-                size = _size(LARGEST_LINE_BYTES)
+            if len(line) == MAX_LINE_BYTES:
+                size = _size(MAX_LINE_BYTES)
                 raise UsageError(f"{path} is damaged: line {number} is longer than {size}")
     except FileNotFoundError:
         raise
@@ -210,8 +210,8 @@ def _out_of_range(value: object, name: str = "") -> str | None:
     return next((x for key, item in items if (x := _out_of_range(item, key)) is not None), None)
 
 
-MOST_BYTES = 2**20
-MOST_VALUES = 100_000
+MAX_BYTES = 2**20
+MAX_VALUES = 100_000
 DEEPEST = 50
 """A configuration has some 200 values and is nested four deep."""
 CORE_TAGS = ("null", "bool", "int", "float", "str", "seq", "map")
@@ -261,7 +261,7 @@ class _PlainLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: igno
 _PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", EXPONENT, list("-+0123456789"))
 
 
-def read_yaml(path: Path, most_bytes: int = MOST_BYTES) -> tuple[str, Any]:
+def read_yaml(path: Path, most_bytes: int = MAX_BYTES) -> tuple[str, Any]:
     """The text of a YAML file, and its content as plain values.
 
     Raises:
@@ -272,7 +272,7 @@ def read_yaml(path: Path, most_bytes: int = MOST_BYTES) -> tuple[str, Any]:
     return text, load_yaml(text)
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
     """The text of a file in UTF-8, without a byte-order mark.
 
     Raises:
@@ -349,8 +349,8 @@ def _check_extent(content: Any) -> None:
         for value in level:
             parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             below += parts if isinstance(value, dict | list) else ()
-            if count + len(below) > MOST_VALUES:
-                raise NotYamlError(f"it has more than {MOST_VALUES:,} values")
+            if count + len(below) > MAX_VALUES:
+                raise NotYamlError(f"it has more than {MAX_VALUES:,} values")
         count, level = count + len(below), below
     if level:
         raise NotYamlError(f"it is nested more than {DEEPEST} deep")

@@ -21,7 +21,7 @@ from mprun.errors import UsageError
 from mprun.records.files import write_json
 from mprun.records.reader import NotYamlError, load_yaml, read_json, read_text
 
-LARGEST_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024
 LATER_TRAIN: dict[str, Any] = {"warmup_steps": 0, "min_lr": 0.0}
 LATER_OPTIMIZER: dict[str, Any] = {"target": None, "args": {}}
 LATER_PRECISION: dict[str, Any] = {"gemms": "none", "hadamard": False, "reduce_dtype": "float32"}
@@ -45,7 +45,7 @@ def read_config(run: Path) -> tuple[str, Any]:
         UnreadableConfigError: it is missing, too large, or not YAML without tags.
     """
     try:
-        text = read_text(run / "config.yaml", LARGEST_BYTES)
+        text = read_text(run / "config.yaml", MAX_BYTES)
     except OSError as error:
         raise UnreadableConfigError(f"it cannot be read ({error.strerror})") from None
     except NotYamlError:

@@ -200,11 +200,11 @@ def _metric_form(comparison: Comparison) -> str:
     sizes = [abs(v.metric.value) for v in comparison.variants if v.metric]
     largest = max(filter(math.isfinite, sizes), default=0.0)
     decimals = 3 - math.floor(math.log10(largest)) if largest > 0 else 3
-    return f"{{:.{max(0, decimals)}f}}" if decimals <= MOST_DECIMALS else "{:.3e}"
+    return f"{{:.{max(0, decimals)}f}}" if decimals <= MAX_DECIMALS else "{:.3e}"
 
 
 DIFFERENCE_FORM = "{:+.2f}"
-MOST_DECIMALS = 7
+MAX_DECIMALS = 7
 
 
 def metric_name(comparison: Comparison) -> str:

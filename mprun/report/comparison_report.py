@@ -150,7 +150,7 @@ def png_name(plot: str) -> str:
 
 
 DEEPEST = 12
-MOST_FIELDS = 2000
+MAX_FIELDS = 2000
 NOT_COMPARED = ("seed", "run.", "logger.")
 """Fields that differ between runs of one variant."""
 
@@ -215,8 +215,8 @@ def _fields(config: Any) -> Iterator[tuple[str, str]]:
     if not isinstance(config, dict):
         raise UnreadableConfigError("it is not a mapping")
     for count, field in enumerate(_walk(config, "", 0)):
-        if count >= MOST_FIELDS:
-            raise UnreadableConfigError(f"it has more than {MOST_FIELDS} fields")
+        if count >= MAX_FIELDS:
+            raise UnreadableConfigError(f"it has more than {MAX_FIELDS} fields")
         yield field
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 from mprun.records.training_answer import TrainingAnswer
 
-LARGEST_INTERVAL = 2**31 - 1
+MAX_INTERVAL = 2**31 - 1
 """A growth interval that no training reaches."""
 
 
@@ -168,7 +168,7 @@ class SnippetParts:
         if scale.kind == "none":  # a framework's fp16 would make one of its own
             return "torch.amp.GradScaler(DEVICE, enabled=False)"
         if scale.kind == "static":
-            given = f"init_scale={scale.value!r}, growth_interval={LARGEST_INTERVAL}"
+            given = f"init_scale={scale.value!r}, growth_interval={MAX_INTERVAL}"
         else:
             given = f"init_scale={scale.value!r}"
             if (scale.growth_factor, scale.backoff_factor, scale.growth_interval) != (2, 0.5, 2000):

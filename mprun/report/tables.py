@@ -17,7 +17,7 @@ from mprun.records.run_record import (
     number,
 )
 
-LEAST_SHARE = 0.005
+MIN_SHARE = 0.005
 """A smaller share of the wall time is not shown."""
 
 
@@ -175,7 +175,7 @@ def time_line(summary: Summary) -> str:
     texts = [
         f"{name.replace('_', '-')} {seconds:.{digits}f}"
         for name, seconds in vars(budget).items()
-        if seconds >= LEAST_SHARE * wall_s and seconds > 0
+        if seconds >= MIN_SHARE * wall_s and seconds > 0
     ]
     return f"{total} = {', '.join(texts)}" if texts else total
 

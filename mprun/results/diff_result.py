@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 1
-LARGEST_ERROR = 1e99
+MAX_ERROR = 1e99
 """Written for an error without a finite size."""
 
 
@@ -88,6 +88,6 @@ def bounded(value: Any) -> Any:
         return {k: bounded(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [bounded(v) for v in value]
-    if isinstance(value, float) and not abs(value) < LARGEST_ERROR:
-        return LARGEST_ERROR
+    if isinstance(value, float) and not abs(value) < MAX_ERROR:
+        return MAX_ERROR
     return value

@@ -27,7 +27,7 @@ from mprun.results.search_result import (
     SensitivityRow,
 )
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 ELSEWHERE = "search_ops.json"
 
 
@@ -98,7 +98,7 @@ def rows_table(search: OpSearch, what: str) -> FittedTable:
         elsewhere=ELSEWHERE,
     )
     rows = sorted(rows, key=lambda row: -row.harm_alone)
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:MAX_ROWS]:
         table.add_row(
             row.name,
             str(row.calls),
@@ -107,7 +107,7 @@ def rows_table(search: OpSearch, what: str) -> FittedTable:
             *(loss(row.kept), decibels(row.kept.worst_db)),
             *([times(row.time_ratio)] if is_timed else []),
         )
-    if (more := len(rows) - MOST_ROWS) > 0:
+    if (more := len(rows) - MAX_ROWS) > 0:
         table.caption = f"and {more} more, none more harmful, in {ELSEWHERE}"
     return table
 
@@ -204,7 +204,7 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f"x{ratio:.2f}"
 
 
-MOST_NAMES = 8
+MAX_NAMES = 8
 """Up to this many layers are named in a sentence."""
 
 
@@ -272,8 +272,8 @@ def _named(search: FormatSearch) -> str:
         layer if len(of) == len(PRODUCTS) else f"{layer} ({', '.join(sorted(of))})"
         for layer, of in products.items()
     ]
-    more = len(texts) - MOST_NAMES
-    return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    more = len(texts) - MAX_NAMES
+    return ", ".join(texts[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _high_rows(search: FormatSearch) -> Sequence[FormatRow]:
@@ -294,7 +294,7 @@ def candidates_table(search: FormatSearch) -> FittedTable:
         elsewhere=ELSEWHERE,
     )
     rows = sorted(search.candidates, key=lambda row: -row.harm_alone)
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:MAX_ROWS]:
         table.add_row(
             row.name,
             f"{row.operations:.1%}",
@@ -302,7 +302,7 @@ def candidates_table(search: FormatSearch) -> FittedTable:
             "" if row.harm_alone <= 1 else "harmful",
             *(loss(row.kept), decibels(row.kept.worst_db)),
         )
-    if (more := len(rows) - MOST_ROWS) > 0:
+    if (more := len(rows) - MAX_ROWS) > 0:
         table.caption = f"and {more} more, none more harmful, in {ELSEWHERE}"
     return table
 

@@ -19,7 +19,7 @@ from mprun.records.run_record import BackendRow, Hardware
 
 PHASES = ("forward", "backward", "optimizer", "other")
 """The parts of a step."""
-MOST_KINDS = 25
+MAX_KINDS = 25
 """The most kinds of ops in the summary; the rest are summed in one row."""
 ELSEWHERE = "trace.json"
 
@@ -109,9 +109,9 @@ def kinds_table(rows: Sequence[TraceRow]) -> FittedTable:
         elsewhere=ELSEWHERE,
     )
     kinds = sorted(groups.items(), key=lambda kind: -_whole_ms(kind[1]))
-    for (phase, op, dtypes, rule), members in kinds[:MOST_KINDS]:
+    for (phase, op, dtypes, rule), members in kinds[:MAX_KINDS]:
         table.add_row(phase, op, dtypes, rule, *_sums(members))
-    if rest := kinds[MOST_KINDS:]:
+    if rest := kinds[MAX_KINDS:]:
         others = [row for _, members in rest for row in members]
         table.add_row("", f"{len(rest)} more kinds", "", "", *_sums(others))
     table.caption = f"trace.ops=true lists all {len(rows)} ops"

@@ -151,7 +151,7 @@ def _against_skipping(summary: Summary) -> str:
     return f"{remedy}debug.fp_exceptions=halt names the op if the scale is not the cause"
 
 
-FEWEST_JUDGED = 12
+MIN_JUDGED = 12
 """Of fewer steps than this, a run that time cut short shows no trend of its loss."""
 
 
@@ -169,10 +169,10 @@ def check_loss_falls(
         A warning if time left too few steps to judge, or None.
     """
     steps, third = len(losses) * every, len(losses) // 3
-    if steps < min(planned_steps or FEWEST_JUDGED, FEWEST_JUDGED):
+    if steps < min(planned_steps or MIN_JUDGED, MIN_JUDGED):
         return (
             f"whether the loss falls is not judged: train.max_time_s left {steps} steps, and "
-            f"{FEWEST_JUDGED} are needed; give it more time, or a smaller preset.max_batch_size"
+            f"{MIN_JUDGED} are needed; give it more time, or a smaller preset.max_batch_size"
         )
     if third == 0:
         raise RunFailedError(f"the smoke check needs 3 steps or more, the run took {len(losses)}")

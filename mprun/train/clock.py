@@ -163,13 +163,13 @@ BINS_PER_E = 1 / math.log1p(BIN_WIDTH)
 LEAST = 1e-9
 """Smaller values share a bin. From here to 1e6 there are some 35,000 bins; a run has hundreds."""
 
-MOST_VALUES = 4096
+MAX_VALUES = 4096
 """Of a thinned series. Even, because it is thinned in pairs."""
 
 MANY_STEPS = 100
 WARMUP_MANY = 10
 WARMUP_FEW = 3
-FEWEST_IN_A_THIRD = 10
+MIN_IN_A_THIRD = 10
 """Fewer steps give a third's median to more than a few percent."""
 
 
@@ -222,7 +222,7 @@ class ThinnedSeries:
     Which one is random, so that nothing periodic is always or never met.
     """
 
-    def __init__(self, most: int = MOST_VALUES) -> None:
+    def __init__(self, most: int = MAX_VALUES) -> None:
         self.values: list[float] = []
         self.seen = 0
         """The length of the whole series."""
@@ -266,7 +266,7 @@ def drift(step_ms: ThinnedSeries) -> float | None:
     warmup = math.ceil(warmup_steps(step_ms.seen) / step_ms.width)
     times = step_ms.values[warmup:]
     third = len(times) // 3
-    if third < FEWEST_IN_A_THIRD:
+    if third < MIN_IN_A_THIRD:
         return None
     first, last = statistics.median(times[:third]), statistics.median(times[-third:])
     return last / first if first else None

@@ -66,7 +66,7 @@ class Limits:
 
 
 @dataclass
-class Parts:
+class TrainingComponents:
     """What the loop runs on."""
 
     recipe: Recipe
@@ -122,7 +122,7 @@ class Trainer:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: TrainingComponents,
         limits: Limits,
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,

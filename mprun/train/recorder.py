@@ -52,7 +52,7 @@ from mprun.train.clock import StepStatistics, ThinnedSeries, drift
 from mprun.train.loss_terms import PREFIX
 from mprun.train.stopwatch import Stopwatch
 
-MOST_EPOCHS = 500
+MAX_EPOCHS = 500
 """Of the even choice."""
 
 
@@ -64,7 +64,7 @@ class EpochHistory:
         most: epochs of the even choice.
     """
 
-    def __init__(self, metric: Metric, most: int = MOST_EPOCHS) -> None:
+    def __init__(self, metric: Metric, most: int = MAX_EPOCHS) -> None:
         self._metric, self._most = metric, most
         self._even: list[Epoch] = []
         self._stride = 1

@@ -17,7 +17,7 @@ from mprun.train.sums import StepMetrics
 
 EVERY_S = 0.25
 """Losses are read and lines are written at least this often, if steps are shorter."""
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 GROWTH = 4
 """The number of steps grows by this factor at most: the first steps of a process are slow."""
 
@@ -76,7 +76,7 @@ class ProcessStepSums(StepSums):
         self, steps: Sequence[StepMetrics], stop: bool
     ) -> tuple[list[StepMetrics], bool]:
         took_s = max(time.perf_counter() - self._met_at, 1e-6)
-        wanted = min(MOST_STEPS, max(1, self._taken) * min(GROWTH, EVERY_S / took_s))
+        wanted = min(MAX_STEPS, max(1, self._taken) * min(GROWTH, EVERY_S / took_s))
         is_new = any(name not in self._names for step in steps for name in step.parts)
         sums = self._sums(steps, stop, wanted, is_new)
         if sums[1]:  # some process has a part of the loss that others may not know

@@ -31,7 +31,7 @@ from pathlib import Path
 from mprun.records.run_record import TimeBudget
 
 IMPORTED_AT = time.perf_counter()
-LONGEST_START_S = 3600.0
+MAX_START_S = 3600.0
 """A process that is older when it begins its run did something else before."""
 
 
@@ -114,6 +114,6 @@ def process_start() -> float:
         ticks = int(text.rpartition(")")[2].split()[19])  # field 22; a name may contain spaces
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         now = time.perf_counter()
-        if now - IMPORTED_AT <= age_s <= LONGEST_START_S:
+        if now - IMPORTED_AT <= age_s <= MAX_START_S:
             return now - age_s
     return IMPORTED_AT

@@ -39,11 +39,11 @@ from mprun.optim import LowPrecisionOptimizer
 from mprun.optim.state import entry_shape
 from mprun.records.reader import ZIP, check_archive, open_regular
 
-MOST_OPCODES = 4_000_000
+MAX_OPCODES = 4_000_000
 """A tensor takes about 40; a checkpoint of a model with 1,000 parameters 100,000."""
 LEGACY_PICKLES = 5
 """An older file begins with as many: magic number, version, system, content, keys of storages."""
-MOST_REPEATED_BYTES = 2**28
+MAX_REPEATED_BYTES = 2**28
 """An expanded tensor stores a value once; copying it stores all."""
 GLOBALS = re.compile(
     r"collections OrderedDict"
@@ -83,7 +83,7 @@ def load_torch_file(path: Path) -> Any:
 
 def _check_pickles(path: Path) -> None:
     """Refuse pickles with other names than `GLOBALS`, or with too many objects."""
-    budget = iter(range(MOST_OPCODES))
+    budget = iter(range(MAX_OPCODES))
     with path.open("rb") as file:
         is_archive = file.read(len(ZIP)) == ZIP  # how PyTorch decides
         file.seek(0)
@@ -100,7 +100,7 @@ def _check_pickles(path: Path) -> None:
 def _check_pickle(file: IO[bytes], budget: Iterator[int]) -> None:
     for opcode, argument, _ in pickletools.genops(file):
         if next(budget, None) is None:
-            raise NotTensorsError(f"it makes more than {MOST_OPCODES:,} objects")
+            raise NotTensorsError(f"it makes more than {MAX_OPCODES:,} objects")
         if opcode.name == "GLOBAL" and not GLOBALS.fullmatch(str(argument)):
             raise NotTensorsError(f"it contains {str(argument).replace(' ', '.')}")
 
@@ -116,7 +116,7 @@ def _check_sizes(content: Any) -> None:
             strided = value.layout == torch.strided and not value.is_meta
             if strided:
                 repeated_bytes += max(0, value.nbytes - value.untyped_storage().nbytes())
-            if repeated_bytes > MOST_REPEATED_BYTES:
+            if repeated_bytes > MAX_REPEATED_BYTES:
                 raise NotTensorsError("tensors in it repeat few values many times")
         elif isinstance(value, dict | list | tuple) and id(value) not in seen:
             seen.add(id(value))
@@ -216,7 +216,7 @@ def form(value: Any) -> str:
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 IN_FOLDER = (f"model{SUFFIX}", f"model{INDEX_SUFFIX}")
 """Names of the weights in a folder that Hugging Face's libraries wrote."""
-MOST_INDEX_BYTES = 2**26
+MAX_INDEX_BYTES = 2**26
 NESTED = ("state_dict", "model_state_dict", "model")
 """Keys under which training programs keep the weights in a dictionary."""
 PREFIXES = ("module.", "_orig_mod.")
@@ -253,8 +253,8 @@ def _parts(file: Path) -> list[Path]:
     """The file, or those that an index names, which lie beside it."""
     if not file.name.endswith(INDEX_SUFFIX):
         return [file]
-    if file.stat().st_size > MOST_INDEX_BYTES:
-        raise DamagedSafetensorsError(f"an index is at most {MOST_INDEX_BYTES:,} bytes")
+    if file.stat().st_size > MAX_INDEX_BYTES:
+        raise DamagedSafetensorsError(f"an index is at most {MAX_INDEX_BYTES:,} bytes")
     try:
         names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
         plain = all(Path(name).name == name and name.endswith(SUFFIX) for name in names)

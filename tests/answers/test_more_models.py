@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 
 FEATURES, SAMPLES = 16, 64
-NEEDED_DB, MOST_LOSS = 20.0, 0.01
+NEEDED_DB, MAX_LOSS = 20.0, 0.01
 CLEAR_DB, CLEAR_LOSS = 3.0, 2.0
 """No case is nearer than this to the border between good enough and not."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -288,11 +288,11 @@ def test_numerics_says_what_passes_in_float64_show(
     failing = set()
     for name, dtype in DTYPES.items():
         off, db = errors(case, dtype)
-        if off > MOST_LOSS or db < NEEDED_DB:
+        if off > MAX_LOSS or db < NEEDED_DB:
             failing.add(name)
-            assert off > CLEAR_LOSS * MOST_LOSS or db < NEEDED_DB - CLEAR_DB, (name, off, db)
+            assert off > CLEAR_LOSS * MAX_LOSS or db < NEEDED_DB - CLEAR_DB, (name, off, db)
         else:
-            assert off < MOST_LOSS / CLEAR_LOSS, (name, off, db)
+            assert off < MAX_LOSS / CLEAR_LOSS, (name, off, db)
             assert db > NEEDED_DB + CLEAR_DB, (name, off, db)
     assert failing == CASES[case].fails
     off, db = errors(case, None)  # float32 itself

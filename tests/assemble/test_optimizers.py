@@ -24,7 +24,7 @@ from mprun.optim import MasterWeights
 from mprun.recipe import Recipe
 from mprun.records.run_record import read_summary
 from mprun.train.checkpoint import path_in
-from mprun.train.loop import Limits, Parts, Trainer
+from mprun.train.loop import Limits, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -110,7 +110,7 @@ def small(kind: str, *more: str) -> Any:
     return planned(*base, "speed=plain", "train.epochs=null", "train.max_steps=4", *more)
 
 
-def trained(plan: Any, steps: int = 4) -> Parts:
+def trained(plan: Any, steps: int = 4) -> TrainingComponents:
     parts = build_parts(plan)
     Trainer(parts, Limits(None, steps, None)).fit()
     return parts

@@ -29,7 +29,7 @@ from mprun.numerics.loss_scale_advice import ALIKE_DB
 from mprun.precision import backend_flags
 from mprun.recipe import Recipe
 from mprun.results.numerics_result import NumericsResult
-from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
+from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -363,7 +363,7 @@ def test_a_run_that_is_all_warm_up_is_refused(capsys: pytest.CaptureFixture[str]
 # ---- the run is the same -------------------------------------------------------------------------
 
 
-def weights_of(parts: Parts) -> dict[str, Tensor]:
+def weights_of(parts: TrainingComponents) -> dict[str, Tensor]:
     """Weights, buffers, optimizer state and the random state."""
     state = parts.optimizer.state_dict()["state"]
     moments = {f"{n}.{k}": v for n, entry in state.items() for k, v in entry.items()}
@@ -390,9 +390,9 @@ def test_weights_are_bit_equal_with_and_without(
 ) -> None:
     folder = Path("conf") if words[0].startswith("--") else None
     chosen = make_plan(compose([w for w in words if not w.startswith("--")], folder).config, ())
-    made: list[Parts] = []
+    made: list[TrainingComponents] = []
 
-    def kept(*args: Any) -> Parts:
+    def kept(*args: Any) -> TrainingComponents:
         made.append(build_parts(*args))
         return made[-1]
 

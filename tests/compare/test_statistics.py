@@ -14,7 +14,7 @@ from scipy import stats
 from mprun.compare.comparison import Interval
 from mprun.compare.statistics import (
     ALPHA,
-    MOST_SEEDS,
+    MAX_SEEDS,
     Sample,
     difference_p,
     equivalence_p,
@@ -195,7 +195,7 @@ def test_the_further_seeds_are_the_fewest_that_settle_it(
     assume(not is_settled(sample, margin, n))
     found = seeds_to_settle(sample, margin)
     if found is None:
-        assert not is_settled(sample, margin, n + MOST_SEEDS)
+        assert not is_settled(sample, margin, n + MAX_SEEDS)
     else:
         assert is_settled(sample, margin, n + found)
         assert found == 1 or not is_settled(sample, margin, n + found - 1)

@@ -39,7 +39,7 @@ from mprun.precision import (
     op_lists,
 )
 from mprun.results.trace_result import CastRecord, TraceRow
-from mprun.train.loop import Parts, Trainer
+from mprun.train.loop import Trainer, TrainingComponents
 from tests.precision.test_policy import policy
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -80,7 +80,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> int:
     return 1 + warmup + 2 * repeats
 
 
-def stepping(chosen: Plan) -> tuple[Parts, Callable[[], object]]:
+def stepping(chosen: Plan) -> tuple[TrainingComponents, Callable[[], object]]:
     """What a plan runs on, and its step on the first batch, not traced."""
     parts = build_parts(chosen)
     trainer = Trainer(parts, chosen.limits)
@@ -180,9 +180,9 @@ def test_the_casts_of_a_linear_step_are_those_counted_by_hand() -> None:
 def test_weights_after_traced_steps_are_those_without(
     words: list[str], short: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Parts] = []
+    made: list[TrainingComponents] = []
 
-    def keeping(*args: Any) -> Parts:
+    def keeping(*args: Any) -> TrainingComponents:
         made.append(build_parts(*args))
         return made[-1]
 

@@ -29,8 +29,8 @@ from mprun.precision.formats import (
     quantise,
 )
 from mprun.precision.gemm_guard import (
+    MIN_ROW,
     NO_GUARD,
-    SMALLEST_ROW,
     THRESHOLDS,
     ActiveGuard,
     Factor,
@@ -125,7 +125,7 @@ def test_measures_are_those_of_float64(
         sum((a - b) ** 2 for a, b in row if abs(a - b) > to.half_step * abs(a))
         / sum(a**2 for a, _ in row)
         for row in pairs
-        if (size := max(abs(a) for a, _ in row)) and size >= SMALLEST_ROW * float(x.abs().max())
+        if (size := max(abs(a) for a, _ in row)) and size >= MIN_ROW * float(x.abs().max())
     ]
     underflow, error = losses(x, q, to.half_step).tolist()
     assert underflow == pytest.approx(sum(b == 0 for _, b in present) / max(1, len(present)))

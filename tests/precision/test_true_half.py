@@ -17,7 +17,7 @@ from mprun.data import DataRequest, Splits, TensorSet
 from mprun.errors import UsageError
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.recipe import Classification
-from mprun.train.loop import Parts
+from mprun.train.loop import TrainingComponents
 from tests.each import each
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
@@ -55,7 +55,7 @@ def refusal(*words: str) -> str:
 class Step:
     """The forward and backward pass of a run's first step, and what was kept between the two."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingComponents) -> None:
         self.kept: list[Tensor] = []
         self.batch = next(parts.train.epoch(None))
         parts.precision.begin_step(1)
@@ -225,7 +225,7 @@ def test_stored_floating_samples_take_half_the_memory(mode: str) -> None:
 class Watched:
     """Dtypes of modules' inputs, outputs and parameters in a training step."""
 
-    def __init__(self, parts: Parts, names: Sequence[str]) -> None:
+    def __init__(self, parts: TrainingComponents, names: Sequence[str]) -> None:
         self.inputs: dict[str, torch.dtype] = {}
         self.outputs: dict[str, torch.dtype] = {}
         self.parameters: dict[str, torch.dtype] = {}

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mprun.config import compose
-from mprun.records.reader import DEEPEST, MOST_VALUES, NotYamlError, load_yaml
+from mprun.records.reader import DEEPEST, MAX_VALUES, NotYamlError, load_yaml
 from tests.fuzz.damage import BROKEN_YAML
 
 PLAIN = ("just text", "- a\n- list", "17")
@@ -61,7 +61,7 @@ def test_aliases_count_as_often_as_they_are_used() -> None:
     text = f"a0: &a0 [{row}]\n"
     for n in range(1, 40):
         text += f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n"
-    with pytest.raises(NotYamlError, match=f"more than {MOST_VALUES:,} values"):
+    with pytest.raises(NotYamlError, match=f"more than {MAX_VALUES:,} values"):
         load_yaml(text)
     merged = "a0: &a0 {x: 1}\n" + "".join(
         f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 40)

@@ -20,7 +20,7 @@ from mprun.numerics.collect import KINDS as COLLECTED
 from mprun.numerics.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
 from mprun.report.plots import measurement_plots
-from mprun.report.plots.measurement_plots import LIMITS, MOST_ROWS, TITLES, numerics_plots
+from mprun.report.plots.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plots
 from mprun.report.theme import LIGHT
 from mprun.results.numerics_result import (
     KINDS,
@@ -363,11 +363,11 @@ def test_of_many_layers_the_worst_are_drawn_in_the_model_s_order() -> None:
     figure = exponents(rows=many)
     (panel,) = [a for a in figure.axes if a.images]
     labels = [label.get_text() for label in panel.get_yticklabels()]
-    worst = sorted(range(500), key=lambda n: (n * 7) % 500)[:MOST_ROWS]
+    worst = sorted(range(500), key=lambda n: (n * 7) % 500)[:MAX_ROWS]
     assert [x.partition("x")[0] for x in labels] == [f"layer.{n}" for n in sorted(worst)]
     assert max(map(len, labels)) == 36
     title = panel.get_title(loc="left")
-    assert title == f"weights: the {MOST_ROWS} of 500 that float16 changes most"
+    assert title == f"weights: the {MAX_ROWS} of 500 that float16 changes most"
     assert figure.get_size_inches()[1] < 6
 
 

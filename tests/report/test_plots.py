@@ -106,8 +106,8 @@ def test_a_long_run_is_thinned(tmp_path: Path) -> None:
     logs = series.read(replace(comparison(1), variants=(in_folder(tmp_path, 1),)))
     band = training_plots.loss_band(logs.series[0])
     assert band is not None
-    assert len(band.x) <= series.MOST_POINTS
-    assert band.width == math.ceil(5000 / series.MOST_POINTS)
+    assert len(band.x) <= series.MAX_POINTS
+    assert band.width == math.ceil(5000 / series.MAX_POINTS)
 
 
 def in_folder(folder: Path, runs: int) -> Any:

@@ -13,7 +13,7 @@ from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
 from mprun.numerics.op_watcher import PHASES as OBSERVED
 from mprun.results.trace_result import (
-    MOST_KINDS,
+    MAX_KINDS,
     PHASES,
     TraceRecord,
     TraceRow,
@@ -116,10 +116,10 @@ def test_kinds_of_ops_are_summed_the_longest_first() -> None:
 
 
 def test_of_many_kinds_the_rest_is_one_row() -> None:
-    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MOST_KINDS + 3)]
+    rows = [row("forward", f"op{n}", n, time_ms=100.0 - n) for n in range(MAX_KINDS + 3)]
     lines = shown(kinds_table(msgspec.convert(rows, list[TraceRow])))
-    assert len(lines) == 4 + MOST_KINDS + 2
-    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MOST_KINDS) - 3:.3f}"
+    assert len(lines) == 4 + MAX_KINDS + 2
+    assert lines[-2] == f"3 more kinds 3 {3 * (100 - MAX_KINDS) - 3:.3f}"
 
 
 def test_totals_are_shown_with_their_units() -> None:

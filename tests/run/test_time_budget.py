@@ -35,7 +35,7 @@ RECIPES = {
     "mnist": ["recipe=mnist", *VALIDATED],
     "fashion_mnist": ["recipe=fashion_mnist", *VALIDATED, "recipe.model.image_size=28"],
 }
-LONGEST_END_READINGS = 40
+MAX_END_READINGS = 40
 """Of the clock, for the last summary, the table and the end of the command."""
 
 
@@ -60,7 +60,7 @@ def carry_out(clock: Clock, status: int, *words: str, before_s: float = 0.0) -> 
     assert main([*words]) == status
     outside_s = before_s + clock.now_s - began_s
     summary = agreed()
-    assert 0 <= outside_s - summary.wall_time_s <= LONGEST_END_READINGS * clock.tick_s
+    assert 0 <= outside_s - summary.wall_time_s <= MAX_END_READINGS * clock.tick_s
     return summary
 
 

@@ -94,7 +94,7 @@ def test_bytes_do_not_grow_with_the_steps() -> None:
 
 
 def test_a_long_run_resumed_has_the_history_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mprun.train.recorder.MOST_EPOCHS", 8)
+    monkeypatch.setattr("mprun.train.recorder.MAX_EPOCHS", 8)
     monkeypatch.setattr("mprun.train.recorder.EpochHistory.__init__.__defaults__", (8,))
     words = [*TINY, "train.checkpoint_every_steps=7"]
     assert main([*words, "train.max_steps=60", "run.dir=whole"]) == 0

@@ -29,7 +29,7 @@ from mprun.recipe import Classification
 from mprun.records.run_record import Epoch
 from mprun.train.callbacks import Callback, StepLine
 from mprun.train.clock import HostClock
-from mprun.train.loop import Limits, Parts, StopRequestedError, Trainer
+from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.sums import HostReadback
 from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
@@ -91,7 +91,7 @@ def trainer(
     def batches(part: TensorSet, size: int, micro: int | None = None) -> Batches:
         return TensorBatches(part, size, BatchForm(recipe.prepare), CPU, micro)
 
-    parts = Parts(
+    parts = TrainingComponents(
         recipe=recipe,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=lr),

@@ -16,7 +16,7 @@ from mprun.train import clock
 from mprun.train.clock import (
     BIN_WIDTH,
     LEAST,
-    MOST_VALUES,
+    MAX_VALUES,
     Distribution,
     StepStatistics,
     ThinnedSeries,
@@ -141,7 +141,7 @@ def test_drift_is_the_last_third_over_the_first(steps: int, drift: float | None)
 def test_the_drift_of_many_steps_is_near_that_of_all() -> None:
     """From 1 ms to 2 ms in 100,000 steps: the thirds' medians are 7/6 and 11/6."""
     times = series(1 + i / 1e5 for i in range(100_000))
-    assert len(times.values) <= MOST_VALUES
+    assert len(times.values) <= MAX_VALUES
     assert clock.drift(times) == pytest.approx(11 / 7, rel=1e-3)
 
 

@@ -21,7 +21,7 @@ from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Preci
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Recipe
 from mprun.train.clock import HostClock
-from mprun.train.loop import Limits, Parts, Trainer
+from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
 from mprun.train.sums import HostReadback
 from mprun.train.time_limit import Schedule
@@ -99,7 +99,7 @@ def trainer_of(
     held_out = train.first(0) if validation is None else validation
     precision = Precision.of_parts(policy("fp32"), NoCaster(), arithmetic, scale, Clip())
     precision._output_dtype = dtype
-    parts = Parts(
+    parts = TrainingComponents(
         recipe=recipe,
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

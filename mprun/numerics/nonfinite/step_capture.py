@@ -66,10 +66,10 @@ from mprun.records.files import write_atomic
 SMALL_BYTES = 2**16
 """Floating buffers up to this size are copied in every step: batch normalization writes to its
 statistics without counting the write."""
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Calls of one step that are remembered, the last ones: a loop that never steps must not collect
 its inputs for ever."""
-MOST_CHECKED = 2**20
+MAX_CHECKED = 2**20
 """Numbers of an output that are checked for NaN: logits of a large vocabulary would take longer."""
 
 
@@ -104,8 +104,8 @@ class StepCapture:
         self._devices = list(devices) or [torch.device("cpu")]
         self._kinds = list(dict.fromkeys((self._devices[0].type, "cpu")))
         self._buffers = BufferCopies(model)
-        self._calls: deque[ObservedCall] = deque(maxlen=MOST_CALLS)
-        self._noted: deque[ObservedCall] = deque(maxlen=MOST_CALLS)
+        self._calls: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
+        self._noted: deque[ObservedCall] = deque(maxlen=MAX_CALLS)
         """The batches that the loop gave, each as a call: a loop may call parts of the model."""
         self._seen = 0
         """Calls of this step."""
@@ -253,7 +253,7 @@ class StepCapture:
     def _notes(self, copies: Sequence[PlainCopy]) -> list[str]:
         notes = []
         if self._seen > len(self._calls):
-            notes.append(f"of {self._seen} calls of the model the last {MOST_CALLS} are saved")
+            notes.append(f"of {self._seen} calls of the model the last {MAX_CALLS} are saved")
         for i, call in enumerate(self._calls or self._noted, start=1):
             for j, (x, count) in enumerate(call.writes):
                 if write_count(x) != count:
@@ -338,7 +338,7 @@ def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:
 
 def _has_nan(x: Tensor) -> Tensor | bool:
     """Whether a small tensor has a NaN; on a device read later, so that nothing waits for it."""
-    if not x.is_floating_point() or x.numel() > MOST_CHECKED:
+    if not x.is_floating_point() or x.numel() > MAX_CHECKED:
         return False
     if not x.is_cpu or not x.is_contiguous():
         return x.isnan().any()

@@ -55,7 +55,7 @@ XLINK = "{http://www.w3.org/1999/xlink}href"
 LOG_FROM = 8.0
 """Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
 
-LONGEST_LABEL = 30
+MAX_LABEL = 30
 MARKER_SIZE = 6.5
 
 
@@ -296,7 +296,7 @@ def panels(
 
 def label(variant: Variant) -> str:
     """A variant's name in a drawing."""
-    shown = cells.plain(variant.label, LONGEST_LABEL)
+    shown = cells.plain(variant.label, MAX_LABEL)
     return f"{shown} (emulated)" if cells.is_emulated(variant) else shown
 
 

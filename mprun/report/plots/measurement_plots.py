@@ -157,9 +157,9 @@ LIMITS = {
 }
 LEAST = 1e-6
 """Smaller shares are not drawn."""
-MOST_ROWS = 12
+MAX_ROWS = 12
 """The most layers drawn of a kind."""
-LONGEST_NAME = 36
+MAX_NAME = 36
 LETTER_SHARE, ROW_POINTS = 0.0075, 8
 """A letter of a line's label, as a share of the width; the height of a row of labels."""
 
@@ -203,7 +203,7 @@ def _rows(result: NumericsResult, kind: str) -> list[NumericsRow]:
 def worst(rows: Sequence[NumericsRow]) -> list[NumericsRow]:
     """The rows that float16 changes most, in the order they had."""
     by_db = sorted(range(len(rows)), key=lambda n: fp16_db(rows[n]))
-    return [rows[n] for n in sorted(by_db[:MOST_ROWS])]
+    return [rows[n] for n in sorted(by_db[:MAX_ROWS])]
 
 
 def _panel_title(kind: str, shown: int, count: int) -> str:
@@ -239,7 +239,7 @@ def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) 
         cmap="viridis_r",
         norm=LogNorm(LEAST, 1),
     )
-    names = [shortened(row.name, LONGEST_NAME) for row in rows]
+    names = [shortened(row.name, MAX_NAME) for row in rows]
     panel.set_yticks([n + 0.5 for n in range(len(rows))], names)
     panel.tick_params(axis="y", labelsize=7)
     return image

@@ -28,7 +28,7 @@ from mprun.report.cells import plain
 
 Column = NDArray[np.float64]
 
-MOST_POINTS = 150
+MAX_POINTS = 150
 """Points of a curve."""
 
 
@@ -142,7 +142,7 @@ def epochs_per_step(summary: Summary) -> float:
     return 1 / _epoch(summary)[0]
 
 
-def band(curves: Sequence[tuple[Column, Column]], points: int = MOST_POINTS) -> Band | None:
+def band(curves: Sequence[tuple[Column, Column]], points: int = MAX_POINTS) -> Band | None:
     """Median, lowest and highest over curves (steps, values), in at most `points` bins.
 
     Values that are not finite are left out. The result is None if nothing is left.

@@ -47,7 +47,7 @@ from mprun.report.theme import Theme, colour, marker
 LOG_FROM = 20.0
 """Losses farther apart than this are drawn on a logarithmic axis."""
 
-MOST_MARKS = 25
+MAX_MARKS = 25
 """The most validation losses drawn of a variant; of more, every second, third, ..."""
 
 
@@ -177,7 +177,7 @@ def validation(runs: Sequence[RunSeries]) -> tuple[Column, Column] | None:
     if not at_step:
         return None
     steps = sorted(at_step)
-    steps = steps[:: -(-len(steps) // MOST_MARKS)]
+    steps = steps[:: -(-len(steps) // MAX_MARKS)]
     return np.array(steps), np.array([np.median(at_step[s]) for s in steps])
 
 

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from mprun.compare.comparison import Comparison, StepPercentiles, Variant
 from mprun.report import cells
 from mprun.report.plots.canvas import (
-    LONGEST_LABEL,
     MARKER_SIZE,
+    MAX_LABEL,
     Plot,
     counts,
     figure,
@@ -222,7 +222,7 @@ def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
     unit = {"difference %": "%", "points": "percentage points"}.get(
         cells.difference_unit(comparison), ""
     )
-    name = cells.plain(comparison.baseline, LONGEST_LABEL)
+    name = cells.plain(comparison.baseline, MAX_LABEL)
     axes.set_xlabel(
         f"{cells.metric_name(comparison)} minus that of {name}" + (f" ({unit})" if unit else "")
     )

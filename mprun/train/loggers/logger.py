@@ -164,7 +164,7 @@ def environment(**values: str) -> Iterator[None]:
 
 
 Tell = Callable[[str], None]
-MOST_ROWS = 1000
+MAX_ROWS = 1000
 
 
 def ignore(text: str) -> None:
@@ -350,7 +350,7 @@ class Logger(Callback, ABC):
             if line.step % self.run.log_every == 0 or line.skipped:
                 self.scalars(_step_scalars(line), line.step)
         waited = time.perf_counter() - self._written_at
-        if waited >= self.WRITE_EVERY_S or len(self._rows) >= MOST_ROWS:
+        if waited >= self.WRITE_EVERY_S or len(self._rows) >= MAX_ROWS:
             self.flush()
 
     def on_epoch_end(self, epoch: Epoch, step: int) -> None:

@@ -19,8 +19,8 @@ from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
 STATUSES = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
-MOST_METRICS, MOST_PARAMETERS = 1000, 100
-LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
+MAX_METRICS, MAX_PARAMETERS = 1000, 100
+MAX_PARAMETER, MAX_TAG = 6000, 5000
 """MLflow's limits: of one call, and of one value."""
 
 SETTINGS = {
@@ -73,8 +73,8 @@ class MlflowLogger(Logger):
             for row in rows
             for name, value in row.values.items()
         ]
-        for first in range(0, len(metrics), MOST_METRICS):
-            self._log(metrics=metrics[first : first + MOST_METRICS])
+        for first in range(0, len(metrics), MAX_METRICS):
+            self._log(metrics=metrics[first : first + MAX_METRICS])
 
     def upload(self, files: Sequence[Path]) -> None:
         with environment(**SETTINGS):
@@ -125,14 +125,13 @@ class MlflowLogger(Logger):
         """Log tags, and those parameters that the run does not have: they cannot be changed."""
         known = self._client.get_run(run_id).data.params
         parameters = {
-            _legal(name): str(value)[:LONGEST_PARAMETER]
-            for name, value in self.run.parameters.items()
+            _legal(name): str(value)[:MAX_PARAMETER] for name, value in self.run.parameters.items()
         }
         new = {name: value for name, value in parameters.items() if name not in known}
-        tags = {_legal(k): v[:LONGEST_TAG] for k, v in self.run.tags.items()}
+        tags = {_legal(k): v[:MAX_TAG] for k, v in self.run.tags.items()}
         self._log(tags=tags | {"status": "running"})
         entries = iter(new.items())
-        while part := dict(islice(entries, MOST_PARAMETERS)):
+        while part := dict(islice(entries, MAX_PARAMETERS)):
             self._log(params=part)
 
     def _log(

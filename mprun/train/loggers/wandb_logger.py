@@ -18,7 +18,7 @@ from mprun.records.run_folder import WANDB_FOLDER
 from mprun.records.run_record import Status
 from mprun.train.loggers.logger import LoggedRow, Logger, environment, quiet
 
-LONGEST_TAG = 64
+MAX_TAG = 64
 SETTINGS = {
     "console": "off",
     "silent": True,
@@ -75,7 +75,7 @@ class WandbLogger(Logger):
             root_dir=str(run.store_folder),
             **{name: value for name, value in SETTINGS.items() if name in known},
         )
-        tags = [f"{name}={value}"[:LONGEST_TAG] for name, value in run.tags.items()]
+        tags = [f"{name}={value}"[:MAX_TAG] for name, value in run.tags.items()]
         with self._environment():
             self._run: Any = wandb.init(
                 project=run.project,

@@ -19,7 +19,7 @@ from mprun.config import compose
 from mprun.errors import UsageError
 from mprun.precision.op_lists import OpLists, op_lists
 from mprun.precision.op_lists.lists import Unknown
-from mprun.records.op_list_files import LONGEST_NAME, Entry, read_list
+from mprun.records.op_list_files import MAX_NAME, Entry, read_list
 from tests.each import each
 
 
@@ -200,7 +200,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "a program": (b"\x7fELF\x02\x01\x01\0\0\0\xff\xfe", r"ops\.txt:1: "),
     "a picture": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"ops\.txt:1: "),
     "an archive": (b"PK\x03\x04\x14\0\x08\0\x08\0", r"ops\.txt:1: "),
-    "a very long name": (b"a" * (LONGEST_NAME + 1), r"ops\.txt:1: 'aaa.*\.\.\.' is not the name"),
+    "a very long name": (b"a" * (MAX_NAME + 1), r"ops\.txt:1: 'aaa.*\.\.\.' is not the name"),
     "a line separator in a name": ("re\u2028lu".encode(), r"ops\.txt:1: "),
     "a zero-width blank": ("relu\u200b".encode(), r"ops\.txt:1: "),
 }
@@ -230,7 +230,7 @@ def test_the_command_says_it_with_status_2_and_makes_no_folder(
 
 
 def test_a_name_as_long_as_names_may_be_is_read() -> None:
-    assert names("a" * LONGEST_NAME) == ["a" * LONGEST_NAME]
+    assert names("a" * MAX_NAME) == ["a" * MAX_NAME]
 
 
 @each("name", ["missing.txt", "missing.yaml", "no/such/folder.txt"])

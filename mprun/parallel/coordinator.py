@@ -45,8 +45,8 @@ NOTE_S = 2.0
 POLL_S = 0.02
 
 
-class Meeting:
-    """One process: there is nobody to meet. With several, `GroupMeeting`."""
+class Coordinator:
+    """One process: there is nobody to meet. With several, `GroupCoordinator`."""
 
     is_first = True
 
@@ -82,7 +82,7 @@ class Meeting:
         """The command has ended: the other processes end."""
 
 
-class GroupMeeting(Meeting):
+class GroupCoordinator(Coordinator):
     """The processes that torchrun started; all of them construct it at the same time.
 
     Args:
@@ -260,21 +260,23 @@ def _store(rank: int) -> Any:
     return dist.TCPStore(host, port, is_master=hosts, multi_tenant=True)  # type: ignore[attr-defined]
 
 
-_here: list[Meeting] = [Meeting()]
+_here: list[Coordinator] = [Coordinator()]
 
 
-def here() -> Meeting:
-    """The meeting of this process, which is one for the whole process as torch.distributed is."""
+def coordinator_here() -> Coordinator:
+    """That of this process; there is one for all of it, as of torch.distributed."""
     return _here[-1]
 
 
 @contextmanager
-def meeting_of(rank: int, size: int, local_rank: int, restarts: int) -> Iterator[GroupMeeting]:
-    """Inside, `here` is the meeting of the processes that torchrun started."""
-    meeting = GroupMeeting(rank, size, local_rank, restarts)
-    _here.append(meeting)
+def coordinator_of(
+    rank: int, size: int, local_rank: int, restarts: int
+) -> Iterator[GroupCoordinator]:
+    """Inside, `coordinator_here()` is that of the processes that torchrun started."""
+    coordinator = GroupCoordinator(rank, size, local_rank, restarts)
+    _here.append(coordinator)
     try:
-        yield meeting
+        yield coordinator
     finally:
         _here.pop()
-        meeting.close()
+        coordinator.close()
