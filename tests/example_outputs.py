@@ -42,7 +42,7 @@ from mprun.results.search_tables import answer_sentence, outcome_table, proof_li
 from tests.compare.folders import write_run
 from tests.doctor import WITH_BF16, examination, measured
 from tests.experiments import comparison, variant
-from tests.report.test_search_ops_tables import CONTENT, PROOF, measure, outcome, row
+from tests.results.test_search_tables import CONTENT, PROOF, measure, outcome, row
 from tests.summaries import example as example_summary
 
 SMALL = [

@@ -31,7 +31,7 @@ from mprun.precision.buffers import BufferOverflow
 from mprun.precision.convert import convert
 from mprun.precision.policy import torch_dtype
 from mprun.recipes.linear import Linear
-from tests.answers.seeds import SEEDS
+from tests.adversarial.seeds import SEEDS
 from tests.each import each
 from tests.precision.test_policy import policy
 

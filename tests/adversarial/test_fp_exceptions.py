@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from mprun.cli.main import main
 from mprun.numerics import FpException, fp_exceptions
 from mprun.numerics.nonfinite import NonfiniteReport
-from tests.answers.models import CASES, MODES, loss_of, points
-from tests.answers.oracle import BATCH
-from tests.answers.seeds import SEEDS
+from tests.adversarial.models import CASES, MODES, loss_of, points
+from tests.adversarial.oracle import BATCH
+from tests.adversarial.seeds import SEEDS
 
 STEPS = {"log_of_zero": 40}
 """Those of a case where the first one does not overflow: there the others have 10."""
@@ -112,7 +112,7 @@ def recorded(case: str, mode: str) -> list[Place]:
 def hostile() -> None:
     text = """# @package _global_
 # The hostile models
-recipe: {name: hostile, target: tests.answers.models.Hostile, model: {case: conv_bias}}
+recipe: {name: hostile, target: tests.adversarial.models.Hostile, model: {case: conv_bias}}
 train: {epochs: 1, batch_size: 64, eval_batch_size: 64, lr: 0.01, optimizer: {name: adamw}}
 """
     Path("conf/recipe").mkdir(parents=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mprun.cli.main import main
-from tests.answers.models import CASES
-from tests.answers.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
-from tests.answers.seeds import SEEDS
+from tests.adversarial.models import CASES
+from tests.adversarial.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
+from tests.adversarial.seeds import SEEDS
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.answers.models import CASES, MODES, loss_of, points
-from tests.answers.oracle import fails, trained
-from tests.answers.seeds import SEEDS
+from tests.adversarial.models import CASES, MODES, loss_of, points
+from tests.adversarial.oracle import fails, trained
+from tests.adversarial.seeds import SEEDS
 
 ZERO = 1e-13
 """Gradients that cancel, relative to the largest of the model: float64 has 2e-16 a number."""

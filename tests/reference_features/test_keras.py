@@ -18,7 +18,7 @@ from mprun.precision import Clip, StaticLossScale
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import read_lines
 from mprun.train.loop import Trainer
-from tests.seeds.runs import MNIST, mnist_compared, recipes_page, run, weights, written
+from tests.reference_features.runs import MNIST, mnist_compared, recipes_page, run, weights, written
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 

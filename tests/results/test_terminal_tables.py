@@ -20,11 +20,11 @@ from mprun.records.run_record import Summary
 from mprun.report import tables
 from mprun.report.comparison_report import comparison_table
 from mprun.results import doctor_result, memory_result, numerics_result, search_tables, trace_result
-from tests.report import test_doctor_tables as doctor
-from tests.report import test_memory_tables as memory
-from tests.report import test_numerics_tables as numerics
-from tests.report import test_search_ops_tables as search_ops
 from tests.report.compared import comparison, of_losses
+from tests.results import test_doctor_result as doctor
+from tests.results import test_memory_result as memory
+from tests.results import test_numerics_result as numerics
+from tests.results import test_search_tables as search_ops
 from tests.results import test_trace_result as trace
 from tests.summaries import example, set_fields
 

@@ -196,7 +196,7 @@ CASES = {
 RECIPE = """
 import torch
 
-from tests.answers.test_more_models import CASES, samples
+from tests.adversarial.test_more_models import CASES, samples
 
 def model():
     return CASES[{case!r}].model()

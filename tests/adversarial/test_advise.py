@@ -23,8 +23,8 @@ from mprun.cli.main import main
 from mprun.compare.statistics import ALPHA
 from mprun.config.settings import CompareSettings, Split
 from mprun.records.run_record import read_summary
-from tests.answers.models import CASES
-from tests.answers.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
+from tests.adversarial.models import CASES
+from tests.adversarial.oracle import BATCH, LOST_ACCURACY, SAMPLES, STEPS
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
 
@@ -111,7 +111,7 @@ def hostile(in_empty_folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "hostile.yaml").write_text(
         "# @package _global_\n# A hostile model\n"
-        "recipe: {name: hostile, target: tests.answers.models.Hostile, "
+        "recipe: {name: hostile, target: tests.adversarial.models.Hostile, "
         f"model: {{case: tied, samples: {SAMPLES}}}}}\n"
         f"train: {{epochs: {STEPS * BATCH // SAMPLES}, batch_size: {BATCH}, "
         f"eval_batch_size: {SAMPLES}, lr: 0.01, optimizer: {{name: adamw, weight_decay: 0.01}}}}\n",

@@ -16,9 +16,9 @@ from mprun.data import DataRequest
 from mprun.precision import Clip, DynamicLossScale, DynamicRule, EmulatedTf32, disable_casts
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import LossScaleRow
-from tests.answers.recipe import WORDS, write_recipe
-from tests.seeds import faulty
-from tests.seeds.runs import (
+from tests.adversarial.recipe import WORDS, write_recipe
+from tests.reference_features import faulty
+from tests.reference_features.runs import (
     LINEAR,
     MNIST,
     losses,

@@ -17,10 +17,10 @@ from mprun.cli.main import main
 from mprun.numerics.cast_probe import CastProbe
 from mprun.numerics.passes import CastPlan, Passes
 from mprun.precision import AutocastCaster
-from tests.answers import models
-from tests.answers.models import CASES, CLASSES, FEATURES, Case
-from tests.answers.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
-from tests.answers.seeds import SEEDS
+from tests.adversarial import models
+from tests.adversarial.models import CASES, CLASSES, FEATURES, Case
+from tests.adversarial.recipe import FLOAT32_IS_EXACT, WORDS, write_recipe
+from tests.adversarial.seeds import SEEDS
 
 Function = Callable[[Tensor], Tensor]
 FEW = ("numerics.steps=3", "numerics.span=60", "numerics.plots=false", "run.dir=run")

@@ -20,10 +20,9 @@ from mprun.precision import Emulated16
 from mprun.precision.rounding import round_stochastic
 from mprun.recipes.fashion_mnist import FashionMnist
 from mprun.records.run_record import LossScaleRow
-from tests.answers.recipe import WORDS, write_recipe
-from tests.run.test_inputs import Sent
-from tests.seeds import faulty
-from tests.seeds.runs import (
+from tests.adversarial.recipe import WORDS, write_recipe
+from tests.reference_features import faulty
+from tests.reference_features.runs import (
     FASHION,
     LINEAR,
     MNIST,
@@ -35,6 +34,7 @@ from tests.seeds.runs import (
     weights,
     written,
 )
+from tests.run.test_inputs import Sent
 
 pytestmark = pytest.mark.usefixtures("one_traced_step", "quick_runs")
 

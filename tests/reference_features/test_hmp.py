@@ -17,7 +17,7 @@ from mprun.precision import OpListCaster, disable_casts, op_lists
 from mprun.recipes.linear import Linear
 from mprun.records.mode_names import FORMAT_MODES
 from mprun.records.run_record import read_summary
-from tests.seeds.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
+from tests.reference_features.runs import LINEAR, MNIST, dtypes, losses, run, same, weights, written
 
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 

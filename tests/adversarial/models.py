@@ -241,7 +241,7 @@ def loss_of(case: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Hostile(Classification):
-    """A case as a recipe: `recipe.target=tests.answers.models.Hostile`."""
+    """A case as a recipe: `recipe.target=tests.adversarial.models.Hostile`."""
 
     case: str
     samples: int = 512

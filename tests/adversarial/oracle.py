@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests.answers.models import CASES, Points, loss_of, points
+from tests.adversarial.models import CASES, Points, loss_of, points
 
 STEPS = 200
 BATCH = 64

@@ -15,7 +15,7 @@ def write_recipe(folder: Path) -> None:
     configs.mkdir(parents=True)
     (configs / "hostile.yaml").write_text(
         "# @package _global_\n# A hostile model\n"
-        "recipe: {name: hostile, target: tests.answers.models.Hostile, model: {case: tied}}\n"
+        "recipe: {name: hostile, target: tests.adversarial.models.Hostile, model: {case: tied}}\n"
         "train: {epochs: 25, batch_size: 64, eval_batch_size: 64, lr: 0.01, "
         "optimizer: {name: adamw}}\n",
         encoding="utf-8",

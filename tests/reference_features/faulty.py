@@ -53,7 +53,8 @@ def write_recipe() -> None:
     folder.mkdir(parents=True)
     (folder / "faulty.yaml").write_text(
         "# @package _global_\n"
-        "recipe: {name: faulty, target: tests.seeds.faulty.Faulty, model: {fault: roots}}\n"
+        "recipe: {name: faulty, target: tests.reference_features.faulty.Faulty, "
+        "model: {fault: roots}}\n"
         "train: {max_steps: 4, batch_size: 8, eval_batch_size: 8, lr: 0.01, "
         "optimizer: {name: sgd}}\n",
         encoding="utf-8",
