@@ -6,266 +6,264 @@
     trainer.py      the Hugging Face Trainer
     fsdp2.py        a loop with PyTorch's fully_shard (FSDP2), for torchrun
 
-Each has `train(model, loss_fn, batches, lr=...)`, where `batches` gives pairs (input, target) of
-tensors. The framework's own words are used where they mean the same as the measured mode. Where
-they do not, mprun's public parts do it, or a comment says `no equivalent: ...` or `differs: ...`.
+Each is a template in `templates/`, with `train(model, loss_fn, batches, lr=...)`, where `batches`
+gives pairs (input, target) of tensors. An answer is carried out in one of two ways:
+
+    by the framework   float32, and autocast with the framework's own lists and loss scale
+    by mprun           16-bit parameters, op lists, layers in a precision of their own: the
+                       framework computes in float32, and `mprun.Precision` stands around the
+                       model
+
+In the second way the framework's own 16-bit modes would do something else: Lightning's `bf16-true`
+rounds the targets of the loss too, and an optimizer of PyTorch in bfloat16 loses small updates.
+What neither can do, a comment says: `no equivalent: ...` or `differs: ...`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache, cached_property
+from importlib.resources import files
+
+import jinja2
 
 from mprun.records.training_answer import TrainingAnswer
-from mprun.report.snippet_fsdp2 import fsdp2_lines
-from mprun.report.snippet_parts import SnippetParts, indented
 
 FOLDER = "snippets"
+NAMES = ("pytorch.py", "lightning.py", "accelerate.py", "trainer.py", "fsdp2.py")
+MAX_INTERVAL = 2**31 - 1
+"""A growth interval that no training reaches."""
 
 
 def snippets(answer: TrainingAnswer) -> dict[str, str]:
     """File name, in the folder `snippets`, to Python code: one for each framework."""
-    parts = SnippetParts(answer)
-    writers: dict[str, Callable[[SnippetParts], list[str]]] = {
-        "pytorch.py": _pytorch_lines,
-        "lightning.py": _lightning_lines,
-        "accelerate.py": _accelerate_lines,
-        "trainer.py": _trainer_lines,
-        "fsdp2.py": fsdp2_lines,
+    facts = Snippet(answer)
+    return {
+        f"{FOLDER}/{name}": _environment().get_template(f"{name}.j2").render(s=facts)
+        for name in NAMES
     }
-    return {f"{FOLDER}/{name}": "\n".join(write(parts)) + "\n" for name, write in writers.items()}
 
 
-# ---- PyTorch -------------------------------------------------------------------------------------
-
-
-def _pytorch_lines(parts: SnippetParts) -> list[str]:
-    body = [*parts.set_up(), f"optimizer = {parts.optimizer()}"]
-    body += [f"scaler = {parts.scaler()}"] * parts.scales
-    step = [
-        "x, y = x.to(DEVICE), y.to(DEVICE)",
-        "optimizer.zero_grad()",
-        *parts.forward("model", "x"),
-        "loss = loss_fn(output, y)",
-        *_scaled_step(parts),
-    ]
-    body += ["for x, y in batches:", *indented(step), "return model"]
-    head = parts.head("plain PyTorch", parts.imports(), parts.clip_note())
-    return [*head, *_function(parts, body)]
-
-
-def _scaled_step(parts: SnippetParts) -> list[str]:
-    clip = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {parts.answer.clip_norm})"
-    if not parts.scales:
-        return ["loss.backward()", *[clip] * parts.clips, "optimizer.step()"]
-    clipped = ["scaler.unscale_(optimizer)", clip] if parts.clips else []
-    return ["scaler.scale(loss).backward()", *clipped, "scaler.step(optimizer)", "scaler.update()"]
-
-
-def _function(parts: SnippetParts, body: list[str]) -> list[str]:
-    return [
-        f"def train(model, loss_fn, batches, lr={parts.answer.lr!r}):",
-        '    """One step for each (input, target) of `batches`; the trained model."""',
-        *indented(body),
-    ]
-
-
-# ---- Lightning -----------------------------------------------------------------------------------
-
-
-def _lightning_lines(parts: SnippetParts) -> list[str]:
-    scaled_by_hand = parts.scales and parts.by_mprun
-    mixed = "from lightning.pytorch.plugins import MixedPrecision"
-    plugged = scaled_by_hand or parts.float16_autocast
-    imports = ["import lightning"] + [mixed] * plugged
-    imports += ["import contextlib"] * scaled_by_hand
-    notes = parts.clip_note()
-    if parts.scales and not plugged:
-        notes += ["no equivalent: a loss scale with bf16-mixed; here the loss is not scaled"]
-    lines = parts.head("Lightning", parts.imports(*imports), notes)
-    if scaled_by_hand:
-        lines += [
-            "class ScaledLoss(MixedPrecision):",
-            '    """The loss scale of 16-mixed without its autocast."""',
-            "",
-            "    def forward_context(self):",
-            "        return contextlib.nullcontext()",
-            "",
-            "",
-        ]
-    return [*lines, *_lightning_module(parts), "", "", *_function(parts, _lightning_body(parts))]
-
-
-def _lightning_module(parts: SnippetParts) -> list[str]:
-    precision = "precision, " if parts.by_mprun else ""
-    kept = ["self.precision = precision"] if parts.by_mprun else []
-    forward = [
-        line.replace("precision.", "self.precision.")
-        for line in parts.forward("self.model", "x", by_hand=False)
-    ]
-    loss = ["return self.loss_fn(output, y)"]
-    if parts.autocast:
-        loss = [
-            "with torch.autocast(DEVICE, enabled=False):  # the loss in float32",
-            "    return self.loss_fn(output.float(), y)",
-        ]
-    optimizer = parts.optimizer("self.model.parameters()")
-    optimizer = optimizer.replace("precision.policy", "self.precision.policy")
-    optimizer = optimizer.replace("lr=lr", "lr=self.lr")
-    return [
-        "class Training(lightning.LightningModule):",
-        f"    def __init__(self, {precision}model, loss_fn, lr):",
-        "        super().__init__()",
-        *indented([*kept, "self.model, self.loss_fn, self.lr = model, loss_fn, lr"], 8),
-        "",
-        "    def training_step(self, batch, index):",
-        "        x, y = batch",
-        *indented([*forward, *loss], 8),
-        "",
-        "    def configure_optimizers(self):",
-        f"        return {optimizer}",
-    ]
-
-
-def _lightning_body(parts: SnippetParts) -> list[str]:
-    precision = 'precision="bf16-mixed"' if parts.autocast else 'precision="32-true"'
-    body = parts.set_up()
-    if parts.float16_autocast or (parts.scales and parts.by_mprun):
-        plugin = "ScaledLoss" if parts.by_mprun else "MixedPrecision"
-        # By its name, "16-mixed" becomes bf16-mixed on a CPU.
-        body += [f'plugin = {plugin}("16-mixed", DEVICE, {parts.scaler()})']
-        precision = "plugins=[plugin]"
-    clip = [f"gradient_clip_val={parts.answer.clip_norm},"] if parts.clips else []
-    accelerator = "gpu" if parts.on_cuda else "cpu"
-    options = [
-        f"{precision},",
-        f'accelerator="{accelerator}",',
-        *clip,
-        "devices=1,",
-        "max_epochs=1,",
-        "logger=False,",
-        "enable_checkpointing=False,",
-    ]
-    made = (
-        "Training(precision, model, loss_fn, lr)"
-        if parts.by_mprun
-        else ("Training(model, loss_fn, lr)")
+@cache
+def _environment() -> jinja2.Environment:
+    folder = files("mprun.report") / "templates"
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(lambda name: (folder / name).read_text(encoding="utf-8")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # it is Python; `_quoted` cleans what a record says
     )
-    return [
-        *body,
-        "trainer = lightning.Trainer(",
-        *indented(options),
-        ")",
-        f"trainer.fit({made}, iter(batches))",
-        "return model",
-    ]
+    environment.filters |= {"repr": repr, "indented": _indented, "block": _block}
+    return environment
 
 
-# ---- Accelerate and the Trainer ------------------------------------------------------------------
+class Snippet:
+    """What the templates ask of an answer."""
+
+    def __init__(self, answer: TrainingAnswer) -> None:
+        self.answer = answer
+        self.title = _quoted(answer.title)
+        self.by_mprun = bool(
+            answer.stores_low or answer.lists or answer.layers or answer.changes
+        ) or (not answer.is_shipped)
+        self.autocast = answer.casts and not self.by_mprun
+        """Whether the framework's own autocast does it."""
+        self.compute = f"torch.{answer.columns['compute_dtype']}"
+        self.tf32 = bool(answer.columns["tf32"])
+        self.scales = answer.scale.kind != "none"
+        self.float16_autocast = self.autocast and answer.columns["compute_dtype"] == "float16"
+        self.on_cuda = answer.device == "cuda"
+        self.layers = dict(answer.layers)
+        self.rounds = answer.stores_low or any(x != "fp32" for x in answer.layers.values())
+        """Whether mprun's optimizer writes 16 bits."""
+        self.clips = answer.clip_norm is not None and not (self.scales and self.rounds)
+        """Whether clipping can be done beside a GradScaler: it cannot unscale 16-bit gradients."""
+        self.policy_columns = answer.changes if answer.is_shipped else answer.columns
+
+    @property
+    def source_lines(self) -> list[str]:
+        """Where the answer comes from, as lines of a docstring."""
+        return [line for note in self.answer.notes for line in textwrap.wrap(_quoted(note), 98)]
+
+    def imports(self, more: Sequence[str]) -> list[str]:
+        """Import lines: torch, mprun where it is used, the module of another optimizer."""
+        answer = self.answer
+        module = (answer.optimizer or "torch.optim.AdamW").rpartition(".")[0]
+        needed = {
+            "import torch": True,
+            f"import {module}": not module.startswith("torch.optim"),
+            "import mprun": self.by_mprun,
+            "import mprun.precision": answer.lists is not None or not answer.is_shipped,
+            "import dataclasses": bool(answer.changes) and answer.is_shipped,
+        }
+        lines = [*(line for line, is_needed in needed.items() if is_needed), *more]
+        return sorted(lines, key=lambda line: (line.startswith("from"), line))
+
+    def comments(self, more: Sequence[str]) -> list[str]:
+        """What a file cannot do, or leaves out, as comments."""
+        lines = []
+        for note in (*self._notes(), *more):
+            text = _quoted(note).replace("'", '"')
+            lines += textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
+        return lines
+
+    def _notes(self) -> Iterator[str]:
+        answer = self.answer
+        if answer.execution == "emulated":
+            yield (
+                "no equivalent: it was measured with emulated arithmetic; here PyTorch's kernels "
+                "compute"
+            )
+        if answer.columns["rounding_scope"] == "all":
+            yield (
+                "no equivalent: rounding of every result; only the stored parameters are rounded "
+                'stochastically. mprun.Precision("half_sr_full") alone rounds every result'
+            )
+        if answer.columns["partials_dtype"] != "float32":
+            yield "no equivalent: partial sums in float16; here they are float32"
+        if answer.scale.kind == "static":
+            yield "no equivalent: GradScaler halves a static loss scale at an overflow"
+        if answer.optimizer is None:
+            yield "no equivalent: the recipe makes its own optimizer; put it where AdamW stands"
+        for text in answer.left_out:
+            yield f"not in this file: {text}"
+
+    def names(self, variable: str, names: Sequence[str]) -> str:
+        """`VARIABLE = "a b c".split()`, wrapped."""
+        if not names:
+            return f"{variable} = []"
+        wrapped = textwrap.fill(
+            " ".join(names), 94, initial_indent="    ", subsequent_indent="    "
+        )
+        return f'{variable} = """\n{wrapped}\n""".split()'
+
+    @property
+    def precision_arguments(self) -> str:
+        """Those of `mprun.Precision`."""
+        mode = "policy" if self.policy_columns else f'"{self.answer.mode}"'
+        options = ", layers=LAYERS" if self.answer.layers else ""
+        options += ", op_lists=lists" if self.answer.lists is not None else ""
+        return f'{mode}, device=DEVICE, execution="native"{options}'
+
+    def optimizer(
+        self,
+        parameters: str = "model.parameters()",
+        seed: str = "",
+        policy: str = "precision.policy",
+        lr: str = "lr",
+    ) -> str:
+        """The expression that makes the optimizer."""
+        path = self.answer.optimizer or "torch.optim.AdamW"
+        options = "".join(f", {k}={v!r}" for k, v in self.answer.optimizer_args.items())
+        if not self.rounds:
+            return f"{path}({parameters}, lr={lr}{options})"
+        return f"mprun.optim.for_policy({policy}, {path}, {parameters}, lr={lr}{options}{seed})"
+
+    @property
+    def scaler(self) -> str:
+        """The expression of a GradScaler."""
+        return f"torch.amp.GradScaler(DEVICE, {self.scaler_options})"
+
+    @property
+    def scaler_options(self) -> str:
+        """Its arguments behind the device."""
+        scale = self.answer.scale
+        if scale.kind == "none":  # a framework's fp16 would make one of its own
+            return "enabled=False"
+        given = f"init_scale={scale.value!r}"
+        if scale.kind == "static":
+            return f"{given}, growth_interval={MAX_INTERVAL}"
+        if (scale.growth_factor, scale.backoff_factor, scale.growth_interval) == (2, 0.5, 2000):
+            return given  # PyTorch's defaults
+        return (
+            f"{given}, growth_factor={scale.growth_factor!r}, "
+            f"backoff_factor={scale.backoff_factor!r}, growth_interval={scale.growth_interval!r}"
+        )
+
+    @property
+    def clip_notes(self) -> list[str]:
+        """The note where the answer clips and the file does not."""
+        if self.answer.clip_norm is None or self.clips:
+            return []
+        return [
+            f"no equivalent: clipping to {self.answer.clip_norm} (GradScaler cannot unscale "
+            "float16 gradients first); mprun.Precision(..., max_norm=...).step does it"
+        ]
+
+    # ---- Accelerate, and the Trainer that is built on it -----------------------------------------
+
+    @cached_property
+    def fp16_by_hand(self) -> bool:
+        """Whether Accelerate refuses the mode: its fp16 needs a GPU."""
+        return self.float16_autocast and not self.on_cuda
+
+    @cached_property
+    def own_scaler(self) -> bool:
+        """Whether the GradScaler is not the one of Accelerate's fp16."""
+        return self.scales and not (self.float16_autocast and self.on_cuda)
+
+    @property
+    def accelerate_word(self) -> str:
+        """Accelerate's `mixed_precision`."""
+        if not self.autocast or self.fp16_by_hand:
+            return "no"
+        return "fp16" if self.float16_autocast else "bf16"
+
+    @property
+    def accelerate_notes(self) -> list[str]:
+        """What Accelerate cannot do."""
+        notes = self.clip_notes
+        if self.fp16_by_hand:
+            notes += [
+                "no equivalent: fp16 of Accelerate on a CPU; torch.autocast and GradScaler do it"
+            ]
+        if self.own_scaler and self.clips:
+            notes += [f"no equivalent: clipping to {self.answer.clip_norm} beside a loss scale"]
+        return notes
+
+    # ---- FSDP2 -----------------------------------------------------------------------------------
+
+    @property
+    def gathered(self) -> str:
+        """The dtype that weights are gathered in, as an expression."""
+        stored = self.answer.columns["param_dtype"]
+        if stored != "float32":
+            return f"torch.{stored}"
+        return self.compute if self.autocast else "None"
+
+    @property
+    def fsdp2_notes(self) -> list[str]:
+        """What FSDP2 cannot do, or does in another way."""
+        notes, columns = self.clip_notes, self.answer.columns
+        if self.autocast:
+            notes += [
+                f"differs: weights are gathered in {columns['compute_dtype']}, also those that "
+                "autocast leaves in float32 (of norms); param_dtype=None gathers float32, as "
+                "measured"
+            ]
+        if columns["accum_dtype"] != columns["param_dtype"]:
+            notes += ["no equivalent: float32 gradients of 16-bit parameters; FSDP2 stores 16 bits"]
+        if self.answer.layers:
+            notes += [
+                "LAYERS that are globs have to be written out: each module is sharded by itself"
+            ]
+        return notes
 
 
-def _fp16_by_hand(parts: SnippetParts) -> bool:
-    """Whether Accelerate refuses the mode: its fp16 needs a GPU."""
-    return parts.float16_autocast and not parts.on_cuda
+def _indented(text: str, by: int = 4) -> str:
+    """The lines of a block further to the right, without the last line's end."""
+    return textwrap.indent(text.rstrip("\n"), " " * by)
 
 
-def _own_scaler(parts: SnippetParts) -> bool:
-    """Whether the GradScaler is not the one of Accelerate's fp16."""
-    return parts.scales and not (parts.float16_autocast and parts.on_cuda)
+def _block(text: str) -> str:
+    """A block without the last line's end, which the template's own line has."""
+    return text.removesuffix("\n")
 
 
-def _accelerate_notes(parts: SnippetParts) -> list[str]:
-    notes = parts.clip_note()
-    if _fp16_by_hand(parts):
-        notes += ["no equivalent: fp16 of Accelerate on a CPU; torch.autocast and GradScaler do it"]
-    if _own_scaler(parts) and parts.clips:
-        notes += [f"no equivalent: clipping to {parts.answer.clip_norm} beside a loss scale"]
-    return notes
-
-
-def _word(parts: SnippetParts) -> str:
-    """Accelerate's `mixed_precision`."""
-    if not parts.autocast or _fp16_by_hand(parts):
-        return "no"
-    return "fp16" if parts.compute == "torch.float16" else "bf16"
-
-
-def _accelerate_lines(parts: SnippetParts) -> list[str]:
-    by_hand, own_scaler = _fp16_by_hand(parts), _own_scaler(parts)
-    imports = ["from accelerate import Accelerator"]
-    options = "" if parts.on_cuda else ", cpu=True"
-    if parts.float16_autocast and not by_hand:
-        imports = ["from accelerate import Accelerator, GradScalerKwargs"]
-        given = parts.scaler().partition("DEVICE, ")[2]
-        options += f", kwargs_handlers=[GradScalerKwargs({given}]"
-    clip = f"accelerator.clip_grad_norm_(model.parameters(), {parts.answer.clip_norm})"
-    clips = parts.clips and not own_scaler
-    step = [
-        "x, y = x.to(accelerator.device), y.to(accelerator.device)",
-        "optimizer.zero_grad()",
-        *parts.forward("model", "x", by_hand),
-        "accelerator.backward(loss_fn(output, y))",
-        *[clip] * clips,
-        "optimizer.step()",
-    ]
-    body = [
-        f'accelerator = Accelerator(mixed_precision="{_word(parts)}"{options})',
-        *[f"accelerator.scaler = {parts.scaler()}"] * own_scaler,
-        *parts.set_up(),
-        f"optimizer = {parts.optimizer()}",
-        "model, optimizer = accelerator.prepare(model, optimizer)",
-        "for x, y in batches:",
-        *indented(step),
-        "return accelerator.unwrap_model(model)",
-    ]
-    head = parts.head("Accelerate", parts.imports(*imports), _accelerate_notes(parts))
-    return [*head, *_function(parts, body)]
-
-
-def _trainer_lines(parts: SnippetParts) -> list[str]:
-    by_hand, own_scaler = _fp16_by_hand(parts), _own_scaler(parts)
-    imports = parts.imports("from transformers import Trainer, TrainingArguments")
-    head = parts.head("the Hugging Face Trainer", imports, _accelerate_notes(parts))
-    scaled = own_scaler or (parts.float16_autocast and not by_hand)
-    loss = [
-        *parts.forward("model", 'inputs["x"]', by_hand),
-        'loss = loss_fn(output, inputs["y"])',
-        "return (loss, output) if return_outputs else loss",
-    ]
-    override = "def compute_loss(self, model, inputs, return_outputs=False, **kwargs):"
-    clip = parts.answer.clip_norm if parts.clips and not own_scaler else 0.0
-    word = _word(parts)
-    options = [
-        "output_dir=output_dir,",
-        *[f"{word}=True,"] * (word != "no"),
-        *["use_cpu=True,"] * (not parts.on_cuda),
-        f"max_grad_norm={clip},",
-        "num_train_epochs=1,",
-        "per_device_train_batch_size=1,  # an item of `batches` is a whole batch",
-        'lr_scheduler_type="constant",',
-        "remove_unused_columns=False,",
-        'save_strategy="no",',
-        'report_to="none",',
-    ]
-    body = [
-        *parts.set_up(),
-        f"optimizer = {parts.optimizer()}",
-        "",
-        "class Training(Trainer):",
-        *indented([override, *indented(loss)]),
-        "",
-        "trainer = Training(",
-        "    model,",
-        "    TrainingArguments(",
-        *indented(options, 8),
-        "    ),",
-        '    data_collator=lambda items: {"x": items[0][0], "y": items[0][1]},',
-        "    train_dataset=list(batches),",
-        "    optimizers=(optimizer, None),",
-        ")",
-        *[f"trainer.accelerator.scaler = {parts.scaler()}"] * scaled,
-        "trainer.train()",
-        "return model",
-    ]
-    lines = _function(parts, body)
-    lines[0] = lines[0].replace("):", ', output_dir="trainer"):')
-    return [*head, *lines]
+def _quoted(text: str) -> str:
+    """Text that can stand in a docstring: from a record, so without quotes and backslashes."""
+    clean = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    return clean.replace("\\", "/").replace('"', "'")
