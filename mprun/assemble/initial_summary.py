@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import torch
 
-from mprun import __version__
 from mprun.assemble import Plan, build_loss_scale
 from mprun.assemble.optimizer import unused_by
 from mprun.assemble.parts import build_guard, planned, requested
 from mprun.assemble.plan import guard_action
 from mprun.config.validate import GUARD, without_inert
-from mprun.doctor import machine
 from mprun.doctor.heap import allocator
 from mprun.records.run_config import variant_hash
 from mprun.records.run_record import (
-    SCHEMA_VERSION,
     BackendRow,
     DataRow,
-    DataTimes,
     FpExceptionsRow,
     GuardRow,
     LossScaleRow,
-    Memory,
     Metric,
     ParallelRow,
     PrecisionRow,
-    Scores,
-    StepTimes,
     Summary,
-    TrainScore,
 )
+from mprun.train.recorder import new_summary
 
 
 def initial_summary(
@@ -50,30 +42,13 @@ def initial_summary(
         effective: the precision that is carried out; None: that of the plan's objects.
     """
     config, splits = plan.config, plan.splits
-    memory = Memory(
-        peak=None,
-        parameters=None,
-        buffers=None,
-        gradients=None,
-        optimizer_state=None,
-        activations=None,
-        temporary=None,
-        data=sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
-        allocator_peak=None,
-    )
     scale = build_loss_scale(config, plan.layers, torch.device("cpu"))
     initial = 1.0 if scale.tensor is None else scale.tensor.item()
-    started_at = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
-    slow = [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else []
-    return Summary(
-        schema_version=SCHEMA_VERSION,
-        status="running",
-        error=None,
-        started_at=started_at.isoformat(timespec="milliseconds"),
-        mprun_version=__version__,
-        git_commit=machine.git_commit(),
-        versions=machine.versions(),
-        hardware=machine.hardware(plan.device, slow),
+    return new_summary(
+        plan.device,
+        [plan.policy.compute_dtype] if plan.policy.compute_dtype != "float32" else [],
+        elapsed_s,
+        sum(part.nbytes for part in (splits.train, splits.validation, splits.test)),
         recipe=config.recipe.name,
         recipe_sha256=None if plan.recipe_source is None else plan.recipe_source.sha256,
         seed=config.seed,
@@ -83,7 +58,6 @@ def initial_summary(
         requested=requested(plan),
         effective=effective or planned(plan),
         execution=plan.execution,
-        substitutions=[],  # none occurred yet
         backend=BackendRow(
             memory_format=plan.speed.memory_format,
             optimizer_impl=plan.speed.optimizer_impl,
@@ -101,14 +75,6 @@ def initial_summary(
         ),
         batch=plan.batch,
         batch_size=plan.batch.effective,
-        epochs=0,
-        steps=0,
-        skipped_steps=0,
-        step_time_ms=StepTimes(median=None, p10=None, p90=None, n=0, warmup=0),
-        data_time_ms=DataTimes(median=None, p90=None),
-        samples_per_second=None,
-        wall_time_s=0.0,
-        memory_bytes=memory,
         loss_scale=LossScaleRow(kind=scale.kind, initial=initial, final=initial),
         fp_exceptions=_fp_exceptions(plan),
         guard=_guard(plan),
@@ -121,9 +87,6 @@ def initial_summary(
             name=plan.recipe.METRIC[0],
             higher_is_better=plan.recipe.METRIC[1] == "max",
         ),
-        history=[],
-        train=TrainScore(loss=None),
-        test=Scores(loss=None, accuracy=None),
     )
 
 

@@ -132,7 +132,7 @@ class Observation:
         self.nonfinite: NonfiniteStep | None = None
         self._config = configuration(model, optimizers, self.summary)
         set_variant(self.summary, self._config)
-        self._record = ObservedRecord(out, self.summary, self._watch)
+        self._record = ObservedRecord(out, self.summary, device_of(model), self._watch)
         self._waiting: list[ObservedStep] = []
         """Steps that are not written yet; the loop may still log values of the last one."""
         self._unread: list[tuple[int, Tensor, tuple[str, ...]]] = []

@@ -1,10 +1,7 @@
-"""The files of an observed training: lines, summary, report.
+"""The record of an observed training, by the recorder of mprun's own loop, and its report.
 
-A full disk ends the record, never the training.
-
-The summary of an observed training: what is known of it without a configuration.
-
-The values that a loop logs: losses of steps, scores of validation and test.
+A full disk ends the record, never the training. A loop logs losses of steps, and scores of
+validation and test:
 
     run.log(loss=loss)                           the training loss of the step that was just taken
     run.log(accuracy=0.9)                        another figure of the training
@@ -12,8 +9,6 @@ The values that a loop logs: losses of steps, scores of validation and test.
     run.log(test_loss=0.3, test_accuracy=0.9)    the final test
 
 A tensor on a device is read later, so that logging waits for nothing.
-
-The report of an observed training, as text.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from math import nan
 from pathlib import Path
 from statistics import fmean
@@ -34,38 +28,33 @@ import yaml  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun import __version__
 from mprun._torch import is_compiled, original_module
-from mprun.doctor import machine
 from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
 from mprun.integrations.observed_precision import device_of
 from mprun.integrations.step_hooks import LastPart, last_steps
 from mprun.numerics.audit import Audit
+from mprun.precision import NativeArithmetic
 from mprun.records.files import write_atomic
 from mprun.records.run_config import variant_hash
-from mprun.records.run_folder import RunFolder, epoch_lines
+from mprun.records.run_folder import RunFolder
 from mprun.records.run_record import (
-    SCHEMA_VERSION,
     BackendRow,
     BatchRow,
     DataRow,
-    DataTimes,
     Epoch,
     LossScaleRow,
     Memory,
     Metric,
     PrecisionRow,
     Scores,
-    StepTimes,
     Summary,
     TrainScore,
-    metric_rows,
     page_fault_share,
 )
 from mprun.train.callbacks import StepLine
-from mprun.train.clock import StepStatistics, StepTime
-from mprun.train.recorder import ConditionsRecorder, EpochHistory
+from mprun.train.clock import StepTime
+from mprun.train.recorder import ConditionsRecorder, Recorder, new_summary
 from mprun.train.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -92,15 +81,9 @@ def first_summary(
     metric: Metric,
 ) -> Summary:
     """The summary before the first step; see `mprun.observe`."""
-    return Summary(
-        schema_version=SCHEMA_VERSION,
-        status="running",
-        error=None,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        mprun_version=__version__,
-        git_commit=machine.git_commit(),
-        versions=machine.versions(),
-        hardware=machine.hardware(device_of(model), []),
+    return new_summary(
+        device_of(model),
+        [],
         recipe=class_name(model),
         seed=seed,
         precision=mode,
@@ -109,7 +92,6 @@ def first_summary(
         requested=row,
         effective=row,
         execution="native",
-        substitutions=[],
         backend=BackendRow(
             memory_format=_memory_format(model),
             optimizer_impl=_implementation(optimizers[0]),
@@ -126,19 +108,8 @@ def first_summary(
         ),
         batch=BatchRow(micro=0, accumulate=1, effective=0, base=0, lr_rule="none"),
         batch_size=0,
-        epochs=0,
-        steps=0,
-        skipped_steps=0,
-        step_time_ms=StepTimes(median=None, p10=None, p90=None, n=0, warmup=0),
-        data_time_ms=DataTimes(median=None, p90=None),
-        samples_per_second=None,
-        wall_time_s=0.0,
-        memory_bytes=memory_row({}),
         loss_scale=LossScaleRow(kind="none", initial=1.0, final=1.0),
         metric=metric,
-        history=[],
-        train=TrainScore(loss=None),
-        test=Scores(loss=None, accuracy=None),
         observed=True,
     )
 
@@ -323,12 +294,13 @@ class ObservedStep:
     """Whether each loss that went backward is finite."""
 
 
-class ObservedRecord:
-    """Writes the record.
+class ObservedRecord(Recorder):
+    """Writes the record of a loop that mprun does not own; what it does not know is null.
 
     Args:
         path: the folder.
         summary: updated with every step.
+        device: where the model computes.
         watch: counts the seconds.
 
     Raises:
@@ -336,85 +308,79 @@ class ObservedRecord:
         OSError: it cannot be written.
     """
 
-    def __init__(self, path: Path, summary: Summary, watch: Stopwatch) -> None:
+    def __init__(
+        self, path: Path, summary: Summary, device: torch.device, watch: Stopwatch
+    ) -> None:
         if (path / "summary.json").exists():
             raise FileExistsError(f"out={path} already contains a run; choose another folder")
         try:
-            self._folder = RunFolder(path)
+            folder = RunFolder(path)
         except UsageError as error:
             raise OSError(str(error).replace("run.dir=", "out=")) from None
+        super().__init__(summary, folder, NativeArithmetic(), device, log_every=1, watch=watch)
         self.path = path
-        self._summary, self._watch = summary, watch
-        self._statistics = StepStatistics()
         self._conditions = ConditionsRecorder(summary)
-        self._history = EpochHistory(summary.metric)
         self._means, self._last_part = Means(), LastPart()
+        self._logged: dict[int, tuple[ObservedStep, dict[str, float]]] = {}
+        """Step to what is known of it, for the lines that are written next."""
         self._broken = False
 
     def config(self, content: dict[str, Any]) -> None:
         """Write config.yaml."""
-        self._write(lambda: self._folder.config(yaml.safe_dump(content, sort_keys=False)))
+        self._try(lambda: self._folder.config(yaml.safe_dump(content, sort_keys=False)))
 
     def summary(self) -> None:
         """Write summary.json."""
-        self._write(lambda: self._folder.summary(self._summary))
+        self._try(lambda: self._folder.summary(self._summary))
 
     def event(self, row: dict[str, Any]) -> None:
         """Write a line of something that happened."""
-        self._write(lambda: self._folder.lines([{"kind": "event", **row}]))
+        self.on_event({"kind": "event", **row})
+        self._write([])
 
     def report(self, text: str) -> None:
         """Write the report."""
-        self._write(lambda: write_atomic(self.path / REPORT, f"{text}\n".encode()))
+        self._try(lambda: write_atomic(self.path / REPORT, f"{text}\n".encode()))
 
     def steps(self, steps: list[ObservedStep], times: list[StepTime]) -> None:
         """Write steps that are complete."""
-        summary, rows, lines = self._summary, [], []
+        if not steps:
+            return
+        last, lines = self._history.last, []
         for step, time in zip(steps, times, strict=True):
             values = {name: as_number(value) for name, value in step.values.items()}
-            loss = values.get("loss")
             if not step.skipped:
                 self._means.add(step.step, values)
-            known = loss if all(map(bool, step.finite)) else nan
+            known = values.get("loss") if all(map(bool, step.finite)) else nan
             self._last_part.add(step.step, known, step.skipped)
-            if step.timed:
-                self._statistics.add(time.ms, step.data_time_ms, time.page_faults)
-            lines.append(_step_line(step, time, len(self._history.epochs()) + 1))
-            row = {"kind": "step", **lines[-1]._asdict(), "loss": loss}
-            row["data_time_ms"] = step.data_time_ms
-            del row["timed"], row["page_faults"], row["parts"]
-            rows.append({**row, **{k: v for k, v in values.items() if k != "loss"}})
-            summary.steps, summary.loss_scale.final = step.step, step.loss_scale
-            if step.skipped:
-                summary.skipped_steps += 1
-                rows.append({"kind": "event", "event": "skipped_step", "step": step.step})
-        if lines:
-            self._conditions.on_steps(lines)
-            self._write(lambda: self._folder.lines(rows))
+            self._logged[step.step] = step, values
+            lines.append(_step_line(step, time, 1 if last is None else last.epoch + 1))
+        self.on_steps(lines)
+        self._summary.epochs = 0 if last is None else last.epoch
+        self._conditions.on_steps(lines)
+
+    def _row(self, line: StepLine) -> dict[str, Any]:
+        step, values = self._logged.pop(line.step)
+        known = {"loss": None, **values, "data_time_ms": step.data_time_ms}
+        return {**super()._row(line), **known}
 
     def validation(self, values: dict[str, float]) -> None:
         """The model was validated after the last step."""
         last = self._history.last
-        epoch = Epoch(
-            epoch=1 if last is None else last.epoch + 1,
-            train=self._means.take(),
-            validation=scores_of(values),
-        )
-        self._add(epoch)
-        self._summary.train = TrainScore(loss=epoch.train.loss)
+        self._add(1 if last is None else last.epoch + 1, self._means.take(), values)
 
     def _without_validation(self) -> None:
         """The training ended without a validation: its last part is what it is judged by."""
         steps = self._summary.steps
         last = last_steps(steps)
         train = self._means.take(after=steps - last)
-        self._add(Epoch(epoch=1, train=train, validation=scores_of({})))
+        self._add(1, train, {})
         self._summary.train = TrainScore(loss=train.loss, last_steps=last)
 
-    def _add(self, epoch: Epoch) -> None:
-        self._history.add(epoch)
-        self._summary.epochs = epoch.epoch
-        self._write(lambda: self._folder.lines(epoch_lines(epoch, self._summary.steps)))
+    def _add(self, number: int, train: Scores, validation: dict[str, float]) -> None:
+        epoch = Epoch(epoch=number, train=train, validation=scores_of(validation))
+        self._summary.epochs = number
+        self.on_epoch_end(epoch, self._summary.steps)
 
     def failure(self) -> str:
         """Why the model does not train at the end; empty if it does."""
@@ -426,23 +392,18 @@ class ObservedRecord:
 
     def close(self) -> None:
         """Write the last figures."""
-        summary, statistics = self._summary, self._statistics
         if self._history.last is None:
             self._without_validation()
-        summary.wall_time_s, summary.time_budget_s = self._watch.read()
-        summary.history = self._history.epochs()
-        summary.metrics = metric_rows(self._history.last, summary.test)
-        summary.step_time_ms = statistics.step_times()
-        summary.data_time_ms = statistics.data_times()
-        summary.page_faults_per_step = statistics.page_faults_per_step()
-        if summary.batch_size:
-            summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
-        self._conditions.on_end(summary.status)
+        self.on_end(self._summary.status)
+        self._conditions.on_end(self._summary.status)
         self.summary()
         with contextlib.suppress(OSError):
             self._folder.close()
 
-    def _write(self, write: Callable[[], object]) -> None:
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._try(lambda: Recorder._write(self, rows))
+
+    def _try(self, write: Callable[[], object]) -> None:
         if self._broken:
             return
         try:

@@ -1,20 +1,17 @@
-"""Writes a run's record: the lines of metrics.jsonl, and the summary during the run.
+"""Writes the record of a training: the lines of metrics.jsonl, and the summary.
 
-Its state is part of every checkpoint, so the figures of a resumed run cover the whole run.
+`Recorder` does it for mprun's own loop and, as its subclass in `integrations/observed_record.py`,
+for anyone's. Its state is part of every checkpoint, so the figures of a resumed run cover the whole
+run.
 
-The epochs of a summary: a choice of bounded size, as `summary.json` is replaced often.
+`EpochHistory` chooses the epochs of a summary, as `summary.json` is replaced often. A run of 500
+epochs or fewer keeps all of them. A longer one keeps an even choice (every second, fourth, eighth
+... epoch), and beside it the first, the last and the best epoch, the first one with a loss that is
+not finite, and those that were validated in part. `metrics.jsonl` has a line for every epoch.
 
-A run of 500 epochs or fewer keeps all of them. A longer one keeps an even choice (every second,
-fourth, eighth ... epoch), and beside it the first, the last and the best epoch, the first one with
-a loss that is not finite, and those that were validated in part. `metrics.jsonl` has a line for
-every epoch.
-
-Records the conditions of a run, which its step times depend on: load, steal, clock, drift.
-
-Counts the memory of a step, after the first steps of a run.
-
-The count runs a step on fake tensors, whose import takes longer than the rest of a start. So it
-comes after the first steps: a run trains earlier, and a step that fails does so at once.
+`MemoryCount` counts the memory of a step after the first steps. It runs a step on fake tensors,
+whose import takes longer than the rest of a start: so a run trains earlier, and a step that fails
+does so at once.
 """
 
 from __future__ import annotations
@@ -23,24 +20,30 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import msgspec
 import torch
 
-from mprun import devices
+from mprun import __version__, devices
+from mprun.doctor import machine
 from mprun.doctor.conditions import LoadMeter, clock_mhz
 from mprun.precision.arithmetic import Arithmetic, occurred_substitutions
 from mprun.records.run_folder import RunFolder, epoch_lines, read_epochs
 from mprun.records.run_record import (
+    SCHEMA_VERSION,
     Conditions,
+    DataTimes,
     Epoch,
     LossScaleRow,
+    Memory,
     Metric,
     Scores,
     Status,
+    StepTimes,
     Substitution,
     Summary,
     TrainScore,
@@ -114,6 +117,46 @@ def _is_broken(epoch: Epoch) -> bool:
     return any(x is not None and not math.isfinite(number(x)) for x in losses)
 
 
+def new_summary(
+    device: torch.device, low: Sequence[str], elapsed_s: float = 0.0, nbytes: int = 0, **known: Any
+) -> Summary:
+    """The summary before the first step: what was not measured is None, and counts are 0.
+
+    Args:
+        device: where the training computes.
+        low: formats whose speed on this machine is recorded.
+        elapsed_s: seconds since the training began to start up.
+        nbytes: of samples that stay in memory.
+        known: further fields of `Summary`.
+    """
+    sizes = ("peak", "parameters", "buffers", "gradients", "optimizer_state", "activations")
+    unknown: dict[str, Any] = dict.fromkeys((*sizes, "temporary", "allocator_peak"))
+    started_at = datetime.now(timezone.utc) - timedelta(seconds=elapsed_s)
+    return Summary(
+        schema_version=SCHEMA_VERSION,
+        status="running",
+        error=None,
+        started_at=started_at.isoformat(timespec="milliseconds"),
+        mprun_version=__version__,
+        git_commit=machine.git_commit(),
+        versions=machine.versions(),
+        hardware=machine.hardware(device, low),
+        substitutions=[],  # none occurred yet
+        epochs=0,
+        steps=0,
+        skipped_steps=0,
+        step_time_ms=StepTimes(median=None, p10=None, p90=None, n=0, warmup=0),
+        data_time_ms=DataTimes(median=None, p90=None),
+        samples_per_second=None,
+        wall_time_s=0.0,
+        memory_bytes=Memory(data=nbytes, **unknown),
+        history=[],
+        train=TrainScore(loss=None),
+        test=Scores(loss=None, accuracy=None),
+        **known,
+    )
+
+
 WRITE_SUMMARY_EVERY_S = 1.0
 
 
@@ -165,14 +208,17 @@ class Recorder(Callback):
         rows: list[dict[str, Any]] = []
         for x in lines:
             if x.step % self._log_every == 0 or x.skipped:
-                row = {"kind": "step", **x._asdict()}
-                del row["timed"], row["page_faults"], row["parts"]
-                row |= {f"{PREFIX}{name}": part for name, part in x.parts.items()}
-                rows.append(row)
+                rows.append(self._row(x))
             if x.skipped:
                 place = {"step": x.step, "epoch": x.epoch, "loss_scale": x.loss_scale}
                 rows.append({"kind": "event", "event": "skipped_step", **place})
         self._write(rows)
+
+    def _row(self, line: StepLine) -> dict[str, Any]:
+        """The line of a step in metrics.jsonl."""
+        row = {"kind": "step", **line._asdict()}
+        del row["timed"], row["page_faults"], row["parts"]
+        return row | {f"{PREFIX}{name}": part for name, part in line.parts.items()}
 
     def on_event(self, row: dict[str, Any], warning: str | None = None) -> None:
         self._events.append(row)  # written with the line of its step
@@ -223,7 +269,8 @@ class Recorder(Callback):
         summary.data_time_ms = statistics.data_times()
         summary.page_faults_per_step = statistics.page_faults_per_step()
         summary.substitutions = self._substitutions()
-        summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
+        if summary.batch_size:
+            summary.samples_per_second = statistics.samples_per_second(summary.batch_size)
         summary.memory_bytes.allocator_peak = devices.peak_bytes(self._device)
 
     def _substitutions(self) -> list[Substitution]:
