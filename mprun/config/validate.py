@@ -1,9 +1,7 @@
-"""Checks that types cannot express: ranges, combinations, and fields without effect.
+"""Checks that types cannot express: combinations, names and paths, fields without effect.
 
 Legal values that depend on the machine or on a recipe's class are checked in `assemble/`, where
-those are known.
-
-Checks of the fields of `logger`, without the packages of the loggers.
+those are known. The fields of `logger` are checked without the packages of the loggers.
 """
 
 from __future__ import annotations

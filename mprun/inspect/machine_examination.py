@@ -1,6 +1,7 @@
-"""The whole examination of this machine.
+"""The whole examination of this machine: its facts, its rates, and what follows for each mode.
 
-The modes of `conf/precision/` on a machine: execution, substitutions and loss scale of a run.
+The modes are those of `conf/precision/`, with the execution, the substitutions and the loss scale
+that a run would have.
 """
 
 from __future__ import annotations

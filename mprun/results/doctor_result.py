@@ -1,9 +1,7 @@
-"""The results of `mprun doctor` on a machine: the content of its JSON file. No torch.
+"""The results of `mprun doctor` on a machine: the content of its JSON, and its tables. No torch.
 
 Names and meanings are fixed; `SCHEMA_VERSION` moves when one changes, not when a field is added.
 What the system does not report is null, never a guess. docs/reference/doctor.md has an example.
-
-The results of `mprun doctor` on the terminal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What `mprun doctor check` found on a device. No torch.
-
-What `mprun doctor check` found, on the terminal.
-"""
+"""What `mprun doctor check` found on a device, as JSON and on the terminal. No torch."""
 
 from __future__ import annotations
 

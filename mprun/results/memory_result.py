@@ -1,11 +1,8 @@
-"""The content of `memory.json`: the memory of a training step in several modes. No torch.
+"""The memory of a training step in several modes: the content of `memory.json`, and its tables.
 
-`docs/reference/memory.md` explains the fields. Sizes are in bytes.
-
-The memory of a step on the terminal: modes side by side by category, and each by module.
-
-A few modes are columns; more of them are rows, which fit a terminal. Large models repeat a block:
-the modules of equal blocks are added up in one row, as `layers.*.mlp (32)`.
+`docs/reference/memory.md` explains the fields. Sizes are in bytes. A few modes are columns; more of
+them are rows, which fit a terminal. Large models repeat a block: the modules of equal blocks are
+added up in one row, as `layers.*.mlp (32)`. No torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The least time of a recipe's step on a machine, beside the measured one. No torch.
 
-A part of the record of `mprun doctor recipe=NAME`. What was not measured is null.
-
-The least time of a step, beside the measured one, on the terminal.
+A part of the record of `mprun doctor recipe=NAME`, and its table. What was not measured is null.
 """
 
 from __future__ import annotations

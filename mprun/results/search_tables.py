@@ -1,11 +1,7 @@
-"""A search for ops on the terminal.
+"""A search for ops, or for products of linear layers, on the terminal and as files.
 
-Which GEMMs of linear layers must stay in bfloat16, on the terminal and as a file.
-
-The files of a search: op lists and layers, with the reasons as comments.
-
-The lists are YAML as `op_lists.lower_file` and `op_lists.fp32_file` read it, both in one file; the
-layers are what `precision.layers_file` reads.
+The files are op lists as YAML, both lists in one, as `op_lists.lower_file` and `op_lists.fp32_file`
+read them, with the reasons as comments; and layers, which `precision.layers_file` reads.
 """
 
 from __future__ import annotations

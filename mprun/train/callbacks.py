@@ -2,9 +2,7 @@
 
 The loop (`Trainer`) and `mprun.run` emit events. Callbacks record, show and log them and save
 checkpoints. They are called in the order of their list, between two steps, so that their time is
-not part of a step's time.
-
-A run's progress on screen.
+not part of a step's time. `Progress` is the one that shows them on screen.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Records a run's floating-point exceptions: counts, lines of metrics.jsonl, fp_exceptions.json.
+"""Records a run's floating-point exceptions, and what the guard of products found.
 
-Floating-point exceptions of several processes: each knows all of them, and all respond alike.
-
-Records what the guard of matrix products found: lines, the summary, guard_layers.yaml.
+Both leave lines of metrics.jsonl, a row of the summary and a file: fp_exceptions.json,
+guard_layers.yaml. Of several processes, each knows all exceptions, and all respond alike.
 """
 
 from __future__ import annotations

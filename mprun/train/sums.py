@@ -1,13 +1,4 @@
-"""Means over the samples of an epoch or a data set.
-
-The state of a metric as plain values and tensors, as a checkpoint holds it.
-
-A metric of torchmetrics has `state_dict`, once its states are marked as persistent. Another one has
-its own `state_dict` and `load_state_dict`, or attributes that are numbers, text, tensors, lists,
-tuples and dicts of them, or further objects of such attributes. Functions, classes, dtypes and
-devices among them do not change. Anything else could: such a metric has no state.
-
-Metric readback: losses and counts of steps are read when this costs no time.
+"""Means over the samples of an epoch or a data set, and how metrics are read and saved.
 
 On the CPU a scalar is read at once, since it is computed when the step returns. To keep thousands
 of tiny tensors alive between large ones would make the allocator return memory and fault it in
@@ -15,6 +6,12 @@ again at every step (measured: 30 to 50 page faults a step on `linear`). On an a
 a scalar makes the host wait for the step. So scalars are copied into a buffer on the device and
 read together, a fraction of a second late. Where each step is waited for anyway, they are read at
 once.
+
+A checkpoint holds the state of a metric as plain values and tensors. A metric of torchmetrics has
+`state_dict`, once its states are marked as persistent. Another one has its own `state_dict` and
+`load_state_dict`, or attributes that are numbers, text, tensors, lists, tuples and dicts of them,
+or further objects of such attributes. Functions, classes, dtypes and devices among them do not change.
+Anything else could: such a metric has no state.
 """
 
 from __future__ import annotations
