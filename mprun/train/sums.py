@@ -10,7 +10,8 @@ once.
 A checkpoint holds the state of a metric as plain values and tensors. A metric of torchmetrics has
 `state_dict`, once its states are marked as persistent. Another one has its own `state_dict` and
 `load_state_dict`, or attributes that are numbers, text, tensors, lists, tuples and dicts of them,
-or further objects of such attributes. Functions, classes, dtypes and devices among them do not change.
+or further objects of such attributes. Functions, classes, dtypes and devices among them do not
+change.
 Anything else could: such a metric has no state.
 """
 

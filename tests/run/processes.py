@@ -15,11 +15,11 @@ FORKING = """
 import json, os, resource, signal, sys, time
 import torch, mprun.run
 from mprun.cli.main import main
-from mprun.data import generated
+from mprun.data import sources
 from mprun.train.loop import Trainer
 
-generated.TRAIN_SAMPLES = 2048
-generated.draw()
+sources.TRAIN_SAMPLES = 2048
+sources.draw()
 mprun.run.footprint = lambda *_: ({}, None)  # the memory of a step takes as long as a short run
 sync, take, apply = os.fsync, Trainer.optimizer_step, torch.nn.Sequential.forward
 
