@@ -20,7 +20,7 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta, timezone
 from typing import Any
@@ -118,7 +118,7 @@ def _is_broken(epoch: Epoch) -> bool:
 
 
 def new_summary(
-    device: torch.device, low: Sequence[str], elapsed_s: float = 0.0, nbytes: int = 0, **known: Any
+    device: torch.device, low: list[str], elapsed_s: float = 0.0, nbytes: int = 0, **known: Any
 ) -> Summary:
     """The summary before the first step: what was not measured is None, and counts are 0.
 
