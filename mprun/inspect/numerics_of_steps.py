@@ -61,7 +61,7 @@ from mprun.results.numerics_result import Float32Loss, NumericsResult, numerics_
 from mprun.train.loop import Limits, StepResult, StopRequestedError, Trainer, TrainingComponents
 from mprun.train.signals import StopSignals
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ATTEMPTS = 6
 """How often the loss scale is lowered, by `LOWER` each time, where float16 overflows at it."""
 LOWER = 16.0

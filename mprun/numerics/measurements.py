@@ -248,12 +248,12 @@ class FormatVerdict:
         return cls(passes.errors(unjudged), passes.measure(unjudged), alone, tolerance)
 
     @property
-    def will_do(self) -> bool:
+    def within_tolerance(self) -> bool:
         """Whether loss and gradients keep to the tolerance."""
         return self.tolerance.harm(self.measure) <= 1
 
     @property
-    def loss_will_do(self) -> bool:
+    def loss_within_tolerance(self) -> bool:
         """Whether the loss keeps to the tolerance; NaN does not."""
         return self.measure.judged_loss <= self.tolerance.loss
 
@@ -368,7 +368,7 @@ class Measurements:
 
     def _suffices(self, format: FormatVerdict, row: LayerStatistics, rounding_db: float) -> bool:
         """Whether a format suffices for a row: always where its passes are fine."""
-        if format.will_do:
+        if format.within_tolerance:
             return True
         is_parameter = row.kind == "weight_gradients"
         by_passes = not is_parameter or format.parameter_will_do(row.name)
@@ -388,18 +388,20 @@ class Measurements:
 
     def _verdict(self, rows: Sequence[NumericsRow]) -> ModelVerdict:
         formats = {"fp16": self.fp16, "bf16": self.bf16}
-        word = range_or_precision(self.fp16.will_do, self.bf16.will_do)
-        losses = [f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_will_do]
+        word = range_or_precision(self.fp16.within_tolerance, self.bf16.within_tolerance)
+        losses = [
+            f"the loss in {LONG[n]}" for n, f in formats.items() if not f.loss_within_tolerance
+        ]
         others = [
             (f"{r.kind} {r.name}", r.verdict) for r in rows if r.verdict not in (EITHER, None)
         ]
         return ModelVerdict(
             word=word,
             reason=f"{self._in_fp16()}; in bfloat16 {_exactness(self.bf16)}",
-            made_by=[*losses, *(name for name, _ in others)],
+            deciding_rows=[*losses, *(name for name, _ in others)],
             gradients_db={name: f.errors.db for name, f in formats.items()},
             passes={
-                name: FormatResult(f.will_do, f.measure, f.unavoidable, f.tolerance)
+                name: FormatResult(f.within_tolerance, f.measure, f.unavoidable, f.tolerance)
                 for name, f in formats.items()
             },
             parameters_db={

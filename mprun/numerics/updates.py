@@ -156,13 +156,15 @@ class LostUpdates:
     """Weights whose update is finite and not 0, and which are finite in both formats."""
     unchanged: dict[str, float] = field(default_factory=dict)
     """`fp16.nearest` and so on to how many stay; expected numbers for stochastic rounding."""
-    really: int = 0
+    lost_in_run: int = 0
     """How many weights the real step left unchanged, in the dtype they have."""
 
     def __add__(self, other: LostUpdates) -> LostUpdates:
         mine, others = self.unchanged, other.unchanged
         unchanged = {name: mine.get(name, 0.0) + others.get(name, 0.0) for name in mine | others}
-        return LostUpdates(self.updated + other.updated, unchanged, self.really + other.really)
+        return LostUpdates(
+            self.updated + other.updated, unchanged, self.lost_in_run + other.lost_in_run
+        )
 
     def share(self, dtype: str, rule: str) -> float | None:
         """The share of updates lost; None where there was none."""
@@ -171,8 +173,8 @@ class LostUpdates:
     def shares(self) -> LostShares:
         """All shares; None where there was no update."""
         by_rule = {d: {rule: self.share(d, rule) for rule in RULES} for d in DTYPES}
-        really = self.really / self.updated if self.updated else None
-        return LostShares(self.updated, really, **by_rule)
+        lost = self.lost_in_run / self.updated if self.updated else None
+        return LostShares(self.updated, lost, **by_rule)
 
 
 def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) -> LostUpdates:
@@ -201,7 +203,7 @@ def lost_updates(weights: Tensor, updates: Tensor, after: Tensor | None = None) 
         for rule, probability in stays.items():
             lost.unchanged[f"{name}.{rule}"] = float(probability.double()[moves].sum())
     if after is not None:
-        lost.really = int((after.detach().double() == weights)[moves].sum())
+        lost.lost_in_run = int((after.detach().double() == weights)[moves].sum())
     return lost
 
 

@@ -20,7 +20,7 @@ from mprun.results.search_result import Deviation, Reference, SearchTolerance
 class FormatResult:
     """The passes in one 16-bit format."""
 
-    will_do: bool
+    within_tolerance: bool
     """Whether loss and gradients are within the tolerance."""
     measure: Deviation
     unavoidable: Deviation
@@ -56,7 +56,7 @@ class ModelVerdict:
 
     word: str
     reason: str
-    made_by: list[str]
+    deciding_rows: list[str]
     """The losses and rows that decided."""
     gradients_db: dict[str, float]
     """fp16 and bf16 to the SQNR of all judged gradients, in dB."""
@@ -121,7 +121,7 @@ class LostShares:
 
     updated: int
     """Updates that are not zero."""
-    really: float | None
+    lost_in_run: float | None
     """The share that the run lost."""
     fp16: dict[str, float | None]
     bf16: dict[str, float | None]
@@ -345,7 +345,7 @@ def lost_table(result: NumericsResult, top: int) -> FittedTable:
     worst = sorted(lost.by_parameter.items(), key=lambda item: -_lost_most(item[1]))
     for name, row in [("all weights", lost.all), *worst[:top]]:
         shares = [shares[rule] for shares in (row.fp16, row.bf16) for rule in RULES]
-        table.add_row(name, *(share_text(share) for share in (*shares, row.really)))
+        table.add_row(name, *(share_text(share) for share in (*shares, row.lost_in_run)))
     return table
 
 
@@ -405,8 +405,8 @@ def sentences(result: NumericsResult) -> list[str]:
         answer_sentence(result),
         f"{label}: {verdict.word} ({verdict.reason})",
     ]
-    if verdict.made_by:
-        lines.append(f"decided by: {_listed(verdict.made_by)}")
+    if verdict.deciding_rows:
+        lines.append(f"decided by: {_listed(verdict.deciding_rows)}")
     if others := verdict.rows_of_another_verdict:
         lines.append(f"rows with another verdict: {_listed(others)}")
     lines += unjudged(verdict.undetermined, verdict.zero_gradients, verdict.reference)

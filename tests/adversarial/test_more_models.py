@@ -299,7 +299,7 @@ def test_numerics_says_what_passes_in_float64_show(
     assert off < 1e-4
     assert db > 60
     verdict = inspected(case)["verdict"]
-    said = {name for name in DTYPES if not verdict["passes"][name]["will_do"]}
+    said = {name for name in DTYPES if not verdict["passes"][name]["within_tolerance"]}
     assert said == failing, verdict["reason"]
     assert verdict["float32"] is None
     assert verdict["float32_gradients"] is None

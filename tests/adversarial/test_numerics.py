@@ -48,7 +48,7 @@ def needed(case: Case) -> str:
     return "needs range: bf16" if bf16 else "needs precision: fp16" if fp16 else "needs fp32"
 
 
-MADE_BY = {
+DECIDING_ROWS = {
     "outlier_beyond_fp16": ("weight_gradients body.0.weight", "activations (input)"),
     "log_of_zero": ("the loss in float16",),
     "fp16_hostile": ("weight_gradients first.weight",),
@@ -75,10 +75,10 @@ def test_the_verdict_is_what_training_shows(
     assert verdict["reference"] == {"name": "float64", "reason": ""}
     verdicts = {row["verdict"] for row in found["rows"]} - {None, "either"}
     hostile = verdict["word"] != "either"
-    made_by = verdict["made_by"]
-    assert [row for row in MADE_BY.get(name, ()) if row not in made_by] == []
-    assert (made_by != []) == hostile
-    assert (f"decided by: {', '.join(made_by[:5])}" in capsys.readouterr().out) == hostile
+    deciding_rows = verdict["deciding_rows"]
+    assert [row for row in DECIDING_ROWS.get(name, ()) if row not in deciding_rows] == []
+    assert (deciding_rows != []) == hostile
+    assert (f"decided by: {', '.join(deciding_rows[:5])}" in capsys.readouterr().out) == hostile
     assert verdicts <= ({verdict["word"]} if hostile else set())
     assert verdict["rows_of_another_verdict"] == []
     for row in found["rows"]:

@@ -38,7 +38,7 @@ def passes(loss: float = 1.0, **ratios: float) -> FormatPasses:
 
 
 @pytest.mark.parametrize(
-    ("measured", "alone", "will_do"),
+    ("measured", "alone", "within_tolerance"),
     [
         (passes(a=1e-5), passes(a=1e-6), True),
         (passes(a=1e-5, b=0.02), passes(), False),  # 17 dB of one parameter
@@ -53,17 +53,17 @@ def passes(loss: float = 1.0, **ratios: float) -> FormatPasses:
     ],
 )
 def test_a_format_will_do_by_the_criterion_of_search_ops(
-    measured: FormatPasses, alone: FormatPasses, will_do: bool
+    measured: FormatPasses, alone: FormatPasses, within_tolerance: bool
 ) -> None:
     verdict = FormatVerdict.of(measured, alone, ("left_out",))
-    assert verdict.will_do == will_do
+    assert verdict.within_tolerance == within_tolerance
     by_rows = all(map(verdict.parameter_will_do, ("a", "b", "left_out")))
-    assert (by_rows and verdict.loss_will_do) == will_do
+    assert (by_rows and verdict.loss_within_tolerance) == within_tolerance
 
 
 def test_another_threshold() -> None:
-    assert FormatVerdict.of(passes(a=0.02), passes(), (), needed_db=15).will_do
-    assert not FormatVerdict.of(passes(a=1e-5), passes(), (), needed_db=60).will_do
+    assert FormatVerdict.of(passes(a=0.02), passes(), (), needed_db=15).within_tolerance
+    assert not FormatVerdict.of(passes(a=1e-5), passes(), (), needed_db=60).within_tolerance
 
 
 def test_the_halves_of_a_batch_say_what_batches_differ_by() -> None:

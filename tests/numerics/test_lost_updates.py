@@ -142,8 +142,8 @@ def test_what_the_step_really_left() -> None:
     weights = torch.tensor([1.0, 1.0, 1.0])
     updates = torch.tensor([1e-3, 1e-3, 0.0])
     after = torch.tensor([1.0, 1.001, 1.0])
-    assert lost_updates(weights, updates, after).really == 1
-    assert lost_updates(weights, updates, after).shares().really == 0.5
+    assert lost_updates(weights, updates, after).lost_in_run == 1
+    assert lost_updates(weights, updates, after).shares().lost_in_run == 0.5
 
 
 def test_counts_add_up() -> None:
@@ -173,5 +173,5 @@ def test_an_optimizer_s_real_steps_lose_that_many() -> None:
         found = lost_updates(before, change, p)
         expected = found.unchanged[f"bf16.{rounding}"]
         # Nearest is certain; of 20,000 coins five standard deviations are below 360.
-        assert found.really == pytest.approx(expected, abs=0 if rounding == "nearest" else 360)
-        assert 0.5 < found.really / found.updated < 0.95
+        assert found.lost_in_run == pytest.approx(expected, abs=0 if rounding == "nearest" else 360)
+        assert 0.5 < found.lost_in_run / found.updated < 0.95

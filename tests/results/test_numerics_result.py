@@ -92,7 +92,7 @@ CONTENT: dict[str, Any] = {
         "gradients_db": {},
         "passes": {},
         "parameters_db": {},
-        "made_by": ["the loss in float16", "activation_gradients a"],
+        "deciding_rows": ["the loss in float16", "activation_gradients a"],
         "rows_of_another_verdict": ["activation_gradients a"],
         "undetermined": ["noise"],
         "zero_gradients": ["off"],
@@ -132,10 +132,10 @@ CONTENT: dict[str, Any] = {
         "best_tried": 131072.0,
     },
     "lost_updates": {
-        "all": {"updated": 9, "really": 0.75, "fp16": LOST, "bf16": LOST},
+        "all": {"updated": 9, "lost_in_run": 0.75, "fp16": LOST, "bf16": LOST},
         "by_parameter": {
-            "small": {"updated": 1, "really": None, "fp16": LESS, "bf16": LESS},
-            "large": {"updated": 8, "really": 0.0, "fp16": LOST, "bf16": LOST},
+            "small": {"updated": 1, "lost_in_run": None, "fp16": LESS, "bf16": LESS},
+            "large": {"updated": 8, "lost_in_run": 0.0, "fp16": LOST, "bf16": LOST},
         },
     },
 }

@@ -47,7 +47,7 @@ def of_numerics() -> numerics.NumericsResult:
         for n, name in enumerate(LAYERS)
         for verdict in ("either", "needs precision: fp16")
     ]
-    lost = {"updated": 3, "really": 0.00001, "fp16": numerics.LOST, "bf16": numerics.LESS}
+    lost = {"updated": 3, "lost_in_run": 0.00001, "fp16": numerics.LOST, "bf16": numerics.LESS}
     by_parameter = dict.fromkeys(LAYERS, lost)
     return numerics.result(rows=rows, lost_updates={"all": lost, "by_parameter": by_parameter})
 
