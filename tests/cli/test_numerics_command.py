@@ -459,7 +459,7 @@ def test_json_has_no_number_that_is_none() -> None:
 
 def test_the_file_says_what_was_looked_at_and_where() -> None:
     made = found(*MNIST, "precision=bf16_mixed", "seed=3")
-    assert made["schema_version"] == 1
+    assert made["schema_version"] == 2
     assert (made["recipe"], made["precision"], made["seed"]) == ("mnist", "bf16_mixed", 3)
     assert (made["execution"], made["data"]["source"]) == ("native", "generated")
     assert (made["steps"], made["skipped"], made["ended"]) == ([2, 4], [], None)
