@@ -34,7 +34,7 @@ def numerics_command(args: Sequence[str]) -> int:
 
 
 def _inspect(composed: Composed, settings: NumericsSettings, stop: StopSignals) -> int:
-    from mprun.cli.step_commands import introduce
+    from mprun.cli.run_view import introduce
     from mprun.experiments.planned_run import plan_run
     from mprun.inspect.numerics_of_steps import recipe_numerics, steps_to_inspect
     from mprun.records.files import new_folder

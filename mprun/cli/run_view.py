@@ -1,4 +1,4 @@
-"""What `mprun [train]` prints of one run."""
+"""What commands print of one run: its header, its progress, its result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mprun.console import RunProgress, print_line, print_table
+from mprun.console import RunProgress, print_line, print_table, stdout_console, warn
 from mprun.records.run_record import Summary
 from mprun.report import tables
 from mprun.train.callbacks import Progress
@@ -16,6 +16,7 @@ from mprun.train.callbacks import Progress
 if TYPE_CHECKING:
     from torch import nn
 
+    from mprun.experiments.planned_run import PlannedRun
     from mprun.train.loop import Limits
 
 
@@ -56,3 +57,10 @@ class RunView(Progress):
 
     def on_message(self, text: str) -> None:
         print_line(self._console, text)
+
+
+def introduce(planned: PlannedRun) -> None:
+    """Print the warnings and the header of a planned run that is inspected."""
+    warn(planned.warnings)
+    for line in tables.header(planned.summary):
+        print_line(stdout_console(), line)

@@ -48,7 +48,7 @@ def search_ops_command(args: Sequence[str]) -> int:
 def _search(
     overrides: list[str], config_dir: Path | None, settings: Settings, stop: BudgetSignals
 ) -> int:
-    from mprun.cli.step_commands import introduce
+    from mprun.cli.run_view import introduce
     from mprun.inspect.search import plan_search
     from mprun.records.files import new_folder, write_files
 

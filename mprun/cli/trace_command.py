@@ -24,7 +24,7 @@ def trace_command(args: Sequence[str]) -> int:
     settings, overrides = take(known.overrides, "trace")
     composed = compose(overrides, known.config_dir)
 
-    from mprun.cli.step_commands import introduce
+    from mprun.cli.run_view import introduce
     from mprun.experiments.planned_run import plan_run
     from mprun.inspect.trace import trace_recipe
     from mprun.records.files import new_folder
