@@ -185,7 +185,7 @@ def _train(
             check_moments(parts.optimizer)
             _restore(recorder, saved["journal"], "journal")
             _restore(exceptions, saved.get("exceptions", {}), "exceptions")
-            _restore(guard_log, saved.get("guard", {}), "guard")
+            _restore(guard_log, saved["guard"], "guard")
         messages.report(f"resumed at step {trainer.step}")
         if plan.splits.train.is_stream and trainer.batches_to_skip:
             messages.report(

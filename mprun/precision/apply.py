@@ -461,5 +461,5 @@ class Precision:
                 "loss_scale, as Precision.state_dict() gives it"
             )
         self.loss_scale.load_state_dict(state["loss_scale"])
-        self.guard.load_state_dict(state.get("guard", {}))
+        self.guard.load_state_dict(state.get("guard", {"gemms": []}))  # absent: no guard was on
         self.steps = int(state["steps"])

@@ -284,7 +284,7 @@ class ActiveGuard(GemmGuard):
         return {"gemms": [asdict(row) for row in self._rows.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = msgspec.convert(state.get("gemms", []), list[GuardedGemm])
+        rows = msgspec.convert(state["gemms"], list[GuardedGemm])
         self._rows = {(row.module, row.product): row for row in rows}
 
 

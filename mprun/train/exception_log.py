@@ -150,6 +150,6 @@ class GuardLog(Callback):
         return {"events": self._count, **self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; an empty one is that of a run without a guard."""
-        self._count = int(state.get("events", 0))
+        """Continue from a `state_dict`."""
+        self._count = int(state["events"])
         self._guard.load_state_dict(state)
