@@ -12,7 +12,6 @@ gradients, optimizer state), brown for those that a step makes and frees (activa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -78,42 +77,27 @@ FORMATS = {"bf16": 0, "fp16": 1}
 """A format to its index among the colours of the series."""
 
 
-def named(name: Callable[[str], str]) -> Theme:
-    """A theme whose colours are `name(role)` for the roles `ink`, ..., `series-1`, ..."""
-    colours = {role: name(role) for role in Theme._fields if role not in ("series", "memory")}
-    return Theme(
-        **colours,
-        series=tuple(name(f"series-{i + 1}") for i in range(len(LIGHT.series))),
-        memory=tuple(name(f"memory-{i + 1}") for i in range(len(LIGHT.memory))),
-    )
-
-
 def declarations(theme: Theme) -> str:
     """CSS variables with the theme's colours: `--ink: #1b1d21; ...`."""
-    names = _flat(named(lambda name: f"--{name}"))
-    return " ".join(f"{n}: {colour};" for n, colour in zip(names, _flat(theme), strict=True))
+    return " ".join(f"--{name}: {colour};" for name, colour in _by_name(theme).items())
 
 
-def _flat(theme: Theme) -> list[str]:
-    return [x for value in theme for x in ((value,) if isinstance(value, str) else value)]
+def _by_name(theme: Theme) -> dict[str, str]:
+    """Each colour by its name: `ink`, ..., `series-1`, ..., `memory-6`."""
+    names: dict[str, str] = {}
+    for role, value in theme._asdict().items():
+        several = () if isinstance(value, str) else enumerate(value, start=1)
+        names |= {f"{role}-{n}": colour for n, colour in several} or {role: value}
+    return names
 
 
-def sentinels() -> tuple[Theme, dict[str, str]]:
-    """A theme of placeholder colours, and the CSS variable that replaces each of them."""
-    variables: dict[str, str] = {}
-
-    def placeholder(name: str) -> str:
-        colour = f"#fe{len(variables):02x}fe"
-        variables[colour] = f"var(--{name})"
-        return colour
-
-    return named(placeholder), variables
-
+VARIABLES = {colour: f"var(--{name})" for name, colour in _by_name(LIGHT).items()}
+"""The CSS variable of each colour that figures are drawn in; all of them differ."""
 
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "<", ">", "*")
 
 
-def colour(theme: Theme, index: int) -> str:
+def colour(index: int, theme: Theme = LIGHT) -> str:
     """The colour of the variant in row `index`: ink for the baseline, else of the series."""
     return theme.ink if index == 0 else theme.series[(index - 1) % len(theme.series)]
 

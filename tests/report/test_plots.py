@@ -1,4 +1,4 @@
-"""What plots are drawn from, where labels go, and that nothing a run lacks breaks a drawing."""
+"""What plots are drawn from, and that nothing a run lacks breaks a drawing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.cli.main import main
@@ -23,7 +23,6 @@ from mprun.compare.comparison import Comparison, Estimate, Run
 from mprun.records.run_record import read_summary
 from mprun.report.plots import NAMES, canvas, draw, series, training_plots
 from mprun.report.plots.canvas import Plot
-from mprun.report.plots.series import Box, place
 from mprun.report.theme import DARK, LIGHT, MARKERS, Theme, colour, marker
 from tests.report.compared import HOSTILE, comparison, lines, of_losses, variant, write_run
 from tests.report.pages import Pages
@@ -163,19 +162,6 @@ def write_again(run: Run, rows: list[dict[str, Any]]) -> None:
     (run.path / "metrics.jsonl").write_text(text)
 
 
-@given(st.lists(st.tuples(st.sampled_from([1.0, 2.0, 4.0]), st.booleans()), max_size=30))
-def test_the_places_kept_draw_the_same_line(steps: list[tuple[float, bool]]) -> None:
-    scale = np.array([s for s, _ in steps])
-    skipped = np.array([s for _, s in steps], dtype=bool)
-    kept = training_plots.changes(scale, skipped)
-    assert kept[skipped].all()
-    if steps:
-        assert kept[[0, -1]].all()
-        at = np.flatnonzero(kept)
-        redrawn = scale[at][np.searchsorted(at, np.arange(len(scale)), side="right") - 1]
-        assert redrawn.tolist() == scale.tolist()
-
-
 # ---- drawings ------------------------------------------------------------------------------------
 
 
@@ -207,7 +193,7 @@ def test_a_png_has_a_title_and_a_caption_around_the_drawing(ten: dict[str, Plot]
 
 
 def test_a_legend_keeps_its_place_between_title_and_drawing() -> None:
-    def draw_one(theme: Theme) -> Any:
+    def draw_one() -> Any:
         made, (axes,) = canvas.panels(1)
         axes.plot([1, 2], label="parameters")
         axes.set_title("panel")
@@ -290,12 +276,12 @@ def test_the_same_runs_give_the_same_drawings(tmp_path: Path) -> None:
 def test_matplotlib_s_settings_are_put_back(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     with pytest.raises(RuntimeError, match="inside"):
-        canvas.render("x", canvas.PictureFrame("x", ""), _failing)
+        canvas.picture_files("x", canvas.PictureFrame("x", ""), _failing)
     draw(comparison(1, tmp_path), ["memory"])
     assert dict(matplotlib.rcParams) == before
 
 
-def _failing(theme: Theme) -> Any:
+def _failing() -> Any:
     raise RuntimeError("inside")
 
 
@@ -414,38 +400,6 @@ def test_hostile_records_stay_text(pages: Pages) -> None:
         assert not [e for e in root.iter() if e.tag.rpartition("}")[2] == "script"]
 
 
-# ---- labels --------------------------------------------------------------------------------------
-
-BOUNDS = Box(0, 0, 600, 300)
-POINTS = st.tuples(st.floats(40, 560), st.floats(20, 280))
-
-
-@settings(max_examples=40)
-@given(st.lists(POINTS, min_size=1, max_size=10), st.data())
-def test_labels_overlap_neither_each_other_nor_the_edge(
-    points: list[tuple[float, float]], data: st.DataObject
-) -> None:
-    crowd = data.draw(st.booleans())
-    where = [points[0]] * len(points) if crowd else points
-    sizes = [(data.draw(st.floats(20, 120)), 12.0) for _ in where]
-    obstacles = [Box(x - 4, y - 4, 8, 8) for x, y in where]
-    placed = place(where, sizes, obstacles, BOUNDS)
-    boxes = [p.box for p in placed]
-    for i, box in enumerate(boxes):
-        assert box.inside(BOUNDS)
-        assert (box.width, box.height) == sizes[i]
-        assert not [other for other in boxes[:i] if box.overlap(other) > 0]
-
-
-def test_a_lonely_label_is_right_beside_its_point_and_a_far_one_has_a_line() -> None:
-    (placed,) = place([(300, 150)], [(40, 12)], [Box(296, 146, 8, 8)], BOUNDS)
-    assert placed.box.x == pytest.approx(307)
-    assert placed.box.y + placed.box.height / 2 == pytest.approx(150)
-    assert not placed.is_far
-    wall = [Box(240, 100, 120, 100)]
-    assert place([(300, 150)], [(40, 12)], wall, BOUNDS)[0].is_far
-
-
 # ---- colours -------------------------------------------------------------------------------------
 
 
@@ -520,12 +474,12 @@ def oklab(text: str, seen: str) -> Any:
 @pytest.mark.parametrize("seen", MACHADO)
 def test_ten_variants_have_ten_colours_for_every_eye(theme: Theme, seen: str) -> None:
     """0.02 in OKLab is about a just noticeable difference; ask for three of them."""
-    colours = [oklab(colour(theme, i), seen) for i in range(10)]
+    colours = [oklab(colour(i, theme), seen) for i in range(10)]
     distances = [float(np.linalg.norm(a - b)) for i, a in enumerate(colours) for b in colours[:i]]
     assert min(distances) > 0.06
 
 
 def test_colour_and_marker_together_name_ninety_variants() -> None:
-    pairs = {(colour(LIGHT, i), marker(i)) for i in range(1, 91)}
+    pairs = {(colour(i), marker(i)) for i in range(1, 91)}
     assert len(pairs) == 90
     assert len({marker(i) for i in range(10)}) == len(MARKERS) == 10

@@ -21,7 +21,6 @@ from mprun.numerics.measurements import EITHER, FP32, PRECISION, RANGE
 from mprun.numerics.updates import RULES as KNOWN_RULES
 from mprun.report.plots import measurement_plots
 from mprun.report.plots.measurement_plots import LIMITS, MAX_ROWS, TITLES, numerics_plots
-from mprun.report.theme import LIGHT
 from mprun.results.numerics_result import (
     KINDS,
     RULES,
@@ -149,7 +148,7 @@ RESULT = result()
 
 
 def exponents(**changes: Any) -> Any:
-    return measurement_plots.exponents(result(**changes), LIGHT)
+    return measurement_plots.exponents(result(**changes))
 
 
 def shown(table: FittedTable) -> list[str]:
@@ -387,7 +386,7 @@ def test_every_line_has_a_label_and_labels_do_not_overlap() -> None:
 
 
 def test_scales_that_were_tried() -> None:
-    (panel,) = measurement_plots.scales(RESULT.loss_scale, LIGHT).axes
+    (panel,) = measurement_plots.scales(RESULT.loss_scale).axes
     assert list(panel.lines[0].get_xdata()) == [16, 17, 18]
     assert list(panel.lines[0].get_ydata()) == [60.0, 60.25, 59.0]
     assert {line.get_label() for line in panel.lines[1:]} == {"recommended", "best tried"}

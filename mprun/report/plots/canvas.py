@@ -1,9 +1,9 @@
 """The style of all plots, and their conversion to SVG and PNG.
 
-The SVG of a page follows its light or dark scheme. It is drawn in placeholder colours, which are
-then replaced by CSS variables. Its text stays text, in the page's font. Ids are made unique and
-style sheets are removed, so that a drawing does not affect the rest of the page. Dates and versions
-are left out: the same runs give the same bytes.
+A figure is drawn once, in the light scheme. The SVG of a page follows the page's scheme: the CSS
+variable of its role takes the place of each colour. Its text stays text, in the page's font. Ids
+are made unique and style sheets are removed, so that a drawing does not affect the rest of the
+page. Dates and versions are left out: the same runs give the same bytes.
 
 matplotlib is used through its objects, without pyplot and without a window. A drawing uses none of
 its global settings or the user's matplotlibrc, and does not change them.
@@ -18,24 +18,25 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import wrap
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.markers import MarkerStyle
 from matplotlib.path import Path as Outline
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from matplotlib.transforms import Bbox
 
 from mprun.compare.comparison import Comparison, Variant
 from mprun.console.formatting import counted
 from mprun.report import cells
-from mprun.report.theme import LIGHT, Theme, colour, marker, named, sentinels
+from mprun.report.theme import LIGHT, VARIABLES, colour, marker
 
 WIDTH_IN = 9.2
 """At the page's width a point is about 1.45 CSS pixels: 8.5 points read as 12 pixels."""
@@ -52,7 +53,7 @@ FRAME_POINTS, LINE_SPACING, LETTERS_PER_IN, MARGIN_IN = 8.5, 1.3, 13, 0.1
 SVG = "{http://www.w3.org/2000/svg}"
 XLINK = "{http://www.w3.org/1999/xlink}href"
 
-LOG_FROM = 8.0
+TIMES_FACTOR = 8.0
 """Times are drawn on a logarithmic axis if the largest is more than this factor above the least."""
 
 MAX_LABEL = 30
@@ -72,12 +73,14 @@ class Plot(NamedTuple):
     """An element for a page; empty without a drawing."""
     png: bytes = b""
 
-    def drawn(self, alt: str, draw: Callable[[Theme], Figure]) -> Plot:
+    def drawn(self, alt: str, draw: Callable[[], Figure]) -> Plot:
         """The plot with its drawing; `alt` is the title of its PNG, and describes its SVG to those
         who cannot see it."""
         frame = PictureFrame(alt, " ".join((self.caption, *self.notes)))
-        svg, png = render(f"plot-{self.name}", frame, draw)
-        return self._replace(svg=svg, png=png)
+        with style():
+            made = draw()
+            svg = _inline(_svg(made), f"plot-{self.name}", alt)
+            return self._replace(svg=svg, png=_file(made, frame, "png"))
 
 
 def seeds(comparison: Comparison) -> str:
@@ -102,48 +105,33 @@ class PictureFrame(NamedTuple):
     """The meaning of colours, lines and marks, and the number of runs or steps."""
 
 
-def render(name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]) -> tuple[str, bytes]:
-    """An SVG element for a page, and a PNG in the light scheme.
-
-    Args:
-        name: the drawing's, a prefix for its ids; unique on a page.
-        frame: of the PNG; its title describes the SVG to those who cannot see it.
-        draw: makes the figure in a theme's colours.
-    """
-    theme, variables = sentinels()
-    return _inline(_svg(draw, theme), name, frame.title, variables), _file(draw, frame, "png")
-
-
-def picture_files(
-    name: str, frame: PictureFrame, draw: Callable[[Theme], Figure]
-) -> dict[str, bytes]:
+def picture_files(name: str, frame: PictureFrame, draw: Callable[[], Figure]) -> dict[str, bytes]:
     """A drawing as the files `name.png` and `name.svg`: name to content."""
-    return {f"{name}.{kind}": _file(draw, frame, kind) for kind in ("png", "svg")}
+    files = {}
+    for kind in ("png", "svg"):
+        with style():
+            files[f"{name}.{kind}"] = _file(draw(), frame, kind)
+    return files
 
 
-def _svg(draw: Callable[[Theme], Figure], theme: Theme) -> str:
-    with _settings(theme):
-        file = io.StringIO()
-        FigureCanvasSVG(draw(theme)).print_svg(file, metadata=NO_METADATA["svg"])
+def _svg(made: Figure) -> str:
+    file = io.StringIO()
+    FigureCanvasSVG(made).print_svg(file, metadata=NO_METADATA["svg"])
     return file.getvalue()
 
 
-def _file(draw: Callable[[Theme], Figure], frame: PictureFrame, kind: str) -> bytes:
-    """A file in the light scheme, with the frame's text above and below the drawing.
+def _file(made: Figure, frame: PictureFrame, kind: str) -> bytes:
+    """A file, with the frame's text above and below the drawing.
 
     The text lies outside of the figure, and the file has room for it. So the drawing is the same as
     on a page.
     """
-    with _settings(LIGHT):
-        file = io.BytesIO()
-        drawn = draw(LIGHT)
-        FigureCanvasAgg(drawn)
-        if kind == "png":  # letters are as wide in the layout as in the file
-            drawn.set_dpi(PNG_DPI)
-        bounds = _write_frame(drawn, frame)
-        drawn.savefig(
-            file, format=kind, dpi=PNG_DPI, metadata=NO_METADATA[kind], bbox_inches=bounds
-        )
+    file = io.BytesIO()
+    FigureCanvasAgg(made)
+    if kind == "png":  # letters are as wide in the layout as in the file
+        made.set_dpi(PNG_DPI)
+    bounds = _write_frame(made, frame)
+    made.savefig(file, format=kind, dpi=PNG_DPI, metadata=NO_METADATA[kind], bbox_inches=bounds)
     return file.getvalue()
 
 
@@ -167,8 +155,8 @@ def _write_frame(drawn: Figure, frame: PictureFrame) -> Bbox:
 
 
 @contextmanager
-def _settings(theme: Theme) -> Iterator[None]:
-    """matplotlib's defaults with the theme's colours, without warnings of missing glyphs."""
+def style() -> Iterator[None]:
+    """Inside, matplotlib has its defaults with our colours, and no warnings of missing glyphs."""
     rules: dict[str, Any] = {
         "font.size": 8.5,
         "axes.titlesize": 8.5,
@@ -176,23 +164,23 @@ def _settings(theme: Theme) -> Iterator[None]:
         "xtick.labelsize": 8,
         "ytick.labelsize": 8,
         "text.parse_math": False,  # a label with dollar signs is a label
-        "text.color": theme.ink,
-        "axes.titlecolor": theme.ink,
-        "axes.labelcolor": theme.muted,
-        "axes.edgecolor": theme.line,
+        "text.color": LIGHT.ink,
+        "axes.titlecolor": LIGHT.ink,
+        "axes.labelcolor": LIGHT.muted,
+        "axes.edgecolor": LIGHT.line,
         "axes.facecolor": "none",
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.unicode_minus": True,
-        "xtick.color": theme.line,
-        "ytick.color": theme.line,
-        "xtick.labelcolor": theme.muted,
-        "ytick.labelcolor": theme.muted,
+        "xtick.color": LIGHT.line,
+        "ytick.color": LIGHT.line,
+        "xtick.labelcolor": LIGHT.muted,
+        "ytick.labelcolor": LIGHT.muted,
         "xtick.major.size": 3,
         "ytick.major.size": 0,
-        "grid.color": theme.line,
+        "grid.color": LIGHT.line,
         "grid.linewidth": 0.5,
-        "figure.facecolor": "none" if theme is not LIGHT else theme.paper,
+        "figure.facecolor": LIGHT.paper,
         "figure.dpi": 72,
         "legend.frameon": False,
         "svg.fonttype": "none",
@@ -211,14 +199,15 @@ def _settings(theme: Theme) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
+def _inline(text: str, name: str, alt: str) -> str:
+    """An SVG file as an element of a page."""
     root = ElementTree.fromstring(text)
     used = set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', text))
     for element in list(root.iter()):
         for child in list(element):
             if child.tag in (f"{SVG}metadata", f"{SVG}style"):
                 element.remove(child)
-        _own(element, name, used, variables)
+        _own(element, name, used)
     for element in root.iter():
         element.tag = element.tag.removeprefix(SVG)
     for key in ("width", "height", "version"):
@@ -238,9 +227,7 @@ def _inline(text: str, name: str, alt: str, variables: dict[str, str]) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _own(
-    element: ElementTree.Element, name: str, used: set[str], variables: dict[str, str]
-) -> None:
+def _own(element: ElementTree.Element, name: str, used: set[str]) -> None:
     """Give an element ids unique to this drawing, and colours of the page."""
     identifier = element.attrib.pop("id", None)
     if identifier in used:
@@ -249,12 +236,12 @@ def _own(
     if target is not None:
         element.set("href", f"#{name}-{target[1:]}")
     for key, value in list(element.attrib.items()):
-        element.set(key, _restyled(value, name, variables))
+        element.set(key, _restyled(value, name))
 
 
-def _restyled(value: str, name: str, variables: dict[str, str]) -> str:
+def _restyled(value: str, name: str) -> str:
     value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
-    value = re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), value)
+    value = re.sub(r"#[0-9a-f]{6}\b", lambda m: VARIABLES.get(m[0], m[0]), value)
     value = re.sub(r"font-family: [^;]*", "font-family: var(--sans)", value)
     value = re.sub(r"(font: [^;]*?px) [^;]*", r"\1 var(--sans)", value)  # matplotlib before 3.10
     return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", value)
@@ -300,47 +287,56 @@ def label(variant: Variant) -> str:
     return f"{shown} (emulated)" if cells.is_emulated(variant) else shown
 
 
-def face(theme: Theme, variant: Variant, index: int) -> str:
+def face(variant: Variant, index: int) -> str:
     """The fill of a marker; hollow for an emulated variant."""
-    return theme.paper if cells.is_emulated(variant) else colour(theme, index)
+    return LIGHT.paper if cells.is_emulated(variant) else colour(index)
 
 
-def mark(theme: Theme, variant: Variant, index: int, size: float = MARKER_SIZE) -> dict[str, Any]:
+def mark(variant: Variant, index: int, size: float = MARKER_SIZE) -> dict[str, Any]:
     """matplotlib's keywords for a variant's marker without a line."""
     return {
         "linestyle": "none",
         "marker": marker(index),
         "markersize": size,
-        "markeredgecolor": colour(theme, index),
-        "markerfacecolor": face(theme, variant, index),
+        "markeredgecolor": colour(index),
+        "markerfacecolor": face(variant, index),
         "markeredgewidth": 1.1,
     }
 
 
-def name_panel(axes: Axes, variant: Variant, index: int, theme: Theme) -> None:
+LEGEND: dict[str, Any] = {"handlelength": 0.9, "handletextpad": 0.45, "columnspacing": 1.3}
+
+
+def name_variants(owner: Axes | Figure, variants: dict[int, Variant], **where: Any) -> None:
+    """A legend with the marker and the name of each variant, by its row in the table."""
+    keys = [Line2D([], [], **mark(v, i, 5.0), label="name") for i, v in variants.items()]
+    legend = owner.legend(handles=keys, fontsize=8.5, **LEGEND, **where)
+    for text, variant in zip(legend.get_texts(), variants.values(), strict=True):
+        text.set_text(label(variant))  # a handle's label may not begin with "_"
+
+
+def name_panel(axes: Axes, variant: Variant, index: int) -> None:
     """A panel's heading: the variant's marker and name."""
-    key = Line2D([], [], **mark(theme, variant, index, 5.0), label="name")
-    heading = axes.legend(
-        handles=[key],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        handlelength=0.8,
-        handletextpad=0.5,
-        borderpad=0.2,
-        borderaxespad=0,
-        fontsize=8.5,
-    )
-    heading.get_texts()[0].set_text(label(variant))  # a handle's label may not begin with "_"
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0.2, "borderaxespad": 0}
+    name_variants(axes, {index: variant}, **place)
 
 
-def times_axis(axes: Axes, times: Sequence[float]) -> None:
-    """Make the x axis one of milliseconds; logarithmic if they are far apart."""
-    positive = [t for t in times if t > 0]
-    if positive and max(positive) / min(positive) > LOG_FROM:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+def spread_axis(
+    axes: Axes, name: Literal["x", "y"], values: Sequence[float], factor: float
+) -> bool:
+    """Make an axis logarithmic if its values, all positive, are farther apart than a factor.
+
+    Returns:
+        Whether it is.
+    """
+    if not values or min(values) <= 0 or max(values) / min(values) <= factor:
+        return False
+    axes.set(**{f"{name}scale": "log"})
+    axis: Axis = getattr(axes, f"{name}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_locator(NullLocator())
+    return True
 
 
 def legend_above(made: Figure, axes: Axes) -> None:
@@ -351,11 +347,9 @@ def legend_above(made: Figure, axes: Axes) -> None:
         labels,
         loc="outside upper left",
         ncols=len(labels),
-        handlelength=0.9,
         handleheight=0.9,
-        handletextpad=0.45,
-        columnspacing=1.3,
         fontsize=8,
+        **LEGEND,
     )
 
 
@@ -377,7 +371,7 @@ def key(index: int, is_hollow: bool) -> str:
         for xy, code in outline.iter_segments(curves=False)
         if code != Outline.CLOSEPOLY
     ]
-    line = colour(named(lambda name: f"var(--{name})"), index)
+    line = VARIABLES[colour(index)]
     fill = "none" if is_hollow else line
     return (
         '<svg class="key" viewBox="-8 -8 16 16" aria-hidden="true">'

@@ -1,6 +1,4 @@
-"""The timeline of a step's memory: categories stacked over the ops, a panel for each mode.
-
-Plots of the numbers of training steps: exponents by layer, and the loss scales tried.
+"""The plots of measurements: a step's memory over its ops, exponents by layer, loss scales tried.
 
 A model of hundreds of layers gives a picture that nobody scrolls through. Of each kind the layers
 that float16 changes most are drawn, in the order of the model; `numerics.json` has all.
@@ -22,7 +20,7 @@ from matplotlib.image import AxesImage
 from mprun.console.fitted_table import shortened
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.plots.canvas import PictureFrame, figure, legend_above, panels, picture_files
-from mprun.report.theme import FORMATS, Theme
+from mprun.report.theme import FORMATS, LIGHT
 from mprun.results.memory_result import (
     NAMES,
     UNITS,
@@ -61,41 +59,41 @@ def memory_plot(record: MemoryRecord) -> dict[str, bytes]:
         f"peak against {record.against}. Blue: tensors that live as long as the model. Brown: "
         "those that a step makes and frees.",
     )
-    return picture_files("memory", frame, lambda theme: _draw(counted, alike, theme))
+    return picture_files("memory", frame, lambda: _draw(counted, alike))
 
 
-def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int], theme: Theme) -> Figure:
+def _draw(modes: Sequence[ModeMemory], alike: Mapping[str | None, int]) -> Figure:
     """A panel for each mode that was counted; `alike` has how many others share its count."""
     made, axes_of = panels(len(modes), share_x=False, height_in=3.2)
     highest = max(mode.bytes["peak"] for mode in modes)
     unit = unit_for(highest)
     for axes, mode in zip(axes_of, modes, strict=True):
-        _draw_timeline(axes, mode, UNITS[unit], min(POINTS, ALL_POINTS // len(modes)), theme)
-        _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit], theme)
+        _draw_timeline(axes, mode, UNITS[unit], min(POINTS, ALL_POINTS // len(modes)))
+        _draw_phases(axes, mode.timeline.phase, highest / UNITS[unit])
         change = "" if mode is modes[0] or mode.ratio is None else f": {change_text(mode.ratio)}"
         others = f" and {alike[mode.label]} more" if alike[mode.label] else ""
         axes.set_title(f"{mode.label}{others}{change}")
         axes.set_xlabel("op of the step")
         axes.set_xlim(0, max(len(mode.timeline.op) - 1, 1))
         axes.set_ylim(0, highest / UNITS[unit] * HEADROOM)
-    made.supylabel(f"{unit} alive", fontsize=8.5, color=theme.muted)
+    made.supylabel(f"{unit} alive", fontsize=8.5, color=LIGHT.muted)
     legend_above(made, axes_of[0])
     return made
 
 
-def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int, theme: Theme) -> None:
+def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int) -> None:
     rows = [getattr(mode.timeline, category) for category in MEMORY_CATEGORIES]
     shown = thinned(rows, points)
     axes.stackplot(
         shown,
         [[row[i] / unit for i in shown] for row in rows],
         labels=[NAMES[category][0] for category in MEMORY_CATEGORIES],
-        colors=theme.memory,
+        colors=LIGHT.memory,
         step="mid" if len(shown) < points else None,
         lw=0,
     )
     at, peak = mode.peak_at, mode.bytes["peak"]
-    axes.plot(at.point, peak / unit, marker="v", color=theme.ink, ms=6, clip_on=False)
+    axes.plot(at.point, peak / unit, marker="v", color=LIGHT.ink, ms=6, clip_on=False)
     is_right = at.point > len(mode.timeline.op) / 2
     axes.annotate(
         f"{amount(peak)}\n{at.op}, {at.module or '(root)'}",
@@ -107,12 +105,12 @@ def _draw_timeline(axes: Axes, mode: ModeMemory, unit: int, points: int, theme: 
     )
 
 
-def _draw_phases(axes: Axes, phases: Sequence[str], highest: float, theme: Theme) -> None:
+def _draw_phases(axes: Axes, phases: Sequence[str], highest: float) -> None:
     """Shade the stretches of the phases, and name the longest of each phase."""
     longest: dict[str, tuple[int, int]] = {}
     for phase, start, stop in stretches(phases):
         if phase in SHADED:
-            axes.axvspan(start - 0.5, stop - 0.5, color=theme.wash, lw=0, zorder=0)
+            axes.axvspan(start - 0.5, stop - 0.5, color=LIGHT.wash, lw=0, zorder=0)
         before = longest.get(phase, (0, 0))
         longest[phase] = max(before, (start, stop), key=lambda s: s[1] - s[0])
     for phase, (start, stop) in longest.items():
@@ -122,7 +120,7 @@ def _draw_phases(axes: Axes, phases: Sequence[str], highest: float, theme: Theme
                 (start + stop - 1) / 2,
                 highest * 1.26,
                 phase,
-                color=theme.muted,
+                color=LIGHT.muted,
                 ha="center",
                 va="top",
                 rotation=0 if is_wide else 90,
@@ -167,14 +165,14 @@ LETTER_SHARE, ROW_POINTS = 0.0075, 8
 def numerics_plots(result: NumericsResult, title: str) -> dict[str, bytes]:
     """The plots that there is data for: name of a file to its content."""
     frame = PictureFrame(f"Sizes of the numbers of {title}", _caption(result))
-    files = picture_files("numerics", frame, lambda theme: exponents(result, theme))
+    files = picture_files("numerics", frame, lambda: exponents(result))
     if result.loss_scale.tried_db:
         frame = PictureFrame(f"Loss scales of {title}", SCALES_CAPTION)
-        files |= picture_files("loss_scale", frame, lambda theme: scales(result.loss_scale, theme))
+        files |= picture_files("loss_scale", frame, lambda: scales(result.loss_scale))
     return files
 
 
-def exponents(result: NumericsResult, theme: Theme) -> Figure:
+def exponents(result: NumericsResult) -> Figure:
     """A panel for each kind: a row for each layer, a column for each power of two."""
     panels = [(kind, worst(rows)) for kind in TITLES if (rows := _rows(result, kind))]
     if not panels:  # only zeros
@@ -186,7 +184,7 @@ def exponents(result: NumericsResult, theme: Theme) -> Figure:
     for panel, (kind, rows) in zip(axes, panels, strict=True):
         image = _draw_shares(panel, rows, low, high)
         scale = result.loss_scale.recommended if "gradients" in kind else None
-        label_rows = _draw_limits(panel, low, high, scale, theme)
+        label_rows = _draw_limits(panel, low, high, scale)
         title = _panel_title(kind, len(rows), len(_rows(result, kind)))
         panel.set_title(title, loc="left", pad=3 + ROW_POINTS * label_rows)
     bar = made.colorbar(image, ax=list(axes), shrink=0.5, aspect=30, pad=0.01)
@@ -245,15 +243,15 @@ def _draw_shares(panel: Axes, rows: Sequence[NumericsRow], low: int, high: int) 
     return image
 
 
-def _draw_limits(panel: Axes, low: int, high: int, scale: float | None, theme: Theme) -> int:
+def _draw_limits(panel: Axes, low: int, high: int, scale: float | None) -> int:
     """The formats' limits; dashed, float16's limits at a loss scale. The rows that labels take."""
     lines = [
-        (float(at), f"{name}: {limit}", "-", theme.series[FORMATS[name]])
+        (float(at), f"{name}: {limit}", "-", LIGHT.series[FORMATS[name]])
         for name, limits in LIMITS.items()
         for at, limit in limits
     ]
     if scale is not None:
-        colour, shift = theme.series[FORMATS["fp16"]], math.log2(scale)
+        colour, shift = LIGHT.series[FORMATS["fp16"]], math.log2(scale)
         at_scale = f"at scale {number(scale)}"
         lines += [(at - shift, f"{x} {at_scale}", "--", colour) for at, x in LIMITS["fp16"]]
     ends: list[float] = []  # of the last label in each row
@@ -299,18 +297,18 @@ SCALES_CAPTION = (
 )
 
 
-def scales(advice: LossScaleResult, theme: Theme) -> Figure:
+def scales(advice: LossScaleResult) -> Figure:
     """The SQNR of float16 gradients at each loss scale that was tried."""
     tried = {math.log2(float(scale)): db for scale, db in advice.tried_db.items()}
     finite = {power: db for power, db in tried.items() if math.isfinite(db)}
     made = figure(3.5, width_in=7)
     panel: Axes = made.subplots()
-    panel.plot(list(finite), list(finite.values()), "o-", color=theme.ink, ms=4)
+    panel.plot(list(finite), list(finite.values()), "o-", color=LIGHT.ink, ms=4)
     for power in tried.keys() - finite.keys():
-        panel.axvspan(power - 0.5, power + 0.5, color=theme.bad, alpha=0.2, lw=0)
+        panel.axvspan(power - 0.5, power + 0.5, color=LIGHT.bad, alpha=0.2, lw=0)
     marked = (
-        (advice.recommended, theme.good, "recommended"),
-        (advice.best_tried, theme.series[0], "best tried"),
+        (advice.recommended, LIGHT.good, "recommended"),
+        (advice.best_tried, LIGHT.series[0], "best tried"),
     )
     for scale, colour, name in marked:
         if scale is not None:

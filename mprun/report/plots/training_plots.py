@@ -1,6 +1,6 @@
-"""The plots over a training: losses, and loss scales.
+"""The plots of trainings: losses and loss scales over the steps; times and memory of a step.
 
-The plots of a step, a row for each variant: the distribution of its times, and its memory.
+Curves have a panel for each variant, a step's times and memory a row for each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mprun.console.formatting import counted
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report import cells
 from mprun.report.plots.canvas import (
+    TIMES_FACTOR,
     Plot,
     counts,
-    face,
     figure,
     label,
     legend_above,
@@ -30,7 +30,7 @@ from mprun.report.plots.canvas import (
     name_rows,
     panels,
     seeds,
-    times_axis,
+    spread_axis,
 )
 from mprun.report.plots.series import (
     Band,
@@ -42,9 +42,9 @@ from mprun.report.plots.series import (
     has_broken_loss,
     timed,
 )
-from mprun.report.theme import Theme, colour, marker
+from mprun.report.theme import LIGHT, colour, marker
 
-LOG_FROM = 20.0
+LOSSES_FACTOR = 20.0
 """Losses farther apart than this are drawn on a logarithmic axis."""
 
 MAX_MARKS = 25
@@ -82,7 +82,7 @@ def losses(comparison: Comparison, logs: Logs) -> Plot:
             notes.append(f"{cells.plain(variant.label)} is missing: it logged no finite loss.")
     return plot._replace(caption=" ".join(sentences), notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: training loss of each variant and of the baseline",
-        lambda theme: _draw_losses(comparison, logs.series, theme),
+        lambda: _draw_losses(comparison, logs.series),
     )
 
 
@@ -107,7 +107,7 @@ def loss_scales(comparison: Comparison, logs: Logs) -> Plot | None:
     )
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: history of the loss scale",
-        lambda theme: _draw_loss_scales(comparison, logs.series, scaling, theme),
+        lambda: _draw_loss_scales(comparison, logs.series, scaling),
     )
 
 
@@ -117,18 +117,16 @@ def in_epochs(comparison: Comparison) -> bool:
     return len(sizes) > 1
 
 
-def _draw_losses(
-    comparison: Comparison, series: Sequence[Sequence[RunSeries]], theme: Theme
-) -> Figure:
+def _draw_losses(comparison: Comparison, series: Sequence[Sequence[RunSeries]]) -> Figure:
     bands = [loss_band(one) for one in series]
     others = [i for i in range(1, len(series)) if bands[i]] or [0]
     made, axes_of = panels(len(others))
     for index, axes in zip(others, axes_of, strict=True):
         for i in dict.fromkeys((0, index)):
-            _loss(axes, comparison, series[i], bands[i], i, theme)
-        name_panel(axes, comparison.variants[index], index, theme)
+            _loss(axes, comparison, series[i], bands[i], i)
+        name_panel(axes, comparison.variants[index], index)
     _loss_axis(axes_of, [b for b in bands if b is not None])
-    _titles(made, "training loss", "epoch" if in_epochs(comparison) else "optimizer step", theme)
+    _titles(made, "training loss", "epoch" if in_epochs(comparison) else "optimizer step")
     return made
 
 
@@ -143,11 +141,10 @@ def _loss(
     runs: Sequence[RunSeries],
     curve: Band | None,
     index: int,
-    theme: Theme,
 ) -> None:
     if curve is None:
         return
-    drawn = theme.muted if index == 0 and len(comparison.variants) > 1 else colour(theme, index)
+    drawn = LIGHT.muted if index == 0 and len(comparison.variants) > 1 else colour(index)
     per_step = epochs_per_step(runs[0].run.summary) if in_epochs(comparison) else 1.0
     axes.fill_between(
         curve.x * per_step, curve.low, curve.high, color=drawn, alpha=0.22, linewidth=0
@@ -161,7 +158,7 @@ def _loss(
             linestyle="none",
             marker=marker(index),
             markersize=3.6,
-            markerfacecolor=theme.paper,
+            markerfacecolor=LIGHT.paper,
             markeredgecolor=drawn,
             markeredgewidth=0.9,
         )
@@ -182,20 +179,16 @@ def validation(runs: Sequence[RunSeries]) -> tuple[Column, Column] | None:
 
 
 def _loss_axis(panels: Sequence[Axes], bands: Sequence[Band]) -> None:
-    lows, highs = [b.low.min() for b in bands], [b.high.max() for b in bands]
-    if bands and min(lows) > 0 and max(highs) / min(lows) > LOG_FROM:
-        panels[0].set_yscale("log")
-        panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panels[0].yaxis.set_minor_locator(NullLocator())
+    ends = [float(end) for b in bands for end in (b.low.min(), b.high.max())]
+    spread_axis(panels[0], "y", ends, LOSSES_FACTOR)
     for axes in panels:
         axes.grid(axis="y")
         axes.set_axisbelow(True)
 
 
-def _titles(made: Figure, y: str, x: str, theme: Theme) -> None:
-    made.supylabel(y, fontsize=8.5, color=theme.muted)
-    made.supxlabel(x, fontsize=8.5, color=theme.muted)
+def _titles(made: Figure, y: str, x: str) -> None:
+    made.supylabel(y, fontsize=8.5, color=LIGHT.muted)
+    made.supxlabel(x, fontsize=8.5, color=LIGHT.muted)
 
 
 def _scaling(comparison: Comparison, series: Sequence[Sequence[RunSeries]]) -> list[int]:
@@ -211,13 +204,12 @@ def _draw_loss_scales(
     comparison: Comparison,
     series: Sequence[Sequence[RunSeries]],
     scaling: Sequence[int],
-    theme: Theme,
 ) -> Figure:
     made, axes_of = panels(len(scaling))
     for index, axes in zip(scaling, axes_of, strict=True):
         for one in series[index]:
-            _scale(axes, comparison, one, index, theme)
-        name_panel(axes, comparison.variants[index], index, theme)
+            _scale(axes, comparison, one, index)
+        name_panel(axes, comparison.variants[index], index)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_locator(LogLocator(base=2, numticks=6))
         axes.yaxis.set_major_formatter(
@@ -225,7 +217,7 @@ def _draw_loss_scales(
         )
         axes.yaxis.set_minor_locator(NullLocator())
         axes.grid(axis="y")
-    _titles(made, "loss scale", "epoch" if in_epochs(comparison) else "optimizer step", theme)
+    _titles(made, "loss scale", "epoch" if in_epochs(comparison) else "optimizer step")
     return made
 
 
@@ -236,14 +228,13 @@ def _scales(one: RunSeries) -> tuple[Column, Column, NDArray[np.bool_]]:
     return steps.step[keep], steps.scale[keep], steps.skipped[keep]
 
 
-def _scale(axes: Axes, comparison: Comparison, one: RunSeries, index: int, theme: Theme) -> None:
+def _scale(axes: Axes, comparison: Comparison, one: RunSeries, index: int) -> None:
     step, scale, skipped = _scales(one)
     per_step = epochs_per_step(one.run.summary) if in_epochs(comparison) else 1.0
-    points = changes(scale, skipped)
-    drawn = colour(theme, index)
+    drawn = colour(index)
     axes.plot(
-        step[points] * per_step,
-        scale[points],
+        step * per_step,
+        scale,
         drawstyle="steps-post",
         color=drawn,
         linewidth=1.1,
@@ -259,18 +250,7 @@ def _scale(axes: Axes, comparison: Comparison, one: RunSeries, index: int, theme
     )
 
 
-def changes(scale: Column, skipped: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Which points a line needs: both ends of every level, and the skipped steps."""
-    if not len(scale):
-        return np.zeros(0, dtype=bool)
-    differs = np.diff(scale) != 0
-    points: NDArray[np.bool_] = np.r_[True, differs] | np.r_[differs, True] | skipped
-    return points
-
-
 BINS = 90
-FEWEST = 40
-"""Fewer steps than this are drawn as single strokes, not as an outline."""
 
 
 def step_times(comparison: Comparison, logs: Logs) -> Plot:
@@ -282,9 +262,8 @@ def step_times(comparison: Comparison, logs: Logs) -> Plot:
     numbers = [len(row) for row in times.rows]
     caption = (
         f"The timed steps of all runs of a variant, {counts(numbers, 'step')}, without warm-up and "
-        "partial batches. Outline: their distribution (a stroke for each step if there are fewer "
-        f"than {FEWEST}). Marker and line: the median, and the tenth to ninetieth "
-        "percentile, as in the table."
+        "partial batches. Area: their distribution. Marker and line: the median, and the tenth to "
+        "ninetieth percentile, as in the table."
     )
     notes = list(plot.notes)
     if times.outside:
@@ -294,7 +273,7 @@ def step_times(comparison: Comparison, logs: Logs) -> Plot:
         notes.append("Hollow: emulated, so its times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: distribution of step times of each variant",
-        lambda theme: _draw_distributions(comparison, times, theme),
+        lambda: _draw_distributions(comparison, times),
     )
 
 
@@ -311,7 +290,7 @@ def memory(comparison: Comparison) -> Plot:
     )
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: peak memory of a training step by category",
-        lambda theme: _draw_memory(comparison, theme),
+        lambda: _draw_memory(comparison),
     )
 
 
@@ -346,21 +325,21 @@ def timed_steps(
     return TimedSteps(rows, low, high, outside)
 
 
-def _draw_distributions(comparison: Comparison, times: TimedSteps, theme: Theme) -> Figure:
+def _draw_distributions(comparison: Comparison, times: TimedSteps) -> Figure:
     variants = comparison.variants
     made = figure(0.7 + 0.46 * len(variants))
     axes: Axes = made.subplots()
-    times_axis(axes, [times.low, times.high])
-    is_log = axes.get_xscale() == "log"
-    space = np.geomspace if is_log else np.linspace
-    edges = space(times.low, times.high, BINS + 1)
+    is_log = spread_axis(axes, "x", [times.low, times.high], TIMES_FACTOR)
+    edges = (np.geomspace if is_log else np.linspace)(times.low, times.high, BINS + 1)
     for index, (variant, row) in enumerate(zip(variants, times.rows, strict=True)):
-        _outline(axes, row, edges, index, variant, theme)
+        heights = np.histogram(row, edges)[0]
+        tops, drawn = index - 0.1 - 0.62 * heights / max(heights.max(), 1), colour(index)
+        is_filled = not cells.is_emulated(variant)
+        axes.stairs(tops, edges, baseline=index - 0.1, fill=is_filled, color=drawn, alpha=0.3)
         step = variant.step_time_ms
         if step is not None:
-            drawn = colour(theme, index)
             axes.plot([step.p10, step.p90], [index, index], color=drawn, linewidth=1.4, zorder=3)
-            axes.plot([step.median], [index], **mark(theme, variant, index), zorder=4)
+            axes.plot([step.median], [index], **mark(variant, index), zorder=4)
     name_rows(axes, [label(v) for v in variants])
     axes.set_ylim(top=-0.85)
     axes.set_xlabel("time per step (ms)")
@@ -370,37 +349,13 @@ def _draw_distributions(comparison: Comparison, times: TimedSteps, theme: Theme)
     return made
 
 
-def _outline(
-    axes: Axes, row: Column, edges: Column, index: int, variant: Variant, theme: Theme
-) -> None:
-    drawn, inside = colour(theme, index), row[(row >= edges[0]) & (row <= edges[-1])]
-    if len(row) < FEWEST:
-        axes.vlines(inside, index - 0.3, index - 0.12, color=drawn, linewidth=0.8)
-        return
-    heights = smooth(np.histogram(inside, edges)[0].astype(np.float64))
-    tops = index - 0.1 - 0.62 * heights / max(heights.max(), 1e-9)
-    places = np.sqrt(edges[1:] * edges[:-1])
-    there = slice(*(np.flatnonzero(heights)[[0, -1]] + [0, 1])) if heights.any() else slice(0)
-    places, tops = places[there], tops[there]
-    fill = "none" if cells.is_emulated(variant) else face(theme, variant, index)
-    axes.fill_between(places, tops, index - 0.1, color=fill, alpha=0.3, linewidth=0)
-    axes.plot(places, tops, color=drawn, linewidth=0.8)
-
-
-def smooth(counts: Column) -> Column:
-    """Counts averaged with their neighbours, the nearer the more."""
-    kernel = np.array([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
-    smoothed: Column = np.convolve(counts, kernel, mode="same")
-    return smoothed
-
-
-def _draw_memory(comparison: Comparison, theme: Theme) -> Figure:
+def _draw_memory(comparison: Comparison) -> Figure:
     variants = comparison.variants
     unit, size = cells.memory_unit(comparison)
     made = figure(1.05 + 0.31 * len(variants))
     axes: Axes = made.subplots()
     left = np.zeros(len(variants))
-    for name, fill in zip(MEMORY_CATEGORIES, theme.memory, strict=True):
+    for name, fill in zip(MEMORY_CATEGORIES, LIGHT.memory, strict=True):
         parts = np.array([(v.memory_bytes.get(name) or 0) / size for v in variants])
         axes.barh(
             np.arange(len(variants)),
@@ -409,7 +364,7 @@ def _draw_memory(comparison: Comparison, theme: Theme) -> Figure:
             height=0.56,
             color=fill,
             label=name.replace("_", " "),
-            edgecolor=theme.paper,
+            edgecolor=LIGHT.paper,
             linewidth=0.6,
         )
         left += parts

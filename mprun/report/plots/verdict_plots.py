@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mprun.compare.comparison import Comparison, StepPercentiles, Variant
 from mprun.report import cells
 from mprun.report.plots.canvas import (
-    MARKER_SIZE,
     MAX_LABEL,
+    TIMES_FACTOR,
     Plot,
     counts,
     figure,
     label,
     mark,
     name_rows,
+    name_variants,
     seeds,
-    times_axis,
+    spread_axis,
 )
-from mprun.report.plots.series import Box, Placed, place
-from mprun.report.theme import Theme, colour
+from mprun.report.theme import LIGHT, colour
+
+NAMES_IN_A_ROW = 3
+"""Of the legend above the metric against time."""
 
 
 def against_time(comparison: Comparison) -> Plot:
@@ -53,7 +55,7 @@ def against_time(comparison: Comparison) -> Plot:
         notes.append("Hollow markers are emulated: their times are not comparable.")
     return plot._replace(caption=caption, notes=tuple(notes)).drawn(
         f"{cells.plain(comparison.recipe)}: {name} against time per step",
-        lambda theme: _draw_against_time(comparison, points, theme),
+        lambda: _draw_against_time(comparison, points),
     )
 
 
@@ -79,7 +81,7 @@ def differences(comparison: Comparison) -> Plot | None:
     return plot._replace(caption=caption).drawn(
         f"{cells.plain(comparison.recipe)}: paired differences of {comparison.metric} from "
         f"{baseline}",
-        lambda theme: _draw_differences(comparison, theme),
+        lambda: _draw_differences(comparison),
     )
 
 
@@ -106,32 +108,29 @@ def _points(comparison: Comparison) -> list[_Point]:
     return points
 
 
-def _draw_against_time(comparison: Comparison, points: Sequence[_Point], theme: Theme) -> Figure:
+def _draw_against_time(comparison: Comparison, points: Sequence[_Point]) -> Figure:
     made = figure(4.3)
     axes: Axes = made.subplots()
     for point in points:
-        line: dict[str, Any] = {
-            "color": colour(theme, point.row),
-            "linewidth": 0.9,
-            "zorder": 3.0,
-        }
+        line: dict[str, Any] = {"color": colour(point.row), "linewidth": 0.9, "zorder": 3.0}
         x, y = point.step.median, point.metric
         axes.plot([point.step.p10, point.step.p90], [y, y], **line)
         axes.plot([x, x], [point.low, point.high], **line)
-        axes.plot([x], [y], **mark(theme, point.variant, point.row), zorder=4)
-    _draw_margin(axes, comparison, theme)
+        axes.plot([x], [y], **mark(point.variant, point.row), zorder=4)
+    _draw_margin(axes, comparison)
     unit = cells.metric_unit(comparison)
     axes.set_ylabel(cells.metric_name(comparison) + (f" ({unit})" if unit else ""))
-    times_axis(axes, [point.step.median for point in points])
+    spread_axis(axes, "x", [point.step.median for point in points], TIMES_FACTOR)
     axes.set_xlabel("time per step (ms)")
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     axes.margins(x=0.16, y=0.14)
-    _name_points(made, axes, points)
+    variants = {point.row: point.variant for point in points}
+    name_variants(made, variants, loc="outside upper left", ncols=NAMES_IN_A_ROW)
     return made
 
 
-def _draw_margin(axes: Axes, comparison: Comparison, theme: Theme) -> None:
+def _draw_margin(axes: Axes, comparison: Comparison) -> None:
     """The band of differences that do not matter, around the baseline's mean."""
     first = comparison.variants[0].metric
     if first is None or not math.isfinite(first.value):
@@ -139,84 +138,31 @@ def _draw_margin(axes: Axes, comparison: Comparison, theme: Theme) -> None:
     size = comparison.margin * (abs(first.value) if comparison.is_relative else 1.0)
     scale = cells.metric_scale(comparison)
     low, high = (scale * (first.value + side * size) for side in (-1, 1))
-    axes.axhspan(low, high, color=theme.wash, linewidth=0, zorder=0)
+    axes.axhspan(low, high, color=LIGHT.wash, linewidth=0, zorder=0)
 
 
-def _name_points(made: Figure, axes: Axes, points: Sequence[_Point]) -> None:
-    """Write labels beside the points. The layout must be done first: it moves the points."""
-    agg = FigureCanvasAgg(made)
-    agg.draw()
-    made.set_layout_engine("none")
-    centres, sizes, obstacles = [], [], []
-    for point in points:
-        x, y = axes.transData.transform((point.step.median, point.metric))
-        text = axes.text(0, 0, label(point.variant))
-        size = text.get_window_extent(agg.get_renderer())
-        text.remove()
-        centres.append((float(x), float(y)))
-        sizes.append((size.width + 4, size.height + 3))
-        obstacles += _obstacles(axes, point)
-    frame = axes.get_window_extent()
-    bounds = Box(frame.x0, frame.y0, frame.width, frame.height)
-    spots = place(centres, sizes, obstacles, bounds)
-    for point, centre, spot in zip(points, centres, spots, strict=True):
-        _write_label(axes, label(point.variant), centre, spot)
-
-
-def _obstacles(axes: Axes, point: _Point) -> list[Box]:
-    """The boxes of a point's marker and of its two bars."""
-    step, y = point.step, point.metric
-    boxes = []
-    for first, second, around in (
-        ((step.p10, y), (step.p90, y), 1.0),
-        ((step.median, point.low), (step.median, point.high), 1.0),
-        ((step.median, y), (step.median, y), MARKER_SIZE / 2 + 1),
-    ):
-        (x0, y0), (x1, y1) = axes.transData.transform([first, second])
-        boxes.append(Box(x0 - around, y0 - around, x1 - x0 + 2 * around, y1 - y0 + 2 * around))
-    return boxes
-
-
-def _write_label(axes: Axes, text: str, point: tuple[float, float], spot: Placed) -> None:
-    to_data, box = axes.transData.inverted().transform, spot.box
-    middle = (box.x + box.width / 2, box.y + box.height / 2)
-    if spot.is_far:
-        end = (
-            min(max(point[0], box.x), box.x + box.width),
-            min(max(point[1], box.y), box.y + box.height),
-        )
-        xs, ys = zip(to_data(point), to_data(end), strict=True)
-        axes.plot(xs, ys, linewidth=0.5, color=axes.xaxis.label.get_color(), zorder=2)
-    x, y = to_data(middle)
-    axes.text(x, y, text, ha="center", va="center", zorder=5)
-
-
-def _draw_differences(comparison: Comparison, theme: Theme) -> Figure:
+def _draw_differences(comparison: Comparison) -> Figure:
     rows = list(enumerate(comparison.variants))[1:]
     made = figure(0.75 + 0.33 * len(rows))
     axes: Axes = made.subplots()
     scale = cells.DIFFERENCE_SCALE
     margin = comparison.margin * scale
-    axes.axvspan(-margin, margin, color=theme.wash, linewidth=0, zorder=0)
-    axes.axvline(0, color=theme.muted, linewidth=0.8, zorder=1)
+    axes.axvspan(-margin, margin, color=LIGHT.wash, linewidth=0, zorder=0)
+    axes.axvline(0, color=LIGHT.muted, linewidth=0.8, zorder=1)
     for index, variant in rows:
         difference = variant.difference
         if difference is None or not math.isfinite(difference.value):
             continue
-        line: dict[str, Any] = {
-            "color": colour(theme, index),
-            "solid_capstyle": "butt",
-            "zorder": 3,
-        }
+        line: dict[str, Any] = {"color": colour(index), "solid_capstyle": "butt", "zorder": 3}
         for interval, width in ((difference.interval, 1.0), (variant.equivalence, 3.2)):
             if interval is not None:
                 axes.plot(
                     [end * scale for end in interval], [index, index], linewidth=width, **line
                 )
-        axes.plot([difference.value * scale], [index], **mark(theme, variant, index), zorder=4)
+        axes.plot([difference.value * scale], [index], **mark(variant, index), zorder=4)
     name_rows(axes, [label(v) for _, v in rows], first=1)
     right = axes.secondary_yaxis("right")
-    right.set_yticks([i for i, _ in rows], [v.verdict.word for _, v in rows], color=theme.muted)
+    right.set_yticks([i for i, _ in rows], [v.verdict.word for _, v in rows], color=LIGHT.muted)
     right.spines["right"].set_visible(False)
     right.tick_params(length=0)
     unit = {"difference %": "%", "points": "percentage points"}.get(
