@@ -25,52 +25,32 @@ except ImportError:
         "mprun.integrations.lightning needs the package lightning; pip install 'mprun[lightning]'"
     ) from None
 
-from mprun.integrations.observe import Observation
 from mprun.integrations.observed_record import split_of
 from mprun.integrations.trainer_record import TrainerRecord
-from mprun.numerics.nonfinite import NonfiniteReport
 
 SEED = "PL_GLOBAL_SEED"
 """Where `seed_everything` leaves the seed."""
 LOGGED_LOSSES = ("loss", "train_loss", "train_loss_step", "loss_step")
 
 
-class MprunCallback(Callback):  # type: ignore[misc]
+class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
     """Observes the training; its arguments are those of `TrainerRecord`.
 
     Only the main process observes. The seed is that of `seed_everything`, if none is given.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self._record = TrainerRecord(*args, **kwargs)
-        self._losses: list[Any] = []
-        """Of the micro-batches since the last step."""
-        self._steps = 0
-
-    @property
-    def run(self) -> Observation | None:
-        """What is observed, also when the training is over: its `audit`, `summary`, `out`."""
-        return self._record.run
-
-    @property
-    def fp_report(self) -> NonfiniteReport | None:
-        """The floating-point exceptions of the steps that were inspected."""
-        return self._record.fp_report
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._losses: list[Any] = []  # of the micro-batches since the last step
+        self._steps = trainer.global_step
         if trainer.is_global_zero:
             seed = os.environ.get(SEED, "")
-            self._record.begin(
-                pl_module, [*trainer.optimizers], int(seed) if seed.isdigit() else None
-            )
-            self._losses, self._steps = [], trainer.global_step
+            self.begin(pl_module, [*trainer.optimizers], int(seed) if seed.isdigit() else None)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._record.begin_step(trainer.global_step + 1)
-        if (run := self._record.running) is not None:
+        self.begin_step(trainer.global_step + 1)
+        if (run := self.running) is not None:
             run.note_batch(batch)
             run.begin_call(batch)
 
@@ -83,34 +63,34 @@ class MprunCallback(Callback):  # type: ignore[misc]
             return
         self._steps = trainer.global_step
         self._log_loss(trainer, pl_module.automatic_optimization)
-        self._record.end_step(self._steps)
+        self.end_step(self._steps)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        if (run := self._record.running) is not None:
+        if (run := self.running) is not None:
             run.on_other_call()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:
             scores = {k: v for k, v in trainer.callback_metrics.items() if _is_score(k)}
-            self._record.log(scores)
+            self.log_values(scores)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._record.end()
+        self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._record.end(exception)
+        self.end(exception)
 
     def _log_loss(self, trainer: Any, automatic: bool) -> None:
         """Log the loss of the step: Lightning divides those of micro-batches by their number."""
         if self._losses:
             total = sum(self._losses[1:], self._losses[0])
-            self._record.log({"loss": total if automatic else total / len(self._losses)})
+            self.log_values({"loss": total if automatic else total / len(self._losses)})
             self._losses = []
             return
         logged = trainer.callback_metrics
         name = next((name for name in LOGGED_LOSSES if name in logged), None)
         if name is not None:
-            self._record.log({"loss": logged[name]})
+            self.log_values({"loss": logged[name]})
 
 
 def _is_score(name: str) -> bool:

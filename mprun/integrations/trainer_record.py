@@ -1,7 +1,8 @@
 """What the callbacks of all trainers do: one observed training after the other.
 
-A trainer calls its callbacks at its own moments. `TrainerRecord` turns them into `mprun.observe`:
-it enters it where a training begins and leaves it where the training ends, or fails.
+A trainer calls its callbacks at its own moments. `TrainerRecord`, the base of these callbacks, turns
+them into `mprun.observe`: it enters it where a training begins and leaves it where the training
+ends, or fails.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class TrainerRecord:
             timed. None for no step.
 
     Attributes:
-        run: what is observed, also when the training is over; None before it.
+        run: what is observed, also when the training is over (its `audit`, `summary`, `out`); None
+            before it.
         fp_report: the floating-point exceptions of the inspected steps.
 
     Raises:
@@ -118,8 +120,11 @@ class TrainerRecord:
         else:
             stack.__exit__(type(error), error, error.__traceback__)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Log the trainer's values that are numbers."""
+    def log_values(self, values: Mapping[str, Any]) -> None:
+        """Log the trainer's values that are numbers.
+
+        It is not called `log`: Lightning puts its module's method of that name into each callback.
+        """
         numbers = {k: v for k, v in values.items() if _is_number(v)}
         if self.running is not None and numbers:
             self._loss_logged |= "loss" in numbers
@@ -128,7 +133,7 @@ class TrainerRecord:
     def log_training_loss(self, value: Any) -> None:
         """The mean loss of the training, for trainers that logged none before its end."""
         if not self._loss_logged:
-            self.log({"loss": value})
+            self.log_values({"loss": value})
 
     def begin_step(self, step: int) -> None:
         """The step with this number begins, counted from 1; it may have begun before."""

@@ -26,56 +26,41 @@ except ImportError:
         "pip install 'mprun[transformers]'"
     ) from None
 
-from mprun.integrations.observe import Observation
 from mprun.integrations.trainer_record import TrainerRecord
-from mprun.numerics.nonfinite import NonfiniteReport
 
 NOT_SCORES = ("_runtime", "_per_second", "_time", "_flos")
 """Ends of the names that the Trainer logs beside scores."""
 
 
-class MprunCallback(TrainerCallback):
+class MprunCallback(TrainerRecord, TrainerCallback):
     """Observes the training; its arguments are those of `TrainerRecord`.
 
     Only the main process observes. The seed is that of the `TrainingArguments`, if none is given.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._record = TrainerRecord(*args, **kwargs)
-
-    @property
-    def run(self) -> Observation | None:
-        """What is observed, also when the training is over: its `audit`, `summary`, `out`."""
-        return self._record.run
-
-    @property
-    def fp_report(self) -> NonfiniteReport | None:
-        """The floating-point exceptions of the steps that were inspected."""
-        return self._record.fp_report
-
     def close(self, error: BaseException | None = None) -> None:
         """End the record of a training that failed by `error`, which the program goes on after."""
-        self._record.end(error)
+        self.end(error)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._record.begin(kwargs["model"], [kwargs["optimizer"]], args.seed)
+            self.begin(kwargs["model"], [kwargs["optimizer"]], args.seed)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._record.begin_step(state.global_step + 1)
+        self.begin_step(state.global_step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._record.end_step(state.global_step)
+        self.end_step(state.global_step)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         values = logs or {}
         if "train_loss" in values:  # the training is over
-            self._record.log_training_loss(values["train_loss"])
+            self.log_training_loss(values["train_loss"])
             return
         left_out = ("epoch", "learning_rate", "num_input_tokens_seen")
-        self._record.log(
+        self.log_values(
             {
                 name: value
                 for name, value in values.items()
@@ -84,4 +69,4 @@ class MprunCallback(TrainerCallback):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._record.end()
+        self.end()

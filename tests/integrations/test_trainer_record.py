@@ -34,7 +34,7 @@ def steps(record: TrainerRecord, model: nn.Module, optimizer: Any, count: int) -
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-        record.log({"loss": 1.0, "text": "a", "flag": True, "many": torch.ones(2)})
+        record.log_values({"loss": 1.0, "text": "a", "flag": True, "many": torch.ones(2)})
         record.end_step(step)
 
 
@@ -42,7 +42,7 @@ def test_a_record_ends_once_and_the_next_training_has_another(tmp_path: Path) ->
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = TrainerRecord(tmp_path / "run", fp_exceptions=(2, 4))
-    record.log({"loss": 1.0})  # before the training: of nothing
+    record.log_values({"loss": 1.0})  # before the training: of nothing
     record.begin(model, [optimizer], seed=5)
     steps(record, model, optimizer, 6)
     record.end()
