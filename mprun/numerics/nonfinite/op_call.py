@@ -250,23 +250,9 @@ def _able(device: torch.device, dtype: torch.dtype) -> torch.device:
     return device if able else devices.CPU
 
 
-def again_in_float64(
-    call: OpCall, value: Callable[[Tensor], Tensor | None] = lambda x: None
-) -> list[Tensor] | None:
-    """The results of an op computed in float64, as of `recomputed`.
-
-    They are on its device, or on the CPU where the device has no float64.
-
-    Args:
-        call: the op, which has run.
-        value: returns float64 numbers to use in place of a tensor's own, or None.
-    """
-    return recomputed(call, torch.float64, None, value)
-
-
 def recomputed(
     call: OpCall,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.float64,
     device: torch.device | None = None,
     value: Callable[[Tensor], Tensor | None] = lambda x: None,
 ) -> list[Tensor] | None:
@@ -278,8 +264,8 @@ def recomputed(
     Args:
         call: the op, which has run.
         dtype: takes the place of every floating dtype.
-        device: where; None: where the tensors are. A mode that watches ops sees those that copy
-            the tensors there.
+        device: where; None: where the tensors are, or the CPU where that device has no float64. A
+            mode that watches ops sees those that copy the tensors to a device that is given.
         value: returns numbers to use in place of a tensor's own, or None.
     """
     spec = op_spec(call.func)

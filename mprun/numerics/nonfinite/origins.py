@@ -30,7 +30,7 @@ from mprun.numerics.nonfinite.nonfinite_watcher import OpSite
 from mprun.numerics.nonfinite.op_call import (
     OpCall,
     ValueRange,
-    again_in_float64,
+    recomputed,
     is_finite,
     is_plain,
     op_spec,
@@ -161,7 +161,7 @@ class OriginFinder:
     def _new_origin(
         self, call: OpCall, site: OpSite, bad: list[OpResult], kind: str | None
     ) -> Origin:
-        exact = again_in_float64(call) if kind is None else None
+        exact = recomputed(call) if kind is None else None
         first = None if exact is None else exact[bad[0].position]
         origin = self._add(self._described(call, site, bad, kind, first))
         origin.upward = any(x.range and (x.range.has_nan or x.range.high == inf) for x in bad)
@@ -188,7 +188,7 @@ class OriginFinder:
         moved = any(at_largest(dtype, measured) for measured in given)
         if moved or any(abs(x) >= largest for x in call.numbers()):
             return
-        results = again_in_float64(call)
+        results = recomputed(call)
         exact = None if results is None else results[result.position]
         size = None if exact is None else stats(result.name, exact).max_abs
         if size is None or size > largest:  # else it is that large

@@ -105,11 +105,8 @@ class SavedStep:
 
     def as_plain(self) -> dict[str, Any]:
         """For `torch.save`."""
-        row = {f.name: getattr(self, f.name) for f in fields(self)}
-        calls = [{f.name: getattr(c, f.name) for f in fields(c)} for c in self.calls]
-        for call in calls:
-            call["autocast"] = [vars(state) for state in call["autocast"]]
-        return {**row, "calls": calls}
+        calls = [{**vars(c), "autocast": [vars(state) for state in c.autocast]} for c in self.calls]
+        return {**vars(self), "calls": calls}
 
 
 def saved_step(content: Any, path: Path) -> SavedStep:

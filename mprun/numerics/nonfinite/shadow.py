@@ -37,7 +37,7 @@ from mprun.numerics.nonfinite.op_call import (
     LARGEST,
     OpCall,
     ValueRange,
-    again_in_float64,
+    recomputed,
     is_plain,
     numbers,
 )
@@ -200,7 +200,7 @@ class ShadowValues:
             return None
         exact = real = None
         if shadows:
-            exact, real = again_in_float64(call, self._numbers), again_in_float64(call)
+            exact, real = recomputed(call, value=self._numbers), recomputed(call)
         origins = frozenset[Origin]().union(*(shadow.origins for shadow in shadows))
         if exact is None or real is None:
             for result in results:

@@ -285,7 +285,10 @@ class BufferCopies:
         self._copies: dict[str, Tensor] = {}
         self._small: tuple[list[Tensor], list[Tensor]] = [], []
         """Copies and buffers, to be copied in every step."""
-        self._counted: list[CountedBuffer] = []
+        self._counted: list[tuple[Tensor, Tensor]] = []
+        """Copies and buffers, to be copied after a write was counted."""
+        self._writes: list[int] = []
+        """How often each of these was written to when it was copied."""
 
     def update(self) -> None:
         """A step begins: copy the buffers that may have changed."""
@@ -297,8 +300,10 @@ class BufferCopies:
                 self._begin(buffers)
                 return
             copy_all(*self._small)
-            for buffer in self._counted:
-                buffer.update()
+            for i, (copy, x) in enumerate(self._counted):
+                if write_count(x) != self._writes[i]:
+                    copy.copy_(x)
+                    self._writes[i] = write_count(x)
 
     def by_name(self) -> dict[str, Tensor]:
         """The copies, by the names of `Module.named_buffers`."""
@@ -312,23 +317,11 @@ class BufferCopies:
                 continue
             copy = self._copies[name] = x.detach().clone()
             if x.nbytes > SMALL_BYTES or not x.is_floating_point():
-                self._counted.append(CountedBuffer(x, copy))
+                self._counted.append((copy, x))
             else:
                 self._small[0].append(copy)
                 self._small[1].append(x)
-
-
-class CountedBuffer:
-    """A buffer that is copied again only after a write to it was counted."""
-
-    def __init__(self, buffer: Tensor, copy: Tensor) -> None:
-        self._buffer, self._copy, self._writes = buffer, copy, write_count(buffer)
-
-    def update(self) -> None:
-        """Copy it if it was written to."""
-        if write_count(self._buffer) != self._writes:
-            self._copy.copy_(self._buffer)
-            self._writes = write_count(self._buffer)
+        self._writes = [write_count(x) for _, x in self._counted]
 
 
 def autocast_of(kinds: Sequence[str]) -> list[tuple[str, bool, torch.dtype]]:

@@ -22,7 +22,7 @@ from mprun.numerics.nonfinite.fp_exception import (
     WrongResult,
 )
 from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
-from mprun.numerics.nonfinite.op_call import OpCall, again_in_float64, op_spec, stats, value_range
+from mprun.numerics.nonfinite.op_call import OpCall, recomputed, op_spec, stats, value_range
 from mprun.numerics.nonfinite.shadow import Lineage, Origin
 from mprun.records.files import jsonable
 from tests.numerics.nonfinite import exception
@@ -171,31 +171,31 @@ def test_an_op_over_lists_is_taken_tensor_by_tensor() -> None:
     assert [(name, x.numel()) for name, x, _ in found.inputs(1)] == [("self", 3), ("other", 3)]
 
 
-def test_an_op_is_run_again_in_float64() -> None:
+def test_an_op_is_run_recomputed() -> None:
     big = torch.tensor([300.0], dtype=torch.float16)
-    (exact,) = again_in_float64(call(aten.mul.Tensor, big, big)) or ()
+    (exact,) = recomputed(call(aten.mul.Tensor, big, big)) or ()
     assert (exact.dtype, exact.item()) == (torch.float64, 90000.0)
 
 
 def test_an_op_in_place_is_run_again_on_what_was_there() -> None:
     big = torch.tensor([300.0], dtype=torch.float16)
     made = call(aten.mul_.Tensor, big, big)
-    (exact,) = again_in_float64(made) or ()
+    (exact,) = recomputed(made) or ()
     assert (big.item(), exact.item()) == (math.inf, 90000.0)
-    assert again_in_float64(made._replace(saved={})) is None
+    assert recomputed(made._replace(saved={})) is None
 
 
 def test_an_op_is_run_again_on_other_numbers() -> None:
     x, y = torch.tensor([1.0]), torch.tensor([2.0])
     given = {id(x): torch.tensor([7.0], dtype=torch.float64)}
-    (exact,) = again_in_float64(call(aten.mul.Tensor, x, y), lambda t: given.get(id(t))) or ()
+    (exact,) = recomputed(call(aten.mul.Tensor, x, y), value=lambda t: given.get(id(t))) or ()
     assert exact.item() == 14.0
 
 
 def test_what_draws_random_numbers_is_not_run_again() -> None:
     made = call(aten.native_dropout.default, torch.ones(2), 0.5, True)
     state = torch.get_rng_state()
-    assert again_in_float64(made) is None
+    assert recomputed(made) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
