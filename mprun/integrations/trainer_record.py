@@ -1,8 +1,8 @@
 """What the callbacks of all trainers do: one observed training after the other.
 
-A trainer calls its callbacks at its own moments. `TrainerRecord`, the base of these callbacks, turns
-them into `mprun.observe`: it enters it where a training begins and leaves it where the training
-ends, or fails.
+A trainer calls its callbacks at its own moments. `TrainerRecord`, their base, turns them into
+`mprun.observe`: it enters it where a training begins and leaves it where the training ends, or
+fails.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ from mprun._torch import (
 )
 from mprun.nested import all_tensors, map_tensors, tensors_in
 from mprun.numerics.float64 import in_float64
-from mprun.numerics.nonfinite.op_call import OpCall, recomputed, op_spec, written_arguments
+from mprun.numerics.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
 from mprun.numerics.op_watcher import OpWatcher, RunOp
 from mprun.precision.formats import BlockFormat
 from mprun.precision.gemms import formats_of

@@ -30,10 +30,10 @@ from mprun.numerics.nonfinite.nonfinite_watcher import OpSite
 from mprun.numerics.nonfinite.op_call import (
     OpCall,
     ValueRange,
-    recomputed,
     is_finite,
     is_plain,
     op_spec,
+    recomputed,
     stats,
     value_range,
 )

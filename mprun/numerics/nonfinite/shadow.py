@@ -37,9 +37,9 @@ from mprun.numerics.nonfinite.op_call import (
     LARGEST,
     OpCall,
     ValueRange,
-    recomputed,
     is_plain,
     numbers,
+    recomputed,
 )
 
 TOLERANCE = torch.finfo(torch.bfloat16).eps

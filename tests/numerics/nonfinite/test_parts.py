@@ -22,7 +22,7 @@ from mprun.numerics.nonfinite.fp_exception import (
     WrongResult,
 )
 from mprun.numerics.nonfinite.nonfinite_watcher import _is_library, current_line
-from mprun.numerics.nonfinite.op_call import OpCall, recomputed, op_spec, stats, value_range
+from mprun.numerics.nonfinite.op_call import OpCall, op_spec, recomputed, stats, value_range
 from mprun.numerics.nonfinite.shadow import Lineage, Origin
 from mprun.records.files import jsonable
 from tests.numerics.nonfinite import exception
