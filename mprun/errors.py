@@ -55,7 +55,10 @@ class EndError(BaseException):
 
 
 class StoppedError(EndError):
-    """A signal ended a run, and with it the sweep or study; `status` is the exit status."""
+    """Ends a sweep or study, because a signal ended a run or no run was completed.
+
+    `status` is the exit status.
+    """
 
     def __init__(self, status: int) -> None:
         super().__init__(status)

@@ -23,8 +23,8 @@ from mprun.cli.study_commands import (
     budget_note,
     for_choice,
     launcher_of,
-    log_report,
     print_out,
+    report_study,
     request_of,
     run_study,
     study_of,
@@ -46,7 +46,7 @@ def advise_command(args: Sequence[str]) -> int:
     refused = ("compare.baseline", "compare.split")
     request = request_of("advise", args, "advise", "launcher", refused=refused)
     budget = Budget("advise.budget_min", request.settings.advise.budget_min)
-    from mprun.cli.compare_command import check, compared, report
+    from mprun.cli.compare_command import compared
     from mprun.experiments.advise import (
         advise,
         alarms_by_variant,
@@ -54,17 +54,14 @@ def advise_command(args: Sequence[str]) -> int:
         without_run,
         without_trial,
     )
-    from mprun.experiments.hydra_launch import Screening, check_launcher
+    from mprun.experiments.hydra_launch import Screening
     from mprun.report.answer import advice_lines
 
-    launcher, own = launcher_of(request), request.settings.advise
+    own = request.settings.advise
     objective, screening = own.objective, Screening(own.objective, own.screen)
-    decides_by_time = objective.name == "time"
-    check_launcher(launcher, "advise.objective=time" if decides_by_time else "")
+    launcher = launcher_of(request, "advise.objective=time" if objective.name == "time" else "")
     study = study_of(request, new_advise_study, lambda n, why: print_out(f"not tried: {n}: {why}"))
-    ran, status = run_study(study, launcher, budget, screening)
-    if status is not None:
-        return status
+    ran = run_study(study, launcher, budget, screening)
     outcomes = ran.outcomes
     dropped = screening.drop(study)(outcomes)
     settings = for_choice(request, study, outcomes)
@@ -79,14 +76,13 @@ def advise_command(args: Sequence[str]) -> int:
     advice = advise(comparison, alarms, objective, dropped, not_tried)
     advice = replace(advice, notes=(*advice.notes, *budget_note(study, ran, budget)))
     comparison = replace(comparison, advice=advice, not_run=ran.not_run)
-    log_report(study, report(comparison, settings, study.folder))
+    report_study(study, comparison, settings)
     print_out("")
     for line in advice_lines(comparison)[1:]:  # the first one is the answer, above the table
         print_text(stdout_console(), line)
     _write_preset(study, comparison, advice)
-    if len(comparison.variants) > 1:
-        check(comparison, settings.fail_if.value)
-    return study_status(outcomes)
+    has_others = len(comparison.variants) > 1  # not all were screened out
+    return study_status(outcomes, comparison, settings.fail_if.value if has_others else "none")
 
 
 def _write_preset(study: Study, comparison: Comparison, advice: Advice) -> None:

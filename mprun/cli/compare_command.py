@@ -9,13 +9,13 @@ matches one, is never a setting.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun.console import print_line, print_table, print_text, stdout_console
+from mprun.console import print_line, stdout_console
 from mprun.errors import EXIT_OK, ConditionMetError, UsageError, nearest, printable
+from mprun.results import Result, show
 
 if TYPE_CHECKING:
     from mprun.compare.comparison import Comparison
@@ -83,25 +83,14 @@ def report(
     from mprun.report.answer import headline
     from mprun.report.comparison_report import comparison_table, footer, write_report
 
-    console = stdout_console()
-    for sentence in [answer] if answer else headline(comparison):
-        print_text(console, printable(sentence))
-    print_table(console, comparison_table(comparison))
-    for line in footer(comparison):  # names of folders in it may have any characters
-        print_text(console, printable(line))
+    sentences = map(printable, [answer] if answer else headline(comparison))
+    below = map(printable, footer(comparison))  # names of folders in it may have any characters
+    show(Result(comparison, [*sentences, comparison_table(comparison), *below]))
     if not settings.report:
         return []
     folder = Path(settings.dir) if settings.dir else folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write_report(comparison, folder)
-    except OSError as error:
-        raise UsageError(
-            f"the report cannot be written to {folder} ({error.strerror}): name another folder "
-            "with compare.dir=FOLDER, or leave it out with compare.report=false"
-        ) from None
-    names = ", ".join(os.path.relpath(path, folder) for path in written)
-    print_line(console, f"written to {folder}: {names}")
+    written = write_report(comparison, folder)
+    print_line(stdout_console(), f"written to {folder}: {', '.join(x.name for x in written)}")
     return written
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from mprun.cli.study_commands import (
     for_choice,
     launcher_of,
-    log_report,
     print_out,
+    report_study,
     request_of,
     run_study,
     study_of,
@@ -24,6 +24,7 @@ from mprun.cli.study_commands import (
 )
 from mprun.console import JobProgress, stderr_console
 from mprun.errors import EXIT_OK
+from mprun.experiments.budget import Budget
 
 if TYPE_CHECKING:
     from mprun.config.study_request import StudyRequest
@@ -32,22 +33,18 @@ if TYPE_CHECKING:
 def double_command(args: Sequence[str]) -> int:
     """Run `mprun double`; the exit status."""
     request = request_of("double", args, "double", refused=("compare.baseline", "compare.split"))
-    from mprun.cli.compare_command import check, compared, report
+    from mprun.cli.compare_command import compared
     from mprun.experiments.double import double, new_double_study
 
     if request.settings.double.until_oom:
         return _largest_batch(request)
     study = study_of(request, new_double_study)
-    ran, status = run_study(study, launcher_of(request))
-    if status is not None:
-        return status
+    ran = run_study(study, launcher_of(request), Budget())
     settings = for_choice(request, study, ran.outcomes)
     comparison = compared([study.folder], settings)
     doubling = double(comparison)
-    answer = f"{doubling.answer}: {doubling.reason}"
-    log_report(study, report(comparison, settings, study.folder, answer))
-    check(comparison, settings.fail_if.value)
-    return study_status(ran.outcomes)
+    report_study(study, comparison, settings, f"{doubling.answer}: {doubling.reason}")
+    return study_status(ran.outcomes, comparison, settings.fail_if.value)
 
 
 def _largest_batch(request: StudyRequest) -> int:

@@ -1,10 +1,12 @@
-"""Shared by the commands that run studies: their arguments, the runs, the comparison settings."""
+"""The one way of the commands that study many runs: arguments, runs, comparison, report.
+
+`sweep`, `advise` and `double` differ in their trials and in the sentence that answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import parse_arguments
@@ -13,6 +15,7 @@ from mprun.errors import EXIT_FAILED, EXIT_OK, StoppedError
 from mprun.experiments.budget import Budget, BudgetSignals, not_run_text
 
 if TYPE_CHECKING:
+    from mprun.compare.comparison import Comparison
     from mprun.config.settings import CompareSettings
     from mprun.config.study_request import StudyRequest
     from mprun.experiments.hydra_launch import Screening, StudyLauncher
@@ -30,11 +33,13 @@ def request_of(
     return study_request(command, known.overrides, known.config_dir, *sections, refused=refused)
 
 
-def launcher_of(request: StudyRequest) -> StudyLauncher:
-    """Which of Hydra's launchers runs the study."""
-    from mprun.experiments.hydra_launch import StudyLauncher
+def launcher_of(request: StudyRequest, needs_times: str = "") -> StudyLauncher:
+    """Which of Hydra's launchers runs the study; see `check_launcher`."""
+    from mprun.experiments.hydra_launch import StudyLauncher, check_launcher
 
-    return StudyLauncher(request.settings.launcher, request.hydra)
+    launcher = StudyLauncher(request.settings.launcher, request.hydra)
+    check_launcher(launcher, needs_times)
+    return launcher
 
 
 def study_of(
@@ -60,21 +65,20 @@ def study_of(
 
 
 def run_study(
-    study: Study,
-    launcher: StudyLauncher,
-    budget: Budget | None = None,
-    screening: Screening | None = None,
-) -> tuple[StudyResult, int | None]:
-    """Run a study's trials; what was run, and the exit status if nothing can be compared.
+    study: Study, launcher: StudyLauncher, budget: Budget, screening: Screening | None = None
+) -> StudyResult:
+    """Run a study's trials; what was run.
 
     Args:
         study: the study.
-        launcher: which processes run it, see `check_launcher`.
-        budget: its time; None for no limit.
+        launcher: which processes run it.
+        budget: its time.
         screening: how variants are dropped; None if none is.
+
+    Raises:
+        StoppedError: a signal ended it, or no run was completed.
     """
     from mprun.experiments.hydra_launch import run_launched
-    from mprun.experiments.study import StudyResult
     from mprun.experiments.study_progress import StudyProgress
     from mprun.train.signals import SignalReceivedError
 
@@ -82,14 +86,14 @@ def run_study(
     count = launcher.count
     progress = StudyProgress(stdout_console(), list(plan.variants), len(plan.seeds), count)
     progress.line(f"{plan.command}: {len(study.trials)} runs in {study.folder}")
-    stop = BudgetSignals(budget or Budget())
+    stop = BudgetSignals(budget)
     with stop:
         progress.start()
         try:
             result = run_launched(study, launcher, stop, progress, screening)
         except (StoppedError, SignalReceivedError):
             progress.line(f"stopped by {stop.name}; resume with: {study.resume_command}")
-            return StudyResult([], {}), stop.exit_status
+            raise StoppedError(stop.exit_status) from None
         finally:
             progress.stop()
     outcomes = result.outcomes
@@ -105,9 +109,9 @@ def run_study(
             f"{len(without_run)} of {len(outcomes)} runs failed to start: {without_run[0].error}"
         )
     if all(outcome.error is not None for outcome in outcomes):
-        progress.line("; ".join(["no run was completed", *budget_note(study, result, stop.budget)]))
-        return result, EXIT_FAILED
-    return result, None
+        progress.line("; ".join(["no run was completed", *budget_note(study, result, budget)]))
+        raise StoppedError(EXIT_FAILED)
+    return result
 
 
 def budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]:
@@ -119,8 +123,15 @@ def budget_note(study: Study, result: StudyResult, budget: Budget) -> list[str]:
     return [f"{text}; continue with: {study.resume_command}"]
 
 
-def study_status(outcomes: Sequence[Outcome]) -> int:
-    """The exit status after the comparison: 1 if a run failed to start or the machine ended it."""
+def study_status(outcomes: Sequence[Outcome], comparison: Comparison, fail_if: str) -> int:
+    """The exit status after the comparison: 1 if a run failed to start or the machine ended it.
+
+    Raises:
+        ConditionMetError: `compare.fail_if` is met.
+    """
+    from mprun.cli.compare_command import check
+
+    check(comparison, fail_if)
     missing = any(o.summary is None or o.by_machine for o in outcomes)
     return EXIT_FAILED if missing else EXIT_OK
 
@@ -131,10 +142,14 @@ def for_choice(request: StudyRequest, study: Study, outcomes: Sequence[Outcome])
     return replace(request.settings.compare, baseline=baseline, split=split)
 
 
-def log_report(study: Study, files: Sequence[Path]) -> None:
-    """Give the files of a report to the logger of the study's trials."""
+def report_study(
+    study: Study, comparison: Comparison, settings: CompareSettings, answer: str = ""
+) -> None:
+    """Show a study's comparison, and give the report to the logger of its trials; see `report`."""
+    from mprun.cli.compare_command import report
     from mprun.experiments.study import log_report
 
+    files = report(comparison, settings, study.folder, answer)
     log_report(study, files, lambda text: print_line(stderr_console(), f"warning: {text}"))
 
 

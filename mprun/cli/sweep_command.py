@@ -24,7 +24,7 @@ from dataclasses import replace
 from mprun.cli.study_commands import (
     budget_note,
     launcher_of,
-    log_report,
+    report_study,
     request_of,
     run_study,
     study_of,
@@ -38,23 +38,18 @@ def sweep_command(args: Sequence[str]) -> int:
     """Run `mprun sweep`; the exit status."""
     request = request_of("sweep", args, "sweep", "launcher")
     budget = Budget("sweep.budget_min", request.settings.sweep.budget_min)
-    from mprun.cli.compare_command import check, compared, report
-    from mprun.experiments.hydra_launch import check_launcher
+    from mprun.cli.compare_command import compared
     from mprun.experiments.study import new_sweep
 
     launcher = launcher_of(request)
-    check_launcher(launcher)
     errors = stderr_console()
     study = study_of(
         request, new_sweep, lambda name, why: print_line(errors, f"left out: {name}: {why}")
     )
-    ran, status = run_study(study, launcher, budget)
-    if status is not None:
-        return status
+    ran = run_study(study, launcher, budget)
     settings = request.settings.compare
     comparison = compared([study.folder], settings)
     notes = (*comparison.notes, *budget_note(study, ran, budget))
     comparison = replace(comparison, notes=notes, not_run=ran.not_run)
-    log_report(study, report(comparison, settings, study.folder))
-    check(comparison, settings.fail_if.value)
-    return study_status(ran.outcomes)
+    report_study(study, comparison, settings)
+    return study_status(ran.outcomes, comparison, settings.fail_if.value)

@@ -20,7 +20,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
@@ -46,7 +46,7 @@ from mprun.experiments.advise import screened
 from mprun.experiments.budget import Budget, BudgetSignals
 from mprun.experiments.study import Drop, Study, StudyResult, resumed_study
 from mprun.experiments.study_progress import StudyProgress
-from mprun.experiments.trials import Outcome, Trial
+from mprun.experiments.trials import Outcome, Trial, settled_summary
 from mprun.parallel.launch import launch_of
 from mprun.records.files import refuse_links
 from mprun.train.signals import SignalReceivedError
@@ -283,16 +283,16 @@ def run_launched(
     work = _work(study, launcher, stop.budget, screening)
     threads = "" if work.threads is None else f", {counted(work.threads, 'thread')} each"
     progress.line(f"launcher={launcher.name}: {counted(launcher.count, 'job')}{threads}")
-    ended: dict[Trial, Outcome] = {}
-    with _followed(study, progress, ended):
+    with _followed(study, progress):
         errors = _launch(launcher, work)
     for error in dict.fromkeys(errors):
         progress.line(f"warning: {error}")
     if launcher.is_on_this_machine:
         return study.run(stop, progress, drop)
-    outcomes = list(ended.values())
-    not_run = _not_run(study, ended, {} if drop is None else drop(outcomes))
-    return StudyResult(outcomes, not_run, stop.budget.text or JOBS_ENDED)
+    ran = study.run(BudgetSignals(Budget(minutes=0)), progress)  # reads records, begins nothing
+    dropped = {} if drop is None else drop(ran.outcomes)
+    not_run = {name: seeds for name, seeds in ran.not_run.items() if name not in dropped}
+    return StudyResult(ran.outcomes, not_run, stop.budget.text or JOBS_ENDED)
 
 
 def _work(
@@ -341,13 +341,14 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _followed(study: Study, progress: StudyProgress, ended: dict[Trial, Outcome]) -> Iterator[None]:
-    """Inside, trials that jobs have ended are shown, and added to `ended`."""
+def _followed(study: Study, progress: StudyProgress) -> Iterator[None]:
+    """Inside, trials that jobs have ended are shown."""
     is_over = threading.Event()
 
     def follow() -> None:
+        waiting = study.trials
         while not is_over.wait(FOLLOW_S):
-            ended.update(study.newly_ended(ended, progress))
+            waiting = [trial for trial in waiting if not _showed(study, trial, progress)]
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
@@ -356,15 +357,12 @@ def _followed(study: Study, progress: StudyProgress, ended: dict[Trial, Outcome]
     finally:
         is_over.set()
         thread.join()
-    ended.update(study.newly_ended(ended, progress))
 
 
-def _not_run(
-    study: Study, ended: Collection[Trial], dropped: Collection[str]
-) -> dict[str, list[int]]:
-    """Variant to the seeds of trials that have not ended."""
-    missing: dict[str, list[int]] = {}
-    for trial in study.trials:
-        if trial not in ended and trial.variant not in dropped:
-            missing.setdefault(trial.variant, []).append(trial.seed)
-    return missing
+def _showed(study: Study, trial: Trial, progress: StudyProgress) -> bool:
+    """Show a trial if it has ended, in whichever process; whether it has."""
+    summary = settled_summary(study.folder / trial.name)
+    if summary is not None:
+        progress.begin(trial.variant, trial.seed)
+        progress.end(trial.variant, summary, summary.error)
+    return summary is not None

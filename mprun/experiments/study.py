@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -33,14 +33,7 @@ from mprun.errors import RunFailedError, StoppedError, UsageError, printable
 from mprun.experiments.budget import BudgetSignals, TrialBudget
 from mprun.experiments.study_progress import StudyProgress
 from mprun.experiments.trials import FOLDER as CLAIMS
-from mprun.experiments.trials import (
-    Outcome,
-    Trial,
-    TrialClaims,
-    Trials,
-    interleaved,
-    settled_summary,
-)
+from mprun.experiments.trials import Outcome, Trial, TrialClaims, Trials, interleaved
 from mprun.records.files import dated_folder, refuse_links, remove_leftovers
 from mprun.records.run_folder import FILE, RECIPE, StudyPlan, read_study_plan, write_study_plan
 from mprun.records.run_record import read_summary
@@ -67,28 +60,20 @@ class StudyResult:
 class StudyLoop:
     """Carries out the open trials of a study, one after the other, beside other processes.
 
-    Args:
-        planned: all trials, seed by seed.
-        baseline: the variant that the others are compared with.
-        trials: carries out a trial.
-        claims: the study's locks.
-        stop: the signals and the budget, entered.
-        progress: shows the trials.
-        drop: returns the variants to drop, or None.
+    Arguments as `Study.run`.
+
+    Raises:
+        UsageError: the folder cannot be written.
     """
 
     def __init__(
-        self,
-        planned: Sequence[Trial],
-        baseline: str,
-        trials: Trials,
-        claims: TrialClaims,
-        stop: BudgetSignals,
-        progress: StudyProgress,
-        drop: Drop | None,
+        self, study: Study, stop: BudgetSignals, progress: StudyProgress, drop: Drop | None
     ) -> None:
-        self._planned, self._baseline = planned, baseline
-        self._trials, self._claims = trials, claims
+        self._planned, self._baseline = study.trials, study.baseline
+        self._trials = Trials(
+            study.folder, study.config_dir, stop, progress, study.load, study.untrusted
+        )
+        self._claims = TrialClaims(study.folder)
         self._stop, self._progress, self._drop = stop, progress, drop
         self._budget = TrialBudget(stop.budget)
         self._outcomes: dict[Trial, Outcome] = {}
@@ -116,7 +101,7 @@ class StudyLoop:
             time.sleep(POLL_S)
         for trial in [trial for trial, outcome in self._outcomes.items() if outcome.by_machine]:
             self._ended_elsewhere(trial)
-        not_run = self._not_run(waiting)
+        not_run = self._not_run(waiting)  # which may find further outcomes
         return StudyResult(list(self._outcomes.values()), not_run)
 
     def _open(self, seed: int) -> list[Trial]:
@@ -252,29 +237,10 @@ class Study:
         """
         first, config_dir = self.trials[0].overrides, self.config_dir
         _check_recipe_file(self, compose(first, config_dir).config)
-        claims = TrialClaims(self.folder)
+        loop = StudyLoop(self, stop, progress, drop)
         remove_leftovers(self.folder, LEFTOVER_S)
         load_samples(first, config_dir, self.load, self.untrusted)
-        trials = Trials(self.folder, config_dir, stop, progress, self.load, self.untrusted)
-        return StudyLoop(self.trials, self.baseline, trials, claims, stop, progress, drop).run()
-
-    def newly_ended(
-        self, known: Collection[Trial], progress: StudyProgress
-    ) -> dict[Trial, Outcome]:
-        """The outcomes of further trials that have ended by now, in any process.
-
-        Args:
-            known: trials that have ended before.
-            progress: shows the outcomes.
-        """
-        outcomes = {}
-        for trial in self.trials:
-            summary = None if trial in known else settled_summary(self.folder / trial.name)
-            if summary is not None:
-                outcomes[trial] = Outcome(trial, summary, summary.error)
-                progress.begin(trial.variant, trial.seed)
-                progress.end(trial.variant, summary, summary.error)
-        return outcomes
+        return loop.run()
 
     def judged_by(self, outcomes: Sequence[Outcome]) -> tuple[str, Split]:
         """The baseline's hash, and the samples for a choice between variants: never the test set.

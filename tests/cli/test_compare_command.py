@@ -310,7 +310,7 @@ def test_a_folder_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[s
     assert main(["compare", "sweep", "compare.dir=file"]) == 2
     out, err = capsys.readouterr()
     assert "equivalent" in out
-    assert "the report cannot be written to file (" in err
+    assert "compare.dir=file cannot be written (" in err
     assert "compare.report=false" in err
 
 
