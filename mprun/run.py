@@ -184,7 +184,7 @@ def _train(
             trainer.load_state_dict(fetched(saved, path_in(folder.path), layout))
             check_moments(parts.optimizer)
             _restore(recorder, saved["journal"], "journal")
-            _restore(exceptions, saved.get("exceptions", {}), "exceptions")
+            _restore(exceptions, saved["exceptions"], "exceptions")
             _restore(guard_log, saved["guard"], "guard")
         messages.report(f"resumed at step {trainer.step}")
         if plan.splits.train.is_stream and trainer.batches_to_skip:
@@ -268,7 +268,7 @@ def _follow(job: Job, stop: StopSignals, coordinator: Coordinator) -> None:
             with coordinator.together():
                 trainer.state_dict()  # the first process compares its own with the checkpoint
                 trainer.load_state_dict(fetched(job.saved, path_in(job.folder), layout))
-                exceptions.load_state_dict(job.saved.get("exceptions", {}))
+                exceptions.load_state_dict(job.saved["exceptions"])
         with _ending([checkpointer], watch), coordinator.together():
             exceptions.attach(parts.model, parts.optimizer, lambda outcome: None)
             trainer.fit()

@@ -220,8 +220,7 @@ def make_plan(
     check_parallel(config, recipe, policy)
     low = stores_low_precision(policy, layers, config.train.optimizer)
     speed = choose_speed(config, recipe, device, policy, low, earlier, untrusted)
-    # older checkpoints have the key by_float32
-    fp32_fallback = earlier.get("fp32_fallback", earlier.get("by_float32"))
+    fp32_fallback = earlier.get("fp32_fallback")
     if fp32_fallback is None:
         fp32_fallback = choose_fp32_fallback(config.speed.name, policy, execution, device)
     weights = DRAWN

@@ -244,8 +244,8 @@ class Order(Protocol):
     def state(self) -> Tensor:
         """What the next `draw` depends on."""
 
-    def restore(self, state: Tensor, drawn: bool) -> None:
-        """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
+    def restore(self, state: Tensor) -> None:
+        """Go back to a `state`, which no epoch was read from since."""
 
     def draw(self) -> Any:
         """The next epoch's order, as `Batches.epoch` takes it."""
@@ -269,15 +269,11 @@ class TensorOrder:
         self._generator = torch.Generator().manual_seed(seed)
 
     def state(self) -> Tensor:
-        """The generator's state: what the next `draw` depends on; empty where none is drawn."""
         return self._generator.get_state() if self._shuffle else _NO_STATE
 
-    def restore(self, state: Tensor, drawn: bool) -> None:
-        """Go back to `state`, and past the one epoch drawn from it where `drawn`."""
+    def restore(self, state: Tensor) -> None:
         if self._shuffle:
             self._generator.set_state(state)
-            if drawn:
-                self.draw()
 
     def draw(self) -> Tensor | None:
         """The next epoch's permutation [N], or None for the stored order."""

@@ -60,8 +60,7 @@ class LoaderOrder:
         epoch = torch.tensor(list(self._epoch.to_bytes(_EPOCH_BYTES, "little")), dtype=torch.uint8)
         return torch.cat([self._generator.get_state(), epoch])
 
-    def restore(self, state: Tensor, drawn: bool) -> None:
-        """Go back to `state`, which no epoch was read from since."""
+    def restore(self, state: Tensor) -> None:
         self._generator.set_state(state[:-_EPOCH_BYTES].clone())
         self._epoch = int.from_bytes(bytes(state[-_EPOCH_BYTES:].tolist()), "little")
 

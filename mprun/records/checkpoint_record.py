@@ -26,8 +26,6 @@ class SavedChoices:
         "forloop", "foreach", "fused", "c", "inductor", "eager", "masters", "own"
     ]
     fp32_fallback: Fallback | None = None
-    by_float32: Fallback | None = None
-    """The name of `fp32_fallback` in earlier versions."""
     effective_batch: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Samples of a step over all processes."""
 
@@ -40,7 +38,7 @@ class SavedSums:
     loss: float
     correct: Count | None
     samples: Count
-    weight: float = 0.0
+    weight: float
     parts: dict[str, float] = field(default_factory=dict)
 
 

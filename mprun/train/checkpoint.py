@@ -294,16 +294,15 @@ def restore_random_numbers(state: dict[str, Any], ranks: Ranks) -> None:
     """
     own = state
     if ranks.rank:
-        saved = state.get("processes", [])
+        saved = state.get("processes", [])  # a run of one process has none
         if ranks.rank >= len(saved):
             torch.set_rng_state(state["rng"])
             seed_process(int(torch.randint(2**31, ())), ranks)
             return
         own = saved[ranks.rank]
     torch.set_rng_state(own["rng"])
-    if "host_rng" in own:  # older checkpoints have none
-        restore_states(own["host_rng"])
-    devices.restore_random_states(own.get("device_rng", {}))
+    restore_states(own["host_rng"])
+    devices.restore_random_states(own["device_rng"])
 
 
 def seed_process(seed: int, ranks: Ranks) -> None:

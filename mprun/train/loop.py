@@ -300,11 +300,7 @@ class Trainer:
         parts.layout.load_optimizer(parts.optimizer, state["optimizer"])
         parts.scheduler.load_state_dict(state["scheduler"])
         parts.precision.loss_scale.load_state_dict(state["loss_scale"])
-        if self._in_epoch or "next_order" not in state:  # older checkpoints lack it
-            drawn = not self._in_epoch and self.epoch > 0
-            parts.order.restore(self._order_state, drawn)
-        else:
-            parts.order.restore(state["next_order"], drawn=False)
+        parts.order.restore(self._order_state if self._in_epoch else state["next_order"])
         restore_random_numbers(state, self._ranks)
 
     def _finished(self) -> bool:

@@ -336,7 +336,7 @@ class MetricPass:
             if saved["states"].get(name) is None:
                 self.lost.add(name)
                 continue
-            kinds = saved.get("devices", {}).get(name, ())
+            kinds = saved.get("devices", {}).get(name, ())  # of another process: as it was sent
             load_state(entry.metric, placed(saved["states"][name], kinds, self._device))
             if isinstance(entry.metric, nn.Module):
                 entry.metric.to(self._device)

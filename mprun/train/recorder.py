@@ -294,12 +294,9 @@ class Recorder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the figures."""
-        self._watch.resume(state["elapsed_s"], state.get("time_budget_s"))
-        if "statistics" in state:
-            self.losses.load_state_dict(state["loss_series"])
-            self._statistics.load_state_dict(state["statistics"])
-        else:
-            self._load_lists(state)
+        self._watch.resume(state["elapsed_s"], state["time_budget_s"])
+        self.losses.load_state_dict(state["loss_series"])
+        self._statistics.load_state_dict(state["statistics"])
         for epoch in read_epochs(self._folder.path):
             self._history.add(epoch)
         summary = self._summary
@@ -313,22 +310,7 @@ class Recorder(Callback):
                 f"journal.loss_scale.kind is {scale.kind!r}, not {summary.loss_scale.kind!r}"
             )
         summary.loss_scale = scale
-        self._substituted = msgspec.convert(state.get("substitutions", []), list[Substitution])
-
-    def _load_lists(self, state: dict[str, Any]) -> None:
-        """Continue the figures of a checkpoint of version 0.1, which had lists of all of them.
-
-        metrics.jsonl gets the lines of its epochs, since the next checkpoint does not keep them.
-        """
-        uncounted = [None] * len(state["step_ms"])
-        page_faults = state.get("page_faults", uncounted)
-        for row in zip(state["step_ms"], state["data_ms"], page_faults, strict=True):
-            self._statistics.add(*row)
-        for loss in state["losses"]:
-            self.losses.add(loss)
-        for epoch in msgspec.convert(state["history"], list[Epoch]):
-            self._history.add(epoch)
-            self._folder.lines(epoch_lines(epoch, state["steps"])[-1:])
+        self._substituted = msgspec.convert(state["substitutions"], list[Substitution])
 
 
 READ_CLOCK_EVERY_S = 1.0

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from mprun.records.run_record import TimeBudget
 
@@ -47,7 +48,6 @@ class Stopwatch:
         self._since, self._category = self.started_at, "start_up"
         self._seconds = {field.name: 0.0 for field in fields(TimeBudget)}
         self._earlier_s = 0.0
-        self._is_known = True
 
     def switch(self, category: str) -> float:
         """Begin a category, which ends the current one; the `time.perf_counter` of now."""
@@ -75,32 +75,22 @@ class Stopwatch:
     def after_start_up_s(self) -> float:
         """Seconds of the whole run, without its start-up."""
         elapsed_s, budget = self.read()
-        return elapsed_s - (0.0 if budget is None else budget.start_up)
+        return elapsed_s - budget.start_up
 
-    def read(self) -> tuple[float, TimeBudget | None]:
-        """Seconds of the whole run, and the same by category, taken at the same moment.
-
-        The categories are None if an old checkpoint, which has none, was resumed.
-        """
+    def read(self) -> tuple[float, TimeBudget]:
+        """Seconds of the whole run, and the same by category, taken at the same moment."""
         now = self.switch(self._category)
-        budget = TimeBudget(**self._seconds) if self._is_known else None
-        return self._earlier_s + now - self.started_at, budget
+        return self._earlier_s + now - self.started_at, TimeBudget(**self._seconds)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """The seconds so far, as part of a checkpoint."""
         elapsed_s, budget = self.read()
-        return {"elapsed_s": elapsed_s, "time_budget_s": None if budget is None else asdict(budget)}
+        return {"elapsed_s": elapsed_s, "time_budget_s": asdict(budget)}
 
-    def resume(self, elapsed_s: float, budget_s: Mapping[str, float] | None) -> None:
-        """Add the seconds of the run before it was resumed.
-
-        Args:
-            elapsed_s: the seconds.
-            budget_s: the same by category, or None if they are not known.
-        """
+    def resume(self, elapsed_s: float, budget_s: Mapping[str, float]) -> None:
+        """Add the seconds of the run before it was resumed, and the same by category."""
         self._earlier_s += elapsed_s
-        self._is_known = budget_s is not None
-        for category, seconds in (budget_s or {}).items():
+        for category, seconds in budget_s.items():
             self._seconds[category] += seconds
 
 

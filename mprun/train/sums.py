@@ -374,6 +374,6 @@ class Sums:
         return {k: v for k, v in vars(self).items() if k != "parts" or v}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the sums of a checkpoint; one of 0.1 weighted by samples."""
-        vars(self).update({"weight": float(state["samples"]), "parts": {}, **state})
+        """Continue the sums of a checkpoint."""
+        vars(self).update({"parts": {}, **state})
         self.parts = dict(self.parts)

@@ -171,7 +171,7 @@ def check_moments(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(entry, Tensor):
                 own = () if free else entry_shape(name, p)
                 fits = entry.shape in ((), p.shape, own) or (free and _spreads_over(entry, p))
-            else:  # PyTorch's without momentum, and a count of steps of earlier versions
+            else:  # PyTorch's without momentum, and counts of steps
                 count = (name == "step" or free) and isinstance(entry, int | float)
                 fits = entry is None or count
             if not fits:
@@ -194,8 +194,6 @@ def _fits(fresh: Any, saved: Any) -> bool:
         return saved.dim() == 1 if grows else saved.shape == fresh.shape
     if fresh is None:  # not known yet
         return isinstance(saved, SCALAR)
-    if saved is None:  # an earlier version did not know it
-        return isinstance(fresh, Mapping)
     if isinstance(fresh, bool) or isinstance(saved, bool):
         return type(fresh) is type(saved)
     if isinstance(fresh, float):

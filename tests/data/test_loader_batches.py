@@ -93,7 +93,7 @@ def test_an_epoch_continues_from_its_saved_state(kind: str, done: int) -> None:
     second = numbers(batches.epoch(order.draw()))
     third = numbers(batches.epoch(order.draw()))
     again, restored = batches_of(sampled(kind, None), seed=8)
-    restored.restore(state, drawn=False)
+    restored.restore(state)
     assert numbers(again.epoch(restored.draw(), skip=done)) == second[done:]
     assert numbers(again.epoch(restored.draw())) == third
     assert torch.equal(restored.state(), order.state())
@@ -366,5 +366,5 @@ def test_the_seed_of_an_epoch_is_part_of_the_state() -> None:
     _, order = batches_of(NUMBERS)
     state = order.state()
     assert order.draw() == EpochSeed(order.draw().seed, 0)
-    order.restore(state, drawn=False)
+    order.restore(state)
     assert order.draw().number == 0

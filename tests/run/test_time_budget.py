@@ -95,19 +95,6 @@ def test_a_resumed_run_sums_over_both_processes(clock: Clock) -> None:
     assert second.time_budget_s.compute > before["compute"]
 
 
-def test_a_run_resumed_from_an_old_checkpoint_has_a_wall_time_alone() -> None:
-    assert main([*RECIPES["linear"], "train.max_steps=6", "run.dir=run"]) == 0
-    path = checkpoint.path_in(Path("run"))
-    saved = torch.load(path, weights_only=True)
-    saved["journal"]["elapsed_s"] = 1000.0
-    del saved["journal"]["time_budget_s"]
-    torch.save(saved, path)
-    assert main(["run.resume=run", "train.max_steps=12"]) == 0
-    summary = read_summary(Path("run"))
-    assert summary.time_budget_s is None
-    assert summary.wall_time_s > 1000
-
-
 @pytest.mark.parametrize("status", [1, 130])
 def test_a_run_that_ends_early_sums_too(
     monkeypatch: pytest.MonkeyPatch, clock: Clock, status: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import io
-import json
 import tracemalloc
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from mprun.cli.main import main
-from mprun.doctor.heap import page_faults
 from mprun.precision.arithmetic import NativeArithmetic
 from mprun.records.run_folder import RunFolder, read_epochs
 from mprun.records.run_record import Epoch, Scores, read_lines, read_summary
@@ -108,41 +106,6 @@ def test_a_long_run_resumed_has_the_history_of_the_whole(monkeypatch: pytest.Mon
     assert [x["epoch"] for x in lines if x["kind"] == "epoch"] == list(range(1, 61))
     journal = torch.load(checkpoint.path_in(Path("run")), weights_only=True)["journal"]
     assert "history" not in journal
-
-
-def test_a_checkpoint_of_version_0_1_is_continued() -> None:
-    """It had lists of every step and epoch, and metrics.jsonl no lines of epochs."""
-    words = [*TINY, "train.checkpoint_every_steps=7"]
-    assert main([*words, "train.max_steps=30", "run.dir=whole"]) == 0
-    assert main([*words, "train.max_steps=12", "run.dir=run"]) == 0
-    make_old(Path("run"))
-    for steps in (12, 20, 30):
-        assert main(["run.resume=run", f"train.max_steps={steps}"]) == 0
-    run, whole = read_summary(Path("run")), read_summary(Path("whole"))
-    assert run.history == whole.history
-    assert run.step_time_ms.n == whole.step_time_ms.n
-    assert (run.page_faults_per_step is None) == (page_faults() is None)  # of the new steps
-
-
-def make_old(run: Path) -> None:
-    """Rewrite a run's last checkpoint and lines as an earlier version wrote them."""
-    summary, lines = read_summary(run), read_lines(run)
-    steps = [x for x in lines if x["kind"] == "step"]
-    text = "".join(json.dumps(x) + "\n" for x in lines if x["kind"] != "epoch")
-    (run / "metrics.jsonl").write_text(text, encoding="utf-8")
-    state = torch.load(checkpoint.path_in(run), weights_only=True)
-    for key in ("loss_series", "statistics"):
-        del state["journal"][key]
-    epochs = [
-        vars(x) | {k: vars(getattr(x, k)) for k in ("train", "validation")} for x in summary.history
-    ]
-    state["journal"] |= {
-        "losses": [x["loss"] for x in steps],
-        "step_ms": [x["step_time_ms"] for x in steps],
-        "data_ms": [x["data_time_ms"] for x in steps],
-        "history": epochs[:-1],  # the last epoch ends when the run does
-    }
-    torch.save(state, checkpoint.path_in(run))
 
 
 def test_skipped_steps_of_every_report_are_counted(tmp_path: Path) -> None:

@@ -91,17 +91,6 @@ def test_a_resumed_run_continues_the_seconds(clock: FakeTime) -> None:
     assert second.read()[0] == 8.0
 
 
-def test_a_checkpoint_without_categories_gives_a_wall_time_alone(clock: FakeTime) -> None:
-    watch = Stopwatch()
-    clock.now += 2
-    watch.resume(10.0, None)
-    assert watch.read() == (12.0, None)
-    again = Stopwatch()
-    state = watch.state_dict()
-    again.resume(state["elapsed_s"], state["time_budget_s"])  # type: ignore[arg-type]
-    assert again.read() == (12.0, None)
-
-
 def test_the_start_of_the_process_is_before_its_first_import() -> None:
     code = (
         "import time; time.sleep(0.1); began = time.perf_counter()\n"
