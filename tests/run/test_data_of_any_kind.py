@@ -458,5 +458,3 @@ def test_the_largest_batch_is_planned_beyond_the_samples(train: str) -> None:
     fits = json.loads(record.read_text(encoding="utf-8"))["modes"][0]["fits"]
     assert 22 < fits["batch_size"] < 2**20 / 32  # a sample takes 4 inputs and 8 activations or more
     assert fits["peak_bytes"] <= 2**20 < fits["next_peak_bytes"]
-
-

@@ -92,7 +92,7 @@ def test_a_file_that_grows_is_refused_unread(
     path, unread = checkpoint.path_in(Path()), []
     path.parent.mkdir()
     write(path)
-    monkeypatch.setattr(torch_file, "MAX_OPCODES", 1_000, raising=False)
+    monkeypatch.setattr(torch_file, "MAX_PICKLE_BYTES", 1_000)
     monkeypatch.setattr(torch, "load", lambda *_, **__: unread.append(path))
     with pytest.raises(UsageError, match="is no checkpoint of mprun"):
         checkpoint.load(Path())
