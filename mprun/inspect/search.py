@@ -40,9 +40,11 @@ from mprun.experiments.plan_answer import search_answer
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.experiments.proof import SelectedCasts, prove, weights_after
 from mprun.inspect.search_formats import batches_of, measure_formats
-from mprun.numerics.op_search import Fp32List, Sensitivity, unmeasured
+from mprun.numerics.cast_probe import CastProbe
+from mprun.numerics.op_candidates import op_candidates
+from mprun.numerics.op_search import Fp32List, Sensitivity
 from mprun.numerics.op_watcher import dtype_name
-from mprun.numerics.passes import FLOAT32, CastPlan
+from mprun.numerics.passes import FLOAT32, CastPlan, Passes
 from mprun.numerics.set_search import CandidateSearch, Effect
 from mprun.numerics.tolerance import Tolerance
 from mprun.precision import backend_flags
@@ -246,19 +248,14 @@ def _search(
         samples, batches = batches_of(built, settings.batches, low.batch.micro)
         arithmetic = build_arithmetic(low)
         native = low.execution == "native"  # times of emulation are not the hardware's
-        measured = unmeasured(
-            built.model,
-            LossTerms(low.recipe),
-            batches,
-            torch_dtype(low.policy.compute_dtype),
-            modules=settings.modules,
-            always=settings.always,
-            timed_steps=settings.timed_steps if native else 0,
-            arithmetic=arithmetic,
-            loss_scales=loss_scales(low),
-            report=parts,
-            forward=low.recipe.forward,
+        passes = Passes(built.model, LossTerms(low.recipe), batches, forward=low.recipe.forward)
+        probe = CastProbe(passes, loss_scales(low))
+        dtype, inputs = torch_dtype(low.policy.compute_dtype), batches[0][0]
+        candidates = op_candidates(
+            *(built.model, inputs, dtype, settings.always, arithmetic), low.recipe.forward
         )
+        timed_steps = settings.timed_steps if native else 0
+        measured = Sensitivity(probe, candidates, settings.modules, timed_steps, parts)
         parts("measuring the casts of the configuration")
         given = CastPlan(build_caster(low), arithmetic=arithmetic)
         given_casts = GivenCasts(

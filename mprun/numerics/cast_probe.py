@@ -52,7 +52,7 @@ class CastProbe:
     """
 
     def __init__(self, passes: Passes, loss_scales: Sequence[float] = (1.0,)) -> None:
-        self._passes = passes
+        self.passes = passes
         self._scales = tuple(loss_scales)
         self._count = len(passes.batches)
         self._losses: list[float] = []
@@ -109,7 +109,7 @@ class CastProbe:
         Each is moved at random by at most as much as rounding to that dtype moves it; everything is
         computed in float32, so that no range is exceeded.
         """
-        return self.with_moved(self._passes.names, torch.finfo(dtype).eps / 2)
+        return self.with_moved(self.passes.names, torch.finfo(dtype).eps / 2)
 
     def with_moved(self, names: Collection[str], most: float) -> Deviation:
         """The distance from float32 of weights moved at random by at most this share of each.
@@ -118,7 +118,7 @@ class CastProbe:
             names: of parameters; those that are not trained stay.
             most: the largest share.
         """
-        named = zip(self._passes.names, self._passes.parameters, strict=True)
+        named = zip(self.passes.names, self.passes.parameters, strict=True)
         with weights_moved([p for name, p in named if name in names], most):
             return self.measure(FLOAT32)
 
@@ -132,44 +132,44 @@ class CastProbe:
             other: the plan that is compared with it.
             repeats: how many are timed of each, in turn; their medians are compared.
         """
-        if any(self._passes.run(plan, 0).failure for plan in (base, other)):
+        if any(self.passes.run(plan, 0).failure for plan in (base, other)):
             return None
         a: list[float] = []
         b: list[float] = []
         for turn in range(repeats + 1):
             pair = ((base, a), (other, b)) if turn % 2 else ((other, b), (base, a))
             for plan, times in pair:
-                times.append(self._passes.time_s(plan, self._scales[0]))
+                times.append(self.passes.time_s(plan, self._scales[0]))
         return median(b[1:]) / median(a[1:])  # the first of each is warm-up
 
     def _compare(self, errors: RoundingErrors, n: int) -> None:
         """Compare the float32 gradients of batch number `n` with float64's."""
 
         def in_float64() -> tuple[float, dict[str, Tensor]]:
-            exact = self._passes.run_in_float64(n)
+            exact = self.passes.run_in_float64(n)
             gradients = {} if exact.gradients is None else self._named(exact.gradients)
             return exact.loss, gradients
 
         def moved(most: float, seed: int) -> dict[str, Tensor]:
-            with weights_moved(self._passes.parameters, most, seed):
-                return self._named(_finite(self._passes.run(FLOAT32, n), n))
+            with weights_moved(self.passes.parameters, most, seed):
+                return self._named(_finite(self.passes.run(FLOAT32, n), n))
 
         errors.compare(self._named(self._gradients[n]), self._losses[n], in_float64, moved)
 
     def _named(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
-        return dict(zip(self._passes.names, gradients, strict=True))
+        return dict(zip(self.passes.names, gradients, strict=True))
 
     def _on_batch(self, plan: CastPlan, n: int) -> tuple[Pass, float]:
         """The pass with the largest loss scale at which its gradients are finite, or the last."""
         for scale in self._scales:
-            result = self._passes.run(plan, n, scale)
+            result = self.passes.run(plan, n, scale)
             if result.gradients is None or all(map(math.isfinite, _energies(result.gradients))):
                 break
         return result, scale
 
     def _worst(self, counts: Sequence[int], errors: Sequence[float]) -> tuple[float, str]:
         """The lowest SQNR of the parameters of these numbers, and the parameter's name."""
-        each = [(sums_db(self._signal[n], errors[n]), self._passes.names[n]) for n in counts]
+        each = [(sums_db(self._signal[n], errors[n]), self.passes.names[n]) for n in counts]
         return min(each or [(math.inf, "")], key=lambda x: -math.inf if math.isnan(x[0]) else x[0])
 
 

@@ -19,11 +19,10 @@ from torch import nn
 from mprun.console import ReportPart, report_nothing
 from mprun.numerics.cast_probe import LOSS_SCALES, CastProbe
 from mprun.numerics.op_candidates import OpCandidates, float32_share, forward_calls, op_candidates
-from mprun.numerics.passes import Batch, CastPlan, Forward, Loss, Passes
+from mprun.numerics.passes import Batch, CastPlan, Loss, Passes
 from mprun.numerics.set_search import CandidateSearch, Effect, KeptHigh, Names
 from mprun.numerics.tolerance import DEFAULT, Tolerance
 from mprun.precision import Arithmetic, OpLists
-from mprun.precision.forward_backward import call
 
 
 @dataclass(frozen=True)
@@ -41,53 +40,25 @@ class Fp32List(KeptHigh):
 
 
 @dataclass(frozen=True)
-class OpNames:
-    """The ops of a model, as candidates."""
+class Movable:
+    """The ops or the modules of a model, as candidates."""
 
-    of: OpCandidates
+    kind: str
+    """op or module."""
     names: Mapping[str, int]
-    share: Callable[[Names, Names], float]
-    """The share of the forward pass's numbers that are float32 with these ops and modules."""
-    kind: str = "op"
-
-    def alone(self, name: str) -> CastPlan:
-        """This op lower, everything else in float32."""
-        return self.of.op_alone(name)
-
-    def kept(self, names: Names) -> CastPlan:
-        """These ops in float32, the others lower."""
-        return self.of.plan(names)
-
-    def cost(self, names: Names) -> float:
-        """The share of the forward pass's numbers that are float32."""
-        return self.share(names, ())
-
-
-@dataclass(frozen=True)
-class ModuleNames(OpNames):
-    """The modules of a model, as candidates."""
-
-    kind: str = "module"
-
-    def alone(self, name: str) -> CastPlan:
-        """This module lower, everything else in float32."""
-        return self.of.module_alone(name)
-
-    def kept(self, names: Names) -> CastPlan:
-        """These modules in float32, everything else lower."""
-        return self.of.plan(modules=names)
-
-    def cost(self, names: Names) -> float:
-        """The share of the forward pass's numbers that are float32."""
-        return self.share((), names)
+    alone: Callable[[str], CastPlan]
+    """This one lower, everything else in float32."""
+    kept: Callable[[Names], CastPlan]
+    """These in float32, the others lower."""
+    cost: Callable[[Names], float]
+    """The share of the forward pass's numbers that are float32 with these in float32."""
 
 
 class Sensitivity:
-    """The effects of the ops and modules of a model; made by `sensitivity` or `unmeasured`.
+    """The effects of the ops and modules of a model; `sensitivity` makes and measures it.
 
     Args:
         probe: measures any cast plan, and knows which parameters are not judged.
-        passes: what it measures on.
         candidates: the ops and modules.
         with_modules: whether modules are measured too.
         timed_steps: steps timed of each op and module and as many for comparison; 0 for no times.
@@ -97,7 +68,6 @@ class Sensitivity:
     def __init__(
         self,
         probe: CastProbe,
-        passes: Passes,
         candidates: OpCandidates,
         with_modules: bool = True,
         timed_steps: int = 0,
@@ -105,16 +75,22 @@ class Sensitivity:
     ) -> None:
         self.candidates = candidates
         self.probe = probe
-        self._passes = passes
         self._timed_steps = timed_steps
         self.unavoidable = probe.unavoidable(candidates.dtype)
         """Everything in float32, with weights of the lower dtype's precision."""
         ops = {n: c for n, c in candidates.ops.items() if n not in candidates.always}
         modules = candidates.modules if with_modules else {}
-        share, ratio = self._float32_share, self.time_ratio
-        self.of_ops = CandidateSearch(probe, OpNames(candidates, ops, share), report, ratio)
-        self.of_modules = CandidateSearch(
-            probe, ModuleNames(candidates, modules, share), report, ratio
+        plan, share = candidates.plan, self._float32_share
+        self.of_ops, self.of_modules = (
+            CandidateSearch(probe, movable, report, self.time_ratio)
+            for movable in (
+                Movable("op", ops, candidates.op_alone, plan, share),
+                Movable(
+                    *("module", modules, candidates.module_alone),
+                    kept=lambda names: plan(modules=names),
+                    cost=lambda names: share(modules=names),
+                ),
+            )
         )
         self.lower = self.of_ops.kept(())
         """Everything lower."""
@@ -145,8 +121,8 @@ class Sensitivity:
             return None
         return self.probe.time_ratio(self.candidates.plan(), plan, self._timed_steps)
 
-    def _float32_share(self, ops: Names, modules: Names) -> float:
-        passes, plan = self._passes, self.candidates.plan
+    def _float32_share(self, ops: Names = (), modules: Names = ()) -> float:
+        passes, plan = self.probe.passes, self.candidates.plan
         inputs = passes.batches[0][0]
         calls = forward_calls(passes.model, inputs, lambda w: plan(ops, modules, w), passes.forward)
         return float32_share(calls)
@@ -189,45 +165,15 @@ def sensitivity(
             not finite in float32; a name in `always` that no op has; another dtype.
     """
 
-    def report_text(text: str, done: int = 0, total: int | None = None) -> None:
-        report(text)
-
-    measured = unmeasured(
-        model,
-        loss,
-        batches,
-        dtype,
-        modules=modules,
-        always=always,
-        timed_steps=timed_steps,
-        arithmetic=arithmetic,
-        loss_scales=loss_scales,
-        report=report_text,
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
+    passes = Passes(model, loss, batches)
+    scales = LOSS_SCALES.get(dtype, (1.0,)) if loss_scales is None else loss_scales
+    candidates = op_candidates(model, passes.batches[0][0], dtype, always, arithmetic)
+    measured = Sensitivity(
+        *(CastProbe(passes, scales), candidates, modules, timed_steps),
+        report=lambda text, done=0, total=None: report(text),
     )
     measured.of_ops.measure()
     measured.of_modules.measure()
     return measured
-
-
-def unmeasured(
-    model: nn.Module,
-    loss: Loss,
-    batches: Iterable[Batch],
-    dtype: torch.dtype,
-    *,
-    modules: bool,
-    always: Sequence[str],
-    timed_steps: int,
-    arithmetic: Arithmetic | None,
-    loss_scales: Sequence[float] | None,
-    report: ReportPart,
-    forward: Forward = call,
-) -> Sensitivity:
-    """As `sensitivity`, before the first op is measured."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype={dtype}: legal are torch.float16, torch.bfloat16")
-    passes = Passes(model, loss, batches, forward=forward)
-    scales = LOSS_SCALES.get(dtype, (1.0,)) if loss_scales is None else loss_scales
-    probe = CastProbe(passes, scales)
-    candidates = op_candidates(model, passes.batches[0][0], dtype, always, arithmetic, forward)
-    return Sensitivity(probe, passes, candidates, modules, timed_steps, report)

@@ -52,7 +52,7 @@ class SmallestSet:
     names: tuple[str, ...]
     """To keep high."""
     harm: float
-    """With them in float32."""
+    """With them high."""
     steps: tuple[SearchStep, ...]
     """The decisions."""
 
@@ -208,22 +208,11 @@ class Effect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeptHigh:
-    """The candidates to keep high, measured."""
+class KeptHigh(SmallestSet):
+    """The candidates to keep high, measured; the most harmful first."""
 
-    names: Names
-    """The most harmful first."""
-    steps: tuple[SearchStep, ...]
-    """The decisions."""
     measure: Deviation
-    harm: float
-    """With them, beyond the noise of batches."""
     cost: float
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the harm is tolerated; if not, even keeping every name was not enough."""
-        return self.harm <= 1
 
 
 class CandidateSearch:
@@ -289,7 +278,6 @@ class CandidateSearch:
             search = smallest_set(alone, harm, cost)
         else:
             search = least_harm(alone, harm, cost, budget)
-        names = search.names
-        measure = self.kept(names)
-        harm_left = _worst_if_nan(tolerance.harm(measure))
-        return KeptHigh(names, search.steps, measure, harm_left, cost(names))
+        measure = self.kept(search.names)
+        harm_left = _worst_if_nan(tolerance.harm(measure))  # beyond the noise of batches
+        return KeptHigh(search.names, harm_left, search.steps, measure, cost(search.names))
