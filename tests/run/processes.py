@@ -16,15 +16,11 @@ import json, os, resource, signal, sys, time
 import torch, mprun.run
 from mprun.cli.main import main
 from mprun.data import sources
-from mprun.train.loop import Trainer
 
 sources.TRAIN_SAMPLES = 2048
 sources.draw()
 mprun.run.footprint = lambda *_: ({}, None)  # the memory of a step takes as long as a short run
-sync, take, apply = os.fsync, Trainer.optimizer_step, torch.nn.Sequential.forward
-
-def killed():
-    os.kill(os.getpid(), signal.SIGKILL)
+sync, apply = os.fsync, torch.nn.Sequential.forward
 
 def slow_sync(descriptor):
     time.sleep(0.01)
@@ -35,13 +31,8 @@ def deadly_sync(descriptor):
     if name in os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")):
         os.environ["KILL_WRITING"] = f"{name} {int(number) - 1}"
         if number == "1":
-            killed()
+            os.kill(os.getpid(), signal.SIGKILL)
     sync(descriptor)
-
-def deadly_step(self, batch):
-    if self.step + 1 == int(os.environ["KILL_AT"]):
-        killed()
-    return take(self, batch)
 
 def ended_evaluation(self, x):
     if not self.training and "END_EVALUATION" in os.environ:
@@ -55,8 +46,6 @@ def prepare(words, cwd, environment):
         os.fsync = slow_sync
     if "KILL_WRITING" in environment:
         os.fsync = deadly_sync
-    if "KILL_AT" in environment:
-        Trainer.optimizer_step = deadly_step
     if "END_EVALUATION" in environment:
         torch.nn.Sequential.forward = ended_evaluation
     if "FILE_LIMIT" in environment:
@@ -92,7 +81,6 @@ class Forking:
 
     - SLOW_DISK: it takes 10 ms to bring a file to the disk.
     - KILL_WRITING="TEXT N": it dies before the Nth file whose name contains the text is written.
-    - KILL_AT: it dies before it takes the step of this number.
     - END_EVALUATION: it sends itself this signal in its first evaluation of an nn.Sequential.
     - FILE_LIMIT: no file can have more bytes.
     - LOG: the file of its output, in place of log.txt.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from mprun.cli.main import main
 from mprun.records.run_record import read_lines, read_summary
 from tests.run.processes import Forking
-from tests.run.test_resume import assert_same_run, trained
+from tests.run.test_resume import trained
 from tests.waiting import wait_for
 
 HEAD = """
@@ -129,16 +129,6 @@ def test_a_doubled_batch_accumulates_two_of_the_loader() -> None:
     assert len(losses(folder)) == 3  # 22 samples: 8, 8 and 4 + 2
 
 
-def test_an_accumulated_step_is_one_step_on_all_its_samples() -> None:
-    loader = LOADER.replace("shuffle=True", "shuffle=False")
-    model = "def model(): return nn.Linear(3, 1)"
-    twice = run(recipe(loader, more=model), "train.accumulate=2", "train.epochs=1", name="twice")
-    large = loader.replace("batch_size=4", "batch_size=8")
-    once = run(recipe(large, more=model), "train.epochs=1", name="once")
-    # Sums in another order: equal to a few units of float32.
-    assert losses(twice) == pytest.approx(losses(once), rel=1e-5)
-
-
 def test_fields_that_the_loader_decides_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     run(recipe(LOADER), "train.batch_size=7", "data.workers=1", "train.epochs=1")
     shown = " ".join(capsys.readouterr().err.split())
@@ -175,20 +165,6 @@ def test_the_augmentation_does_not_change_what_the_model_draws() -> None:
 
 
 # ---- killed and resumed --------------------------------------------------------------------------
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("train", [WORKERS, WORKERS.replace("num_workers=2", "num_workers=0")])
-def test_a_killed_run_is_resumed_bit_for_bit(train: str, forking: Forking) -> None:
-    words = [recipe(train), *PLAIN, "train.epochs=2", "train.checkpoint_every_steps=2"]
-    words.append("precision=bf16_sr")
-    folder, whole = Path.cwd() / "killed", Path.cwd() / "whole"
-    ended = forking.run([*words, f"run.dir={folder}"], Path.cwd(), {"KILL_AT": "10"})
-    assert ended == -signal.SIGKILL, Path("log.txt").read_text(encoding="utf-8")
-    assert trained(folder)["step"] == 8  # two steps of the second epoch
-    assert forking.run([f"run.resume={folder}"], Path.cwd()) == 0, Path("log.txt").read_text()
-    assert forking.run([*words, f"run.dir={whole}"], Path.cwd()) == 0
-    assert_same_run(folder, whole)
 
 
 @pytest.mark.representative(

@@ -114,19 +114,6 @@ def test_every_shipped_list_trains_a_model_with_batch_norm(lists: str) -> None:
     assert all(torch.isfinite(x).all() for x in state.values())
 
 
-def test_the_linear_recipe_trains() -> None:
-    words = ["recipe=linear", "recipe.model.in_features=32", "recipe.model.out_features=8"]
-    assert main([*words, "op_lists=hmp", "train.max_steps=20", "run.dir=run"]) == 0
-    found = losses("run")
-    assert found[-1] < found[0]
-
-
-def test_the_same_seed_gives_the_same_weights() -> None:
-    for name in ("one", "two"):
-        run(name, "op_lists=hmp", "seed=3")
-    assert_equal(weights("one"), weights("two"))
-
-
 @pytest.mark.representative("recipe0")
 @pytest.mark.parametrize("recipe", [MNIST, FASHION])
 def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
@@ -136,15 +123,6 @@ def test_empty_lists_train_as_float32_does(recipe: list[str]) -> None:
     assert main([*words, *empty, "run.dir=empty"]) == 0
     assert main([*words, "precision=fp32", "run.dir=fp32"]) == 0
     assert_equal(weights("empty"), weights("fp32"))
-
-
-def test_accumulated_micro_batches_train() -> None:
-    summary = run("run", "op_lists=hmp", "train.accumulate=2", "train.batch_size=16")
-    assert summary.batch.accumulate == 2
-    whole = run("whole", "op_lists=hmp")
-    assert whole.batch.effective == summary.batch.effective
-    # The same samples in halves: sums of rounded gradients in another order.
-    assert losses("run")[0] == pytest.approx(losses("whole")[0], rel=2**-6)
 
 
 def test_verbose_says_each_distinct_cast_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,15 +269,6 @@ def test_with_strict_an_unknown_name_is_status_2(capsys: pytest.CaptureFixture[s
     assert not warnings_of(capsys)
 
 
-def test_an_op_in_two_files_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    lower, full = file("low.txt", "mm", "truediv"), file("full.txt", "div")
-    message = refused(
-        capsys, "op_lists=hmp", f"op_lists.lower_file={lower}", f"op_lists.fp32_file={full}"
-    )
-    assert "low.txt:2" in message
-    assert "full.txt:1" in message
-
-
 def test_lists_of_one_s_own_are_a_config() -> None:
     folder = Path("own/op_lists")
     folder.mkdir(parents=True)
@@ -353,19 +322,6 @@ def test_all_layers_kept_in_float32_train_as_float32_does() -> None:
 
 
 # ---- emulated, and going on ----------------------------------------------------------------------
-
-
-@pytest.mark.representative("fp16_mixed")
-@pytest.mark.parametrize("mode", ["bf16_mixed", "fp16_mixed"])
-def test_op_lists_can_be_emulated(mode: str) -> None:
-    words = [f"precision={mode}", "op_lists=hmp"]
-    summary = run("run", *words, "execution=emulated")
-    assert summary.execution == "emulated"
-    assert [x.op for x in summary.substitutions] == ["*"]
-    native = run("native", *words, "execution=native")
-    assert native.memory_bytes == summary.memory_bytes
-    # A first loss is a mean of 32 losses from outputs with 8 or 11 bits of significand.
-    assert losses("run")[0] == pytest.approx(losses("native")[0], rel=2**-6)
 
 
 RESUMED: dict[str, list[str]] = {
@@ -425,18 +381,6 @@ def test_lists_cannot_change_when_a_run_goes_on(capsys: pytest.CaptureFixture[st
     assert main(["run.resume=run", "train.max_steps=4", "op_lists=hmp"]) == 0
 
 
-@pytest.mark.exhaustive
-def test_a_sweep_over_lists_has_a_run_for_each() -> None:
-    name = file("ops.txt", "linear")
-    words = [*MNIST, "train.max_steps=2", "op_lists=hmp,native", f"op_lists.lower_file={name}"]
-    assert main(["-m", *words]) == 0
-    found = {read_summary(x.parent).variant: x.parent for x in Path().rglob("summary.json")}
-    assert set(found) == {"bf16_mixed+hmp+files", "bf16_mixed+native+files"}
-    for folder in found.values():
-        kept = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        assert kept["op_lists"]["lower"] == ["linear"]
-
-
 # ---- one file alone ------------------------------------------------------------------------------
 
 
@@ -483,27 +427,3 @@ def test_a_file_may_spell_an_op_in_another_way_than_the_shipped_list() -> None:
     rules, (line,) = planned(*words, f"op_lists.fp32_file={file('g', 'conv2d')}")
     assert (rules["conv2d"], rules["conv1d"], rules["conv3d"]) == ("fp32", "lower", "lower")
     assert "names: conv2d from the lower list" in line
-
-
-def test_the_line_is_printed_and_a_resumed_run_has_the_same_lists(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = ["op_lists=hmp", f"op_lists.lower_file={file('f', 'linear', 'log_softmax')}"]
-    run("whole", *words)
-    output = capsys.readouterr()
-    assert output.err.count("log_softmax from the fp32 list") == 1
-    run("half", *words, steps=2)
-    Path("f").unlink()  # a resumed run needs no file
-    assert main(["run.resume=half", "train.max_steps=3"]) == 0
-    assert_equal(weights("half"), weights("whole"))
-
-
-def test_two_files_that_contradict_each_other_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    files = [f"op_lists.lower_file={file('a', 'softmax')}"]
-    files.append(f"op_lists.fp32_file={file('b', 'relu', '_softmax')}")
-    line = refused(capsys, "op_lists=hmp", *files)
-    assert "'_softmax' and 'softmax', the same op" in line
-    assert "(a:1)" in line
-    assert "(b:2)" in line

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from mprun.cli.main import main
 from mprun.data import Batch
 from mprun.parallel.layouts import Layout
-from mprun.precision import Clip
-from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 from mprun.records.run_record import Summary, read_lines, read_summary
 from mprun.train import checkpoint
 from mprun.train.loop import StepResult, Trainer
 from tests.run.processes import Forking
 from tests.schema import conforms
-from tests.waiting import is_filled, wait_for
 
 pytestmark = pytest.mark.usefixtures("quick_runs")
 
@@ -195,17 +190,6 @@ def test_a_completed_run_takes_no_further_step() -> None:
         assert_equal(trained(Path("run")), state)
 
 
-@pytest.mark.usefixtures("clock")
-def test_time_already_trained_counts_towards_the_limit() -> None:
-    words = ["recipe=linear", "train.epochs=null", "train.max_time_s=3", "run.dir=run"]
-    assert main(words) == 0
-    steps = read_summary(Path("run")).steps
-    assert main(["run.resume=run"]) == 0
-    assert read_summary(Path("run")).steps == steps > 0
-    assert main(["run.resume=run", "train.max_time_s=6"]) == 0
-    assert read_summary(Path("run")).steps > steps
-
-
 def test_a_line_cut_short_is_replaced() -> None:
     assert main([*MNIST, "train.max_steps=12", "run.dir=whole"]) == 0
     assert main([*MNIST, "train.max_steps=7", "run.dir=run"]) == 0
@@ -258,14 +242,6 @@ def test_a_damaged_checkpoint_is_said_in_one_line(
         assert "is no checkpoint of mprun" in refused(capsys)
 
 
-def test_a_checkpoint_that_holds_code_is_not_run(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = checkpoint.path_in(copy_of(finished))
-    torch.save({"format_version": 1, "trainer": Path("x"), "journal": {}, "choices": {}}, file)
-    assert "is no checkpoint of mprun" in refused(capsys)
-
-
 def test_damaged_lines_are_said_in_one_line(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,102 +250,11 @@ def test_damaged_lines_are_said_in_one_line(
     assert "metrics.jsonl is damaged" in refused(capsys)
 
 
-def test_a_dynamic_scale_keeps_its_tracker() -> None:
-    def scale() -> DynamicLossScale:
-        return DynamicLossScale(8.0, DynamicRule(interval=3), torch.device("cpu"))
-
-    def step(x: DynamicLossScale) -> float:
-        weight = torch.nn.Parameter(torch.ones(2))
-        weight.grad = torch.ones(2)
-        x.step(torch.optim.SGD([weight], lr=0.1), Clip())
-        x.update()
-        assert x.tensor is not None
-        return float(x.tensor)
-
-    first, second = scale(), scale()
-    assert [step(first), step(first)] == [8.0, 8.0]
-    second.load_state_dict(first.state_dict())
-    assert (step(first), step(second), step(scale())) == (16.0, 16.0, 8.0)
-
-
-LONG = [*MNIST, "train.epochs=8", "train.checkpoint_every_steps=7"]
-ENDS = {
-    signal.SIGKILL: -signal.SIGKILL,
-    signal.SIGTERM: 143,
-    signal.SIGINT: 130,
-    signal.SIGHUP: 129,
-}
-
-
-@pytest.fixture(scope="module")
-def whole(forking: Forking, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The uninterrupted run of a mode."""
-    folders: dict[str, Path] = {}
-
-    def run(mode: str) -> Path:
-        if mode not in folders:
-            cwd = tmp_path_factory.mktemp(f"whole-{mode}")
-            forking.start([*LONG, *MODES[mode], "run.dir=run"], cwd)
-            assert forking.wait() == 0
-            folders[mode] = cwd / "run"
-        return folders[mode]
-
-    return run
-
-
-def kill_and_go_on(forking: Forking, words: list[str], kills: list[tuple[float, int]]) -> None:
-    """Run to the end, ended early by each of `kills` (seconds after the next lines, signal)."""
-    words = [*words, "run.dir=run"]
-    for delay, number in kills:
-        pid = forking.start(words, Path.cwd())
-        file = Path("run/metrics.jsonl")
-        # A resumed run first cuts its lines, so a size of before says nothing: wait for lines anew.
-        began = time.time()
-        wait_for(lambda file=file, began=began: is_filled(file) and file.stat().st_mtime >= began)
-        time.sleep(delay)
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:  # it was done before
-            assert forking.wait() == 0
-            break
-        status = forking.wait()
-        assert status in (0, ENDS[signal.Signals(number)]), Path("log.txt").read_text()
-        words = ["run.resume=run"]
-    forking.start(["run.resume=run"], Path.cwd())
-    assert forking.wait() == 0, Path("log.txt").read_text()
-    assert "Traceback" not in Path("log.txt").read_text()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("number", ENDS, ids=lambda x: x.name)
-@pytest.mark.parametrize("moment", range(3))
-def test_killed_at_a_random_moment(
-    forking: Forking, whole: Callable[[str], Path], number: signal.Signals, moment: int
-) -> None:
-    chance = random.Random(f"{number.name} {moment}")
-    kills = [(chance.uniform(0, 0.25), int(number)) for _ in range(2)]
-    kill_and_go_on(forking, [*LONG, *MODES["fp32"]], kills)
-    assert_same_run(Path("run"), whole("fp32"))
-
-
-KILLS = int(os.environ.get("MPRUN_KILLS", "0"))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(KILLS == 0, reason="only where MPRUN_KILLS=N asks for N killed runs")
-@pytest.mark.parametrize("n", range(max(KILLS, 1)))
-def test_killed_many_times_in_every_mode(
-    forking: Forking, whole: Callable[[str], Path], n: int
-) -> None:
-    chance = random.Random(n)
-    mode = list(MODES)[n % len(MODES)]
-    kills = [(chance.uniform(0, 0.5), int(chance.choice(list(ENDS)))) for _ in range(2)]
-    kill_and_go_on(forking, [*LONG, *MODES[mode]], kills)
-    assert_same_run(Path("run"), whole(mode))
+ENDS = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143}
 
 
 @pytest.mark.representative("3-SIGTERM")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda x: x.name)
+@pytest.mark.parametrize("number", ENDS, ids=lambda x: x.name)
 @pytest.mark.parametrize("every", [3, 10])
 def test_killed_during_validation(forking: Forking, number: signal.Signals, every: int) -> None:
     words = [*MNIST, "data.train_limit=640", "train.eval_batch_size=8", "train.epochs=2"]

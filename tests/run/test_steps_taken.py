@@ -10,7 +10,7 @@ from torch import nn
 
 from mprun.cli.main import main
 from mprun.doctor.heap import allocator, page_fault_us, page_faults
-from mprun.records.run_record import Scores, read_lines, read_summary
+from mprun.records.run_record import Scores, read_summary
 from mprun.run import check_steps_taken, page_fault_warning, skipped_warning
 from mprun.train import checkpoint
 from tests.summaries import example
@@ -92,13 +92,6 @@ def test_from_a_tenth_of_the_steps_on_a_warning_counts_them(skipped: int, warned
     assert (text is not None) == warned
     if text is not None:
         assert text.startswith(f"{skipped} of 100 steps ({skipped}%) were skipped")
-
-
-def test_a_healthy_run_has_no_word_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FP16, "train.max_steps=30"]) == 0
-    assert steps()[0] == "completed"
-    assert sum(x.get("skipped", False) for x in read_lines(Path("run"))) == steps()[2] <= 3
-    assert "skipped and trained nothing" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
