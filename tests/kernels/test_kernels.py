@@ -239,19 +239,6 @@ def test_tensors_of_several_blocks_take_the_key_of_each(
         assert_same(found, whole[start:])
 
 
-@each("start", [1, 2**31 - 500, 2**31 + 17, 5 * 2**31 - 301])
-@each("eager", [False, True])
-def test_a_shard_takes_the_bits_of_its_part(
-    monkeypatch: pytest.MonkeyPatch, eager: bool, start: int
-) -> None:
-    if eager:
-        monkeypatch.setattr(kernels, "why_not", lambda: "not here")
-    x = in_float16s_range(1_003)
-    for dtype in DTYPES:
-        expected = round_stochastic(x, dtype, random_bits(KEY, 1_003, start=start))
-        assert_same(stochastic(x, dtype, KEY, start=start), expected)
-
-
 FORMATS = """
 #include "{header}"
 #define ALL(T)                                                                            \\

@@ -19,15 +19,14 @@ import torch
 
 from mprun import kernels
 from mprun.kernels import prebuilt
-from mprun.optim import LowPrecisionOptimizer, engines
+from mprun.optim import engines
 from mprun.precision import rounding as rounding_module
 from mprun.precision.random_bits import key, random_bits
 from mprun.precision.rounding import DTYPES as LOW
-from mprun.precision.rounding import OVERFLOWS, SERIAL, round_twice, stochastic
+from mprun.precision.rounding import OVERFLOWS, round_twice, stochastic
 from tests.each import each
 from tests.kernels.test_kernels import assert_same, by_pytorch, edges, random_patterns
-from tests.optim import DTYPES, MAKE, RULES, STORED, moment_options, unlike
-from tests.optim.test_engines import ran
+from tests.optim import DTYPES, MAKE, RULES, STORED, moment_options
 from tests.optim.test_shards import CUTS, FAR, SIZE, check_far, stepped, unlike_entries
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,27 +151,11 @@ def test_the_wheels_library_is_used_where_there_is_no_compiler(
 
 @needs_compiler
 @each("name", MAKE)
-def test_a_step_has_the_bits_of_eager_for_every_storage_and_rule(
+def test_shards_have_the_bits_of_the_whole(
     name: str, levels: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three formats of each moment, in turn: all of them meet each storage and rule somewhere."""
     moments = list(product(DTYPES, DTYPES))
-    for number, (stored, rule) in enumerate(product(STORED, RULES)):
-        options: dict[str, Any] = {"rounding": rule[0], "overflow": rule[1]}
-        options |= moment_options(name, *moments[number % len(moments)])
-        expected = ran(name, "eager", stored, options, (1, 1003))
-        for level in levels:
-            only(level, monkeypatch)
-            found = ran(name, "c", stored, options, (1, 1003))
-            assert unlike(found, expected) == [], (level, stored, options)
-
-
-@needs_compiler
-@each("name", MAKE)
-def test_shards_have_the_bits_of_the_whole(
-    name: str, levels: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moments = list(product(LOW, LOW))
     for number, (stored, rule) in enumerate(product(STORED, RULES)):
         options: dict[str, Any] = {"rounding": rule[0], "overflow": rule[1]}
         options |= moment_options(name, *moments[number % len(moments)])
@@ -189,28 +172,6 @@ def test_shards_far_into_a_parameter(levels: list[int], monkeypatch: pytest.Monk
         only(level, monkeypatch)
         for dtype, start in product(LOW, FAR):
             check_far(start, dtype, "c")
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("without_compiler", "threads")
-def test_neither_sizes_nor_threads_change_a_bit() -> None:
-    sizes = (511, 512, 513, SERIAL - 1, SERIAL, 2**16 + 3)
-    options: dict[str, Any] = {"rounding": "kahan", **moment_options("adamw", *LOW)}
-
-    def steps(engine: str) -> LowPrecisionOptimizer:
-        return ran("adamw", engine, (torch.float16, torch.float16), options, sizes)
-
-    expected = steps("eager")
-    for count in (1, 2, 3, 7):
-        torch.set_num_threads(count)
-        assert unlike(steps("c"), expected) == [], count
 
 
 @needs_compiler

@@ -86,22 +86,6 @@ def test_moments_in_16_bits_beside_float32_parameters(
     step(optimizer, model)
 
 
-def test_masters_take_the_steps_of_float32() -> None:
-    """A hundred steps of a thousandth of a unit; the sum is rounded once."""
-    model = prepared("bf16_true")
-    exact = torch.nn.Linear(8, 4)
-    exact.load_state_dict(model.state_dict())
-    pair = [
-        for_policy("bf16_true", torch.optim.Adam, model.parameters(), lr=1e-5),
-        torch.optim.Adam(exact.parameters(), lr=1e-5),
-    ]
-    for _ in range(100):
-        step(pair[0], model)
-        step(pair[1], exact)
-    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-        assert p.equal(q.bfloat16())
-
-
 def test_groups_named_parameters_and_frozen_ones() -> None:
     for mode in ("fp32", "bf16_sr"):
         for kind in (torch.optim.AdamW, torch.optim.Adam):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mprun.optim import AdamW, formulas
-from mprun.optim.engines import fastest
 from mprun.precision.rounding import (
     EAGER_BLOCK,
     converted,
@@ -253,30 +252,6 @@ def test_torchao_s_state_has_as_many_bytes() -> None:
     assert bytes_of == hand_count(64 * 256) // 2
 
 
-def test_a_walk_in_8_bits_follows_float32() -> None:
-    """A least-squares problem: the loss with 8-bit moments is that with float32 moments."""
-    found = {}
-    for dtype in (FLOAT, CODED):
-        torch.manual_seed(0)
-        model = nn.Linear(256, 64)
-        x, w = torch.randn(512, 256), torch.randn(64, 256) / 16
-        optimizer = AdamW(
-            model.parameters(), lr=3e-3, weight_decay=0.0, momentum_dtype=dtype,
-            variance_dtype=dtype, rounding="stochastic",
-        )  # fmt: skip
-        for step in range(300):
-            batch = x[(step * 64) % 512 :][:64]
-            optimizer.zero_grad()
-            loss = (model(batch) - batch @ w.t()).square().mean()
-            loss.backward()
-            optimizer.step()
-        found[dtype] = (model(x) - x @ w.t()).square().mean().item()
-    start = 1.0  # of a model that predicts nothing
-    assert found[FLOAT] < 0.01 * start
-    # noise of the codes moves weights by a few per cent of a step, of 3e-3
-    assert found[CODED] < found[FLOAT] + 0.01 * start
-
-
 def test_moments_are_converted_between_dtypes_on_load() -> None:
     p = normal((4096,), 1)
     wide_state = AdamW(parameters([p]), momentum_dtype=FLOAT, variance_dtype=FLOAT)
@@ -397,16 +372,6 @@ def test_state_of_split_is_a_byte_a_parameter() -> None:
     optimizer.step()
     assert optimizer.state[made[0]]["remainder"].dtype == torch.int8
     assert state_bytes(optimizer) == 100
-
-
-def test_the_fastest_engine_takes_them() -> None:
-    assert fastest(torch.device("cpu")) in ("c", "eager")
-    made = parameters([normal((4096,), 1, BRAIN)])
-    optimizer = AdamW(made, rounding="split", momentum_dtype=CODED, variance_dtype=CODED)
-    give(made[0], normal((4096,), 2, BRAIN))
-    before = made[0].detach().clone()
-    optimizer.step()
-    assert not torch.equal(before, made[0].detach())
 
 
 @pytest.mark.parametrize("values", [SIGNED, ROOTS], ids=["signed", "roots"])

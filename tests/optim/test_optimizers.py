@@ -6,10 +6,7 @@ import copy
 import inspect
 import itertools
 import math
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -33,9 +30,7 @@ from mprun.precision import (
     NoLossScale,
     StaticLossScale,
 )
-from mprun.precision.loss_scale import next_state
 from mprun.precision.rounding import merge, round_nearest
-from mprun.precision.update import ScaledOptimizer
 from tests.optim import (
     BRAIN,
     DTYPES,
@@ -55,7 +50,6 @@ from tests.optim import (
 
 pytestmark = pytest.mark.usefixtures("kernels_of_the_installation")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 EPS = 2.0**-24
@@ -636,6 +630,7 @@ def test_gradients_that_float16_cannot_hold_move_parameters(rounding: str) -> No
 def test_a_gradient_that_is_not_finite_skips_the_whole_step(
     name: str, dtype: torch.dtype, planted: float
 ) -> None:
+    """Also the first one, which leaves a fresh optimizer."""
     made = parameters(normal((50,), n, dtype) for n in range(3))
     optimizer = MAKE[name](made, **SCALED[name], engine="eager")
     scale = torch.tensor(4.0)
@@ -643,7 +638,7 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(
         before = [p.detach().clone() for p in made], state_of(optimizer)
         for n, p in enumerate(made):
             p.grad = normal(p.shape, seed=n, dtype=dtype)
-        skips = step == 1
+        skips = step != 1
         if skips:
             made[2].grad[7] = planted
         told = optimizer.scaled_step(scale)
@@ -654,20 +649,9 @@ def test_a_gradient_that_is_not_finite_skips_the_whole_step(
             assert same_bits(p.detach(), old) == skips
             if skips:
                 assert all(same_bits(optimizer.state[p][k], v) for k, v in state.items())
-    assert all(optimizer.state[p]["step"] == 2 for p in made)
-
-
-@pytest.mark.parametrize("planted", [math.inf, math.nan])
-def test_a_first_step_that_is_skipped_leaves_a_fresh_optimizer(planted: float) -> None:
-    (p,) = parameters([normal((50,), 0, BRAIN)])
-    old = p.detach().clone()
-    optimizer = AdamW([p])
-    p.grad = torch.full((50,), planted, dtype=BRAIN)
-    told = optimizer.scaled_step(torch.tensor(2.0))
-    assert told is not None
-    assert told.item() == 1
-    assert torch.equal(p, old)
-    assert all((value == 0).all() for value in optimizer.state[p].values())
+        if step == 0:
+            assert all((x == 0).all() for p in made for x in optimizer.state[p].values())
+    assert all(optimizer.state[p]["step"] == 1 for p in made)
 
 
 def test_a_skipped_step_uses_up_its_random_bits() -> None:
@@ -828,12 +812,6 @@ def test_grad_scaler_unscales_float32_gradients_of_float16_parameters_for_clippi
     torch.testing.assert_close(merged, torch.full((100,), 0.9), rtol=0, atol=1e-6)
 
 
-def test_every_optimizer_is_a_scaled_one() -> None:
-    for make in MAKE.values():
-        assert isinstance(make(parameters([torch.ones(1)])), ScaledOptimizer)
-    assert not isinstance(torch.optim.SGD(parameters([torch.ones(1)])), ScaledOptimizer)
-
-
 LOSS_SCALES: dict[str, Callable[[], LossScale]] = {
     "none": NoLossScale,
     "static": lambda: StaticLossScale(256.0, CPU),
@@ -860,27 +838,6 @@ def test_loss_scales_drive_them_as_any_optimizer(kind: str, clip: Clip) -> None:
         found.append(optimizer)
     # Clipping adds 1e-6 to the unscaled norm: the same factor, also from a scaled norm.
     assert unlike(*found) == []
-
-
-@pytest.mark.representative("0.4")
-@pytest.mark.parametrize("rate", [0.02, 0.4])
-def test_a_thousand_steps_of_the_dynamic_scale_with_float16_parameters(rate: float) -> None:
-    rule = DynamicRule(interval=7, floor=2.0**-10)
-    overflows = (torch.rand(1000, generator=generator(1)) < rate).tolist()
-    (p,) = parameters([torch.ones(16, dtype=HALF)])
-    optimizer = SGD([p], lr=1e-4, momentum=0.9)
-    loss_scale = DynamicLossScale(1024.0, rule, CPU)
-    scale, tracker = torch.tensor(1024.0), torch.tensor(0, dtype=torch.int32)
-    for overflow in overflows:
-        p.grad = torch.full((16,), math.inf if overflow else 1.0, dtype=HALF)
-        told = loss_scale.step(optimizer, Clip())
-        loss_scale.update()
-        assert told is not None
-        assert told.item() == overflow
-        scale, tracker = next_state(scale, tracker, torch.tensor(float(overflow)), rule)
-        assert loss_scale.tensor.item() == scale.item()
-    assert optimizer.state[p]["step"] == 1000 - sum(overflows)
-    assert optimizer.param_groups[0]["attempts"] == 1000
 
 
 # ---- drop-in ----
@@ -977,17 +934,6 @@ def test_a_parameter_without_gradient_does_not_change_the_others_bits() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("make", "name"), [(AdamW, "AdamW"), (SGD, "SGD"), (RMSprop, "RMSprop")])
-def test_sparse_gradients_are_refused(make: Any, name: str) -> None:
-    (p,) = parameters([torch.ones(4, 2)])
-    p.grad = torch.eye(4, 2).to_sparse()
-    with pytest.raises(
-        RuntimeError, match=rf"^mprun\.optim\.{name} does not take sparse.*; legal: dense"
-    ):
-        make([p]).step()
-    assert torch.equal(p.detach(), torch.ones(4, 2))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_a_parameter_of_another_dtype_is_refused(dtype: torch.dtype) -> None:
     (p,) = parameters([torch.ones(4, dtype=dtype)])
@@ -1076,19 +1022,6 @@ def test_schedulers_change_the_rate_of_the_next_step(name: str) -> None:
             schedule.step()
     assert rates == [before, before, 0.0]
     assert moved == [True, True, False]
-
-
-def test_one_cycle_moves_rate_and_momentum_as_with_torch() -> None:
-    p, q = parameters([normal((50,), 0)] * 2)
-    pairs: list[Any] = [SGD([p], momentum=0.9), torch.optim.SGD([q], momentum=0.9)]
-    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=30) for o in pairs]
-    for step in range(30):
-        p.grad = normal((50,), step)
-        q.grad = p.grad.clone()
-        for x in (*pairs, *schedules[: 2 if step < 29 else 0]):
-            x.step()
-    # 30 steps of a few operations each, on numbers of size 1.
-    torch.testing.assert_close(p, q, rtol=0, atol=30 * 10 * EPS)
 
 
 def test_a_rate_in_a_tensor_is_a_rate() -> None:
@@ -1210,35 +1143,3 @@ def test_float16_moments_that_are_too_large_stay_at_the_largest(
     root = optimizer.state[p][f"{optimizer.second}_root"]
     assert (root <= torch.finfo(HALF).max).all()
     assert (root == torch.finfo(HALF).max).any()
-
-
-IMPORTED = """
-import sys
-import mprun.optim
-print("\\n".join(sorted(sys.modules)))
-"""
-
-
-def test_importing_it_brings_torch_and_the_numerics_only() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORTED],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    names = done.stdout.split()
-    parts = {n.split(".")[1] for n in names if n.startswith("mprun.")}
-    assert parts == {
-        "conf",
-        "errors",
-        "optim",
-        "precision",
-        "kernels",
-        "records",
-        "_torch",
-        "devices",
-        "nested",
-    }
-    assert "torch" in names
-    assert not {"hydra", "omegaconf", "rich", "torchvision"} & set(names)

@@ -82,20 +82,6 @@ def test_mistakes_name_what_is_legal(layers: dict[str, str], message: str) -> No
         resolve(model(), layers)
 
 
-def test_a_kept_module_computes_in_float32_inside_autocast() -> None:
-    net = model()
-    layer_region = AutocastCaster("cpu", torch.bfloat16).layer_region
-    seen: dict[int, torch.dtype] = {}
-    for i in (0, 2):
-        net[i].register_forward_hook(lambda m, a, out, i=i: seen.update({i: out.dtype}))
-    own = computing_in(net, {"2": torch.float32}, layer_region)
-    with own, torch.autocast("cpu", torch.bfloat16):
-        out = net(torch.randn(3, 4))
-    assert seen == {0: torch.bfloat16, 2: torch.float32}
-    out.sum().backward()
-    assert net[2].weight.grad is not None
-
-
 def test_it_equals_autocast_switched_off_by_hand() -> None:
     torch.manual_seed(0)
     net, x = model(), torch.randn(3, 4)

@@ -135,14 +135,6 @@ def test_an_element_is_independent_of_itself_at_the_next_seed_step_tensor_or_sit
     assert_plausible(pairs(word[0::2].reshape(-1), word[1::2].reshape(-1)))
 
 
-@each("varied", ["step", "tensor"])
-def test_one_element_is_uniform_over_steps_and_tensors(varied: str) -> None:
-    words = sequences(varied, range(2**16), 6)
-    for index in (0, 5):
-        word = words[:, index]
-        assert_plausible(mean_and_bits(word) | uppers(word, 8, 12))
-
-
 def shifted_copies(word: Tensor) -> int:
     """How often two words that follow each other occur, so following, in two places of `word`."""
     sequence_count, length = word.shape
@@ -185,59 +177,6 @@ def test_shifted_copies_would_be_found() -> None:
 def key_bits(words: list[int]) -> int:
     low, high = key(*words)
     return high << 32 | low
-
-
-def flip_p_values(flips: Tensor, names: Callable[[int], str]) -> dict[str, float]:
-    """[flipped bit, trial, output bit] 0 or 1: half of each input's and of each output's are 1."""
-    found = {}
-    for kind, counts in (("input", flips.sum((1, 2))), ("output", flips.sum((0, 1)))):
-        trials = flips.numel() // len(counts)
-        for n, count in enumerate(counts.tolist()):
-            z = (count - trials / 2) / math.sqrt(trials / 4)
-            found[f"{kind} {names(n)}"] = from_normal(z)
-    return found
-
-
-@each("position", range(4), ids=WORDS)
-def test_one_bit_of_seed_step_tensor_or_site_changes_half_of_the_key(position: int) -> None:
-    generator = torch.Generator().manual_seed(position)
-    trials = torch.randint(2**40, (64, 4), generator=generator).tolist()
-    before = [key_bits(words) for words in trials]
-    flips = torch.zeros(64, len(trials), 64)
-    for bit in range(64):
-        for n, words in enumerate(trials):
-            changed = [w ^ 1 << bit if k == position else w for k, w in enumerate(words)]
-            difference = key_bits(changed) ^ before[n]
-            flips[bit, n] = torch.tensor([difference >> out & 1 for out in range(64)])
-    assert_plausible(flip_p_values(flips, str))
-
-
-@each("position", range(4), ids=WORDS)
-def test_one_bit_of_seed_step_tensor_or_site_changes_half_of_the_words(position: int) -> None:
-    base = [5, 6, 7, 1]
-    before = random_bits(key(*base), 4096)
-    p_values = {}
-    for bit in (0, 1, 5, 31):
-        changed = [w ^ 1 << bit if k == position else w for k, w in enumerate(base)]
-        difference = unsigned(random_bits(key(*changed), 4096) ^ before)
-        ones = sum(int((difference >> out & 1).sum()) for out in range(32))
-        trials = 32 * 4096
-        p_values[f"bit {bit}"] = from_normal((ones - trials / 2) / math.sqrt(trials / 4))
-    assert_plausible(p_values)
-
-
-def test_keys_of_small_numbers_are_all_different() -> None:
-    """16 x 32 x 32 x 4 of them; a coincidence of 64-bit keys has a chance of 2^-33."""
-    keys = {
-        key(seed, step, tensor, site)
-        for seed in range(16)
-        for step in range(32)
-        for tensor in range(32)
-        for site in range(4)
-    }
-    assert len(keys) == 16 * 32 * 32 * 4
-    # Arguments in another order are another key.
-    assert len({key(1, 2), key(2, 1), key(1, 2, 0), key(0, 1, 2)}) == 4
 
 
 # ---- that the statistics see anything ----
@@ -294,7 +233,7 @@ def reference(words: tuple[int, int], index: int) -> int:
     return h ^ h // 2**14
 
 
-WORD = st.integers(min_value=0, max_value=2**64 - 1)
+WORD = st.integers(min_value=-(2**63), max_value=2**64 - 1)
 INDEX = st.one_of(
     st.integers(min_value=0, max_value=2**31 - 1), st.integers(min_value=0, max_value=2**40)
 )
@@ -322,10 +261,6 @@ def test_splitmix_is_the_published_one() -> None:
     """The first outputs of the published generator from the state 0 (Vigna's splitmix64.c)."""
     assert key_bits([0]) == 0xE220A8397B1DCDAF
     assert key_bits([0x9E3779B97F4A7C15]) == 0x6E789E6AA1B965F4
-
-
-def test_negative_words_count_modulo_two_to_the_64() -> None:
-    assert key(-1, 5) == key(2**64 - 1, 5)
 
 
 def test_keys_as_tensors_give_the_words_of_keys_as_numbers() -> None:
@@ -359,16 +294,3 @@ def test_shards_across_a_block_see_the_bits_of_the_whole() -> None:
         assert torch.equal(shard, whole[first:last])
     # The next block starts a sequence of its own, not the first one again.
     assert not torch.equal(whole[50:], random_bits(words, 50))
-
-
-def test_no_elements_no_bits() -> None:
-    none = random_bits(key(1), 0)
-    assert none.shape == (0,)
-    assert none.dtype == torch.int32
-
-
-def test_the_same_key_gives_the_same_bits_and_the_global_generator_is_left_alone() -> None:
-    state = torch.get_rng_state()
-    first, second = (random_bits(key(1, 2, 3, 0), 1000) for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(torch.get_rng_state(), state)

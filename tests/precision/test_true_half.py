@@ -269,19 +269,6 @@ def test_layers_are_stored_and_computed_in_their_own_dtype(mode: str, execution:
     assert watched.inputs["fc1"] == torch.bfloat16
 
 
-@each("layers", ["{fc1: fp16, fc2: bf16}", "{fc*: bf16}"])
-def test_16_bit_layers_in_a_float32_model(layers: str) -> None:
-    parts = build_parts(planned(*FASHION, "precision=fp32", f"precision.layers={layers}"))
-    watched = Watched(parts, ("conv1", "fc1", "fc2"))
-    first = torch.float16 if "fp16" in layers else torch.bfloat16
-    assert watched.outputs == {"conv1": torch.float32, "fc1": first, "fc2": torch.bfloat16}
-    assert watched.parameters == watched.outputs
-    before = parts.model.fc1.weight.detach().clone()
-    parts.precision.step(parts.optimizer)
-    assert parts.model.fc1.weight.dtype == first
-    assert not torch.equal(parts.model.fc1.weight, before)
-
-
 def test_a_layer_kept_in_float32_equals_the_cast_by_hand() -> None:
     parts = build_parts(planned(*FASHION, "precision=bf16_true", "precision.layers={fc1: fp32}"))
     seen: list[Tensor] = []
@@ -394,37 +381,6 @@ def test_a_tied_parameter_in_two_dtypes_is_refused_before_the_run(
     composed = compose([*own, "precision.layers={last: fp32}"], Path("conf"))
     with pytest.raises(UsageError, match=r"'last\.weight' is tied to a parameter of another dtype"):
         make_plan(composed.config, composed.given)
-
-
-def test_a_float16_layer_in_bf16_mixed_computes_in_float16() -> None:
-    words = [*FASHION, "precision=bf16_mixed", "precision.layers={fc1: fp16, conv2: fp32}"]
-    watched = Watched(build_parts(planned(*words)), ("conv1", "conv2", "fc1", "fc2"))
-    assert watched.outputs == {
-        "conv1": torch.bfloat16,
-        "conv2": torch.float32,
-        "fc1": torch.float16,
-        "fc2": torch.bfloat16,
-    }
-    assert set(watched.parameters.values()) == {torch.float32}  # autocast leaves them alone
-    assert all(g is not None and g.dtype == torch.float32 for g in watched.step.gradients.values())
-
-
-def test_a_float16_layer_in_bf16_mixed_equals_autocast_by_hand() -> None:
-    words = [*FASHION, "precision=bf16_mixed", "precision.layers={fc1: fp16}"]
-    parts = build_parts(planned(*words))
-    seen: list[Tensor] = []
-    model = parts.model
-    model.norm.register_forward_hook(lambda m, a, out: seen.append(out))
-    model.fc1.register_forward_hook(lambda m, a, out: seen.append(out))
-    with torch.no_grad():
-        parts.precision.forward(model, next(iter(parts.train)).parts[0].inputs[0])
-    normed, found = seen
-    with torch.no_grad(), torch.autocast("cpu", torch.float16):
-        by_hand = torch.nn.functional.linear(
-            normed.flatten(1).half(), model.fc1.weight, model.fc1.bias
-        )
-    assert found.dtype == torch.float16
-    assert torch.equal(found, by_hand)
 
 
 @each(
@@ -604,18 +560,3 @@ def test_a_float16_layer_named_in_a_file_is_scaled_too() -> None:
     Path("layers.yaml").write_text("fc1: fp16\n", encoding="utf-8")
     chosen = planned(*FASHION, "precision=fp32", "precision.layers_file=layers.yaml")
     assert build_parts(chosen).precision.loss_scale.kind == "dynamic"
-
-
-def test_a_scaled_loss_gives_scaled_gradients_that_the_step_takes_back() -> None:
-    def weights(*words: str) -> Tensor:
-        parts = build_parts(planned(*LINEAR, "precision=fp16_true", "train.lr=0.5", *words))
-        parts.optimizer.zero_grad()
-        Step(parts)
-        parts.precision.step(parts.optimizer)
-        return parts.model.weight.detach()
-
-    plain = weights("loss_scale=none")
-    for scale in ("1", "64", "1024"):
-        scaled = weights("loss_scale=static", f"loss_scale.value={scale}")
-        # A power of two moves no digit where nothing is subnormal; what was, gains some.
-        torch.testing.assert_close(scaled, plain, rtol=2**-10, atol=2**-20)

@@ -54,13 +54,6 @@ def chosen(*words: str) -> OpLists:
 # ---- text ----------------------------------------------------------------------------------------
 
 
-def test_one_name_per_line_with_its_place() -> None:
-    assert read_list(file("relu\nlinear\n"), "lower") == [
-        Entry("relu", "ops.txt:1"),
-        Entry("linear", "ops.txt:2"),
-    ]
-
-
 def test_comments_blank_lines_and_blanks_around_names_are_left_out() -> None:
     content = "# ops\n\n  relu\t \n\t\n   # more\nlinear# no blank before\nmm  # product\n\n \n"
     entries = read_list(file(content), "lower")
@@ -103,14 +96,6 @@ def test_a_name_that_stands_twice_counts_once() -> None:
     file("relu\nF.relu\nrelu\naten::relu.default\n")
     lists = chosen("op_lists.lower_file=ops.txt")
     assert [name for name, kind in lists.rules.items() if kind == "lower"] == ["relu"]
-    assert lists.unknown == ()
-
-
-def test_overload_suffixes_mean_the_op() -> None:
-    file("pow.Tensor_Scalar\nmax_pool2d_with_indices\nrsub.Scalar\n_convolution.deprecated\n")
-    lists = chosen("op_lists.lower_file=ops.txt")
-    lower = {name for name, kind in lists.rules.items() if kind == "lower"}
-    assert lower >= {"pow", "max_pool2d", "rsub", "conv2d", "conv_transpose3d"}
     assert lists.unknown == ()
 
 

@@ -265,12 +265,6 @@ def test_an_unknown_name_is_kept_aside_with_the_nearest(text: str, nearest: str 
     assert ("did you mean" in str(unknown)) == (nearest is not None)
 
 
-def test_a_name_that_is_unknown_twice_is_reported_once() -> None:
-    lists = op_lists(["habana_op", "other_op"], ["relu"], ["habana_op", "other_op"])
-    assert [u.entry.text for u in lists.unknown] == ["habana_op", "other_op"]
-    assert lists.unknown[0].entry.where == "lower list"
-
-
 def test_a_misspelt_name_in_code_is_warned_of_with_the_nearest() -> None:
     with pytest.warns(UserWarning, match="left out: .*'matmull'; did you mean 'matmul'") as w:
         lists = op_lists(lower=["matmull", "linear"], fp32=["softmax"])

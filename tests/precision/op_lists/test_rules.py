@@ -513,11 +513,6 @@ def test_running_statistics_follow_those_of_float32_training() -> None:
 # ---- in place ------------------------------------------------------------------------------------
 
 
-def operated(function: Function) -> Function:
-    """An in-place operator as a function."""
-    return lambda x, *rest: function(x, *rest)
-
-
 INPLACE: dict[str, Row] = {
     "add_": Row((Tensor.add_, operator.iadd, Tensor.__iadd__, aten.add_)),
     "sub_": Row((Tensor.sub_, operator.isub, Tensor.__isub__, Tensor.subtract_, aten.sub_)),
@@ -858,31 +853,6 @@ def test_in_place_goes_before_every_list(kind: str) -> None:
             x += y
             x.relu_()
         assert spy.dtypes == {one}
-
-
-@each(("kind", "expected"), [("lower", BF16), ("fp32", FP32)])
-@each("words", [("add", "add"), ("add", "aten::add.Tensor"), ("radd", "add")])
-def test_the_first_two_lists_go_before_promote(
-    kind: str, expected: torch.dtype, words: tuple[str, str]
-) -> None:
-    lists = own(**{kind: [words[0]]}, promote=[words[1]])
-    with caster(lists).region():
-        assert torch.add(tensor(FP16), tensor(BF16)).dtype == expected
-
-
-@each(
-    ("lower", "fp32"),
-    [("relu", "relu"), ("div", "truediv"), ("aten::mm.default", "mm"), ("F.softmax", "_softmax")],
-)
-def test_an_op_on_both_of_the_first_two_lists_is_an_error_that_names_both_entries(
-    lower: str, fp32: str
-) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is looked at below
-        own(lower=["bmm", lower], fp32=[fp32])
-    assert f"'{fp32}'" in str(caught.value)
-    assert f"'{lower}'" in str(caught.value)
-    assert "lower list" in str(caught.value)
-    assert "fp32 list" in str(caught.value)
 
 
 def test_promote_goes_before_the_first_input() -> None:
