@@ -38,6 +38,7 @@ from mprun.precision.rounding import (
 )
 from tests.each import each
 from tests.kernels.programs import Programs
+from tests.precision.test_rounding import bits_of, floats, random_patterns
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,10 +75,6 @@ def compiled() -> None:
     assert kernels.why_not() is None
 
 
-def bits_of(x: Tensor) -> Tensor:
-    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-
-
 def assert_same(found: Tensor, expected: Tensor) -> None:
     """Bit for bit; of a NaN only that it is one: PyTorch's own casts differ in its payload."""
     assert found.dtype == expected.dtype
@@ -85,16 +82,6 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.isnan(), expected.isnan())
     number = ~expected.isnan()
     assert torch.equal(bits_of(found.contiguous())[number], bits_of(expected.contiguous())[number])
-
-
-def floats(patterns: Tensor) -> Tensor:
-    wide = patterns.to(torch.int64) & 0xFFFFFFFF
-    return (wide - ((wide >> 31) << 32)).to(torch.int32).view(torch.float32)
-
-
-def random_patterns(count: int, seed: int = 0) -> Tensor:
-    """Of all 2^32, NaNs among them."""
-    return floats(torch.randint(2**32, (count,), generator=torch.Generator().manual_seed(seed)))
 
 
 def edges() -> Tensor:
@@ -312,8 +299,7 @@ def test_numbers_merge_with_any_remainder_as_in_pytorch(dtype: torch.dtype, tmp_
 
 # ---- without a compiler ----
 
-BROKEN = """#!/bin/sh
-echo "no space left for you" >&2
+BROKEN = """echo "no space left for you" >&2
 echo "and more on a second line" >&2
 exit 1
 """
@@ -331,15 +317,53 @@ def assert_eager_with_the_same_bits(reason: str) -> None:
         assert_same(stochastic(x, dtype, KEY, overflow), by_pytorch(x, dtype, overflow))
 
 
-def test_no_compiler_when_cc_names_none(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh.setenv("CC", str(tmp_path / "nowhere" / "cc"))
-    assert_eager_with_the_same_bits(kernels.NO_COMPILER)
+LYING = 'while [ "$1" != -o ]; do shift; done\necho nonsense > "$2"'
+FAILING: dict[str, tuple[str, str]] = {
+    "says nothing": ("exit 3", "exit status 3"),
+    "writes a text in place of the library": (LYING, "cannot compile round.c"),
+    "writes no library": ("exit 0", "cannot compile round.c"),
+    "an empty line": ('echo "" >&2\nexit 1', "cannot compile round.c: no message"),
+    "a text that is no UTF-8": (
+        r"printf '\377 bad\n' >&2" + "\nexit 1",
+        "cannot compile round.c: \N{REPLACEMENT CHARACTER} bad",
+    ),
+}
+"""What a compiler does, as a script, and the reason that is told."""
+VARIABLES: dict[str, tuple[dict[str, str | None], str]] = {
+    "CC names none": ({"CC": "/nowhere/cc"}, kernels.NO_COMPILER),
+    "an empty path": ({"CC": None, "PATH": "/nowhere"}, kernels.NO_COMPILER),
+    "not wanted": ({"MPRUN_NO_COMPILER": "1"}, "MPRUN_NO_COMPILER is set"),
+    "CC is no command line": (
+        {"CC": "gcc '-DX"},
+        "CC=gcc '-DX is no command line: No closing quotation",
+    ),
+}
 
 
-def test_no_compiler_on_an_empty_path(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fresh.delenv("CC", raising=False)
-    fresh.setenv("PATH", str(tmp_path))
-    assert_eager_with_the_same_bits(kernels.NO_COMPILER)
+@each("kind", VARIABLES)
+def test_without_a_compiler_pytorch_rounds(fresh: pytest.MonkeyPatch, kind: str) -> None:
+    changes, reason = VARIABLES[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changes.items():
+            patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+        clear_caches()
+        assert_eager_with_the_same_bits(reason)
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@each("kind", FAILING)
+def test_a_compiler_that_fails_in_any_way_is_none(
+    fresh: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    text, reason = FAILING[kind]
+    fresh.setenv("CC", str(script(tmp_path / "failing-cc", text)))
+    clear_caches()
+    assert_eager_with_the_same_bits(reason)
 
 
 ZIG = """
@@ -370,62 +394,12 @@ def test_the_compiler_that_pip_installs_is_the_last_choice(
     assert kernels._compiler() == ()
 
 
-def test_no_compiler_when_it_is_not_wanted(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("MPRUN_NO_COMPILER", "1")
-    assert_eager_with_the_same_bits("MPRUN_NO_COMPILER is set")
-
-
-def script(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o755)
-    return path
-
-
 def test_a_compiler_that_fails_is_quoted(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = script(tmp_path / "broken-cc", BROKEN)
     fresh.setenv("CC", str(compiler))
     assert_eager_with_the_same_bits("no space left for you")
     assert kernels.why_not() == f"{compiler} cannot compile round.c: no space left for you"
     assert list(kernels.cache_folder().iterdir()) == []
-
-
-def test_a_compiler_that_fails_silently_is_named(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler = script(tmp_path / "silent-cc", "#!/bin/sh\nexit 3\n")
-    fresh.setenv("CC", str(compiler))
-    assert_eager_with_the_same_bits("exit status 3")
-
-
-def test_a_compiler_that_writes_no_library_is_none(
-    fresh: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """It writes a text where the library should be: found when that is loaded."""
-    lying = '#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho nonsense > "$2"\n'
-    compiler = script(tmp_path / "lying-cc", lying)
-    fresh.setenv("CC", str(compiler))
-    assert_eager_with_the_same_bits("cannot compile round.c")
-    nothing = script(tmp_path / "idle-cc", "#!/bin/sh\nexit 0\n")
-    fresh.setenv("CC", str(nothing))
-    clear_caches()
-    assert_eager_with_the_same_bits("cannot compile round.c")
-
-
-MESSAGES = {
-    "an empty line": ('echo "" >&2', "no message"),
-    "a text that is no UTF-8": (r"printf '\377 bad\n' >&2", "\N{REPLACEMENT CHARACTER} bad"),
-}
-
-
-@each("kind", MESSAGES)
-def test_a_compiler_may_say_anything(fresh: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
-    command, reason = MESSAGES[kind]
-    clear_caches()
-    fresh.setenv("CC", str(script(tmp_path / "odd-cc", f"#!/bin/sh\n{command}\nexit 1\n")))
-    assert_eager_with_the_same_bits(f"cannot compile round.c: {reason}")
-
-
-def test_a_cc_that_is_no_command_line_is_told(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setenv("CC", "gcc '-DX")
-    assert_eager_with_the_same_bits("CC=gcc '-DX is no command line: No closing quotation")
 
 
 def test_a_compiler_that_hangs_is_waited_for_once(
@@ -437,15 +411,14 @@ def test_a_compiler_that_hangs_is_waited_for_once(
         waited.append(timeout)
         raise subprocess.TimeoutExpired(command, timeout)
 
-    fresh.setenv("CC", str(script(tmp_path / "hanging-cc", "#!/bin/sh\nexit 1\n")))
+    fresh.setenv("CC", str(script(tmp_path / "hanging-cc", "exit 1")))
     fresh.setattr(kernels.subprocess, "run", run)
     assert kernels.why_not() is not None
     assert_eager_with_the_same_bits("cannot compile round.c: not done after 60 s")
     assert waited == [60, 60]  # why_not's kernel and the one that is asked for there
 
 
-ONE_ONLY = """#!/bin/sh
-echo once >> "{log}"
+ONE_ONLY = """echo once >> "{log}"
 case "$*" in *-DSATURATE*) echo disk is full >&2; exit 1;; esac
 exec "{compiler}" "$@"
 """
@@ -474,9 +447,8 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(
     fresh: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text = (
-        "#!/bin/sh\n"
         'case "$*" in *-mprefer-vector-width*|*-fopenmp*) echo unknown flag >&2; exit 1;; esac\n'
-        f'exec "{COMPILER}" "$@"\n'
+        f'exec "{COMPILER}" "$@"'
     )
     fresh.setenv("CC", str(script(tmp_path / "old-cc", text)))
     assert kernels.why_not() is None
@@ -496,7 +468,7 @@ def counting_compiler(folder: Path, together: int = 1) -> tuple[Path, Callable[[
     """
     log = folder / "compiled.log"
     wait = f'while [ $(wc -l < "{log}") -lt {together} ]; do sleep 0.01; done'
-    text = f'#!/bin/sh\necho once >> "{log}"\n{wait}\nexec "{COMPILER}" "$@"\n'
+    text = f'echo once >> "{log}"\n{wait}\nexec "{COMPILER}" "$@"'
 
     def count() -> int:
         return len(log.read_text(encoding="utf-8").splitlines()) if log.exists() else 0
@@ -620,7 +592,7 @@ def test_what_a_killed_process_left_of_its_compiler_is_removed(
     fresh: pytest.MonkeyPatch, tmp_path: Path, programs: Programs
 ) -> None:
     """The compiler hangs; its process is killed, which it outlives."""
-    hanging = script(tmp_path / "hanging-cc", "#!/bin/sh\nexec sleep 600\n")
+    hanging = script(tmp_path / "hanging-cc", "exec sleep 600")
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CC": str(hanging)}
     killed = programs.start(PROGRAM, environment, tmp_path / "out.txt")
     folder = tmp_path / "cache" / "mprun" / "kernels"

@@ -25,9 +25,10 @@ from mprun.precision.random_bits import key, random_bits
 from mprun.precision.rounding import DTYPES as LOW
 from mprun.precision.rounding import OVERFLOWS, round_twice, stochastic
 from tests.each import each
-from tests.kernels.test_kernels import assert_same, by_pytorch, edges, random_patterns
+from tests.kernels.test_kernels import assert_same, by_pytorch, edges
 from tests.optim import DTYPES, MAKE, RULES, STORED, moment_options
 from tests.optim.test_shards import CUTS, FAR, SIZE, check_far, stepped, unlike_entries
+from tests.precision.test_rounding import random_patterns
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = key(1, 2, 3, 0)

@@ -51,7 +51,7 @@ def bits_of(x: Tensor) -> Tensor:
     return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
-def random_patterns(count: int, seed: int) -> Tensor:
+def random_patterns(count: int, seed: int = 0) -> Tensor:
     """float32 numbers of all kinds: every pattern is as likely as any other."""
     return floats(torch.randint(2**32, (count,), generator=torch.Generator().manual_seed(seed)))
 
