@@ -29,14 +29,13 @@ from mprun.compare.measures import OVERLAPPED
 from mprun.compare.notes import variant_notes
 from mprun.config.settings import Objective
 from mprun.doctor.machine_findings import conclusions, findings
-from mprun.doctor.scaling import estimate_scaling
 from mprun.experiments.advise import advise, screened
 from mprun.experiments.double import double
 from mprun.experiments.trials import Outcome, Trial
 from mprun.records.run_record import TimeBudget
 from mprun.report import tables
 from mprun.results.doctor_result import OPS, Format, Mode, renderables
-from mprun.results.estimates import scaling_parts
+from mprun.results.estimates import estimate_scaling, scaling_parts
 from mprun.results.search_result import OpSearch, Proof
 from mprun.results.search_tables import answer_sentence, outcome_table, proof_lines, rows_table
 from tests.compare.folders import write_run
@@ -231,7 +230,7 @@ def scale_time(_: Example) -> str:
         compute_from="measured step",
         gather_dtype="bfloat16",
         reduce_dtype="float32",
-        nbytes=5_630_000,
+        sent_bytes=5_630_000,
         links=["nvlink4", "ethernet_10g", "ethernet_1g"],
     )
     return shown(scaling_parts(scaling))

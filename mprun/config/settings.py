@@ -21,8 +21,8 @@ from mprun.config.compose import parse
 from mprun.config.ranges import Count, NotNegative, Number, Positive, Share, WorldSize, ranges
 from mprun.config.reference import Field, walk
 from mprun.errors import UsageError, first_line, hint
-from mprun.records.data_sheets import LINK_BANDWIDTHS
 from mprun.records.mode_names import FURTHER_FORMATS
+from mprun.results.estimates import GPUS, LINK_BANDWIDTHS
 
 MARGIN, RELATIVE_MARGIN = 0.005, 0.02
 """Smaller differences do not matter: of accuracies; of losses, as a share of the baseline's."""
@@ -178,15 +178,8 @@ class DoubleSettings:
     """Share taken off the largest batch that fits."""
 
 
-class Gpu(Enum):
-    """GPUs whose published rates are known."""
-
-    rtx4090 = "rtx4090"
-    l40s = "l40s"
-    h100 = "h100"
-    h200 = "h200"
-    b200 = "b200"
-    mi300x = "mi300x"
+Gpu = Enum("Gpu", [(x, x) for x in GPUS])  # type: ignore[misc]
+"""GPUs whose published rates are known."""
 
 
 class PlannedParallel(Enum):
@@ -210,7 +203,7 @@ class DoctorSettings:
     """About how long rates are measured, in seconds; at least six rounds are made."""
     steps: Number = 40
     """Steps of a recipe that are timed; 0: none, its least time is computed from counts alone."""
-    gpus: list[Gpu] = field(default_factory=lambda: [Gpu.h100, Gpu.b200])
+    gpus: list[Gpu] = field(default_factory=lambda: [Gpu["h100"], Gpu["b200"]])
     """GPUs to predict the gains of formats for, where a recipe's device has no float8 products."""
     world_size: WorldSize = 1
     """With a recipe: estimate its step on this many processes, each with train.batch_size."""

@@ -12,9 +12,9 @@ A file and a pipe have no width: they get everything, and nothing is broken.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -46,16 +46,25 @@ class TableColumn:
     is_right: bool = False
     narrow: int = NARROW
     """The width that text keeps while columns can still be left out."""
+    cell: Callable[[Any], str] = str
+    """Makes the cell of one of the table's `rows`."""
 
 
-def text_column(heading: str, importance: int = ALWAYS, narrow: int = NARROW) -> TableColumn:
+def text_column(
+    heading: str,
+    importance: int = ALWAYS,
+    narrow: int = NARROW,
+    cell: Callable[[Any], str] = str,
+) -> TableColumn:
     """A column of names or sentences."""
-    return TableColumn(heading, importance, narrow=narrow)
+    return TableColumn(heading, importance, narrow=narrow, cell=cell)
 
 
-def figure_column(heading: str, importance: int = ALWAYS) -> TableColumn:
+def figure_column(
+    heading: str, importance: int = ALWAYS, cell: Callable[[Any], str] = str
+) -> TableColumn:
     """A column of figures: at the right, never broken."""
-    return TableColumn(heading, importance, is_text=False, is_right=True)
+    return TableColumn(heading, importance, is_text=False, is_right=True, cell=cell)
 
 
 class TableCell(NamedTuple):
@@ -93,15 +102,24 @@ class FittedTable:
     Args:
         title: a line above.
         columns: from left to right.
+        rows: objects that the columns make a row of cells of; `add_row` takes cells.
         elsewhere: where all columns and whole names are.
+        caption: a line below.
     """
 
     def __init__(
-        self, title: str, *columns: TableColumn, elsewhere: str = "the output into a pipe"
+        self,
+        title: str,
+        *columns: TableColumn,
+        rows: Iterable[object] = (),
+        elsewhere: str = "the output into a pipe",
+        caption: str = "",
     ) -> None:
-        self.columns, self.caption = columns, ""
+        self.columns, self.caption = columns, caption
         self._title, self._elsewhere = _without_controls(title), elsewhere
         self._rows: list[_TableRow] = []
+        for row in rows:
+            self.add_row(*(column.cell(row) for column in columns))
 
     def add_row(self, *cells: str | TableCell, style: str = "") -> None:
         """Add a row; a cell for each column."""

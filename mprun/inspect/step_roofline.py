@@ -5,12 +5,9 @@ its native one. Then steps are timed as a run times them, on one batch, without 
 Last, a few steps are taken op by op, each op timed by itself: that shows in which group the time
 above the least is spent.
 
-An estimate of a recipe's step on several processes, from its roofline in a single one.
-
-Whether formats of 8 bits or fewer pay for the linear layers of a recipe.
-
-The layers' shapes are those of one micro-batch's forward pass, on fake tensors where the model lets
-them; `mprun.doctor.format_gains` does the rest.
+From the same step follow estimates (`mprun.results.estimates`): the step on several processes, and
+whether formats of 8 bits or fewer pay for its linear layers, whose shapes are those of one
+micro-batch's forward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ from mprun.config.settings import DoctorSettings
 from mprun.console import ReportPart, report_nothing
 from mprun.console.fitted_table import FittedTable
 from mprun.data import Batch
-from mprun.doctor.format_gains import Shape, measured, predicted
-from mprun.doctor.measure import WORKING_SETS, measure_bandwidths
+from mprun.doctor.measure import WORKING_SETS, measure_bandwidths, measure_formats
 from mprun.doctor.roofline import (
     MachineRates,
     format_name,
@@ -48,7 +44,6 @@ from mprun.doctor.roofline import (
     roof_groups,
     what_holds,
 )
-from mprun.doctor.scaling import estimate_scaling, sent_bytes
 from mprun.errors import MprunError, RunFailedError
 from mprun.experiments.planned_run import PlannedRun, plan_run
 from mprun.inspect.machine_examination import examine
@@ -56,16 +51,20 @@ from mprun.numerics.op_cost import OpCost, count_costs
 from mprun.precision.gemms import fits, formatted_layers, linear_layers
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.precision.rates import in_threads
-from mprun.records.data_sheets import GPUS
 from mprun.records.run_record import StepTimes
 from mprun.results import Result
 from mprun.results.doctor_result import Examination, renderables
 from mprun.results.estimates import (
+    GPUS,
     NO_FORMATS,
     FormatGains,
     ScalingEstimate,
+    Shape,
+    estimate_scaling,
     format_parts,
+    predicted,
     scaling_parts,
+    sent_bytes,
 )
 from mprun.results.memory_result import ParallelKind
 from mprun.results.roofline_result import GROUPS, GroupName, Roofline, roofline_parts
@@ -303,7 +302,7 @@ def recipe_scaling(
         compute_from="least time" if measured_ms is None else "measured step",
         gather_dtype=plan.policy.compute_dtype if parallel == "fsdp2" else None,
         reduce_dtype=plan.policy.reduce_dtype,
-        nbytes=sent_bytes(parallel, world_size, parameters, gradients, plan.batch.accumulate),
+        sent_bytes=sent_bytes(parallel, world_size, parameters, gradients, plan.batch.accumulate),
         links=links,
     )
 
@@ -345,7 +344,7 @@ def recipe_formats(
     if not shapes:
         return []
     report("timing linear layers")
-    here = measured(shapes, planned.plan.device, converted)
+    here = measure_formats(shapes, planned.plan.device, converted)
     return [predicted(shapes, GPUS[gpu], converted) for gpu in gpus] if here is None else [here]
 
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mprun.cli.main import main
-from mprun.doctor.format_gains import Shape
 from mprun.inspect.step_roofline import layer_shapes, plan_step
+from mprun.results.estimates import Shape
 from tests.experiments.machine import measure_nothing
 
 pytestmark = pytest.mark.usefixtures("native_is_fast")
