@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor, nn
 
 from mprun.cli.main import main
 from mprun.config import compose
-from mprun.data import DataRequest
 from mprun.precision import Clip, DynamicLossScale, DynamicRule, EmulatedTf32, disable_casts
 from mprun.recipes.mnist import Mnist
 from mprun.records.run_record import LossScaleRow
 from tests.adversarial.recipe import WORDS, write_recipe
+from tests.parity.raw_loop import of_recipe, rmsprop
 from tests.reference_features import faulty
 from tests.reference_features.runs import (
     LINEAR,
@@ -33,25 +32,13 @@ from tests.reference_features.runs import (
 pytestmark = pytest.mark.usefixtures("native_is_fast", "one_traced_step", "quick_runs")
 
 STEPS = 5
-BATCH = 32
 
 
-def raw(region: Callable[[], torch.autocast], scaler: torch.amp.GradScaler) -> dict[str, Tensor]:
+def raw(low: torch.dtype | None, scaler: torch.amp.GradScaler | None = None) -> dict[str, Tensor]:
     """The weights of `STEPS` steps of the mnist recipe in PyTorch alone."""
-    recipe = Mnist(16)
-    data = recipe.data(DataRequest(source="generated", train_limit=160)).train
-    torch.manual_seed(0)
-    model = recipe.model()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, alpha=0.9, eps=1e-7)
-    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
-    for rows in order.split(BATCH)[:STEPS]:
-        optimizer.zero_grad()
-        with region():
-            output = model(recipe.prepare(data.inputs[rows]))
-        scaler.scale(recipe.loss(output.float(), (None, data.targets[rows]))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return dict(model.state_dict())
+    loop = of_recipe(Mnist(16), rmsprop, 32, STEPS, train_limit=160)
+    loop.train(low, scaler)
+    return dict(loop.model.state_dict())
 
 
 PLAIN = ["speed=plain", "data.validation_fraction=0", "train.optimizer.eps=1e-7"]
@@ -78,10 +65,7 @@ def test_b1_fp32_is_pytorch_s_float32_without_tf32(monkeypatch: pytest.MonkeyPat
     summary = run("precision=fp32", *PLAIN, steps=STEPS)
     assert summary.effective.tf32 is False
     assert set(seen) == {("ieee", "ieee", "ieee")}
-    expected = raw(
-        lambda: torch.autocast("cpu", enabled=False), torch.amp.GradScaler(enabled=False)
-    )
-    assert same(weights(), expected)
+    assert same(weights(), raw(None))
 
 
 def to_tf32(x: Tensor) -> Tensor:
@@ -109,8 +93,7 @@ def test_b2_tf32_rounds_the_inputs_of_matmuls_and_convolutions_and_is_put_back()
 def test_b3_fp16_with_a_dynamic_loss_scale_is_autocast_with_gradscaler() -> None:
     summary = run("precision=fp16_mixed", *PLAIN, "loss_scale.value=65536", steps=STEPS)
     assert summary.loss_scale.kind == "dynamic"
-    expected = raw(lambda: torch.autocast("cpu", torch.float16), torch.amp.GradScaler("cpu"))
-    assert same(weights(), expected)
+    assert same(weights(), raw(torch.float16, torch.amp.GradScaler("cpu")))
 
 
 def test_b3_two_optimizers_share_one_loss_scale() -> None:
@@ -130,8 +113,7 @@ def test_b3_two_optimizers_share_one_loss_scale() -> None:
 def test_b4_bf16_is_autocast_without_a_scale() -> None:
     summary = run("precision=bf16_mixed", *PLAIN, steps=STEPS)
     assert summary.loss_scale == LossScaleRow(kind="none", initial=1.0, final=1.0)
-    off = torch.amp.GradScaler(enabled=False)
-    assert same(weights(), raw(lambda: torch.autocast("cpu", torch.bfloat16), off))
+    assert same(weights(), raw(torch.bfloat16))
 
 
 def test_b5_regions_and_named_modules_stay_out_of_autocast() -> None:
