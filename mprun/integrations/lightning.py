@@ -67,7 +67,7 @@ class MprunCallback(TrainerRecord, Callback):  # type: ignore[misc]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if (run := self.running) is not None:
-            run.on_other_call()
+            run.on_evaluation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking:

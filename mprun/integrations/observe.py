@@ -9,7 +9,7 @@
             run.log(loss=loss)          # optional: what `mprun compare` judges by
     print(run)
 
-The loop's own calls are followed by hooks (`step_hooks`), and no bit of the training changes. The
+The loop's own calls are followed by hooks (`StepHooks`), and no bit of the training changes. The
 folder holds the record of a run: step times, waits for data, page faults, memory, skipped steps,
 the dtypes in use, the audit of them, and the values that the loop logs. `mprun compare` reads it.
 
@@ -27,7 +27,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,17 +54,16 @@ from mprun.integrations.observed_record import (
     set_variant,
     split_of,
 )
-from mprun.integrations.step_hooks import (
-    StepHooks,
+from mprun.integrations.step_probes import (
     StepProbes,
     all_finite,
-    entries,
     gradients,
     gradients_by_name,
 )
-from mprun.integrations.step_hooks import nonfinite_names as names_of
+from mprun.integrations.step_probes import nonfinite_names as names_of
 from mprun.numerics.audit import Audit
 from mprun.numerics.nonfinite.step_capture import StepCapture
+from mprun.numerics.step_events import StepHooks, StepListener, entries, plain_optimizers
 from mprun.precision import Precision
 from mprun.records.run_record import Metric, Summary
 from mprun.train.clock import StepTime, clock_for
@@ -96,7 +95,7 @@ class NonfiniteStep:
     """The saved step, for `mprun replay`."""
 
 
-class Observation:
+class Observation(StepListener):
     """What `mprun.observe` yields; its arguments are those of `observe`.
 
     Attributes:
@@ -126,6 +125,9 @@ class Observation:
         self._probes = StepProbes(model, optimizers, memory)
         self._clock, self._watch = clock_for(self._device), Stopwatch()
         self._capture = StepCapture(model, optimizers) if on_nonfinite == "save" else None
+        # before it: what the capture does at a call is not part of the step's time
+        listeners = [self] if self._capture is None else [self._capture, self]
+        self._hooks = StepHooks(model, optimizers, listeners)
         row = observed_row(model, optimizers, self._probes.autocast.dtypes, precision)
         mode = mode_name(row) if precision is None else precision.policy.name
         self.summary: Summary = first_summary(model, optimizers, row, mode, name, seed, metric)
@@ -187,16 +189,16 @@ class Observation:
 
     def begin_step(self) -> None:
         """The batch is ready: for loops that know; else the model's first call begins the step."""
-        raise NotImplementedError  # set by `observe`
+        self._hooks.begin_step()
 
     def begin_call(self, batch: Any) -> None:
         """A micro-batch is ready: for loops that know, and may not call the model itself."""
-        raise NotImplementedError  # set by `observe`
+        self._hooks.begin_call(batch)
 
     def __str__(self) -> str:
         return report_text(self.summary, self.audit, self.nonfinite, self._probes.notes)
 
-    # ---- StepEvents ------------------------------------------------------------------------------
+    # ---- StepListener ----------------------------------------------------------------------------
 
     def on_step_begin(self) -> None:
         now = self._watch.switch("logging")
@@ -212,13 +214,13 @@ class Observation:
         self._watch.switch("compute")
         self._clock.start()
 
-    def on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_micro_batch(self, inputs: tuple[Any, Any]) -> None:
         assert self._current is not None
         self._current.calls += 1
-        self._current.samples += samples_of(args) or samples_of(kwargs)
-        self._probes.on_call(self._current.step)
+        self._current.samples += samples_of(inputs)
+        self._probes.on_micro_batch(self._current.step)
 
-    def on_other_call(self) -> None:
+    def on_evaluation(self) -> None:
         if self._current is None and self._ended_at is not None:
             self._ended_at = None
             self._watch.switch("evaluation")
@@ -232,10 +234,10 @@ class Observation:
         finite = math.isfinite(float(loss)) if loss.is_cpu else loss.isfinite()
         self._current.finite.append(finite)
 
-    def on_gradients(self, optimizer: Optimizer) -> None:
+    def on_update_begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current
         assert step is not None
-        self._probes.on_gradients(step.step, optimizer)
+        self._probes.on_update_begin(step.step, optimizer)
         if self._on_nonfinite == "off" or self.nonfinite is not None:
             return
         if self._check_loss(step):
@@ -265,8 +267,8 @@ class Observation:
             self._unread += [(step.step, x, LOSS) for x in step.finite if isinstance(x, Tensor)]
         return False
 
-    def on_updated(self, optimizer: Optimizer) -> None:
-        self._probes.on_updated(optimizer)
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        self._probes.on_update_end(optimizer)
 
     def on_step_end(self, skipped: bool) -> None:
         self._clock.stop()
@@ -294,10 +296,9 @@ class Observation:
         """The record is begun, and ended with the status of what runs inside."""
         self._record.config(self._config)
         self._record.summary()
-        if self._capture is not None:
-            self._capture.attach()
         try:
-            yield
+            with self._hooks.attached():
+                yield
         except KeyboardInterrupt:
             self.summary.status, self.summary.error = "interrupted", "Ctrl-C"
             raise
@@ -314,7 +315,7 @@ class Observation:
         self._watch.switch("logging")
         self._probes.close()
         if self._capture is not None:
-            self._capture.close()
+            self._capture.next_step()
         with contextlib.suppress(RuntimeError):  # a device that failed cannot be read
             self._write()
         summary = self.summary
@@ -452,6 +453,8 @@ def observe(
             and not the training.
     """
     optimizers = plain_optimizers(optimizer)
+    if not optimizers:
+        raise ValueError("there is no optimizer: name the one that trains the model")
     if on_nonfinite not in ON_NONFINITE:
         raise ValueError(f"on_nonfinite={on_nonfinite!r}; legal: {', '.join(ON_NONFINITE)}")
     if on_nonfinite == "save" and entries(original_module(model)) != [original_module(model)]:
@@ -470,32 +473,5 @@ def observe(
         on_nonfinite,
         precision,
     )
-    with ExitStack() as stack:
-        stack.enter_context(run.recorded())
-        hooks = StepHooks(model, optimizers, run)
-        run.begin_step = hooks.begin_step  # type: ignore[method-assign]
-        run.begin_call = hooks.begin_call  # type: ignore[method-assign]
-        stack.enter_context(hooks.attached())
+    with run.recorded():
         yield run
-
-
-def plain_optimizers(given: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
-    """The optimizers, without the wrappers of Accelerate and Lightning.
-
-    Raises:
-        TypeError, ValueError: one is no optimizer, or there is none.
-    """
-    every = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else given
-    unwrapped = [_unwrapped(x) for x in every]
-    for x in unwrapped:
-        if not isinstance(x, Optimizer):
-            raise TypeError(f"optimizer is {type(x).__name__}; legal: an optimizer, or several")
-    if not unwrapped:
-        raise ValueError("there is no optimizer: name the one that trains the model")
-    return list(dict.fromkeys(unwrapped))
-
-
-def _unwrapped(optimizer: object) -> Optimizer:
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer  # type: ignore[return-value]

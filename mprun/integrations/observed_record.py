@@ -18,7 +18,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import nan
+from math import ceil, isfinite, nan
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ from mprun._torch import is_compiled, original_module
 from mprun.doctor.heap import allocator
 from mprun.errors import UsageError
 from mprun.integrations.observed_precision import device_of
-from mprun.integrations.step_hooks import LastPart, last_steps
 from mprun.numerics.audit import Audit
 from mprun.precision import NativeArithmetic
 from mprun.records.files import write_atomic
@@ -257,6 +256,62 @@ def scores_of(values: Mapping[str, float]) -> Scores:
     return Scores(
         loss=values.get("loss"), accuracy=values.get("accuracy"), samples=None, metrics=rest or None
     )
+
+
+SHARE, MIN_STEPS = 0.1, 20
+
+
+def last_steps(steps: int) -> int:
+    """How many steps of a training with so many are its last part."""
+    return min(steps, max(MIN_STEPS, ceil(steps * SHARE)))
+
+
+class LastPart:
+    """Follows the steps to the end of a training."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._skipped_from: int | None = None
+        """The first of the steps that were skipped, all of them since."""
+        self._broken_from: int | None = None
+        """The first step whose loss was not finite, as no known loss has been since."""
+        self._broken_loss = 0.0
+        self._took_broken = False
+        """Whether a step with such a loss was taken."""
+
+    def add(self, step: int, loss: float | None, skipped: bool) -> None:
+        """The next step.
+
+        Args:
+            step: its number.
+            loss: NaN or infinite where any loss was; None where it is not known.
+            skipped: whether the loss scale skipped it.
+        """
+        self._steps = step
+        self._skipped_from = (self._skipped_from or step) if skipped else None
+        if loss is None:
+            return
+        if isfinite(loss):
+            self._broken_from, self._took_broken = None, False
+            return
+        self._broken_from, self._broken_loss = self._broken_from or step, loss
+        self._took_broken |= not skipped
+
+    def failure(self) -> str:
+        """Why the model does not train at the end; empty if it does."""
+        last, least = self._steps, last_steps(self._steps)
+        since = self._broken_from
+        if since is not None and (self._took_broken or last - since + 1 >= least):
+            skipped = "" if self._took_broken else "; the loss scale skips them, and cannot help"
+            where = f"from step {since} to" if since < last else "at"
+            return f"the loss is {self._broken_loss} {where} the last step, {last}{skipped}"
+        since = self._skipped_from
+        if since is not None and last - since + 1 >= least:
+            return (
+                f"no step was taken from step {since} to the last one, {last}: their gradients "
+                "overflowed, and the loss scale skipped them"
+            )
+        return ""
 
 
 def samples_of(args: Any) -> int:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from mprun.integrations.observe import Observation, observe, plain_optimizers
+from mprun.integrations.observe import Observation, observe
 from mprun.numerics.nonfinite import NonfiniteReport, finding_lines, fp_exceptions
+from mprun.numerics.step_events import plain_optimizers
 
 logger = logging.getLogger("mprun")
 

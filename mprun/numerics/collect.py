@@ -45,7 +45,8 @@ from mprun.numerics.loss_scale_advice import (
     judge,
     recommend,
 )
-from mprun.numerics.op_watcher import StepListener, tensors_of
+from mprun.numerics.op_watcher import tensors_of
+from mprun.numerics.step_events import StepListener
 from mprun.numerics.updates import (
     ExactUpdate,
     LostUpdates,

@@ -36,7 +36,8 @@ from torch.autograd.graph import Node
 
 from mprun._torch import node_number, outside_of_modes
 from mprun.numerics.histograms import BLOCK, Histogram
-from mprun.numerics.op_watcher import StepListener, StepTracker, tensors_of
+from mprun.numerics.op_watcher import tensors_of
+from mprun.numerics.step_events import StepListener, StepTracker
 from mprun.numerics.tolerance import ratio_db
 from mprun.precision.formats import (
     BF16,

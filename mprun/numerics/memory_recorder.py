@@ -48,11 +48,9 @@ from mprun._torch import (
     without_compiled_code,
 )
 from mprun.numerics.op_watcher import (
-    OpContext,
     OpFault,
     OpWatcher,
     RunOp,
-    StepListener,
     floating_dtypes,
     tensors_of,
 )
@@ -63,6 +61,7 @@ from mprun.numerics.process_memory import (
     ProcessRule,
     StepMemory,
 )
+from mprun.numerics.step_events import OpContext, StepListener
 
 INPUTS, LOSS, OPTIMIZER = "(inputs)", "(loss)", "(optimizer)"
 """Owners that are no modules; `(loss)` is everything outside of model and optimizer."""

@@ -46,7 +46,8 @@ from torch.utils.flop_counter import flop_registry
 
 from mprun._torch import in_backward, op_name, schema_of, storage_key
 from mprun.numerics.memory_recorder import NO_OPS
-from mprun.numerics.op_watcher import OpWatcher, RunOp, StepListener, tensors_of
+from mprun.numerics.op_watcher import OpWatcher, RunOp, tensors_of
+from mprun.numerics.step_events import StepListener
 from mprun.results.roofline_result import GroupName
 
 OVERWRITES = frozenset(

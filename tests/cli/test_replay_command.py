@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from mprun.cli.main import main
-from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.train.torch_file import load_torch_file
 from tests.cli.processes import Forking
+from tests.numerics.nonfinite import capturing
 from tests.numerics.nonfinite.loops_with_nan import PLANTED, SCRIPTS, train, write
 
 EXPECTED = {
@@ -108,13 +108,11 @@ def saved_of_recipe(batch: bool) -> None:
     exec(RECIPE, names)
     model: nn.Module = names["model"]()  # type: ignore[operator]
     x, y = torch.rand(6, 4), torch.zeros(6, 2)
-    capture = StepCapture(model, [])
-    capture.attach()
-    if batch:
-        capture.note_batch([x, y])
-    names["loss"](model(x), (x, y)).backward()  # type: ignore[operator]
-    capture.save(Path("step.pt"), 3, "x")
-    capture.close()
+    with capturing(model) as capture:
+        if batch:
+            capture.note_batch([x, y])
+        names["loss"](model(x), (x, y)).backward()  # type: ignore[operator]
+        capture.save(Path("step.pt"), 3, "x")
 
 
 def test_a_recipe_gives_model_and_loss(capsys: pytest.CaptureFixture[str]) -> None:

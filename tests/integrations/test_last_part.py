@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mprun
 from mprun.cli.main import main
 from mprun.inspect.replay import read_step
-from mprun.integrations.step_hooks import LastPart, last_steps
+from mprun.integrations.observed_record import LastPart, last_steps
 from mprun.numerics.nonfinite.step_replay import replay
 from mprun.records.run_record import read_summary
 

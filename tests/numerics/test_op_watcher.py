@@ -12,7 +12,8 @@ from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from mprun.numerics.op_watcher import PHASES, OpRecorder, RecordedOp
+from mprun.numerics.op_watcher import OpRecorder, RecordedOp
+from mprun.numerics.step_events import PHASES
 from mprun.precision import EmulatedTf32, WrappedArithmetic
 
 WIDTH = 4

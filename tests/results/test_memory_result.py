@@ -19,7 +19,7 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.numerics.op_watcher import PHASES
+from mprun.numerics.step_events import PHASES
 from mprun.records.run_record import MEMORY_CATEGORIES
 from mprun.report.plots.measurement_plots import SHADED, memory_plot, stretches, thinned
 from mprun.report.theme import LIGHT

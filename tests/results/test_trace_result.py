@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mprun.console import print_table
 from mprun.console.fitted_table import FittedTable
-from mprun.numerics.op_watcher import PHASES as OBSERVED
+from mprun.numerics.step_events import PHASES as OBSERVED
 from mprun.results.trace_result import (
     MAX_KINDS,
     PHASES,

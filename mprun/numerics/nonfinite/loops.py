@@ -40,7 +40,7 @@ from mprun.numerics.nonfinite.step_monitor import (
     StepMonitor,
     StepOutcome,
 )
-from mprun.numerics.op_watcher import StepListener
+from mprun.numerics.step_events import StepListener, plain_optimizers
 from mprun.precision import (
     Arithmetic,
     Caster,
@@ -100,7 +100,7 @@ def fp_exceptions(
         TypeError: `optimizer` is something else.
         ValueError: another action.
     """
-    optimizers = _optimizers(optimizer)
+    optimizers = plain_optimizers(optimizer)
     monitor = StepMonitor(model, optimizers, Response(action, halt_after), saturates)
     loop, watcher = _Loop(monitor, optimizers, first_step), monitor.watcher
     if any(map(is_compiled, model.modules())):
@@ -114,21 +114,11 @@ def fp_exceptions(
         loop.end_step()
 
 
-def _optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """The optimizers, each once, in order."""
-    if given is None or isinstance(given, Optimizer):
-        return [] if given is None else [given]
-    every = list(given) if isinstance(given, Iterable) else [given]
-    for x in every:
-        if not isinstance(x, Optimizer):
-            raise TypeError(
-                f"optimizer holds {type(x).__name__}; legal: an optimizer, several, or None"
-            )
-    return list(dict.fromkeys(every))
-
-
 class _Loop(StepListener):
-    """Recognises by hooks where steps begin and end."""
+    """Knows where the steps of an inspected loop begin and end.
+
+    `StepHooks` ends a step when each optimizer has stepped. Here optimizers may take turns.
+    """
 
     def __init__(
         self, monitor: StepMonitor, optimizers: Sequence[Optimizer], first_step: int

@@ -37,11 +37,9 @@ from torch.optim import Optimizer
 
 from mprun import __version__
 from mprun._torch import (
-    compiles_itself,
     copy_all,
     dispatch_modes,
     function_modes,
-    in_backward,
     original_module,
     outside_of_modes,
     own_buffers,
@@ -61,6 +59,7 @@ from mprun.numerics.nonfinite.saved_step import (
     random_snapshot,
 )
 from mprun.numerics.op_watcher import dtype_name
+from mprun.numerics.step_events import StepListener
 from mprun.records.files import write_atomic
 
 SMALL_BYTES = 2**16
@@ -89,8 +88,8 @@ class ObservedCall:
     """Per tensor in the output that needs a gradient: those that arrived."""
 
 
-class StepCapture:
-    """Remembers the current step of a loop, and saves it on demand.
+class StepCapture(StepListener):
+    """Remembers the current step of a loop that `StepHooks` follows, and saves it on demand.
 
     Args:
         model: the module that the loop calls.
@@ -98,7 +97,7 @@ class StepCapture:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._called, self._optimizers = model, optimizers
+        self._optimizers = optimizers
         self._model = original_module(model)
         devices = dict.fromkeys(p.device for p in model.parameters())
         self._devices = list(devices) or [torch.device("cpu")]
@@ -110,28 +109,8 @@ class StepCapture:
         self._seen = 0
         """Calls of this step."""
         self._open: ObservedCall | None = None
-        self._training: bool | None = None
-        """The mode of the first call with gradients: others are evaluations."""
-        self._handles: list[Any] = []
         self._of_leaves: list[Any] = []
         """Handles of hooks on outputs that are parameters, which outlast the step."""
-
-    def attach(self) -> None:
-        """Begin to remember; the model is called through its hooks from now on."""
-        before, after = self._before, self._after
-        if compiles_itself(self._called):  # a hook is no part of the compiled code
-            before, after = torch.compiler.disable(before), torch.compiler.disable(after)
-        self._handles = [
-            self._called.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            self._called.register_forward_hook(after),
-        ]
-
-    def close(self) -> None:
-        """Remove the hooks, and forget the step."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self.next_step()
 
     def next_step(self) -> None:
         """The step is over: forget it."""
@@ -177,17 +156,10 @@ class StepCapture:
             torch.save(self._saved(step, reason, autocast).as_plain(), buffer)
         write_atomic(path, buffer.getvalue())
 
-    # ---- hooks -----------------------------------------------------------------------------------
+    # ---- StepListener ----------------------------------------------------------------------------
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._open = None
-        if not torch.is_grad_enabled() or in_backward():
-            return
-        if self._training is None:
-            self._training = module.training
-        if module.training != self._training:
-            return
-        self._open = self._call(args, kwargs)
+    def on_forward_begin(self, path: str, inputs: tuple[Any, Any]) -> None:
+        self._open = self._call(*inputs)
         self._calls.append(self._open)
         self._seen += 1
 
@@ -205,11 +177,11 @@ class StepCapture:
             [],
         )
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def on_forward_end(self, path: str, outputs: Any) -> None:
         call, self._open = self._open, None
-        if call is None:
+        if call is None:  # the step ended inside of the call
             return
-        for x in all_tensors(output):
+        for x in all_tensors(outputs):
             call.has_nan.append(_has_nan(x.detach()))
             if x.requires_grad:
                 arrived: list[Tensor] = []

@@ -32,7 +32,7 @@ from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.nonfinite.fp_exception import FpException, NonfiniteReport
 from mprun.numerics.nonfinite.saved_step import SavedCall, SavedStep, restore_random, unsaved_types
 from mprun.numerics.nonfinite.step_monitor import StepMonitor
-from mprun.numerics.op_watcher import StepListener
+from mprun.numerics.step_events import StepListener
 
 StepFunction = Callable[[nn.Module, Any], Any]
 """`step(model, batch)`: runs the model on a batch and returns the loss, or goes backward itself."""

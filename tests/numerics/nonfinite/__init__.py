@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
 from mprun.numerics.nonfinite.fp_exception import FpException, PastOp, TensorStats
+from mprun.numerics.nonfinite.step_capture import StepCapture
+from mprun.numerics.step_events import StepHooks
 
 
 def exception(**fields: Any) -> FpException:
@@ -28,3 +35,11 @@ def exception(**fields: Any) -> FpException:
         "reached_count": 2,
     }
     return FpException(**{**given, **fields})
+
+
+@contextmanager
+def capturing(model: nn.Module, *optimizers: Optimizer) -> Iterator[StepCapture]:
+    """The capture of a loop's steps, which follows the model while this is entered."""
+    capture = StepCapture(model, optimizers)
+    with StepHooks(model, optimizers, [capture]).attached():
+        yield capture

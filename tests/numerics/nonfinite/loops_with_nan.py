@@ -7,6 +7,7 @@ with a gradient that is not finite.
 from __future__ import annotations
 
 import runpy
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mprun.numerics.nonfinite.step_capture import StepCapture
+from tests.numerics.nonfinite import capturing
 
 PLANTED = 37
 START = """
@@ -108,23 +109,21 @@ def train(
     torch.manual_seed(0)
     model: nn.Module = names["model"]()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    capture = StepCapture(model, [optimizer])
-    if file is not None:
-        capture.attach()
     batches = names["batches"]()
-    for step in range(1, steps + 1):
-        optimizer.zero_grad()
-        for one in islice(batches, names["CALLS"]):
-            if batch:
-                capture.note_batch(one)
-            with torch.autocast("cpu", torch.bfloat16, enabled=names["CASTS"]):
-                loss = names["step"](model, one)
-            loss.backward()
-        if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
-            if file is not None:
-                capture.save(file, step, "a gradient is not finite")
-            break
-        optimizer.step()
-        capture.next_step()
-    capture.close()
+    with nullcontext() if file is None else capturing(model, optimizer) as capture:
+        for step in range(1, steps + 1):
+            optimizer.zero_grad()
+            for one in islice(batches, names["CALLS"]):
+                if capture and batch:
+                    capture.note_batch(one)
+                with torch.autocast("cpu", torch.bfloat16, enabled=names["CASTS"]):
+                    loss = names["step"](model, one)
+                loss.backward()
+            if not all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None):
+                if capture and file:
+                    capture.save(file, step, "a gradient is not finite")
+                break
+            optimizer.step()
+            if capture:
+                capture.next_step()
     return step, model

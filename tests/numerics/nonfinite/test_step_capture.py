@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.saved_step import UNSAVED, SavedStep, UnsavableModelError
 from mprun.numerics.nonfinite.step_capture import SMALL_BYTES, StepCapture
+from tests.numerics.nonfinite import capturing
 from tests.numerics.nonfinite.loops_with_nan import SCRIPTS, train, write
 
 FILE = Path("step.pt")
@@ -25,12 +26,10 @@ FILE = Path("step.pt")
 
 def captured(model: nn.Module, *calls: tuple[Any, ...], **named: Any) -> SavedStep:
     """The file of a step with these calls."""
-    capture = StepCapture(model, [torch.optim.SGD(model.parameters())])
-    capture.attach()
-    for args in calls:
-        model(*args, **named)
-    capture.save(FILE, 5, "why")
-    capture.close()
+    with capturing(model, torch.optim.SGD(model.parameters())) as capture:
+        for args in calls:
+            model(*args, **named)
+        capture.save(FILE, 5, "why")
     return read_step(FILE)
 
 
@@ -45,16 +44,9 @@ def test_training_is_bit_equal_with_and_without_it(name: str) -> None:
     assert all(torch.equal(a.grad.nan_to_num(), b.grad.nan_to_num()) for a, b in grads)  # type: ignore[union-attr]
 
 
-def test_it_leaves_no_hook_and_no_reference() -> None:
-    model = nn.Linear(2, 2)
-    capture = StepCapture(model, [])
-    capture.attach()
-    model(torch.ones(1, 2))
-    capture.close()
-    assert not model._forward_pre_hooks
-    assert not model._forward_hooks
+def test_a_step_without_a_call_is_not_saved() -> None:
     with pytest.raises(ValueError, match="step 1 cannot be saved: the model was not called in it"):
-        capture.save(FILE, 1, "x")
+        StepCapture(nn.Linear(2, 2), []).save(FILE, 1, "x")
 
 
 class Rows(NamedTuple):
@@ -130,50 +122,47 @@ def test_buffers_are_those_from_before_the_first_call() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     large = torch.zeros(SMALL_BYTES // 4 + 1)
     model.register_buffer("large", large, persistent=False)
-    capture = StepCapture(model, [])
-    capture.attach()
-    for step in range(3):
-        before = {k: x.clone() for k, x in model.named_buffers()}
-        for _ in range(2):
-            model(torch.randn(4, 2))
-        large += step
-        capture.save(FILE, step, "x")
-        saved = read_step(FILE).buffers
-        assert saved.keys() == before.keys()
-        assert all(torch.equal(saved[k], x) for k, x in before.items())
-        capture.next_step()
-    model[0].running_mean = torch.full((2,), 7.0)  # another tensor
-    model(torch.randn(4, 2))
-    capture.save(FILE, 4, "x")
-    assert read_step(FILE).buffers["0.running_mean"].tolist() == [7, 7]
+    with capturing(model) as capture:
+        for step in range(3):
+            before = {k: x.clone() for k, x in model.named_buffers()}
+            for _ in range(2):
+                model(torch.randn(4, 2))
+            large += step
+            capture.save(FILE, step, "x")
+            saved = read_step(FILE).buffers
+            assert saved.keys() == before.keys()
+            assert all(torch.equal(saved[k], x) for k, x in before.items())
+            capture.next_step()
+        model[0].running_mean = torch.full((2,), 7.0)  # another tensor
+        model(torch.randn(4, 2))
+        capture.save(FILE, 4, "x")
+        assert read_step(FILE).buffers["0.running_mean"].tolist() == [7, 7]
 
 
 def test_an_input_changed_in_place_is_noted() -> None:
     model, x = nn.Linear(2, 1), torch.ones(1, 2)
     assert not captured(model, (x,)).notes
-    capture = StepCapture(model, [])
-    capture.attach()
-    model(x)
-    x.zero_()
-    capture.save(FILE, 1, "x")
-    assert read_step(FILE).notes == [
-        "tensor 0 of the model's inputs in call 1 was changed in place after the call: the changed "
-        "values are saved"
-    ]
+    with capturing(model) as capture:
+        model(x)
+        x.zero_()
+        capture.save(FILE, 1, "x")
+        assert read_step(FILE).notes == [
+            "tensor 0 of the model's inputs in call 1 was changed in place after the call: the "
+            "changed values are saved"
+        ]
 
 
 def test_evaluations_and_recomputations_are_no_calls() -> None:
     model = nn.Linear(2, 1)
-    capture = StepCapture(model, [])
-    capture.attach()
-    x = torch.ones(1, 2)
-    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
-    with torch.no_grad():
+    with capturing(model) as capture:
+        x = torch.ones(1, 2)
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            model(x)
+        model.eval()
         model(x)
-    model.eval()
-    model(x)
-    capture.save(FILE, 1, "x")
-    assert len(read_step(FILE).calls) == 1
+        capture.save(FILE, 1, "x")
+        assert len(read_step(FILE).calls) == 1
 
 
 def test_a_parameter_that_is_returned_gets_no_lasting_hook() -> None:
@@ -186,35 +175,34 @@ def test_a_parameter_that_is_returned_gets_no_lasting_hook() -> None:
             return x * self.scale, self.scale
 
     model = Clip()
-    capture = StepCapture(model, [])
-    capture.attach()
-    for _ in range(3):
-        model(torch.ones(1))
-        capture.next_step()
-    assert not model.scale._backward_hooks
+    with capturing(model) as capture:
+        for _ in range(3):
+            model(torch.ones(1))
+            capture.next_step()
+        assert not model.scale._backward_hooks
 
 
 def test_gradients_of_all_backward_passes_are_saved() -> None:
     model = nn.Linear(2, 1)
-    capture = StepCapture(model, [])
-    capture.attach()
-    out = model(torch.ones(1, 2))
-    out.sum().backward(retain_graph=True)
-    (3 * out).sum().backward(create_graph=True)
-    capture.save(FILE, 1, "x")
-    (arrived,) = read_step(FILE).calls[0].output_grads
-    assert [g.item() for g in arrived] == [1, 3]
+    with capturing(model) as capture:
+        out = model(torch.ones(1, 2))
+        out.sum().backward(retain_graph=True)
+        (3 * out).sum().backward(create_graph=True)
+        capture.save(FILE, 1, "x")
+        (arrived,) = read_step(FILE).calls[0].output_grads
+        assert [g.item() for g in arrived] == [1, 3]
 
 
 def test_a_parameter_of_another_kind_is_refused() -> None:
     model = nn.Linear(2, 1)
-    capture = StepCapture(model, [])
-    capture.attach()
-    model(torch.ones(1, 2))
-    model.weight = nn.Parameter(torch.ones(1, 2).to_sparse())  # as a sharded one would be
-    with pytest.raises(UnsavableModelError, match="weight is a Parameter, which cannot be saved"):
-        capture.save(FILE, 1, "x")
-    assert not FILE.exists()
+    with capturing(model) as capture:
+        model(torch.ones(1, 2))
+        model.weight = nn.Parameter(torch.ones(1, 2).to_sparse())  # as a sharded one would be
+        with pytest.raises(
+            UnsavableModelError, match="weight is a Parameter, which cannot be saved"
+        ):
+            capture.save(FILE, 1, "x")
+        assert not FILE.exists()
 
 
 class MadeBytes(TorchDispatchMode):
@@ -235,9 +223,8 @@ class MadeBytes(TorchDispatchMode):
 def test_a_call_copies_neither_its_batch_nor_the_weights() -> None:
     """Either has 4 MB; a state of the random generator, 5 KB, is kept."""
     model, x = nn.Linear(1000, 1000), torch.zeros(1000, 1000)
-    capture = StepCapture(model, [])
-    capture.attach()
-    with MadeBytes() as made:
-        capture._before(model, (x,), {})
-        capture.next_step()
-    assert made.nbytes < 20_000
+    with capturing(model) as capture:
+        with MadeBytes() as made:
+            capture.on_forward_begin("", ((x,), {}))
+            capture.next_step()
+        assert made.nbytes < 20_000

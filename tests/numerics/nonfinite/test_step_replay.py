@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mprun.inspect.replay import read_step
 from mprun.numerics.nonfinite.fp_exception import FpException
-from mprun.numerics.nonfinite.step_capture import StepCapture
 from mprun.numerics.nonfinite.step_replay import ReplayedStep, StepMisfitError, replay
+from tests.numerics.nonfinite import capturing
 
 FILE = Path("step.pt")
 
@@ -83,13 +83,11 @@ LOOPS: list[tuple[type[nn.Module], Callable[[nn.Module, Tensor], None]]] = [
 def saved_by(
     model: nn.Module, loop: Callable[[nn.Module, Tensor], Any], batch: Any = None, x: Any = None
 ) -> None:
-    capture = StepCapture(model, [torch.optim.SGD(model.parameters())])
-    capture.attach()
-    if batch is not None:
-        capture.note_batch(batch)
-    loop(model, torch.randn(6, 4) if x is None else x)
-    capture.save(FILE, 7, "x")
-    capture.close()
+    with capturing(model, torch.optim.SGD(model.parameters())) as capture:
+        if batch is not None:
+            capture.note_batch(batch)
+        loop(model, torch.randn(6, 4) if x is None else x)
+        capture.save(FILE, 7, "x")
 
 
 def cause_of(done: ReplayedStep) -> FpException:

@@ -1,0 +1,200 @@
+"""What is looked at in single steps of a loop, and whether its gradients are finite.
+
+Nothing of the start is timed:
+
+    step 1        the state of autocast at every layer
+    step 2        the casts of the model's first call; the audit, where the gradients are complete
+    steps 3, 4    memory op by op, if it is asked for; optimizers have made their state by then
+
+Whether gradients are finite is asked in every step, at a price that a training does not notice:
+every gradient is read once. The sum of its squares (of its values in 16 bits) is finite only if
+each value is. A sum may overflow without a fault, so an alarm is confirmed value by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from math import isfinite
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun._torch import (
+    is_compiled,
+    storage_key,
+    tree_leaves,
+)
+from mprun.errors import first_line
+from mprun.integrations.observed_precision import AutocastReader
+from mprun.numerics.audit import Audit, audit
+from mprun.numerics.cast_counts import CastCounts
+from mprun.numerics.memory_recorder import MemoryRecorder
+from mprun.numerics.step_events import entries
+
+
+def gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that an optimizer's next step reads."""
+    held = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [_values(g) for g in held if g is not None]
+
+
+def all_finite(tensors: list[Tensor]) -> Tensor | bool:
+    """Whether every value is finite; False, too, where a sum overflows.
+
+    A boolean on the CPU; elsewhere a tensor, which is read later so that nothing waits for it.
+    """
+    with torch.no_grad():
+        if all(x.is_cpu for x in tensors):
+            return isfinite(sum([float(_sum(x)) for x in tensors]))
+        sums = [_sum(x).to(tensors[0].device, torch.float32) for x in tensors]
+        return torch.stack(sums).isfinite().all()
+
+
+def _sum(x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.is_contiguous():
+        flat = x.view(-1)
+        return flat.dot(flat)
+    return x.sum(dtype=torch.float32)
+
+
+def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> Iterator[str]:
+    """The names of those with a NaN or an infinity, value by value."""
+    for name, x in tensors.items():
+        if x is not None and x.is_floating_point() and not _values(x).isfinite().all():
+            yield name
+
+
+def gradients_by_name(model: nn.Module) -> dict[str, Tensor | None]:
+    """`gradient of fc1.weight` and so on."""
+    return {f"the gradient of {name}": p.grad for name, p in model.named_parameters()}
+
+
+def _values(x: Tensor) -> Tensor:
+    """The stored values of a sparse tensor."""
+    x = x.detach() if x.requires_grad else x
+    return x.coalesce().values() if x.is_sparse else x
+
+
+AUDITED_STEP = 2
+RECORDED_STEPS = (3, 4)
+
+
+class StepProbes:
+    """Looks at single steps.
+
+    Args:
+        model, optimizers: what trains.
+        memory: whether memory is counted by category.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[Optimizer], memory: bool) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._stack = ExitStack()
+        self._recorder: MemoryRecorder | None = None
+        self.autocast = AutocastReader(model)
+        self.audit: Audit | None = None
+        self.notes: list[str] = []
+        """What could not be looked at, and why."""
+        self.memory_bytes: dict[str, int] = {}
+        """Bytes by category at the larger peak of the recorded steps."""
+        self._gradient_bytes = 0
+        self._casts: CastCounts | None = None
+        self._recorded = RECORDED_STEPS if memory and self._can_record() else ()
+
+    def is_timed(self, step: int) -> bool:
+        """Whether nothing is looked at in this step."""
+        return step > AUDITED_STEP and step not in self._recorded
+
+    def before(self, step: int) -> None:
+        """The step number `step` is the next one: called before anything of it runs."""
+        if step == 1:
+            self._stack.enter_context(self.autocast.attached())
+        if step == AUDITED_STEP and not any(map(is_compiled, self._model.modules())):
+            self._casts = CastCounts(self._model)
+            self._stack.enter_context(self._casts.next_call(entries(self._model)))
+        if step in self._recorded:
+            self._record()
+
+    def on_micro_batch(self, step: int) -> None:
+        """The model is called in this step."""
+        if step == 1:
+            self.autocast.note()
+
+    def on_update_begin(self, step: int, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are complete."""
+        if self._recorder is not None:
+            self._recorder.tracker.begin_update()
+            self._recorder.on_update_begin(optimizer, (), {})
+        if step == AUDITED_STEP:
+            self._gradient_bytes += _bytes(gradients(optimizer))
+            self._audit(optimizer)
+
+    def on_update_end(self, optimizer: Optimizer) -> None:
+        """An update is done."""
+        if self._recorder is not None:
+            self._recorder.tracker.end_update()
+            self._recorder.on_update_end(optimizer)
+
+    def after(self, step: int) -> None:
+        """The step is over."""
+        if step <= AUDITED_STEP or step in self._recorded:
+            self.close()
+
+    def bytes_by_category(self) -> dict[str, int]:
+        """Bytes by category: at the peak, if memory was recorded, else of what outlives a step."""
+        if self.memory_bytes:
+            return self.memory_bytes
+        states = [x for optimizer in self._optimizers for x in optimizer.state.values()]
+        return {
+            "parameters": _bytes(self._model.parameters()),
+            "buffers": _bytes(self._model.buffers()),
+            "gradients": self._gradient_bytes,
+            "optimizer_state": _bytes(x for x in tree_leaves(states) if isinstance(x, Tensor)),
+        }
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stack.close()
+        if self._recorder is not None:
+            totals = self._recorder.step_memory().totals
+            if totals["peak"] > self.memory_bytes.get("peak", 0):
+                self.memory_bytes = totals
+            self._recorder = None
+
+    def _can_record(self) -> bool:
+        reason = ""
+        if len(self._optimizers) > 1:
+            reason = "there are several optimizers"
+        elif any(map(is_compiled, self._model.modules())):
+            reason = "ops of compiled code are not seen"
+        if reason:
+            self.notes.append(f"activations were not counted: {reason}")
+        return not reason
+
+    def _record(self) -> None:
+        recorder = MemoryRecorder(self._model, self._optimizers[0])
+        recorder.begin(())
+        self._stack.callback(recorder.end)
+        self._stack.enter_context(recorder.following(self._model, listeners=[recorder]))
+        for handle in recorder.gradient_hooks():
+            self._stack.callback(handle.remove)
+        self._stack.enter_context(recorder)
+        self._recorder = recorder
+
+    def _audit(self, optimizer: Optimizer) -> None:
+        if len(self._optimizers) > 1:
+            text = "no audit: several optimizers; call mprun.audit(model, optimizer) for each"
+            self.notes = [*dict.fromkeys([*self.notes, text])]
+            return
+        try:
+            self.audit = audit(self._model, optimizer, self._casts)
+        except Exception as error:  # a look must never end a training
+            self.notes.append(f"no audit: {first_line(error)}")
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages, each counted once."""
+    storages = {storage_key(x): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
