@@ -35,7 +35,6 @@ from mprun.experiments.trials import Outcome, Trial
 from mprun.records.run_record import TimeBudget
 from mprun.report import tables
 from mprun.results.doctor_result import OPS, Format, Mode, renderables
-from mprun.results.estimates import estimate_scaling, scaling_parts
 from mprun.results.search_result import OpSearch, Proof
 from mprun.results.search_tables import answer_sentence, outcome_table, proof_lines, rows_table
 from tests.compare.folders import write_run
@@ -221,21 +220,6 @@ def memory(example: Example) -> str:
     )
 
 
-def scale_time(_: Example) -> str:
-    """The estimate for a link that is fast enough, and for one that is not."""
-    scaling = estimate_scaling(
-        parallel="fsdp2",
-        world_size=8,
-        compute_ms=57.5,
-        compute_from="measured step",
-        gather_dtype="bfloat16",
-        reduce_dtype="float32",
-        sent_bytes=5_630_000,
-        links=["nvlink4", "ethernet_10g", "ethernet_1g"],
-    )
-    return shown(scaling_parts(scaling))
-
-
 def numerics(example: Example) -> str:
     words = ["numerics.steps=2", "numerics.warmup=1", "numerics.span=4", "numerics.plots=false"]
     text = in_small(example, *SMALL, *words, "numerics.top=99")
@@ -317,15 +301,6 @@ def own_sweep(_: Example) -> str:
     return "".join(texts)
 
 
-def own_mistake(example: Example) -> str:
-    """The page's recipe with its mistake."""
-    text = (RECIPES / SPIRALS).read_text(encoding="utf-8")
-    mistake = text.replace("batch[1])\n\n\ndef correct", "batch[2])\n\n\ndef correct")
-    assert mistake != text
-    Path(SPIRALS).write_text(mistake, encoding="utf-8")
-    return printed(f"recipe={SPIRALS}", "device=cpu", status=int(example.status))
-
-
 def no_time_verdict() -> str:
     """The note of a comparison whose runs overlapped."""
     overlapped = replace(variant("bf16_mixed"), no_time_verdict=OVERLAPPED)
@@ -342,12 +317,10 @@ OUTPUTS: dict[str, Callable[[Example], str]] = {
     "time": time_line,
     "memory": memory,
     "scale-memory": lambda example: in_small(example, "memory.picture=false"),
-    "scale-time": scale_time,
     "numerics": numerics,
     "trace": lambda example: in_small(example, *LINEAR),
     "search-ops": search_ops,
     "your-model-sweep": own_sweep,
-    "your-model-mistake": own_mistake,
     "halt": halted,
 }  # fmt: skip
 """An example's name to its output; programs are run as they are."""

@@ -156,18 +156,11 @@ PAGE_INTRO = """\
 
 `make docs` writes this page from the schema. Set a field with `name=value` on the command line.
 Each line has a field with its default, its legal values and its meaning. A group chooses a file in
-`conf/`, which sets the fields without a default. A recipe's own parameters,
-`recipe.model.<name>`, are documented in its class.
+`conf/`, which sets the fields without a default. `mprun COMMAND --help` lists the settings of a
+command, `mprun recipe=my.py --help` the parameters of a recipe.
 
 ## Groups
 
-"""
-
-SETTINGS_INTRO = """
-## Settings of commands
-
-These belong to a command, not to a run: they are not recorded and change no variant. `mprun
-COMMAND --help` lists the settings of a command.
 """
 
 
@@ -177,9 +170,7 @@ def configuration_page() -> str:
     other_names = ", ".join(f"`{name}` ({mode})" for name, mode in ALIASES.items())
     groups.append(f"\nOther names of modes, recorded under mprun's: {other_names}.")
     fields = [_item(f) for f in leaves().values() if f.key not in {f"{g}.name" for g in GROUPS}]
-    of_commands = [_item(field) for field in settings.fields().values()]
-    lines = [*groups, "\n## Fields\n", *fields, SETTINGS_INTRO, *of_commands]
-    return PAGE_INTRO + "\n".join(lines) + "\n"
+    return PAGE_INTRO + "\n".join([*groups, "\n## Fields\n", *fields]) + "\n"
 
 
 def _item(field: Field) -> str:
@@ -187,7 +178,8 @@ def _item(field: Field) -> str:
     default = "" if field.default == MISSING else f"={field.default_text}"
     legal = field.legal.removeprefix("a ").removeprefix("one of ").replace(" [name, ...]", "")
     legal = legal.removesuffix(", or null") if field.default is None else legal
-    shown = isinstance(field.default, bool) or (field.choices and _names_all(field))
+    has_value = field.default is not None and field.default != MISSING  # which shows its type
+    shown = _names_all(field) if field.choices else has_value
     return f"- `{field.key}{default}`" + ("" if shown else f" ({legal})") + f": {field.doc}"
 
 

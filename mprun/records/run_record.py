@@ -44,6 +44,7 @@ class Hardware:
     cores: int
     memory_bytes: int | None
     accelerated: dict[str, bool]
+    """Whether a dtype is faster than float32 here."""
     page_fault_us: float | None = None
     """Microseconds of a page fault; null on a GPU and where it could not be measured."""
     host: str | None = None
@@ -127,7 +128,10 @@ class BatchRow:
 
 @dataclass(kw_only=True)
 class StepTimes:
-    """Milliseconds per optimizer step over `n` timed steps, without `warmup` steps before them."""
+    """Milliseconds per optimizer step over `n` timed steps, without `warmup` steps before them.
+
+    A step lasts from "batch ready" to "parameters updated"; percentiles are within 0.1 %.
+    """
 
     median: float | None
     p10: float | None
@@ -355,6 +359,7 @@ class Summary:
     precision: str
     variant: str
     variant_hash: str
+    """Of the configuration without seed, paths and loggers."""
     requested: PrecisionRow
     effective: PrecisionRow
     execution: str
@@ -365,10 +370,12 @@ class Summary:
     batch_size: int
     epochs: int | None
     steps: int
+    """Skipped ones included."""
     skipped_steps: int
     step_time_ms: StepTimes
     data_time_ms: DataTimes
     samples_per_second: float | None
+    """Effective batch size over (median step time + median data wait)."""
     wall_time_s: float
     memory_bytes: Memory
     loss_scale: LossScaleRow

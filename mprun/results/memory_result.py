@@ -1,6 +1,6 @@
 """The memory of a training step in several modes: the content of `memory.json`, and its tables.
 
-`docs/reference/memory.md` explains the fields. Sizes are in bytes. A few modes are columns; more of
+Sizes are in bytes. A few modes are columns; more of
 them are rows, which fit a terminal. Large models repeat a block: the modules of equal blocks are
 added up in one row, as `layers.*.mlp (32)`. No torch.
 """

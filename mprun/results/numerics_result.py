@@ -1,7 +1,7 @@
 """Measurements of `mprun numerics` in some steps: the content of `numerics.json`, and its tables.
 
-`docs/reference/numerics.md` explains the fields. The file also has the run's configuration and
-`steps`, `skipped` and `ended`. Shares are of the non-zero values; None if there are none. No torch.
+The file also has the run's configuration and `steps`,
+`skipped` and `ended`. Shares are of the non-zero values; None if there are none. No torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The measurements and the result of `mprun search-ops`: the content of `search_ops.json`.
 
-`docs/reference/search-ops.md` explains the fields. Besides those of `OpSearch`, the file has the
+Besides those of `OpSearch`, the file has the
 run's configuration and `proof`, a `Proof` or null. A mode whose products have formats of 8 bits or
 fewer leaves a `FormatSearch`. `Deviation`, the distance from float32, is part of `numerics.json`
 too; its floats may be infinite or NaN. No torch.

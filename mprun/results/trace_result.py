@@ -1,6 +1,6 @@
 """One training step, op by op: the content of `trace.json`, its tables, and a file for Perfetto.
 
-`docs/reference/trace.md` explains the fields. A step that cannot run leaves a file with
+A step that cannot run leaves a file with
 `schema_version`, `error`, `totals` and `rows` only.
 """
 
