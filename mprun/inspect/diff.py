@@ -23,7 +23,7 @@ from mprun.experiments.planned_run import plan_or_resume
 from mprun.nested import all_tensors
 from mprun.numerics.divergence import Difference, Side
 from mprun.numerics.divergence.boundaries import relative_rms
-from mprun.numerics.divergence.side_by_side import Captured, SharedStep, capture, together
+from mprun.numerics.divergence.side_by_side import SharedStep, capture, together
 from mprun.precision import Precision
 from mprun.precision.policy import torch_dtype
 from mprun.records.files import json_text
@@ -138,8 +138,7 @@ def diff_captures(a: CaptureRecord, b: CaptureRecord) -> Difference:
     ):
         if x != y:
             raise UsageError(f"the sides differ in their {what}: {x} and {y}; name two of one kind")
-    first, second = (Captured(x.calls, x.ops, x.loss, x.compiled) for x in (a, b))
-    return together(first, second, tuple(_circumstances(a, b)))
+    return together(a, b, tuple(_circumstances(a, b)))
 
 
 def _circumstances(a: CaptureRecord, b: CaptureRecord) -> Iterator[str]:

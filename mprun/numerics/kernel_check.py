@@ -15,12 +15,12 @@ errors being root mean squares relative to the exact result. FACTOR leaves room 
 a sum, and STEPS for short sums in the dtype: on one thread of a CPU PyTorch's layer norm adds
 the gradients of its weight and bias in 16 bits, an error of 10 units for 96 rows.
 
-The layers that most models have, with inputs for each: `mprun doctor check` runs them.
+`mprun doctor check` runs `LAYERS`, which most models have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from mprun import devices
 from mprun._torch import no_dispatch
-from mprun.nested import tensors_in
-from mprun.numerics.nonfinite.op_call import OpCall, op_spec, recomputed, written_arguments
-from mprun.numerics.op_watcher import OpWatcher, RunOp
+from mprun.numerics.divergence.boundaries import ComparingWatcher
+from mprun.numerics.nonfinite.op_call import OpCall, recomputed
 from mprun.precision.policy import dtype_name
 from mprun.results.kernel_check_result import KernelFault, MissingKernel
 
@@ -41,8 +40,8 @@ FACTOR = 32.0
 STEPS = 12.0
 
 
-class KernelWatcher(OpWatcher):
-    """Compares the ops that run while it is entered; enter `following(model)` first.
+class KernelWatcher(ComparingWatcher):
+    """Judges the ops that run while it is entered; enter `following(model)` first.
 
     Args:
         layer: the name under which faults are reported; a module's path follows it.
@@ -54,21 +53,7 @@ class KernelWatcher(OpWatcher):
         self.faults: list[KernelFault] = []
         self.compared = 0
 
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        spec = op_spec(func)
-        looked_at = spec.makes_numbers and not spec.listwise and spec.runs_again
-        saved: dict[int, Tensor] = {}
-        if looked_at and spec.reads_written:
-            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
-            with self.muted(), torch.no_grad():
-                saved = {id(x): x.clone() for x in targets}
-        result = run()
-        if looked_at:
-            with self.muted(), torch.no_grad():
-                self._compare(OpCall(func, args, kwargs, result, saved=saved))
-        return result
-
-    def _compare(self, call: OpCall) -> None:
+    def compare(self, call: OpCall) -> None:
         exact = recomputed(call, torch.float64, devices.CPU)
         usual = recomputed(call, torch.float32, devices.CPU)
         if exact is None or usual is None:

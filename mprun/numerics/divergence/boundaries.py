@@ -1,28 +1,23 @@
-"""What enters and leaves each module of a model in one step, forward and backward.
+"""One step of a model as numbers: at its modules' boundaries, and in its ops.
 
-A tensor may be used by several modules, and its gradient is the sum of theirs. So each module gets
-an alias of its inputs, and hands on an alias of its outputs: the gradient at an alias is what went
-through this module alone. An alias shares the memory, so no number changes.
+*Boundaries.* A tensor may be used by several modules, and its gradient is the sum of theirs. So
+each module gets an alias of its inputs, and hands on an alias of its outputs: the gradient at an
+alias is what went through this module alone. An alias shares the memory, so no number changes.
 
-A model in float64 in which casts do nothing, and in which results may be rounded.
+*Exact arithmetic.* A rounding that a model's code asks for (`x.bfloat16().float()`) is an error of
+that code here, so casts between floating dtypes return float64. Each result may be rounded to a
+dtype: the error of such a pass is what the dtype explains, cancellation and the growth of errors
+included, which no formula knows for any code. Sums inside a kernel are not rounded: an error of at
+most sqrt(K) units for K terms (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
 
-A rounding that a model's code asks for (`x.bfloat16().float()`) is an error of that code here, so
-casts between floating dtypes return float64. With `rounding_to` each result is rounded to a dtype:
-the error of such a pass is what the dtype explains, cancellation and the growth of errors included,
-which no formula knows for any code. Sums inside a kernel are not rounded: an error of at most
-sqrt(K) units for K terms (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
-
-The ops of a step, each with the error that arises in it.
-
-An op's result is compared with the same op in float64 on the very inputs it read. A cast to fewer
-bits is compared with what it cast.
+*Ops.* An op's result is compared with the same op in float64 on the very inputs it read. A cast to
+fewer bits is compared with what it cast.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,7 +74,7 @@ class Boundary:
     @property
     def rounding(self) -> str:
         """The name of the format, or else of the dtype."""
-        return str(self.dtype).removeprefix("torch.") if self.format is None else self.format.name
+        return dtype_name(self.dtype) if self.format is None else self.format.name
 
 
 @dataclass
@@ -114,10 +109,8 @@ def record(
     """
     plain, boundaries = original_module(model), Boundaries(low)
     compiled = any(map(is_compiled, model.modules()))
-    followed = [("", model)] if compiled else list(plain.named_modules())
-    with ExitStack() as stack:
-        for path, module in followed:
-            stack.enter_context(boundaries.following(path, module))
+    followed = [("", model)] if compiled else plain.named_modules()
+    with calls_followed(followed, boundaries.begin, boundaries.end):
         with region:
             output = run()
         value = loss(output)
@@ -130,6 +123,41 @@ def record(
         dict(plain.named_buffers()),
         float(value.detach()),
     )
+
+
+@contextmanager
+def calls_followed(
+    modules: Iterable[tuple[str, nn.Module]],
+    begin: Callable[[str, nn.Module, Any], Any],
+    end: Callable[[str, Any], Any],
+) -> Iterator[None]:
+    """Follow the calls of modules, but for those that recompute in the backward pass.
+
+    Args:
+        modules: by path.
+        begin: is given path, module, and the pair of positional and named arguments; what it
+            returns takes the place of the pair, where it is not None.
+        end: is given path and output; what it returns takes the place of the output.
+    """
+
+    def hooks(path: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return None if in_backward() else begin(path, module, (args, kwargs))
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            return None if in_backward() else end(path, output)
+
+        return before, after
+
+    with ExitStack() as stack:
+        for path, module in modules:
+            before, after = hooks(path)
+            for handle in (
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ):
+                stack.callback(handle.remove)
+        yield
 
 
 class Boundaries:
@@ -145,28 +173,9 @@ class Boundaries:
         self._open: list[Boundary] = []
         self._calls: Counter[str] = Counter()
 
-    def following(self, path: str, module: nn.Module) -> ExitStack:
-        """Hooks at a module, until the stack is closed."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return None if in_backward() else self._begin(path, module, args, kwargs)
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if in_backward() else self._end(path, output)
-
-        stack = ExitStack()
-        for handle in (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ):
-            stack.callback(handle.remove)
-        return stack
-
-    def _begin(
-        self, path: str, module: nn.Module, args: Any, kwargs: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def begin(self, path: str, module: nn.Module, arguments: Any) -> Any:
         """A module is called; aliases of its arguments."""
-        inputs = floating((args, kwargs))
+        inputs = floating(arguments)
         place = (path, self._calls[path])
         self._calls[path] += 1
         boundary = Boundary(
@@ -177,9 +186,9 @@ class Boundaries:
             [_kept(x) for x in inputs],
         )
         self._open.append(boundary)
-        return aliased((args, kwargs), boundary.input_gradients)  # type: ignore[no-any-return]
+        return aliased(arguments, boundary.input_gradients)
 
-    def _end(self, path: str, output: Any) -> Any:
+    def end(self, path: str, output: Any) -> Any:
         """It returned; an alias of its output."""
         boundary = self._open.pop()
         boundary.outputs = [_kept(x) for x in floating(output)]
@@ -242,24 +251,6 @@ COPIES = ("_to_copy", "to", "clone", "copy_", "alias", "detach", "lift_fresh")
 """Ops that make no new number."""
 
 
-def float64_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and floating buffers are float64; tied ones stay tied."""
-    twin = copy.deepcopy(model)
-    wide: dict[nn.Parameter, nn.Parameter] = {}
-    for module in twin.modules():
-        for name, p in [*module.named_parameters(recurse=False)]:
-            if p.is_floating_point():
-                setattr(module, name, wide.setdefault(p, _wide(p)))
-        for name, x in [*module.named_buffers(recurse=False)]:
-            if x.is_floating_point():
-                setattr(module, name, x.double())
-    return twin
-
-
-def _wide(p: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(p.detach().double(), p.requires_grad)
-
-
 def set_values(twin: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give a float64 copy the values of these names, where it has them in the same shape."""
     own: dict[str, Tensor] = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
@@ -287,8 +278,9 @@ class Exact(DispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = op_name(func)
-        if name == "_to_copy" and is_floating(kwargs.get("dtype")) and args[0].is_floating_point():
-            kwargs["dtype"] = torch.float64
+        if name == "_to_copy" and args[0].is_floating_point():
+            dtype = kwargs.get("dtype")
+            kwargs["dtype"] = torch.float64 if dtype and dtype.is_floating_point else dtype
         result = func(*args, **kwargs)
         if self.dtype is None or name in COPIES or not op_spec(func).makes_numbers:
             return result
@@ -309,37 +301,40 @@ def exact_arithmetic(twin: nn.Module) -> Iterator[Exact]:
         yield exact
 
 
-def is_floating(dtype: Any) -> bool:
-    """Whether it is a floating dtype."""
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+class ComparingWatcher(OpWatcher):
+    """Hands each op that can run again to `compare` while it is entered."""
+
+    def compare(self, call: OpCall) -> None:
+        """Hold an op that has run against the same op in another dtype (`recomputed`)."""
+        raise NotImplementedError
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
+        spec, saved = op_spec(func), dict[int, Tensor]()
+        if not spec.makes_numbers or spec.listwise or not spec.runs_again:
+            return run()
+        if spec.reads_written:
+            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
+            with self.muted(), torch.no_grad():
+                saved = {id(x): x.clone() for x in targets}
+        result = run()
+        with self.muted(), torch.no_grad():
+            self.compare(OpCall(func, args, kwargs, result, saved=saved))
+        return result
 
 
-class OpErrors(OpWatcher):
-    """Collects the errors of ops that run while it is entered; enter `following(model)` first."""
+class OpErrors(ComparingWatcher):
+    """Collects the errors of a model's ops; enter `following(model)` first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[OpError] = []
 
-    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], run: RunOp) -> Any:
-        context, spec = self.tracker.context(), op_spec(func)
-        looked_at = spec.makes_numbers and not spec.listwise and context.module is not None
-        saved: dict[int, Tensor] = {}
-        if looked_at and spec.reads_written:
-            targets = tensors_in(v for _, v in written_arguments(func, args, kwargs))
-            with no_dispatch(), torch.no_grad():
-                saved = {id(x): x.clone() for x in targets}
-        result = run()
-        if looked_at:
-            call = OpCall(func, args, kwargs, result, saved=saved)
-            self._add(call, context.phase, context.module or "")
-        return result
-
-    def _add(self, call: OpCall, phase: str, module: str) -> None:
-        exact = recomputed(call)
+    def compare(self, call: OpCall) -> None:
+        context = self.tracker.context()
+        exact = None if context.module is None else recomputed(call)
         if exact is None:
             return
-        with no_dispatch(), torch.no_grad():
+        with no_dispatch():
             pairs = zip((x for _, _, x in call.outputs()), exact, strict=False)
             errors = [
                 (relative_rms(x, y), x.dtype)
@@ -348,7 +343,8 @@ class OpErrors(OpWatcher):
             ]
         if errors:
             error, dtype = max(errors, key=lambda pair: pair[0])
-            self.ops.append(OpError(phase, module, call.name, dtype_name(dtype), error))
+            where = context.phase, context.module or ""
+            self.ops.append(OpError(*where, call.name, dtype_name(dtype), error))
 
 
 def op_errors(model: nn.Module, step: Callable[[], object]) -> list[OpError]:

@@ -14,21 +14,20 @@ Run once more with results rounded to the dtype of each call, and what a piece r
 random by up to half a unit of it, the pieces show which errors that dtype explains. Moving what is
 read models sums that cancel: rounding their result to nearest does not show what they lose.
 
-The errors of two sides, module by module, and the first that their dtypes do not explain.
+The result, `Difference`, has a row for each module and pass, with the errors of both sides, and
+names the first that the dtypes do not explain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mprun._torch import in_backward
 from mprun.console.fitted_table import FittedTable, figure_column, text_column
 from mprun.nested import map_tensors
 from mprun.numerics.divergence.boundaries import (
@@ -36,6 +35,7 @@ from mprun.numerics.divergence.boundaries import (
     Exact,
     Place,
     Recording,
+    calls_followed,
     exact_arithmetic,
     floating,
     set_values,
@@ -83,9 +83,7 @@ def forced(
         _move_parameters(twin, side)
     with exact_arithmetic(twin) as exact:
         forcing = _ForcedRun(side, exact, rounded)
-        with ExitStack() as stack:
-            for path, module in twin.named_modules():
-                stack.enter_context(forcing.following(path, module))
+        with calls_followed(twin.named_modules(), forcing.begin, forcing.end):
             run(twin)
         return forcing.results(dict(twin.named_parameters()))
 
@@ -112,27 +110,11 @@ class _ForcedRun:
         self._open: list[Piece | None] = []
         self._pieces: list[Piece] = []
 
-    def following(self, path: str, module: nn.Module) -> ExitStack:
-        """Hooks that force the boundary of a module."""
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return None if in_backward() else self._begin(path, args, kwargs)
-
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if in_backward() else self._end(output)
-
-        stack = ExitStack()
-        for handle in (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ):
-            stack.callback(handle.remove)
-        return stack
-
-    def _begin(self, path: str, args: Any, kwargs: Any) -> Any:
+    def begin(self, path: str, module: nn.Module, arguments: Any) -> Any:
+        """A module is called: the arguments that the side gave it, as leaves of its piece."""
         boundary = self._side.boundaries.get((path, self._calls[path]))
         self._calls[path] += 1
-        given = floating((args, kwargs))
+        given = floating(arguments)
         if boundary is None or len(given) != len(boundary.inputs):
             self._open.append(None)  # the side has no such call: its code belongs to the caller
             return None
@@ -143,11 +125,10 @@ class _ForcedRun:
         self._open.append(piece)
         self._pieces.append(piece)
         self._enter(piece)
-        return self._replaced(
-            (args, kwargs), boundary.inputs, boundary.input_gradients, piece, "input"
-        )
+        return self._replaced(arguments, boundary.inputs, boundary.input_gradients, piece, "input")
 
-    def _end(self, output: Any) -> Any:
+    def end(self, path: str, output: Any) -> Any:
+        """It returned: the outputs that the side had, as leaves of the caller's piece."""
         piece = self._open.pop()
         if piece is None:
             return None
@@ -251,20 +232,15 @@ def true_outputs(
     calls: Counter[str] = Counter()
     outputs: dict[Place, list[Tensor]] = {}
 
-    def hook_of(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[path, calls[path]] = [x.detach().clone() for x in floating(output)]
-            calls[path] += 1
+    def begin(path: str, module: nn.Module, arguments: Any) -> None:
+        pass
 
-        return hook
+    def end(path: str, output: Any) -> None:
+        outputs[path, calls[path]] = [x.detach().clone() for x in floating(output)]
+        calls[path] += 1
 
-    handles = [m.register_forward_hook(hook_of(path)) for path, m in twin.named_modules()]
-    try:
-        with torch.no_grad(), exact_arithmetic(twin):
-            run(twin)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with calls_followed(twin.named_modules(), begin, end), torch.no_grad(), exact_arithmetic(twin):
+        run(twin)
     return outputs
 
 

@@ -16,15 +16,14 @@ module that rounds to bfloat16 inside is one. A linear layer whose products have
 or fewer (`precision=mxfp8`) is held against that. The margin is 4 for 16 bits and 2 for fewer. It
 is 64 for float32, whose sums inside a kernel are not modelled: up to sqrt(K) units for K terms
 (Higham, Accuracy and Stability of Numerical Algorithms, chapter 4).
-
-A side of a comparison: its model, its step on the batch, its ops.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from mprun.nested import map_tensors
 from mprun.numerics.divergence.boundaries import (
     Place,
     Recording,
-    float64_copy,
     floating,
     op_errors,
     record,
@@ -48,7 +46,7 @@ from mprun.numerics.divergence.pieces import Difference, DifferenceRow, excess, 
 from mprun.numerics.passes import ready
 from mprun.precision.formats import BLOCK_FORMATS
 from mprun.precision.forward_backward import call
-from mprun.results.diff_result import CapturedCall, OpError, SideError
+from mprun.results.diff_result import CapturedCall, CaptureRecord, OpError, SideError
 
 SEED = 0
 
@@ -221,7 +219,9 @@ def capture(step: SharedStep, side: Side, reference: nn.Module | None = None) ->
     return Captured(calls, step.ops(side), recording.loss, side.is_compiled)
 
 
-def together(a: Captured, b: Captured, notes: Sequence[str] = ()) -> Difference:
+def together(
+    a: Captured | CaptureRecord, b: Captured | CaptureRecord, notes: Sequence[str] = ()
+) -> Difference:
     """Two sides beside each other."""
     ops = (tuple(a.ops), tuple(b.ops))
     rows = tuple(_with_op(row, ops) for row in _rows(a.calls, b.calls))
@@ -233,7 +233,8 @@ def _float64_of(sides: Sequence[Side]) -> tuple[nn.Module, list[str]]:
     reasons: list[str] = []
     for side in sides:
         try:
-            return float64_copy(original_module(side.model)), reasons
+            twin = copy.deepcopy(original_module(side.model)).double()  # tied weights stay tied
+            return twin, reasons
         except Exception as error:  # a model may refuse to be copied in any way
             reasons.append(f"{type(side.model).__name__} cannot be copied: {first_line(error)}")
     raise ValueError("; ".join(reasons))
@@ -336,17 +337,17 @@ def _with_op(row: DifferenceRow, ops: tuple[Sequence[OpError], ...]) -> Differen
         return row
     worse, own = max((row.a, ops[0]), (row.b, ops[1]), key=lambda side: excess(side[0]))
     if worse.dtype in BLOCK_NAMES:  # the ops inside are those of its emulation
-        return DifferenceRow(**{**vars(row), "op": "linear"})
+        return replace(row, op="linear")
     inside = [x for x in own if x.phase == row.phase and x.module == row.module]
     if not inside:
         inside = [x for x in own if x.phase == row.phase and x.module.startswith(f"{row.module}.")]
     largest = max(inside, key=lambda x: x.error, default=None)
     if largest is None or largest.error == 0:
         return row
-    return DifferenceRow(**{**vars(row), "op": largest.op})
+    return replace(row, op=largest.op)
 
 
-def _notes(a: Captured, b: Captured) -> Iterator[str]:
+def _notes(a: Captured | CaptureRecord, b: Captured | CaptureRecord) -> Iterator[str]:
     for name, side in (("a", a), ("b", b)):
         if side.compiled:
             yield f"{name} is compiled: only the model's own inputs, outputs and gradients are seen"
