@@ -27,11 +27,11 @@ from mprun.nested import all_tensors, map_tensors
 from mprun.numerics.memory_recorder import DtypeMismatchError, fake_tensors, memory
 from mprun.numerics.model_blocks import blocks_of, cast_modules, checkpointed
 from mprun.numerics.process_memory import (
-    OneProcess,
     ProcessRule,
     ReplicatedModel,
     ShardedModel,
     StepMemory,
+    one_process,
 )
 from mprun.precision.policy import Policy, torch_dtype
 from mprun.records.mode_names import without_formats
@@ -164,7 +164,7 @@ def _of_step(
 def _rule(layout: ProcessLayout, policy: Policy, model: nn.Module) -> ProcessRule:
     """What a process of this layout holds."""
     if layout.world_size == 1:
-        return OneProcess()
+        return one_process
     reduce = torch_dtype(policy.reduce_dtype)
     if layout.parallel == "ddp":
         return ReplicatedModel(reduce.itemsize)

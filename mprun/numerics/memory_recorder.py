@@ -57,9 +57,9 @@ from mprun.numerics.op_watcher import (
 from mprun.numerics.process_memory import (
     LiveStorage,
     MemoryPoint,
-    OneProcess,
     ProcessRule,
     StepMemory,
+    one_process,
 )
 from mprun.numerics.step_events import OpContext, StepListener
 
@@ -83,9 +83,6 @@ NO_OPS = ("prim", "profiler")
 """Namespaces of calls that are no ops: questions for a fake tensor's device, profiler marks."""
 
 
-ONE_PROCESS = OneProcess()
-
-
 class DtypeMismatchError(RuntimeError):
     """Real kernels would refuse this step; the text is that of the `OpFault`."""
 
@@ -96,7 +93,7 @@ def memory(
     optimizer: Optimizer,
     inputs: Iterable[Tensor] = (),
     warmup: int = 1,
-    rule: ProcessRule = ONE_PROCESS,
+    rule: ProcessRule = one_process,
 ) -> StepMemory:
     """The memory of one training step.
 
@@ -188,7 +185,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         self._points: list[MemoryPoint] = []
         self._went_backward = False  # since the last forward pass
 
-    def step_memory(self, rule: ProcessRule = ONE_PROCESS) -> StepMemory:
+    def step_memory(self, rule: ProcessRule = one_process) -> StepMemory:
         """The live memory after each op.
 
         Args:
@@ -197,7 +194,7 @@ class MemoryRecorder(OpWatcher, StepListener):
         Raises:
             ValueError: no op ran.
         """
-        held = rule.storages(self._storages, self._points)
+        held = rule(self._storages, self._points)
         return StepMemory.of(held, self._points, dict(self._kinds()))
 
     def begin(self, inputs: Iterable[Tensor]) -> None:

@@ -1,6 +1,7 @@
-"""What one of several processes holds of a training step, from the storages of a single process.
+"""The memory alive during a training step: sums over the storages of a `MemoryRecorder`.
 
-Each process computes the same ops on its own batch, so activations and buffers are the same.
+A rule turns the storages of a single process into those of one of several. Each process computes
+the same ops on its own batch, so activations and buffers are the same.
 
 DDP: every process holds the whole model. Gradients lie in buckets, which stay from step to step; a
 gradient is temporary between the op that makes it and its copy into the bucket. Where they are
@@ -24,8 +25,6 @@ those of their gradients. Temporaries of the optimizer are cut as the parameters
 of each micro-batch are reduced for themselves.
 
 The rules are those of PyTorch's `fully_shard` with its defaults (2.15); tests compare with it.
-
-The memory alive during a training step: sums over the storages of a `MemoryRecorder`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from math import ceil
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -195,24 +194,16 @@ ROOT = ""
 """The unit of everything outside of blocks."""
 
 
-class ProcessRule(Protocol):
-    """Turns the storages of a step in a single process into those of one of several."""
-
-    def storages(
-        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
-    ) -> Sequence[LiveStorage]:
-        """What a process holds, the largest chunks where they differ."""
-        ...
+ProcessRule = Callable[[Sequence[LiveStorage], Sequence[MemoryPoint]], Sequence[LiveStorage]]
+"""Turns the storages of a step in a single process into those of one of several; the largest
+chunks, where they differ."""
 
 
-class OneProcess:
-    """There are no others."""
-
-    def storages(
-        self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
-    ) -> Sequence[LiveStorage]:
-        """The same."""
-        return storages
+def one_process(
+    storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
+) -> Sequence[LiveStorage]:
+    """The rule without other processes: the same."""
+    return storages
 
 
 @dataclass(frozen=True)
@@ -222,7 +213,7 @@ class ReplicatedModel:
     reduce_itemsize: int
     """Bytes of a number in the reduction."""
 
-    def storages(
+    def __call__(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
     ) -> Sequence[LiveStorage]:
         """The same, with gradients in buckets."""
@@ -265,7 +256,7 @@ class ShardedModel:
     reduce_itemsize: int
     """Bytes of a number in the reduction."""
 
-    def storages(
+    def __call__(
         self, storages: Sequence[LiveStorage], points: Sequence[MemoryPoint]
     ) -> Sequence[LiveStorage]:
         """Parts of the model, gathered blocks, and what a unit reduces."""

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from mprun.numerics import StepMemory, fake_tensors, memory, process_memory
 from mprun.numerics.model_blocks import blocks_of, cast_modules, checkpointed
 from mprun.numerics.process_memory import (
-    OneProcess,
     ProcessRule,
     ReplicatedModel,
     ShardedModel,
+    one_process,
 )
 from mprun.recipes.char_gpt import Gpt
 
@@ -275,26 +275,9 @@ def test_a_model_without_blocks_is_one_unit() -> None:
     assert max(found.timeline["temporary"][: found.peak_at]) >= gathered
 
 
-def test_one_process_is_what_is_counted_without_others() -> None:
-    with fake_tensors():
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
-        x = torch.empty(8, 10)
-        step = a_step(model, optimizer, x, casts=False)
-        assert memory(step, model, optimizer, [x]) == memory(
-            step, model, optimizer, [x], rule=OneProcess()
-        )
-
-
-def beyond(alone: StepMemory, ours: StepMemory) -> list[int]:
-    """Temporary bytes that a process of several has more than a single one, after each op."""
-    pairs = zip(ours.timeline["temporary"], alone.timeline["temporary"], strict=True)
-    return [a - b for a, b in pairs]
-
-
 def test_ddp_keeps_gradients_and_converts_them() -> None:
     """They fit in one bucket, which is complete after the backward pass's last gradient."""
-    alone = counted(OneProcess(), 8)
+    alone = counted(one_process, 8)
     last = max(n for n, point in enumerate(alone.points) if point.phase == "backward")
     same, half = (counted(ReplicatedModel(itemsize), 8) for itemsize in (4, 2))
     assert same.timeline["gradients"] == (4 * cut(1),) * len(same.points)
