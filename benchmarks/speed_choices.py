@@ -22,7 +22,7 @@ from mprun.config import compose
 from mprun.doctor.machine import cpu_name, usable_cores
 from mprun.doctor.speed_choices import SpeedChoice
 from mprun.precision import backend_flags
-from mprun.train.clock import HostClock
+from mprun.train.clock import Clock
 from mprun.train.loop import Limits, Trainer
 
 WARMUP = 4
@@ -37,7 +37,7 @@ def stepper(plan: Plan) -> Callable[[], float]:
     """A function that takes one step of its own model and gives its milliseconds."""
     parts = build_parts(plan)
     trainer = Trainer(parts, Limits(1, None, None))
-    clock = HostClock()
+    clock = Clock()
 
     def step() -> float:
         batch = next(parts.train.epoch(None))

@@ -96,9 +96,8 @@ def run(
         RunFailedError: the run failed; the reason is in its record.
     """
     watch = watch or Stopwatch()
-    _check_data(plan)
+    earlier = _earlier_summary(plan)
     with contextlib.closing(_open_folder(plan, saved)) as folder:
-        earlier = _earlier_summary(plan, folder)
         summary = _first_summary(plan, resolved, earlier, watch)
         messages = Messages(summary, callbacks)
         first_step = None if saved is None else saved["trainer"]["step"] + 1
@@ -322,21 +321,26 @@ def _ending(callbacks: Sequence[Callback], watch: Stopwatch) -> Iterator[None]:
                 stack.callback(callback.on_end, status)
 
 
-def _check_data(plan: Plan) -> None:
-    """Raise `UsageError` where a run would be resumed on another data set.
+def _earlier_summary(plan: Plan) -> Summary | None:
+    """The summary of the run that is resumed; None for a new run, or one that was killed at once.
 
-    Data of a recipe's file have its name; its SHA-256 was compared.
+    Raises:
+        UsageError: the run would be resumed on another data set. (Data of a recipe's file have its
+            name; its SHA-256 was compared.)
     """
     resume, name = plan.config.run.resume, plan.splits.name
-    before = name
-    if resume is not None and plan.recipe_source is None:
-        with contextlib.suppress(MprunError):  # a run killed at once has no summary
-            before = read_summary(Path(resume)).data.name
-    if name != before:
+    if resume is None:
+        return None
+    try:
+        earlier = read_summary(Path(resume))
+    except MprunError:
+        return None
+    if plan.recipe_source is None and name != earlier.data.name:
         raise UsageError(
-            f"run.resume={resume}: the run was trained on {before}, and now there is {name}; put "
-            "the data back, or begin a new run"
+            f"run.resume={resume}: the run was trained on {earlier.data.name}, and now there is "
+            f"{name}; put the data back, or begin a new run"
         )
+    return earlier
 
 
 def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
@@ -352,14 +356,6 @@ def _open_folder(plan: Plan, saved: dict[str, Any] | None) -> RunFolder:
         return bool(line["step"] <= step and not redone)
 
     return RunFolder(Path(config.resume), keep)
-
-
-def _earlier_summary(plan: Plan, folder: RunFolder) -> Summary | None:
-    """The summary of the run that is resumed; None for a new run."""
-    if plan.config.run.resume is not None:
-        with contextlib.suppress(MprunError):  # a run killed at once has no summary
-            return read_summary(folder.path)
-    return None
 
 
 def _first_summary(

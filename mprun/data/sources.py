@@ -266,17 +266,35 @@ def download(name: str, root: Path) -> str:
         DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
     """
     raw = raw_folder(name, root)
+    with fetching(raw, root / f".{name}.lock") as folder:
+        missing = [f.path.name for f in check(name, root) if f.state != "ok"]
+        downloaded = [_obtain(name, file, raw, folder) for file in missing]
+        for file in missing:
+            (folder / file).replace(raw / file)
+    return "download" if any(downloaded) else "local"
+
+
+@contextlib.contextmanager
+def fetching(target: Path, lock: Path) -> Iterator[Path]:
+    """Inside, this process alone brings files into `target`; what it gets lies in it for a while.
+
+    Args:
+        target: the folder; it is made.
+        lock: the file that other processes wait for.
+
+    Returns:
+        A temporary folder in `target`, from which files are moved to their places.
+
+    Raises:
+        DownloadError: no network, a full disk, a folder that cannot be written, a wrong checksum.
+    """
     try:
-        raw.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{name}.lock", timeout=LOCK_TIMEOUT_S), connection_timeout():
-            missing = [f.path.name for f in check(name, root) if f.state != "ok"]
-            for left in raw.glob(f"{DOWNLOAD}*"):  # by a process that was killed
+        target.mkdir(parents=True, exist_ok=True)
+        with FileLock(lock, timeout=LOCK_TIMEOUT_S), connection_timeout():
+            for left in target.glob(f"{DOWNLOAD}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
-            with TemporaryDirectory(prefix=DOWNLOAD, dir=raw) as folder:
-                downloaded = [_obtain(name, file, raw, Path(folder)) for file in missing]
-                for file in missing:
-                    (Path(folder) / file).replace(raw / file)
-            return "download" if any(downloaded) else "local"
+            with TemporaryDirectory(prefix=DOWNLOAD, dir=target) as folder:
+                yield Path(folder)
     except Timeout:
         raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
     except (OSError, RuntimeError) as error:

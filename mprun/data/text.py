@@ -21,23 +21,14 @@ import platform
 import sysconfig
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from mprun.data.batches import TensorSet
 from mprun.data.image_files import find_root, sha256
-from mprun.data.sources import (
-    LOCK_TIMEOUT_S,
-    DataRequest,
-    DownloadError,
-    Splits,
-    connection_timeout,
-    reason,
-)
+from mprun.data.sources import DataRequest, DownloadError, Splits, fetching, reason
 from mprun.errors import UsageError
 from mprun.records.reader import open_regular
 
@@ -165,21 +156,14 @@ def _obtain(root: Path) -> str:
         UsageError: the file that is there is not the published one.
     """
     folder = root / TINY_SHAKESPEARE
-    try:
+    if _is_published(folder / FILE):
+        return "local"
+    with fetching(folder, root / f".{TINY_SHAKESPEARE}.lock") as temporary:
         if _is_published(folder / FILE):
             return "local"
-        folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{TINY_SHAKESPEARE}.lock", timeout=LOCK_TIMEOUT_S):
-            if _is_published(folder / FILE):
-                return "local"
-            with TemporaryDirectory(prefix=".download-", dir=folder) as temporary:
-                _download(Path(temporary))
-                (Path(temporary) / FILE).replace(folder / FILE)
-        return "download"
-    except Timeout:
-        raise DownloadError(f"another process has been at it for {LOCK_TIMEOUT_S:.0f} s") from None
-    except (OSError, RuntimeError) as error:
-        raise DownloadError(reason(error)) from None
+        _download(temporary)
+        (temporary / FILE).replace(folder / FILE)
+    return "download"
 
 
 def _is_published(path: Path) -> bool:
@@ -188,6 +172,8 @@ def _is_published(path: Path) -> bool:
         actual = sha256(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise DownloadError(reason(error)) from None
     if actual != SHA256:
         raise UsageError(
             f"{path} is not the published tiny-shakespeare: it has {path.stat().st_size} bytes "
@@ -200,8 +186,7 @@ def _is_published(path: Path) -> bool:
 def _download(folder: Path) -> None:
     from torchvision.datasets.utils import download_url
 
-    with connection_timeout():
-        download_url(URL, str(folder), FILE)
+    download_url(URL, str(folder), FILE)
     if (actual := sha256(folder / FILE)) != SHA256:
         raise DownloadError(f"the server sent another file, with SHA-256 {actual}")
 

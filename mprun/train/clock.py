@@ -33,7 +33,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -51,29 +51,13 @@ class StepTime(NamedTuple):
     """Of the whole process during the step; None if they are not counted."""
 
 
-class Clock(Protocol):
-    """Times steps."""
-
-    def start(self) -> None:
-        """The batch is ready."""
-
-    def stop(self) -> None:
-        """The parameters are updated."""
-
-    def take(self) -> list[StepTime]:
-        """The times of the steps since the last call, in order."""
-
-    def pause(self) -> None:
-        """Something other than a step follows (validation), which is not part of the next step."""
-
-
 COUNTED_FROM_MS = 2.0
 COUNT_EVERY = 8
 """Counting page faults takes several microseconds: of shorter steps every eighth is counted."""
 
 
-class HostClock:
-    """For the CPU, where a call returns when its work is done."""
+class Clock:
+    """Times steps; on the CPU, where a call returns when its work is done."""
 
     def __init__(self) -> None:
         self._times: list[StepTime] = []
@@ -83,11 +67,13 @@ class HostClock:
         """How many of the next steps are not counted."""
 
     def start(self) -> None:
+        """The batch is ready."""
         if not self._uncounted:
             self._faults = page_faults()
         self._started = time.perf_counter()
 
     def stop(self) -> None:
+        """The parameters are updated."""
         ms = (time.perf_counter() - self._started) * 1e3
         if self._uncounted:
             self._uncounted -= 1
@@ -100,14 +86,15 @@ class HostClock:
         self._uncounted = COUNT_EVERY - 1 if ms < COUNTED_FROM_MS else 0
 
     def take(self) -> list[StepTime]:
+        """The times of the steps since the last call, in order."""
         taken, self._times = self._times, []
         return taken
 
     def pause(self) -> None:
-        pass
+        """Something other than a step follows (validation), which is not part of the next step."""
 
 
-class WaitingClock(HostClock):
+class WaitingClock(Clock):
     """For a device without events: the host waits for each step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -123,7 +110,7 @@ class WaitingClock(HostClock):
         super().stop()
 
 
-class EventClock:
+class EventClock(Clock):
     """Differences of successive step-end events, without a synchronization per step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -153,7 +140,7 @@ class EventClock:
 def clock_for(device: torch.device) -> Clock:
     """The clock that fits a device."""
     if device.type == "cpu":
-        return HostClock()
+        return Clock()
     return EventClock(device) if devices.backend(device).events else WaitingClock(device)
 
 

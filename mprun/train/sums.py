@@ -3,7 +3,7 @@
 On the CPU a scalar is read at once, since it is computed when the step returns. To keep thousands
 of tiny tensors alive between large ones would make the allocator return memory and fault it in
 again at every step (measured: 30 to 50 page faults a step on `linear`). On an accelerator, reading
-a scalar makes the host wait for the step. So scalars are copied into a buffer on the device and
+a scalar makes the host wait for the step. So scalars are copied on the device and
 read together, a fraction of a second late. Where each step is waited for anyway, they are read at
 once.
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,24 +150,6 @@ class Scalars(NamedTuple):
         return (*single, *self.parts.values()) if self.parts else single
 
 
-SINGLE = 4
-"""How many of `Scalars.values` are no parts."""
-
-
-class MetricReadback(Protocol):
-    """Collects the scalars of each step, and reads them."""
-
-    @property
-    def full(self) -> bool:
-        """Whether `take` must be called before the next step."""
-
-    def put(self, scalars: Scalars) -> None:
-        """Add a step's scalars."""
-
-    def take(self) -> list[StepMetrics]:
-        """The metrics of the steps since the last call, in order."""
-
-
 def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetrics:
     """The numbers of `Scalars.values`; `names` are those of the parts."""
     loss, correct, loss_scale, skipped, *parts = values
@@ -179,67 +161,65 @@ def _metrics(values: Sequence[float | None], names: Iterable[str]) -> StepMetric
     return StepMetrics(loss, count, scale, bool(skipped), named)
 
 
-class HostReadback:
-    """Read at once."""
-
-    full = False
+class MetricReadback:
+    """Collects the scalars of each step, and reads them at once."""
 
     def __init__(self) -> None:
         self._metrics: list[StepMetrics] = []
 
+    @property
+    def full(self) -> bool:
+        """Whether `take` must be called before the next step."""
+        return False
+
     def put(self, scalars: Scalars) -> None:
+        """Add a step's scalars."""
         values = [None if x is None else x.item() for x in scalars.values]
         self._metrics.append(_metrics(values, scalars.parts))
 
     def take(self) -> list[StepMetrics]:
+        """The metrics of the steps since the last call, in order."""
         taken, self._metrics = self._metrics, []
         return taken
 
 
-class DeviceReadback:
+class DeviceReadback(MetricReadback):
     """For an accelerator: collected on the device, read together.
 
     Args:
-        device: where the scalars are.
         capacity: after this many steps they must be read.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1024) -> None:
-        # float64 holds every count and every float32 exactly.
-        self._buffer = torch.zeros(capacity, SINGLE, dtype=torch.float64).to(device)
-        self._present: list[tuple[bool, ...]] = []
-        self._names: list[tuple[str, ...]] = []
+    def __init__(self, capacity: int = 1024) -> None:
+        self._capacity = capacity
+        self._steps: list[tuple[list[bool], tuple[str, ...]]] = []
+        """Of each step which values it has, and the names of its parts."""
+        self._rows: list[Tensor] = []
 
     @property
     def full(self) -> bool:
-        return len(self._present) == len(self._buffer)
+        return len(self._steps) == self._capacity
 
     def put(self, scalars: Scalars) -> None:
         values = scalars.values
-        missing = len(values) - self._buffer.shape[1]
-        if missing > 0:  # the loss has more parts than any before
-            more = self._buffer.new_zeros(len(self._buffer), missing)
-            self._buffer = torch.cat((self._buffer, more), 1)
-        row = self._buffer[len(self._present)]
-        for slot, value in zip(row, values, strict=False):
-            if value is not None:
-                slot.copy_(value.detach())
-        self._present.append(tuple(x is not None for x in values))
-        self._names.append(tuple(scalars.parts))
+        self._steps.append(([x is not None for x in values], tuple(scalars.parts)))
+        # A copy in float64, which holds every count and every float32 exactly.
+        own = [x.detach().double().reshape(()) for x in values if x is not None]
+        self._rows += [torch.stack(own)] if own else []
 
     def take(self) -> list[StepMetrics]:
-        (present, self._present), (names, self._names) = (self._present, []), (self._names, [])
-        rows = self._buffer[: len(present)].tolist()
+        (steps, self._steps), (rows, self._rows) = (self._steps, []), (self._rows, [])
+        numbers = iter(torch.cat(rows).tolist() if rows else ())
         return [
-            _metrics([x if there else None for x, there in zip(row, is_there, strict=False)], own)
-            for row, is_there, own in zip(rows, present, names, strict=True)
+            _metrics([next(numbers) if is_there else None for is_there in present], names)
+            for present, names in steps
         ]
 
 
 def readback_for(device: torch.device) -> MetricReadback:
     """The readback for a device."""
     known = devices.backend(device)
-    return DeviceReadback(device) if known.events and known.float64 else HostReadback()
+    return DeviceReadback() if known.events and known.float64 else MetricReadback()
 
 
 NO_SCORES = Scores(loss=None, accuracy=None)

@@ -7,8 +7,8 @@ import torch
 
 from mprun import devices
 from mprun.config.schema import DEVICES
-from mprun.train.clock import EventClock, HostClock, WaitingClock, clock_for
-from mprun.train.sums import DeviceReadback, HostReadback, readback_for
+from mprun.train.clock import Clock, EventClock, WaitingClock, clock_for
+from mprun.train.sums import DeviceReadback, MetricReadback, readback_for
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_machine_without_accelerators() -> None:
 
 
 def test_the_clock_and_the_readback_follow_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert type(clock_for(torch.device("cpu"))) is HostClock
+    assert type(clock_for(torch.device("cpu"))) is Clock
     for kind, backend in devices.BACKENDS.items():
         if kind == "cpu":
             continue
@@ -82,7 +82,7 @@ def test_the_clock_and_the_readback_follow_the_table(monkeypatch: pytest.MonkeyP
         expected = EventClock if backend.events else WaitingClock
         assert type(clock_for(device)) is expected, kind
         if not (backend.events and backend.float64):
-            assert type(readback_for(device)) is HostReadback, kind
+            assert type(readback_for(device)) is MetricReadback, kind
     monkeypatch.setitem(devices.BACKENDS, "cpu", devices.Backend("as a GPU"))
     assert type(readback_for(torch.device("cpu"))) is DeviceReadback
 

@@ -22,7 +22,7 @@ from mprun.records.run_record import Summary, read_summary
 from mprun.train import checkpoint
 from mprun.train.loggers import TensorBoardLogger
 from mprun.train.loop import StepResult, Trainer
-from mprun.train.sums import HostReadback
+from mprun.train.sums import MetricReadback
 from tests.run.clock import Clock
 from tests.schema import conforms
 
@@ -140,7 +140,7 @@ def slow(clock: Clock, plain: Callable[..., Any]) -> Callable[..., Any]:
 SLOW = {
     "start_up": (Plan, "backend_flags"),
     "compute": (Trainer, "optimizer_step"),
-    "metrics": (HostReadback, "put"),
+    "metrics": (MetricReadback, "put"),
     "data": (Mnist, "prepare"),
     "logging": (TensorBoardLogger, "on_steps"),
     "checkpoints": (checkpoint, "serialized"),

@@ -28,9 +28,9 @@ from mprun.precision.loss_scale import STATIC_PATIENCE, StaticLossScale
 from mprun.recipe import Classification
 from mprun.records.run_record import Epoch
 from mprun.train.callbacks import Callback, StepLine
-from mprun.train.clock import HostClock
+from mprun.train.clock import Clock
 from mprun.train.loop import Limits, StopRequestedError, Trainer, TrainingComponents
-from mprun.train.sums import HostReadback
+from mprun.train.sums import MetricReadback
 from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
 
@@ -103,8 +103,8 @@ def trainer(
         order=TensorOrder(n, 0, shuffle=True),
         validation=batches(samples(10), 4),
         test=batches(samples(10), 4),
-        clock=HostClock(),
-        readback=HostReadback(),
+        clock=Clock(),
+        readback=MetricReadback(),
     )
     log = Log()
     asked = [0]

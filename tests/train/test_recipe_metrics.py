@@ -303,19 +303,6 @@ def test_a_metric_without_a_state_has_no_value_for_the_resumed_epoch() -> None:
     assert "the training iter of epoch 1 is not known" in (text or "")
 
 
-def test_a_checkpoint_of_a_recipe_without_metrics_of_an_earlier_version_loads() -> None:
-    training, log = trainer_of(Base(), samples(20), checkpoint_every_steps=1)
-    training.fit()
-    state = log.states[0]
-    assert "metrics" not in state
-    assert "parts" not in state["sums"]
-    del state["sums"]["weight"]  # version 0.1
-    again, resumed = trainer_of(Base(), samples(20))
-    again.load_state_dict(state)
-    again.fit()
-    assert resumed.epochs == log.epochs
-
-
 # ---- what a recipe may give ----------------------------------------------------------------------
 
 
@@ -497,7 +484,7 @@ def test_a_resumed_metric_s_tensors_are_on_the_device_they_were_on() -> None:
     put = placed(state, ["cpu", "cuda", "cpu"], torch.device("meta"))
     assert [x.device.type for x in all_tensors(put)] == ["cpu", "meta", "cpu"]
     assert put["batches"] == 3
-    assert placed(state, (), torch.device("meta")) is state  # of an older checkpoint
+    assert placed(state, (), torch.device("meta")) is state
 
 
 class Collected(Base):

@@ -20,10 +20,10 @@ from mprun.data import (
 from mprun.precision import Clip, NativeArithmetic, NoCaster, NoLossScale, Precision
 from mprun.precision.loss_scale import LossScale
 from mprun.recipe import Recipe
-from mprun.train.clock import HostClock
+from mprun.train.clock import Clock
 from mprun.train.loop import Limits, Trainer, TrainingComponents
 from mprun.train.loss_terms import checked_count
-from mprun.train.sums import HostReadback
+from mprun.train.sums import MetricReadback
 from mprun.train.time_limit import Schedule
 from tests.precision.test_policy import policy
 from tests.train.test_loop import CPU, Log
@@ -109,8 +109,8 @@ def trainer_of(
         order=TensorOrder(len(train), 0, shuffle=shuffle),
         validation=batches(held_out, 3),
         test=batches(train.first(0), 3),
-        clock=HostClock(),
-        readback=HostReadback(),
+        clock=Clock(),
+        readback=MetricReadback(),
     )
     log = SavingLog()
     limits = limits or Limits(2, None, None)
